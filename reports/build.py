@@ -27,7 +27,7 @@ from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.answer import badges, told
+from sparsebench.results.answer import badge_text, badges
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
@@ -130,7 +130,7 @@ def _badges(frames: Frames) -> list[tuple[str, str, str]]:
     """Return the class, the text and the reason of each badge."""
     run, cases = frames.run, frames.cases
     found = badges(cases, frames.noise, run.environment, run.state)
-    return [(badge.name.lower(), told(badge, cases), why) for badge, why in found]
+    return [(badge.name.lower(), badge_text(badge, cases), why) for badge, why in found]
 
 
 def _facts(frames: Frames) -> list[tuple[str, str]]:

@@ -30,9 +30,9 @@ from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, NoCrossing, analyse
-from sparsebench.results.answer import Badge, badges, sentences, told, winner, word
+from sparsebench.results.answer import Badge, badge_text, badges, field_text, sentences, winner
 from sparsebench.results.changes import OtherDevice, other_devices, problem_fields
-from sparsebench.results.contests import asked, contests, raced, views
+from sparsebench.results.contests import contests, views, with_gains, with_shapes
 from sparsebench.results.formatting import (
     amount,
     between,
@@ -128,7 +128,7 @@ def _badges(left: dict[str, str], found: dict[str, Frames]) -> list[tuple[str, s
     for name, frames in found.items():
         for badge, why in badges(frames.cases, frames.noise, frames.run.environment):
             said = why if badge is Badge.SIMULATED else f"{parts[name]}: {why}"
-            several.setdefault(badge, (told(badge, frames.cases), said))
+            several.setdefault(badge, (badge_text(badge, frames.cases), said))
     if not found:
         several[Badge.EMPTY] = str(Badge.EMPTY), "Nothing was measured."
     return [(badge.name.lower(), *said) for badge, said in several.items()]
@@ -145,8 +145,8 @@ def _warned(fitness: list[dict[str, Any]]) -> Markup:
     lines = [Markup('<p class="why unreliable">Not fit: {}</p>').format(line) for line in said]
     notes = [each["check"] for each in fitness if each["level"] == "note"]
     if notes:
-        told = f"Worth knowing of the machine: {listed(notes)}."
-        lines.append(Markup('<p class="why">{} <a href="#fitness">More</a></p>').format(told))
+        text = f"Worth knowing of the machine: {listed(notes)}."
+        lines.append(Markup('<p class="why">{} <a href="#fitness">More</a></p>').format(text))
     return Markup("").join(lines)
 
 
@@ -175,10 +175,10 @@ def _items(title: str, lines: list[tuple[str, str]]) -> Markup:
 
 def _verdicts(frames: Frames) -> list[tuple[str, str]]:
     """Return a line a problem: what it is, and who wins it; of each shape and m the best first."""
-    if raced(frames.cases).empty:
+    if with_gains(frames.cases).empty:
         return []
     found = contests(frames.cases)
-    lines = pd.concat([asked(own) for _, own in found.groupby("op", sort=False)])
+    lines = pd.concat([with_shapes(own) for _, own in found.groupby("op", sort=False)])
     lines = lines.sort_values("best_gain", ascending=False, kind="stable")
     again = lines.groupby(["op", "pattern", "dtype", "m", "shape"], dropna=False).cumcount()
     lines = lines.loc[again.sort_values(kind="stable").index]
@@ -210,7 +210,7 @@ def _place(line: "pd.Series[Any]", varying: pd.DataFrame | None = None) -> str:
         if name not in line or pd.isna(line[name]) or line[name] == 0:
             continue
         if varying is None or varying[name].nunique() == 1:
-            words.append(word(name, line[name]))
+            words.append(field_text(name, line[name]))
     return " · ".join(each for each in words if each and each != "blocks of 1")
 
 

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.analysis import Analysis, NoCrossing, break_even, winners
-from sparsebench.results.answer import Badge, answers, badges, told, unfit
-from sparsebench.results.contests import raced
+from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
+from sparsebench.results.contests import with_gains
 from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import FORMATS, are, duration, estimate, kernel, percent
 from sparsebench.results.frame import fields
@@ -97,7 +97,7 @@ def answer_json(run: Run, found: Analysis) -> dict[str, Any]:
 def labels(run: Run, cases: pd.DataFrame, noise: Noise) -> list[tuple[Badge, str]]:
     """Return a run's badges and their texts, the gravest first."""
     found = badges(cases, noise, run.environment, run.state)
-    return [(badge, told(badge, cases)) for badge, _ in found]
+    return [(badge, badge_text(badge, cases)) for badge, _ in found]
 
 
 def counted(found: Analysis) -> dict[str, int]:
@@ -117,8 +117,8 @@ def sheets(cases: pd.DataFrame) -> list[Table]:
     found = []
     if (cases.status == Status.OK).any():
         found.append(_formats(cases))
-        raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-        several = raced[raced.groupby(CONTEST).label.transform("nunique") > 1]
+        timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+        several = timed[timed.groupby(CONTEST).label.transform("nunique") > 1]
         parts = winners(several).groupby(PARTS, sort=False, dropna=False)
         found += [_fastest(part) for _, part in parts]
         even = break_even(cases[cases["format"] != "dense"])
@@ -202,7 +202,7 @@ def _title(run: Run, cases: pd.DataFrame, found: Analysis) -> Text:
 
 def _formats(cases: pd.DataFrame) -> Table:
     """Return each format once, at the level nearest to LEVEL, over the fastest dense contender."""
-    found = raced(cases)
+    found = with_gains(cases)
     sparse = found[found.side != "dense"]
     best = {name: _nearest(group) for name, group in sparse.groupby("kind", sort=False)}
     top = max(best.values(), key=lambda case: case["gain"], default=None)
@@ -293,13 +293,13 @@ def _fastest(best: pd.DataFrame) -> Table:
         for line in best.to_dict("records")
     ]
     empty = {"outcome": "-", "tied with": "", "accuracy": ""}
-    told = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
-    kept = [[line[columns.index(name)] for name in told] for line in lines]
+    shown = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
+    kept = [[line[columns.index(name)] for name in shown] for line in lines]
     interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
     title = f"Fastest: {constant} ({interval})"
     words = {"fastest", "outcome", "tied with", "accuracy", "op", "pattern", "dtype", "source"}
     spare = ("tied with", "outcome")
-    return Table(title=title, columns=told, lines=kept, words=words, spare=spare)
+    return Table(title=title, columns=shown, lines=kept, words=words, spare=spare)
 
 
 def _crossings(even: pd.DataFrame) -> Table:
@@ -359,8 +359,8 @@ def _ratio(line: Mapping[Any, Any]) -> Cell:
 
 
 def _gain(case: Mapping[Any, Any]) -> Cell:
-    """Write a gain over dense, coloured where it is settled."""
-    style = ("good" if case["gain"] > 1 else "bad") if case["settled"] else "unsure"
+    """Write a gain over dense, coloured if it is decided."""
+    style = ("good" if case["gain"] > 1 else "bad") if case["decided"] else "unsure"
     if case["side"] == "dense":
         return "1", ""
     return estimate(*(case[name] for name in ("gain", "low", "high", "half"))), style

@@ -2,13 +2,13 @@
 
     badges      LOOK: 3 processes · SIMULATED · UNRELIABLE · BUSY MACHINE, each with its reason
     where       bf16 · m 4096 · n × k 4096 × 4096 · against dense (cublas, 163 µs)
-    sentences   BSR beats dense: blocks of 16 from a point between 50 % and 80 %; blocks of 32, 64
-                and 128 already at 50 %.
+    sentences   BSR beats dense with blocks of 32, 64 and 128 from 50 % on, and with blocks of 16
+                from a level between 50 % and 80 % on.
                 At 90 %: BSR in blocks of 128, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
 
-Every function is pure: of a view (views.py), of cases, or of a run's environment. A gain is over
-the fastest dense contender of the same contest (contests.py). Dense winning is a sentence too.
-Only levels that were measured are said: nothing between two of them.
+Every function is pure: its input is a view (contests.py), the cases or the environment of a run. A
+gain is over the fastest dense contender of the same contest. If dense wins, a sentence says so.
+Only measured levels are named, and nothing is claimed between two of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +25,7 @@ from sparsebench.results.formatting import (
     FORMATS,
     amount,
     between,
+    capital,
     duration,
     listed,
     percent,
@@ -35,12 +36,12 @@ from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 
-MOST = 4  # answers of a run, each of its own op or pattern
-ASKED = {"level": (0.5, 0.9), "m": (16, 4096)}  # what readers ask about, where it was measured
+MOST = 4  # answers of a run, each for its own op or pattern
+EXAMPLES = {"level": (0.5, 0.9), "m": (16, 4096)}  # values to report, if they were measured
 
 
 class Badge(StrEnum):
-    """How much a run can say, in a word."""
+    """How much a run can show, in a word."""
 
     VERDICT = "VERDICT"
     LOOK = "LOOK"
@@ -53,18 +54,18 @@ class Badge(StrEnum):
 
 @dataclass(frozen=True)
 class BreakEven:
-    """From which level on a format is faster than dense, in one row of a view.
+    """The level from which a format is faster than dense, in one row of a view.
 
-    `slower` is the last measured level at which it is slower: NaN where there is none. `faster` is
-    the first one from which on it is faster: NaN where it is slower at the last one. `settled`:
-    these levels are beyond the noise.
+    slower   the last measured level at which it is slower; NaN if there is none
+    faster   the first level from which it stays faster; NaN if it is slower at the last one
+    decided  whether the gains at these levels are beyond the noise
     """
 
     kind: str
     row: Any
     slower: float
     faster: float
-    settled: bool
+    decided: bool
 
 
 def badges(
@@ -74,28 +75,28 @@ def badges(
     state: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[tuple[Badge, str]]:
     """Return the badges of a run with their reasons, the gravest first; `state` is its run.json."""
-    word, why = noise.reliability
-    found = []
+    field_text, why = noise.reliability
+    given = []
     if "sim" in environment:
-        found.append((Badge.SIMULATED, "No GPU ran: a model of one made these times."))
-    if word is Reliability.UNRELIABLE:
-        found.append((Badge.UNRELIABLE, why))
+        given.append((Badge.SIMULATED, "No GPU ran: these times come from a model of one."))
+    if field_text is Reliability.UNRELIABLE:
+        given.append((Badge.UNRELIABLE, why))
     if busy := "; ".join(unfit(state)):
-        reason = f"The machine was busy, so no number here is to be trusted: {busy}."
-        found.append((Badge.BUSY, reason))
+        reason = f"The machine was busy, so do not trust these numbers: {busy}."
+        given.append((Badge.BUSY, reason))
     if (status := state.get("status", "finished")) != "finished":
-        found.append((Badge.UNFINISHED, f"This run is not finished: its status is {status}."))
+        given.append((Badge.UNFINISHED, f"This run is not finished: its status is {status}."))
     timed = cases[cases.median_us.notna()]
     if timed.empty:
-        return [*found, (Badge.EMPTY, "No case of this run has a time.")]
+        return [*given, (Badge.EMPTY, "No case of this run has a time.")]
     count = int(timed.processes.max())
     if count < FEWEST:
-        need = f"a verdict takes {FEWEST} or more."
-        return [*found, (Badge.LOOK, f"{amount(count, 'process')}: a look, no verdict; {need}")]
-    return [*found, (Badge.VERDICT, f"{amount(count, 'process')}. {why}")]
+        need = f"a verdict needs at least {FEWEST}."
+        return [*given, (Badge.LOOK, f"{amount(count, 'process')}: a look, no verdict; {need}")]
+    return [*given, (Badge.VERDICT, f"{amount(count, 'process')}. {why}")]
 
 
-def told(badge: Badge, cases: pd.DataFrame) -> str:
+def badge_text(badge: Badge, cases: pd.DataFrame) -> str:
     """Write a badge: `LOOK: 3 processes`, `SIMULATED`."""
     if badge not in (Badge.LOOK, Badge.VERDICT):
         return badge.value
@@ -104,7 +105,7 @@ def told(badge: Badge, cases: pd.DataFrame) -> str:
 
 
 def unfit(state: Mapping[str, Any]) -> list[str]:
-    """Return what made the machine unfit before or during the run, as run.json has it."""
+    """Return what made the machine unfit before or during the run, from its run.json."""
     fitness = state.get("fitness", {})
     return [
         f"{when} the run {finding['found']} ({finding['check']})"
@@ -115,27 +116,27 @@ def unfit(state: Mapping[str, Any]) -> list[str]:
 
 
 def answers(cases: pd.DataFrame) -> list[tuple[str, list[str]]]:
-    """Return what a page shows first of each op and pattern, at most MOST: `where`, sentences.
+    """Return `where` and `sentences` of the first view of each op and pattern, at most MOST.
 
-    Where nothing sparse was measured is left out, unless there is nothing else.
+    Views without a sparse time are left out, unless there are no others.
     """
     first: dict[tuple[str, ...], View] = {}
     for view in views(cases):
         first.setdefault(tuple(view.choice.get(name, "") for name in ("op", "pattern")), view)
-    found = [view for view in first.values() if view.cells.best_median_us.notna().any()]
-    return [(where(view), sentences(view)) for view in (found or [*first.values()])[:MOST]]
+    sparse = [view for view in first.values() if view.cells.best_median_us.notna().any()]
+    return [(where(view), sentences(view)) for view in (sparse or [*first.values()])[:MOST]]
 
 
 def where(view: View) -> str:
-    """Write what the cells of a view share: dtype, sizes, and the dense contender they are over."""
+    """Write what the cells of a view share: dtype, sizes, and their dense contender."""
     names = [n for n in ("dtype", "m", "shape", "pattern", "block") if n not in (view.x, view.y)]
     names = ["op", *names, *(n for n in view.choice if n not in ("op", *names, view.x, view.y))]
-    shared = [word(name, value) for name in names if (value := _shared(view, name))]
+    shared = [field_text(name, value) for name in names if (value := _shared(view, name))]
     return " · ".join(filter(None, [*shared, against(view)]))
 
 
 def against(view: View) -> str:
-    """Name the dense contenders that gains are over, and their times."""
+    """Write the dense contenders that gains are over, and their times."""
     known = view.cells[view.cells.dense_name.notna()]
     if known.empty:
         return ""
@@ -148,19 +149,19 @@ def against(view: View) -> str:
 def sentences(view: View) -> list[str]:
     """Return the answer of a view, the most general sentence first."""
     if view.cells.empty or view.cells.best_median_us.isna().all():
-        return ["No sparse contender has a time here: there is nothing to compare with dense."]
+        return ["No sparse contender has a time here, so nothing can be compared with dense."]
     if view.cells.best_gain.isna().all():
-        return ["No dense contender has a time here: there is nothing to compare with."]
+        return ["No dense contender has a time here, so there is no gain over dense."]
     if not (view.cells.best_gain > 1).any():
         top = view.cells.nlargest(1, "best_gain").iloc[0]
         near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {place(view, top)}."
         return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
-    first = _crossings(view) if view.x == "level" else _spans(view)
-    return [*first, *_levels(view)]
+    general = _crossings(view) if view.x == "level" else _spans(view)
+    return [*general, *_examples(view)]
 
 
 def break_evens(view: View) -> list[BreakEven]:
-    """Return from which level on each format beats dense, by row; none if x is no level."""
+    """Return the break-even of each format and row; none if x is not the level."""
     if view.x != "level":
         return []
     groups = view.formats.groupby(["kind", "y"], sort=False)
@@ -170,38 +171,38 @@ def break_evens(view: View) -> list[BreakEven]:
 
 
 def variants(view: View, cases: pd.DataFrame) -> str:
-    """Say which of a view's winners stand for the fastest of several variants; "" if none does."""
-    beside = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    beside = beside.merge(view.cells[CONTEST].drop_duplicates(), on=CONTEST)
-    beside = beside[beside.kernel.isin(view.cells.best_kernel.dropna())]
-    said = []
-    several = beside.groupby([*CONTEST, "kernel"]).label.transform("nunique") > 1
-    for name, own in beside[several].groupby("kernel", sort=False):
-        labels = own.label.str.replace(r" block=\S+", "", regex=True)
+    """Say which of a view's winners are the fastest of several variants; "" if none is."""
+    others = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+    others = others.merge(view.cells[CONTEST].drop_duplicates(), on=CONTEST)
+    others = others[others.kernel.isin(view.cells.best_kernel.dropna())]
+    texts = []
+    several = others.groupby([*CONTEST, "kernel"]).label.transform("nunique") > 1
+    for name, group in others[several].groupby("kernel", sort=False):
+        labels = group.label.str.replace(r" block=\S+", "", regex=True)
         options = labels.str.partition(" ")[2].unique()
         if len(options) > 1:  # else they differ in the block that they store
             most = "faster" if len(options) == 2 else "fastest"
             named = listed([text or "no option" for text in options])
-            said.append(f"{name}: the {most} of {named}")
-    return "; ".join(said)
+            texts.append(f"{name}: the {most} of {named}")
+    return "; ".join(texts)
 
 
 def place(view: View, line: Any) -> str:
-    """Say where a cell is: `at 90 %, m 16`."""
-    across = word(view.x, line.x) + view.units
-    along = word(view.y, line.y) if view.y not in ("", "block") else ""
-    return ", ".join(filter(None, [across if view.x == "level" else f"at {across}", along]))
+    """Write the place of a cell: `at 90 %, m 16`."""
+    column = field_text(view.x, line.x) + view.units
+    row = field_text(view.y, line.y) if view.y not in ("", "block") else ""
+    return ", ".join(filter(None, [column if view.x == "level" else f"at {column}", row]))
 
 
 def contender(line: Any, side: str) -> str:
-    """Name the contender of one side of a cell: `BSR in blocks of 128, bsr_wgmma`."""
+    """Write the contender of one side of a cell: `BSR in blocks of 128, bsr_wgmma`."""
     kind, tile = getattr(line, f"{side}_kind"), getattr(line, f"{side}_tile")
     blocks = f" in blocks of {tile}" if tile and tile != "1" else ""
     return f"{FORMATS.get(kind, kind)}{blocks}, {getattr(line, f'{side}_name')}"
 
 
-def word(name: str, value: Any) -> str:
-    """Write one field for a reader: `m 16`, `n × k 4096 × 4096`, `blocks of 64`, `at 90 %`."""
+def field_text(name: str, value: Any) -> str:
+    """Write one field: `m 16`, `n × k 4096 × 4096`, `blocks of 64`, `at 90 %`."""
     if name == "level":
         return f"at {percent(value)}"
     text = plain(value)
@@ -211,6 +212,27 @@ def word(name: str, value: Any) -> str:
         return f"{text} block" if text == ANY else f"blocks of {text}" if text else ""
     named = {"shape": f"n × k {text}", "m": f"m {text}"}
     return named.get(name, text if name in ("op", "dtype", "pattern") else f"{name} {text}")
+
+
+def winner(line: "pd.Series[Any]") -> str:
+    """Write the winner of one cell, its gain and time, and the best of the other side."""
+    if pd.isna(line.best_gain):
+        return "no sparse contender has a time"
+    other = "peer" if line.best_label == line.ours_label else "ours"
+    peer = " (a peer)" if other == "ours" else ""
+    best = f"{contender(line, 'best')}{peer}"
+    dense = f"dense ({line.dense_name}, {duration(line.dense_median_us)})"
+    if line.best_gain <= 1:
+        if not line.best_decided:
+            return f"{dense} and {best} are within the noise, {_gain(line)}"
+        return f"{dense} wins; the nearest is {best}, {_gain(line)}"
+    beside = ""
+    if not pd.isna(line[f"{other}_gain"]):
+        side = "the best sparse peer" if other == "peer" else "the best of ours"
+        gain = times(line[f"{other}_gain"], line[f"{other}_half"])
+        beside = f"; {side} is {line[f'{other}_name']}, {gain}"
+    noise = "" if line.best_decided else " (within the noise)"
+    return f"{best}, {_gain(line)}{noise}, {duration(line.best_median_us)}{beside}"
 
 
 def _shared(view: View, name: str) -> str:
@@ -224,127 +246,103 @@ def _shared(view: View, name: str) -> str:
 
 
 def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
-    below = cells.x <= cells.x[cells.gain < 1].max()  # nowhere, where the greatest of none is NaN
+    below = cells.x <= cells.x[cells.gain < 1].max()  # all False if it is slower nowhere (NaN)
     near = [cells[below].tail(1), cells[~below].head(1)]
     slower, faster = (float(side.x.max()) for side in near)
-    return BreakEven(
-        kind, row, slower, faster, settled=all(bool(side.settled.all()) for side in near)
-    )
+    return BreakEven(kind, row, slower, faster, all(bool(side.decided.all()) for side in near))
 
 
 def _crossings(view: View) -> list[str]:
-    """Write a sentence a format: from which level on, equal rows together."""
-    found: dict[str, dict[str, list[Any]]] = {}
+    """Write from which level each format beats dense, with equal rows together."""
+    won: dict[str, dict[str, list[Any]]] = {}
+    lost: dict[str, dict[str, list[Any]]] = {}
     for each in break_evens(view):
-        found.setdefault(each.kind, {}).setdefault(_from(view, each), []).append(each.row)
-    said = []
-    for kind, ways in found.items():
-        name, verb = _subject(kind)
-        if all(way.startswith("not") for way in ways):
-            does = "do" if verb == "beat" else "does"
-            said.append(
-                f"{name} {does} not beat dense up to {percent(view.cells.x.max())}{view.units}."
-            )
-            continue
-        colon = ":" if view.y else ""
+        ways = (lost if pd.isna(each.faster) else won).setdefault(each.kind, {})
+        ways.setdefault(_level(view, each), []).append(each.row)
+    lines = []
+    for kind, ways in won.items():
         parts = [" ".join(filter(None, [_rows(view, rows), way])) for way, rows in ways.items()]
-        said.append(f"{name} {verb} dense{colon} {'; '.join(parts)}.")
-    return sorted(said, key=lambda text: " not beat dense up to" in text)
+        name = FORMATS.get(kind, kind)
+        lines.append(f"{capital(name)} {_verb(name, 'beat')} dense {'; '.join(parts)}.")
+    for kind, ways in lost.items():
+        name = FORMATS.get(kind, kind)
+        for way, rows in ways.items():
+            whole = kind not in won and len(ways) == 1
+            subject = name if whole else f"{_rows(view, rows)} {name}"
+            stay = _verb(name, "stay")
+            lines.append(f"{capital(subject.strip())} {stay} slower than dense {way}.")
+    return lines
 
 
-def _subject(kind: str) -> tuple[str, str]:
-    """Return a format's name at the head of a sentence, and the verb's form after it."""
-    name = FORMATS.get(kind, kind)
-    return name[:1].upper() + name[1:], "beat" if name.endswith("s") else "beats"
-
-
-def _from(view: View, each: BreakEven) -> str:
-    unsure = "" if each.settled else " (not settled)"
-    if pd.isna(each.slower):
-        already = "already " if view.formats.x.nunique() > 1 else ""
-        return f"{already}at {percent(each.faster)}{view.units}{unsure}"
+def _level(view: View, each: BreakEven) -> str:
+    noise = "" if each.decided else " (within the noise)"
     if pd.isna(each.faster):
-        return f"not up to {percent(each.slower)}{view.units}"
-    span = f"{percent(each.slower)} and {percent(each.faster)}{view.units}"
-    return f"from a point between {span}{unsure}"
+        return f"up to {percent(each.slower)}{view.units}"
+    if pd.isna(each.slower):
+        at = f"{percent(each.faster)}{view.units}"
+        return (f"from {at} on" if view.formats.x.nunique() > 1 else f"at {at}") + noise
+    ends = f"{percent(each.slower)} and {percent(each.faster)}{view.units}"
+    return f"from a level between {ends} on{noise}"
 
 
 def _rows(view: View, rows: Sequence[Any]) -> str:
+    """Write the rows of a view: `with blocks of 16 and 32`, `at m = 16`, `at every n × k`."""
     if not view.y:
         return ""
+    name = {"shape": "n × k"}.get(view.y, view.y)
     if len(rows) == len(view.formats.y.unique()) > 1:
-        return f"every {'n × k' if view.y == 'shape' else view.y},"
+        return f"{'with' if view.y == 'block' else 'at'} every {name}"
     texts = listed([plain(row) for row in rows])
-    return {"block": f"blocks of {texts}", "shape": f"n × k {texts}"}.get(view.y, f"m {texts}")
+    return f"with blocks of {texts}" if view.y == "block" else f"at {name} = {texts}"
 
 
 def _spans(view: View) -> list[str]:
-    """Write where the best sparse contender beats dense, where x is no level."""
+    """Write where the best sparse contender beats dense, if x is not the level."""
     ways: dict[str, list[Any]] = {}
+    name = {"shape": "n × k"}.get(view.x, view.x)
     for row in ordered(view.cells.y):
         cells = view.cells[view.cells.y == row].set_index("x").best_gain
         values = [value for value in ordered(view.cells.x) if value in cells.index]
         won = [value for value in values if cells[value] > 1]
-        span = (
-            f"{plain(won[0])} to {plain(won[-1])}"
-            if len(won) > 2
-            else listed([plain(value) for value in won])
-        )
-        gaps = won != [v for v in values if won and won[0] <= v <= won[-1]] if view.x == "m" else 1
-        span = listed([plain(value) for value in won]) if gaps else span
-        name = {"shape": "n × k"}.get(view.x, view.x)
-        way = "nowhere" if not won else f"at every {name}" if won == values else f"at {name} {span}"
+        span = listed([plain(value) for value in won])
+        between_ends = [value for value in values if won and won[0] <= value <= won[-1]]
+        if view.x == "m" and len(won) > 2 and won == between_ends:
+            span = f"{plain(won[0])} to {plain(won[-1])}"
+        way = "" if not won else f"at every {name}" if won == values else f"at {name} = {span}"
         ways.setdefault(way, []).append(row)
     kinds = view.cells.best_kind[view.cells.best_gain > 1].map(lambda kind: FORMATS.get(kind, kind))
     names = listed([str(kind) for kind in kinds.unique()])
-    parts = [" ".join(filter(None, [_rows(view, rows), way])) for way, rows in ways.items()]
-    verb = "beat" if kinds.nunique() > 1 or names.endswith("s") else "beats"
-    names = names[:1].upper() + names[1:]
-    return [f"{names} {verb} dense{':' if view.y else ''} {'; '.join(parts)}."]
+    verb = "beat" if kinds.nunique() > 1 else _verb(names, "beat")
+    parts = [" ".join(filter(None, [_rows(view, rows), way])) for way, rows in ways.items() if way]
+    lines = [f"{capital(names)} {verb} dense {'; '.join(parts)}."]
+    if lost := ways.get(""):
+        lines.append(f"{capital(_rows(view, lost))} no sparse contender beats dense.")
+    return lines
 
 
-def _levels(view: View) -> list[str]:
-    """Write who wins at the levels that readers ask about, and what stands beside it."""
+def _verb(name: str, verb: str) -> str:
+    """Return the verb's form after a format's name: plural after `column vectors`."""
+    return verb if name.endswith("vectors") else f"{verb}s"
+
+
+def _examples(view: View) -> list[str]:
+    """Write the winners at the values that readers look for, or at the ends."""
     values = ordered(view.cells.x)
-    chosen = [value for value in ASKED.get(view.x, ()) if value in values]
+    chosen = [value for value in EXAMPLES.get(view.x, ()) if value in values]
     if len(chosen) < 2:
         chosen = list(dict.fromkeys([values[0], *chosen, values[-1]]))
-    said = []
+    lines = []
     for value in chosen:
         cells = view.cells[view.cells.x == value]
         if view.y in ("", "block"):
             cells = cells.sort_values("best_gain").tail(1)
         else:
             rows = ordered(cells.y)
-            rows = [row for row in ASKED.get(view.y, ()) if row in rows] or [rows[0], rows[-1]]
+            rows = [row for row in EXAMPLES.get(view.y, ()) if row in rows] or [rows[0], rows[-1]]
             cells = pd.concat([cells[cells.y == row] for row in dict.fromkeys(rows)])
-        said += [f"{place(view, line)[:1].upper()}{place(view, line)[1:]}: {winner(line)}."
-                 for _, line in cells.iterrows()]  # fmt: skip
-    return said
-
-
-def winner(line: "pd.Series[Any]") -> str:
-    """Write who wins one cell, by how much, in which time, and what stands beside it."""
-    if pd.isna(line.best_gain):
-        return "no sparse contender has a time"
-    beside = ""
-    other = "peer" if line.best_label == line.ours_label else "ours"
-    if not pd.isna(line[f"{other}_gain"]):
-        named = "best sparse peer" if other == "peer" else "best of ours"
-        beside = f"; {named} {line[f'{other}_name']} {_short(line, other)}"
-    peer = " (a peer)" if other == "ours" else ""
-    best = f"{contender(line, 'best')}{peer}"
-    if line.best_gain > 1:
-        unsure = "" if line.best_settled else ", not settled"
-        return f"{best}, {_gain(line)}{unsure}, {duration(line.best_median_us)}{beside}"
-    dense = f"dense wins, {line.dense_name}, {duration(line.dense_median_us)}"
-    if not line.best_settled:
-        dense = f"not settled, dense ({line.dense_name}, {duration(line.dense_median_us)})"
-    return f"{dense}; nearest {best}, {_gain(line)}"
-
-
-def _short(line: Any, side: str) -> str:
-    return times(line[f"{side}_gain"], line[f"{side}_half"])
+        for _, line in cells.iterrows():
+            lines.append(f"{capital(place(view, line))}: {winner(line)}.")
+    return lines
 
 
 def _gain(line: Any) -> str:

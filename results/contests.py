@@ -1,27 +1,24 @@
-"""Who wins each contest: the best of ours, the best sparse peer and the best dense contender.
+"""The fastest contenders of each contest, and grids of contests for every choice of fields.
 
-    cases ─> raced     cases with a time; each is against the fastest dense one of its contest
-          ─> contests  a line a contest, with columns best_*, ours_*, peer_* and dense_*
+    cases ─> with_gains    cases with a time, each with its gain over the fastest dense contender
+          ─> contests      a line per contest, with columns best_*, ours_*, peer_* and dense_*
+          ─> with_shapes   the same, with shape (n × k) and level
+          ─> views         a grid for every choice of the fields; a page shows the first one first
 
-    gain      time of the fastest dense contender / time of the case, block by block and process by
-              process (pairing.py). It is `speedup` where the baseline is that contender
-    half      how far `gain` may be off, as `uncertainty` of a speed-up (verdict.py)
-    settled   the interval of `gain` is beyond the noise floor, and the verdict says so too
+    gain     time of the fastest dense contender / time of the case, block by block and process by
+             process; it equals `speedup` if the baseline is that contender
+    half     the uncertainty of `gain`, like that of a speed-up (analysis.py)
+    decided  the interval of `gain` is beyond the noise floor, and the verdict agrees
 
-A portfolio that chose a dense kernel is a dense contender.
-
-What can be asked of a run: each choice of its fields, and the cells that answer it.
-
-    contests ─> asked   one line a contest, with its fields: m, shape (n × k), dtype, block
-             ─> views   every choice; the first is shown first
+A portfolio that chose a dense kernel counts as a dense contender.
 
                           x: level (or m, or shape)
     fixed: bf16        ┌──────┬──────┐
     n × k 4096 × 4096  │ cell │ cell │  y: block, m or shape
                        └──────┴──────┘
 
-A cell is one contest. Of several (files, seeds) it is the one with the median gain. Where blocks
-are no rows and none is chosen, it is that of the block that gains most.
+A cell is one contest. Among several (files, seeds) it is the one with the median gain. If blocks
+are not the rows and no block is chosen, it is that of the block with the largest gain.
 """
 
 from collections.abc import Iterator
@@ -40,116 +37,24 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import Outcome, ratio_over
 
 SIDES = ("best", "ours", "peer", "dense")
-SAID = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
-SAID += ["settled", "median_us", "outcome", "case_id"]
-DECIDED = (Outcome.FASTER, Outcome.SLOWER)
-
-
-def raced(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the cases of a summary that have a time, without twins, with more columns.
-
-    Dense contenders are peers too; here `peer` are the sparse ones.
-
-    side   ours, peer or dense              gain   over the fastest dense one, with low, high, half
-    kind   the format                       tile   the block that the format stores
-    name   of the kernel with its options   settled
-    """
-    found = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)].copy()
-    found = found[found.median_us.notna()]
-    if found.empty:
-        return found
-    kind = found["format"].astype(str)
-    dense, own = (kind == "dense") | chose_dense(found), found.kernel.map(family).isin(OURS)
-    found = found.assign(
-        side=np.select([dense, own], ["dense", "ours"], "peer"),
-        kind=kind,
-        name=_names(found),
-        tile=_tiles(found),
-    )
-    return _against_dense(found)
-
-
-def contests(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return a line a contest: its fields, and the columns SAID of each of SIDES.
-
-    `best` is the fastest sparse case, ours or a peer's. NaN stands where a side has no case.
-    """
-    found = raced(cases).assign(haste=lambda table: -table.median_us)
-    found = found.sort_values(["gain", "haste"], ascending=False, kind="stable", na_position="last")
-    places = ["op", *(n for n in fields(cases) if n != "sparsity"), "source"]
-    lines = found.groupby(CONTEST, sort=False)[[*places, "level"]].first()
-    sides = {side: found[found.side == side] for side in ("ours", "peer")}
-    sides |= {"best": found[found.side != "dense"], "dense": found[found.side == "dense"]}
-    for side in SIDES:
-        first = sides[side].groupby(CONTEST, sort=False)[SAID].head(1).index
-        own = sides[side].loc[first].set_index(CONTEST)[SAID].add_prefix(f"{side}_")
-        lines = lines.join(own)
-    return lines.reset_index()
-
-
-def _names(cases: pd.DataFrame) -> pd.Series:
-    """Return kernels with their options; of a portfolio that chose a dense kernel, that kernel."""
-    own = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
-    chosen = cases.chosen.astype(str).str.partition("dense, ")[2]
-    return own.where(~chose_dense(cases), chosen)
-
-
-def _tiles(cases: pd.DataFrame) -> pd.Series:
-    """Return the block that a format stores: its own parameter, else the problem's."""
-    own = cases.params.astype(str).str.extract(r"(?:^| )block=(\S+)")[0]
-    blocks = own.fillna(cases.block.astype(str)).replace({"nan": "", "<NA>": "", "None": ""})
-    return blocks.where(cases.format == "bsr", "")
-
-
-def _against_dense(cases: pd.DataFrame) -> pd.DataFrame:
-    """Add gain, low, high and settled: each case over the fastest dense one of its contest."""
-    dense = cases[cases.side == "dense"]
-    dense = dense.assign(rank=dense.speedup.fillna(0), haste=-dense.median_us)
-    dense = dense.sort_values(["rank", "haste"], ascending=False, kind="stable")
-    fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(dense.to_dict("records"))}
-    lines = [
-        _over(line, fastest.get(tuple(line[name] for name in CONTEST)))
-        for line in cases.to_dict("records")
-    ]
-    table = pd.DataFrame(lines, cases.index, ["gain", "low", "high", "settled"])
-    half = uncertainty(table.gain, table.low, table.high, cases.floor, cases.processes)
-    half = half.mask((table.low == 1) & (table.high == 1), 0.0)  # that contender itself
-    return cases.assign(**{str(name): column for name, column in table.items()}, half=half)
-
-
-def _over(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, float, float, bool]:
-    if base is None:
-        return np.nan, np.nan, np.nan, False
-    if line["label"] == base["label"]:
-        return 1.0, 1.0, 1.0, False
-    floor = 0.0 if pd.isna(line["floor"]) else line["floor"]
-    if base["label"] == line["baseline_label"]:
-        gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
-        if line["outcome"] in list(Outcome):
-            return gain, low, high, line["outcome"] in DECIDED
-    elif found := ratio_over(line["blocks"], base["blocks"]):
-        gain, low, high = found.value, found.low, found.high
-    else:  # they were timed in different processes
-        gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan
-    return gain, low, high, bool(low > 1 + floor or high < 1 / (1 + floor))
-
-
-ACROSS = ("level", "m", "shape", "block")  # x is the first of them that is swept
-ROWS = ("block", "m", "shape")  # y is the one with most values
+OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
+OF_SIDE += ["decided", "median_us", "outcome", "case_id"]
+ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
+ROWS = ("block", "m", "shape")  # y is the one with the most values
 ANY = "any"
-MOST = 60  # views of a page, which says how many are left out
-COLUMNS = 12  # more levels than these are rounded to whole per cents
+MOST = 60  # views on a page, which says how many it leaves out
+COLUMNS = 12  # more levels than these are rounded to whole percents
 
 
 @dataclass(frozen=True)
 class View:
-    """One choice of the fields, and its cells.
+    """One choice of the fields, and its grid.
 
-    choice   what is chosen, as text by field: every field that varies; "all" for the rows
-    x, y     the fields along and down; y is "" where there is one row
-    cells    a line a cell: the columns of `contests`, `x`, `y`, `count` (contests in the cell)
-    formats  a line a cell and format: kind, gain, low, high, settled
-    units    what a level is a fraction of, where it is not of the weights
+    choice   the chosen value of every field that varies, as text; "all" for the rows
+    x, y     the fields of the columns and rows; y is "" if there is one row
+    cells    a line per cell: the columns of `contests`, `x`, `y`, `count` (contests in the cell)
+    formats  a line per cell and format: kind, gain, low, high, decided
+    units    what a level is a fraction of, if not of the weights
     """
 
     choice: dict[str, str]
@@ -160,94 +65,178 @@ class View:
     units: str = ""
 
 
+def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the cases of a summary that have a time, without twins, with more columns.
+
+    side   ours, peer or dense (`peer` are sparse ones only)
+    kind   the format
+    name   the kernel with its options
+    tile   the block that the format stores
+    gain   over the fastest dense contender, with low, high, half and decided
+    """
+    timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)].copy()
+    timed = timed[timed.median_us.notna()]
+    if timed.empty:
+        return timed
+    kind = timed["format"].astype(str)
+    dense, ours = (kind == "dense") | chose_dense(timed), timed.kernel.map(family).isin(OURS)
+    side = np.select([dense, ours], ["dense", "ours"], "peer")
+    return _with_gains(timed.assign(side=side, kind=kind, name=_names(timed), tile=_tiles(timed)))
+
+
+def contests(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return a line per contest: its fields, and the columns OF_SIDE of each of SIDES.
+
+    `best` is the fastest sparse case, ours or a peer's. A side without a case has NaN.
+    """
+    timed = with_gains(cases).assign(rate=lambda table: -table.median_us)
+    timed = timed.sort_values(["gain", "rate"], ascending=False, kind="stable", na_position="last")
+    places = ["op", *(n for n in fields(cases) if n != "sparsity"), "source"]
+    lines = timed.groupby(CONTEST, sort=False)[[*places, "level"]].first()
+    sides = {side: timed[timed.side == side] for side in ("ours", "peer")}
+    sides |= {"best": timed[timed.side != "dense"], "dense": timed[timed.side == "dense"]}
+    for side in SIDES:
+        first = sides[side].groupby(CONTEST, sort=False)[OF_SIDE].head(1).index
+        columns = sides[side].loc[first].set_index(CONTEST)[OF_SIDE].add_prefix(f"{side}_")
+        lines = lines.join(columns)
+    return lines.reset_index()
+
+
+def with_shapes(lines: pd.DataFrame) -> pd.DataFrame:
+    """Add `shape` to contests; if weights have one sparsity, level is the share of units off."""
+    level, of_units = lines.level, _of_units(lines)
+    if of_units.any():
+        units = lines.n.astype("float64")
+        if "intermediate" in lines:  # a decoding step
+            units = units.fillna(lines.intermediate.astype("float64"))
+        level = level.mask(of_units, 1 - lines.active / units)
+    digits = 2 if level.round(3).nunique() > COLUMNS else 4
+    sizes = zip(lines.n, lines.k, strict=True)
+    shape = ["" if pd.isna(n) or pd.isna(k) else f"{n} × {k}" for n, k in sizes]
+    return lines.assign(shape=shape, level=level.round(digits), of_units=of_units)
+
+
 def views(cases: pd.DataFrame) -> list[View]:
-    """Return the first MOST choices of a summary's fields; none if no case has a time."""
-    return every(cases)[:MOST]
+    """Return the first MOST views of a summary; none if no case has a time."""
+    return all_views(cases)[:MOST]
 
 
-def every(cases: pd.DataFrame) -> list[View]:
-    """Return all choices of a summary's fields, the one that is shown first in front."""
-    if raced(cases).empty:
+def all_views(cases: pd.DataFrame) -> list[View]:
+    """Return the views for all choices of a summary's fields, the one to show first in front."""
+    if with_gains(cases).empty:
         return []
-    lines = contests(cases)
-    found = asked(lines)
-    x, names = across(found), _selectors(found)
-    by_format = _formats(cases)
-    ways = [
+    lines = with_shapes(contests(cases))
+    x, names = across(lines), _selectors(lines)
+    by_format = _best_of_formats(cases)
+    all_views = [
         View(
             choice,
             x,
             y,
             _cells(chosen, x, y, ["best_gain"]),
-            _by_kind(chosen, by_format, x, y),
+            _cells_of_formats(chosen, by_format, x, y),
             " of units off" if bool(chosen.of_units.all()) else "",
         )
-        for choice, y, chosen in _choices(found, x, [name for name in names if name != x])
+        for choice, y, chosen in _choices(lines, x, [name for name in names if name != x])
     ]
-    return sorted(ways, key=_place)
+    return sorted(all_views, key=_rank)
 
 
-def asked(found: pd.DataFrame) -> pd.DataFrame:
-    """Add `shape`; where weights have one sparsity, the level is the fraction of units off."""
-    level, of_units = found.level, _of_units(found)
-    if of_units.any():
-        units = found.n.astype("float64")
-        if "intermediate" in found:  # of a whole decoding step
-            units = units.fillna(found.intermediate.astype("float64"))
-        level = level.mask(of_units, 1 - found.active / units)
-    digits = 2 if level.round(3).nunique() > COLUMNS else 4
-    sizes = zip(found.n, found.k, strict=True)
-    shape = ["" if pd.isna(n) or pd.isna(k) else f"{n} × {k}" for n, k in sizes]
-    return found.assign(shape=shape, level=level.round(digits), of_units=of_units)
-
-
-def _of_units(found: pd.DataFrame) -> "pd.Series[bool]":
-    """Say of each line whether units are on and off, and the weights of its op have one level."""
-    if "active" not in found:
-        return pd.Series(False, found.index)
-    weights = found.level.where(found.level.notna(), 0).round(3)
-    return found.active.notna() & (weights.groupby(found.op).transform("nunique") < 2)
-
-
-def across(found: pd.DataFrame) -> str:
-    """Name the field along x: the first of ACROSS that varies while every other one stays."""
-    names = _fields(found)
+def across(lines: pd.DataFrame) -> str:
+    """Return the field along x: the first of ACROSS that varies while every other one is fixed."""
+    names = _fields(lines)
     for name in ACROSS:
         others = [n for n in names if n not in (name, "block")]
-        counts = found.groupby(others, dropna=False)[name].nunique() if others else [0]
+        counts = lines.groupby(others, dropna=False)[name].nunique() if others else [0]
         if max(counts, default=0) > 1:
             return name
-    return "level" if found.level.notna().any() else "m"
+    return "level" if lines.level.notna().any() else "m"
 
 
 def ordered(values: "pd.Series[Any]") -> list[Any]:
-    """Return distinct values: numbers and sizes by size, other text by name."""
+    """Return the distinct values: numbers and sizes by size, other text by name."""
     return sorted(values.dropna().unique(), key=_size)
 
 
-def _fields(found: pd.DataFrame) -> list[str]:
-    """Name the fields that were asked for, as readers choose them."""
+def _names(cases: pd.DataFrame) -> pd.Series:
+    """Return kernels with their options; for a portfolio, the dense kernel that it chose."""
+    names = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
+    chosen = cases.chosen.astype(str).str.partition("dense, ")[2]
+    return names.where(~chose_dense(cases), chosen)
+
+
+def _tiles(cases: pd.DataFrame) -> pd.Series:
+    """Return the block that a format stores: its own parameter, else the problem's."""
+    stored = cases.params.astype(str).str.extract(r"(?:^| )block=(\S+)")[0]
+    blocks = stored.fillna(cases.block.astype(str)).replace({"nan": "", "<NA>": "", "None": ""})
+    return blocks.where(cases.format == "bsr", "")
+
+
+def _with_gains(cases: pd.DataFrame) -> pd.DataFrame:
+    """Add gain, low, high, half and decided, over the fastest dense case of each contest."""
+    dense = cases[cases.side == "dense"]
+    dense = dense.assign(rank=dense.speedup.fillna(0), rate=-dense.median_us)
+    dense = dense.sort_values(["rank", "rate"], ascending=False, kind="stable")
+    fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(dense.to_dict("records"))}
+    lines = [
+        _gain(line, fastest.get(tuple(line[name] for name in CONTEST)))
+        for line in cases.to_dict("records")
+    ]
+    table = pd.DataFrame(lines, cases.index, ["gain", "low", "high", "decided"])
+    half = uncertainty(table.gain, table.low, table.high, cases.floor, cases.processes)
+    half = half.mask((table.low == 1) & (table.high == 1), 0.0)  # the fastest dense case itself
+    return cases.assign(**{str(name): column for name, column in table.items()}, half=half)
+
+
+def _gain(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, float, float, bool]:
+    """Return gain, low, high and decided of a case over the fastest dense one."""
+    if base is None:
+        return np.nan, np.nan, np.nan, False
+    if line["label"] == base["label"]:
+        return 1.0, 1.0, 1.0, False
+    floor = 0.0 if pd.isna(line["floor"]) else line["floor"]
+    if base["label"] == line["baseline_label"]:
+        gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
+        if line["outcome"] in list(Outcome):
+            return gain, low, high, line["outcome"] in (Outcome.FASTER, Outcome.SLOWER)
+    elif ratio := ratio_over(line["blocks"], base["blocks"]):
+        gain, low, high = ratio.value, ratio.low, ratio.high
+    else:  # they were timed in different processes
+        gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan
+    return gain, low, high, bool(low > 1 + floor or high < 1 / (1 + floor))
+
+
+def _of_units(lines: pd.DataFrame) -> "pd.Series[bool]":
+    """Return which lines have active units, in an op whose weights have a single level."""
+    if "active" not in lines:
+        return pd.Series(False, lines.index)
+    weights = lines.level.where(lines.level.notna(), 0).round(3)
+    return lines.active.notna() & (weights.groupby(lines.op).transform("nunique") < 2)
+
+
+def _fields(lines: pd.DataFrame) -> list[str]:
+    """Return the fields that a reader can choose."""
     sizes = ("n", "k", "active", "source", "level", "problem_id", "shape", "m", "block", "op")
-    own = [str(name) for name in found.columns if "_" not in str(name)]
-    return ["op", "m", "shape", *(name for name in own if name not in sizes), "block"]
+    single = [str(name) for name in lines.columns if "_" not in str(name)]
+    return ["op", "m", "shape", *(name for name in single if name not in sizes), "block"]
 
 
-def _selectors(found: pd.DataFrame) -> list[str]:
-    """Name the fields that vary, less those that the shape decides."""
-    names = [n for n in _fields(found) if found[n].nunique(dropna=False) > 1]
-    per_shape = found.groupby("shape", dropna=False)[names].nunique(dropna=False).max()
-    free = found["shape"].nunique() == 1
+def _selectors(lines: pd.DataFrame) -> list[str]:
+    """Return the fields that vary, without those that the shape determines."""
+    names = [n for n in _fields(lines) if lines[n].nunique(dropna=False) > 1]
+    per_shape = lines.groupby("shape", dropna=False)[names].nunique(dropna=False).max()
+    free = lines["shape"].nunique() == 1
     return [n for n in names if free or n in ("op", "m", "shape", "block") or per_shape[n] > 1]
 
 
 def _choices(
-    found: pd.DataFrame, x: str, names: list[str]
+    lines: pd.DataFrame, x: str, names: list[str]
 ) -> Iterator[tuple[dict[str, str], str, pd.DataFrame]]:
     """Yield each choice, its rows and its contests."""
-    given = [name for name in names if name not in ROWS]
-    groups = found.groupby(given, sort=False, dropna=False) if given else [((), found)]
+    fixed = [name for name in names if name not in ROWS]
+    groups = lines.groupby(fixed, sort=False, dropna=False) if fixed else [((), lines)]
     for key, group in groups:
-        values = dict(zip(given, map(plain, key), strict=True))
+        values = dict(zip(fixed, map(plain, key), strict=True))
         rows = [n for n in names if n in ROWS and group[n].nunique() > 1]
         for y in sorted(rows, key=lambda n: -group[n].nunique()) or [""]:
             rest = [name for name in names if name in ROWS and name != y]
@@ -257,24 +246,24 @@ def _choices(
                     chosen = chosen if value == ANY else chosen[chosen[name].map(plain) == value]
                 if chosen.empty or (y and chosen[y].nunique() < 2):
                     continue
-                own = {n: "all" if n == y else dict(zip(rest, picked, strict=True)).get(n, "")
-                       for n in names if n in ROWS}  # fmt: skip
-                yield {n: {**values, **own}[n] for n in names}, y, chosen
+                of_rows = dict.fromkeys((n for n in names if n in ROWS), "")
+                of_rows |= dict(zip(rest, picked, strict=True)) | ({y: "all"} if y else {})
+                yield {n: {**values, **of_rows}[n] for n in names}, y, chosen
 
 
 def _options(group: pd.DataFrame, name: str) -> list[str]:
-    """Return the values of a field; a block may be any: it is a choice of the user's."""
-    found = [plain(value) for value in ordered(group[name])]
-    return [ANY, *found] if name == "block" and len(found) > 1 else found
+    """Return the values of a field; a block may also be ANY, since users choose it freely."""
+    values = [plain(value) for value in ordered(group[name])]
+    return [ANY, *values] if name == "block" and len(values) > 1 else values
 
 
-def _cells(found: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFrame:
-    """Return a line a cell: the median one of equal blocks, and of all blocks the best.
+def _cells(lines: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFrame:
+    """Return a line per cell: the median one of equal blocks, and the best of all blocks.
 
-    `gains` are the column of the gain, and others that split a cell.
+    `gains` are the column of the gain, and further columns that split a cell.
     """
-    rows = found[y] if y else ""
-    narrow = found[[*gains[1:], "block"]].assign(x=found[x], y=rows, gain_=found[gains[0]])
+    rows = lines[y] if y else ""
+    narrow = lines[[*gains[1:], "block"]].assign(x=lines[x], y=rows, gain_=lines[gains[0]])
     narrow = narrow[narrow.x.notna()].sort_values("gain_", kind="stable", na_position="first")
     place = ["x", "y", *gains[1:]]
     groups = narrow.groupby([*place, "block"], sort=False, dropna=False)
@@ -282,27 +271,26 @@ def _cells(found: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFram
     median = (counts - known + (known - 1) // 2).clip(upper=counts - 1)
     middle = narrow[groups.cumcount() == median]
     best = middle.groupby(place, sort=False, dropna=False).tail(1)
-    cells = found.loc[best.index].assign(x=best.x, y=best.y, count=counts.reindex(best.index))
+    cells = lines.loc[best.index].assign(x=best.x, y=best.y, count=counts.reindex(best.index))
     return cells.reset_index(drop=True)
 
 
-def _formats(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return a line a contest and sparse format: the best case of that format."""
-    found = raced(cases)
-    found = found[(found.side != "dense") & found.gain.notna()]
-    best = found.sort_values("gain", ascending=False, kind="stable")
-    return best.drop_duplicates([*CONTEST, "kind"])[
-        [*CONTEST, "kind", "gain", "low", "high", "settled"]
-    ]
+def _best_of_formats(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the best case of each sparse format in each contest."""
+    timed = with_gains(cases)
+    timed = timed[(timed.side != "dense") & timed.gain.notna()]
+    best = timed.sort_values("gain", ascending=False, kind="stable")
+    best = best.drop_duplicates([*CONTEST, "kind"])
+    return best[[*CONTEST, "kind", "gain", "low", "high", "decided"]]
 
 
-def _by_kind(chosen: pd.DataFrame, formats: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+def _cells_of_formats(chosen: pd.DataFrame, formats: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     places = [*CONTEST, *dict.fromkeys(name for name in (x, y, "block") if name)]
     return _cells(chosen[places].merge(formats, on=CONTEST), x, y, ["gain", "kind"])
 
 
-def _place(view: View) -> tuple[bool, bool, bool, int, bool]:
-    """Sort views: the forward product, kernel time with a cold cache, most cells, bf16."""
+def _rank(view: View) -> tuple[bool, bool, bool, int, bool]:
+    """Order views: the forward product, kernel time with a cold cache, most cells, bf16."""
     choice, names = view.choice, ("op", "scope", "cache", "dtype")
     op, scope, cache, dtype = (choice.get(name, "") for name in names)
     others = op not in ("", "linear"), scope not in ("", "kernel"), cache not in ("", "cold")
@@ -310,7 +298,7 @@ def _place(view: View) -> tuple[bool, bool, bool, int, bool]:
 
 
 def _size(value: Any) -> tuple[float, float, str]:
-    """Sort numbers by size, `16x32` and `4096 × 64` by area, other text by name after them."""
+    """Order numbers by size, `16x32` and `4096 × 64` by area, other text by name after them."""
     if not isinstance(value, str):
         return 0, float(value), ""
     parts = value.replace("×", "x").replace(" ", "").split("x")

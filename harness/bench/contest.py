@@ -1,20 +1,20 @@
-"""One problem, all its contenders: from bits to rows, in one process.
+"""One problem with all its contenders: from operands to rows, in one process.
 
     operands from the seed, on the device
-    each contender: convert ─> prepare ─> activations redrawn in place ─> run on poisoned output
-                    ─> held against the definition in fp64 (checking.py) ─> many calls looked at
-                    (spots.py)
-    in scope chain, 8 layers: the same for the launches of all of them, called in turn
-    the correct ones timed together, once for each scope and cache state (timing.py), with calls
-    among the samples looked at, held against the device's ceilings (results/ceilings.py), then
-    redrawn, run on what the last draw left in the output, and held again
-    after each step: operands and harness are what they were (guard.py, seal.py)
+    each contender: convert ─> prepare ─> redraw activations in place ─> run on poisoned output
+                    ─> compare with the definition in fp64 (output_checks.py) ─> spot-check many
+                    calls (spot_checks.py)
+    in scope chain, 8 layers: the same for the launches of all layers, called in turn
+    time the correct contenders together, once for each scope and cache state (timing.py), with spot
+    checks among the samples; compare with the device's ceilings (results/ceilings.py); redraw, run
+    on the output as the last draw left it, and compare again
+    after each step: verify that operands and harness are unchanged (tampering.py)
 
-Numbers of draws come from the operating system when they are needed: no kernel knows them before.
-The row has them. harness/TRUST.md says what all this does not find.
+The operating system provides the numbers of draws when they are needed, so no kernel can know them
+in advance; the row records them. harness/TRUST.md says what these checks cannot detect.
 
-A case is a row for each scope and cache state. What cannot run is a row with its reason. After a
-CUDA error nothing more can be trusted: Fatal.
+A case gives a row for each scope and cache state. A case that cannot run gives a row with the
+reason. After a CUDA error no result can be trusted: Fatal.
 """
 
 import random
@@ -27,7 +27,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparsebench.harness.bench import operands
 from sparsebench.harness.bench.contest_state import (
@@ -44,10 +43,10 @@ from sparsebench.harness.bench.contest_state import (
 from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.operands import Layer
 from sparsebench.harness.bench.output_checks import check_all, of_layer, redraw
-from sparsebench.harness.bench.prepare import follow, prepare, unsupported
+from sparsebench.harness.bench.prepare import prepare, prepare_chain, unsupported
 from sparsebench.harness.bench.sampling import CHAIN, LAYERS, chained, layers_of, possible
 from sparsebench.harness.bench.spot_checks import A, Outputs, Spots
-from sparsebench.harness.bench.tampering import Guard, Meddled, Seal
+from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
 from sparsebench.harness.bench.timing import Samples, ready, time_together
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
@@ -69,20 +68,25 @@ def run(
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
     measures = possible(options.measures, device.type)
-    entries = [
-        Entry(Row(Case(problem, c), Status.OK, **_asked(options, device))) for c in contenders
-    ]
+    shared: dict[str, Any] = {
+        "replicate": options.replicate,
+        "attempt": options.attempt,
+        "reference": options.reference,
+        "device": identity(device),
+    }
+    entries = [Entry(Row(Case(problem, c), Status.OK, **shared)) for c in contenders]
+    spent_s: dict[str, float] = {}
     reasons = [unsupported(problem, contender, device) for contender in contenders]
-    if all(reasons):  # operands that nobody takes are not drawn
+    if all(reasons):  # draw no operands that no contender would take
         for entry, reason in zip(entries, reasons, strict=True):
             entry.end(Status.UNSUPPORTED, str(reason))
-        return [row for entry in entries for row in entry.rows(measures)], {}
+        return [row for entry in entries for row in entry.rows(measures)], spent_s
     try:
         contest = start(problem, entries, device, data, options, announce, on_failure)
     except (torch.OutOfMemoryError, MemoryError) as error:
         for entry in entries:
             entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
-        return [row for entry in entries for row in entry.rows(measures)], {}
+        return [row for entry in entries for row in entry.rows(measures)], spent_s
     try:
         for measure in measures:
             _time(contest, *measure)
@@ -90,7 +94,7 @@ def run(
             _energy(contest)
         check_all(contest, "after timing")
     finally:
-        contest.guard.watched.clear()  # it knows the contest: a cycle would keep all memory
+        contest.guard.watched.clear()  # breaks a reference cycle that would keep all memory
     return [row for entry in entries for row in entry.rows(measures)], contest.spent_s
 
 
@@ -99,24 +103,38 @@ def start(
     entries: list[Entry],
     device: torch.device,
     data: Path | None,
-    options: ContestOptions,
-    announce: Announce,
+    options: ContestOptions | None = None,
+    announce: Announce = lambda case, stage: None,
     on_failure: OnFailure = ignore_failure,
 ) -> RunningContest:
-    """Build the operands, and prepare, check and capture every contender: ready to be timed."""
-    began = time.perf_counter()
-    seal = Seal()
-    op = load_op(problem.op)
+    """Build the operands; prepare, check and capture every contender, ready to be timed."""
+    began, seal = time.perf_counter(), Seal()
+    options, op = options or ContestOptions(), load_op(problem.op)
     announce("", "operands")
     dense = operands.operands(problem, op, device, data)
     facts = _facts(problem, op, dense)
     for entry in entries:
         entry.row = replace(entry.row, **facts)
-    guard, spots = Guard(device), Spots(dense.activations)
-    layers = [Layer(problem, dense), *_further(problem, op, device, data, entries, options)]
+    layers = [Layer(problem, dense), *_further_layers(problem, op, device, data, entries, options)]
     contest = RunningContest(
-        *(problem, op, device, options, dense, entries, announce, guard, seal, spots),
-        *(layers, Spots(_activations(layers)), on_failure),
+        problem=problem,
+        op=op,
+        device=device,
+        options=options,
+        entries=entries,
+        announce=announce,
+        on_failure=on_failure,
+        guard=Guard(device),
+        seal=seal,
+        layers=layers,
+        spots=Spots(dense.activations),
+        chain_spots=Spots(
+            {
+                f"{name}{of_layer(number)}": x
+                for number, layer in enumerate(layers)
+                for name, x in layer.dense.activations.items()
+            }
+        ),
     )
     _watch(contest, data)
     synchronize(device)
@@ -125,7 +143,7 @@ def start(
     shuffled = random.Random(seed).sample(entries, len(entries))
     for entry in sorted(shuffled, key=lambda entry: entry.row.case.contender.twin):
         prepare(contest, entry)
-        follow(contest, entry)
+        prepare_chain(contest, entry)
     contest.packed.clear()
     check_all(contest, "before timing")
     redraw(contest)
@@ -134,16 +152,16 @@ def start(
         if entry.running:
             with contest.at(entry, "capture"):
                 _capture(entry, device)
-        if entry.timed:
+        if entry.timed_call:
             with contest.at(entry, "check"):
                 for call, spots in _calls(contest, entry):
                     spots.burst(number, call, partial(synchronize, device))
-                    contest.inspect()
-                    _end_if_wrong(entry, spots.judged(number), "before timing")
+                    contest.check_tampering()
+                    _end_if_wrong(entry, spots.verdict(number), "before timing")
     return contest
 
 
-def _further(
+def _further_layers(
     problem: Problem,
     op: Op,
     device: torch.device,
@@ -151,7 +169,7 @@ def _further(
     entries: Sequence[Entry],
     options: ContestOptions,
 ) -> list[Layer]:
-    """Build the further layers of a chain, where one is to be timed and the op has chains."""
+    """Build the further layers of a chain, if one is to be timed and the op has chains."""
     if not chained(options.measures):
         return []
     if op.pattern:
@@ -162,59 +180,42 @@ def _further(
     return operands.further(problem, op, device, data, LAYERS - 1)
 
 
-def _activations(layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Name the activations of all layers."""
-    return {
-        f"{name}{of_layer(number)}": x
-        for number, layer in enumerate(layers)
-        for name, x in layer.dense.activations.items()
-    }
-
-
 def _capture(entry: Entry, device: torch.device) -> None:
-    """Make the launch ready to be timed, and its chain: as one graph, or not at all."""
+    """Make the launch ready to be timed, and its chain, if one CUDA graph can hold it."""
     assert entry.launch is not None
-    entry.timed = ready(entry.launch, device)
+    entry.timed_call = ready(entry.launch, device)
     if entry.chain:
-        entry.chained = ready(entry.chain, device)
-        if entry.chained.clock == "events":
-            entry.leave_chain(Status.UNSUPPORTED, f"chain: {entry.chained.why}")
+        entry.timed_chain = ready(entry.chain, device)
+        if entry.timed_chain.clock == "events":
+            entry.leave_chain(Status.UNSUPPORTED, f"chain: {entry.timed_chain.why}")
 
 
 def _watch(contest: RunningContest, data: Path | None) -> None:
-    """Watch the operands that the definition takes, and what they are drawn from."""
+    """Watch the operands of the definition, and the recordings that they are drawn from."""
     for number, layer in enumerate(contest.layers):
         dense, where = layer.dense, of_layer(number)
-        named = {
+        arrays = {
             f"the operand {name}{where}": tensor
             for name, tensor in {**dense.weights, **dense.activations}.items()
         }
-        named |= {f"the recording {name}{where}": tensor for name, tensor in dense.recorded.items()}
-        contest.guard.watch(named, partial(_rewrite, contest, layer, data))
+        arrays |= {f"the recording {name}{where}": t for name, t in dense.recorded.items()}
+        contest.guard.watch(arrays, partial(_rewrite, contest, layer, data))
 
 
 def _rewrite(contest: RunningContest, layer: Layer, data: Path | None) -> None:
-    about = layer.problem, contest.op, contest.device, data
-    operands.rewrite(*about, layer.dense, contest.draw)
+    operands.rewrite(layer.problem, contest.op, contest.device, data, layer.dense, contest.draw)
 
 
 def _calls(contest: RunningContest, entry: Entry) -> list[tuple[Callable[[], Outputs], Spots]]:
-    """Return what is called in the scopes that are timed, with the spots that look at it."""
+    """Return the calls of the scopes that are timed, each once, with their spot checks."""
     scopes = sorted({scope for scope, _ in contest.options.measures})
-    clocks = [(clock, contest.spots_of(scope)) for scope in scopes if (clock := entry.clock(scope))]
-    return list({id(clock.call): (clock.call, spots) for clock, spots in clocks}.values())
+    timed = [(call, contest.spots_of(scope)) for scope in scopes if (call := entry.call_in(scope))]
+    return list({id(timed.call): (timed.call, spots) for timed, spots in timed}.values())
 
 
 def _end_if_wrong(entry: Entry, wrong: str | None, when: str) -> None:
-    """End a contender where calls of it were seen to be wrong."""
     if wrong and entry.running:
         entry.end(Status.WRONG, f"{when}: {wrong}")
-
-
-def _asked(options: ContestOptions, device: torch.device) -> dict[str, Any]:
-    """Return what all rows of a contest share before anything is built."""
-    same = {name: getattr(options, name) for name in ("replicate", "attempt", "reference")}
-    return same | {"device": identity(device)}
 
 
 def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str, Any]:
@@ -234,63 +235,71 @@ def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str,
 
 def _time(contest: RunningContest, scope: str, cache: str) -> None:
     """Time the correct contenders together; each gets a row for this scope and cache state."""
-    clocked = [(n, entry, entry.clock(scope)) for n, entry in enumerate(contest.entries)]
-    timed = [(n, entry, clock) for n, entry, clock in clocked if clock]
+    timed = [
+        (number, entry, call)
+        for number, entry in enumerate(contest.entries)
+        if (call := entry.call_in(scope))
+    ]
     if not timed:
         return
-    running, clocks = [n for n, _, _ in timed], [clock for _, _, clock in timed]
+    numbers = [number for number, _, _ in timed]
     contest.announce("", "timing")
-    announce = _announcer(contest, running) if contest.options.careful else None
-    spots = contest.spots_of(scope).of(running)
+    announce = _announcer(contest, numbers) if contest.options.careful else None
+    spots = contest.spots_of(scope).of(numbers)
     seed = f"{contest.problem.id} {contest.options.replicate} {contest.options.attempt}"
     with contest.stage("timing"):
         try:
             samples = time_together(
-                clocks, contest.device, seed, announce, scope=scope, cache=cache, spots=spots
+                [call for _, _, call in timed],
+                contest.device,
+                seed,
+                announce,
+                scope=scope,
+                cache=cache,
+                spots=spots,
             )
-            _inspect(contest)
+            _check_tampering(contest)
         except Fatal:
             raise
         except Exception as error:
             raise Fatal("", f"timing: {one_line(error)}") from error
-    for (_, entry, clock), taken in zip(timed, samples, strict=True):
-        row = replace(entry.row, scope=scope, cache=cache, clock=clock.clock, detail=clock.why)
-        entry.measured[scope, cache] = _held_to_light(contest, row, taken)
+    for (_, entry, call), taken in zip(timed, samples, strict=True):
+        row = replace(entry.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
+        entry.results[scope, cache] = _with_samples(contest, row, taken)
     for i, (_, entry, _) in enumerate(timed):
-        _end_if_wrong(entry, spots.judged(i), "among the timed calls")
+        _end_if_wrong(entry, spots.verdict(i), "among the timed calls")
 
 
-def _announcer(contest: RunningContest, running: Sequence[int]) -> Callable[[int], None]:
-    """Return what names each sample; before another contender's, the last one is inspected."""
+def _announcer(contest: RunningContest, numbers: Sequence[int]) -> Callable[[int], None]:
+    """Return a function that announces each sample, and checks a contender after its turn."""
 
     def announce(i: int) -> None:
-        case = contest.entries[running[i]].row.case.id
+        case = contest.entries[numbers[i]].row.case.id
         if case != contest.timed_last:
-            _inspect(contest)
+            _check_tampering(contest)
             contest.timed_last = case
         contest.announce(case, "timing")
 
     return announce
 
 
-def _inspect(contest: RunningContest) -> None:
-    """Give the contest up where something was changed while timing; blame who is known."""
+def _check_tampering(contest: RunningContest) -> None:
+    """End the process if something was changed while timing; blame the last announced case."""
     try:
-        contest.inspect()
-    except Meddled as found:
-        raise Fatal(contest.timed_last, f"timing: {found}") from found
+        contest.check_tampering()
+    except TamperingError as error:
+        raise Fatal(contest.timed_last, f"timing: {error}") from error
 
 
-def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:
-    """Put the samples into the row, unless they are faster than the device's ceilings allow.
+def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
+    """Put samples into the row, unless they are faster than the device's ceilings allow.
 
-    Of a chain they become those of a layer, whose operands and outputs are cold like all others.
-
-    On a CPU the ceilings are told but no judge: its cores are shared with everything else. Only a
-    reference raises them there as well.
+    A chain's samples are divided into those of one layer, whose operands and outputs are cold like
+    all others. On a CPU, ceilings are recorded but do not judge, because its cores are shared with
+    other work; there, only a reference raises them.
     """
     ceilings, layers = contest.options.ceilings, layers_of(row.scope)
-    taken = taken.of_a_layer(layers)
+    taken = taken.per_layer(layers)
     if ceilings is not None:
         dtype, size = contest.problem["dtype"], contest.output_bytes
         flops, fewest_bytes = row.flops or 0.0, row.fewest_bytes or 0
@@ -307,11 +316,11 @@ def _held_to_light(contest: RunningContest, row: Row, taken: Samples) -> Row:
 def _energy(contest: RunningContest) -> None:
     """Measure the energy of a call of each correct contender, one after the other."""
     for entry in contest.entries:
-        if entry.timed:
+        if entry.timed_call:
             with contest.at(entry, "energy"):
-                used = energy(entry.timed.call, contest.device)
-                joule, window_s = used.j_per_call, used.window_s
-                for measure, row in entry.measured.items():
-                    if row.scope != CHAIN:  # it is the energy of a call alone
-                        known = replace(row, energy_j=joule, energy_window_s=window_s)
-                        entry.measured[measure] = known
+                used = energy(entry.timed_call.call, contest.device)
+                for measure, row in entry.results.items():
+                    if row.scope != CHAIN:  # the energy is that of a call alone
+                        entry.results[measure] = replace(
+                            row, energy_j=used.j_per_call, energy_window_s=used.window_s
+                        )

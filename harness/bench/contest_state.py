@@ -1,10 +1,10 @@
-"""What a contest is made of while it runs.
+"""The state of a running contest.
 
-    ContestOptions    how to run it, as a runner asks
-    Entry             a contender on its way: launch, clock, rows
-    RunningContest    the problem with its operands; turns what a contender raises into its row
+    ContestOptions    how to run it, as the runner asks
+    Entry             a contender: launch, timed calls, rows
+    RunningContest    the problem with its operands; turns an exception of a contender into its row
 
-After a CUDA error nothing more can be trusted: Fatal.
+After a CUDA error no result can be trusted: Fatal.
 """
 
 import time
@@ -23,8 +23,8 @@ from sparsebench.formats._format import Format
 from sparsebench.harness.bench.operands import DenseOperands, Layer
 from sparsebench.harness.bench.sampling import CHAIN, Measure
 from sparsebench.harness.bench.spot_checks import Spots
-from sparsebench.harness.bench.tampering import Guard, Meddled, Seal
-from sparsebench.harness.bench.timing import Chain, Timed
+from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
+from sparsebench.harness.bench.timing import Chain, TimedCall
 from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Launch
@@ -32,37 +32,39 @@ from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Problem, Row, Status
 
 Announce = Callable[[str, str], None]
-"""Called with a case id and a stage before anything of that case runs: if the process dies or
-hangs, its parent knows whose fault it was."""
+"""Called with a case id and a stage before anything of that case runs, so that the parent knows
+which case to blame if the process dies or hangs."""
 
 OnFailure = Callable[[str, str, str], None]
-"""Called with a case id, why the case ended, and the traceback (explain.py)."""
+"""Called with a case id, the reason why the case ended, and the traceback."""
+
+LONGEST = 20_000  # characters of a traceback; the last ones are kept
 
 
 def ignore_failure(case: str, reason: str, traceback: str) -> None:
-    """Tell nobody."""
+    """Do nothing with a failure."""
 
 
 class Fatal(Exception):
-    """The device no longer answers; the process must end. Carries the case and the reason."""
+    """The device no longer answers, so the process must end."""
 
     def __init__(self, case: str, detail: str) -> None:
-        """Blame a case id, or nobody ("")."""
+        """Blame a case by its id; "" if no case is known to be at fault."""
         super().__init__(detail)
         self.case, self.detail = case, detail
 
 
 @dataclass(frozen=True)
 class ContestOptions:
-    """How a contest is to be run.
+    """How a contest is run.
 
     replicate  number of this process in the run, from 0
-    attempt    number of this try; above 0, an earlier one lost its worker
-    reference  whether the contest is one of references.py
-    measures   what is timed, each giving a row
-    pinned     by case id, what a kernel chose before: no search; empty where each process searches
+    attempt    number of this attempt; above 0, an earlier one lost its worker
+    reference  True for a noise-floor contest (plan/selection.py)
+    measures   what is timed; each gives a row
+    pinned     choices by case id, taken without a search; empty if each process searches
     timed      by case id, what an earlier process timed for a choice (Row.candidates)
-    ceilings   of the device, where they are known
+    ceilings   the device's, if known
     energy     also measure the energy of a call, which takes 2 to 3 s
     """
 
@@ -77,7 +79,7 @@ class ContestOptions:
 
     @property
     def careful(self) -> bool:
-        """Wait for and announce every sample: an attempt before this one was lost."""
+        """Return whether to announce and await every sample, because an attempt was lost."""
         return self.attempt > 0
 
     @classmethod
@@ -90,93 +92,103 @@ class ContestOptions:
 
 @dataclass
 class Entry:
-    """A contender on its way through the contest; `row` ends up on disk, once a measure.
+    """A contender in a contest.
 
-    chain    its launches on all layers, where layers that follow each other are timed
-    alone    why it has no chain, though that is asked for; its other measures do not mind
+    row            its result so far, without times
+    pattern        for a packed output: the format that it must have
+    chain          its launches on all layers, if a chain is timed
+    chain_failure  why its chain is not timed; its other measures are not affected
+    results        rows with times, by measure
     """
 
     row: Row
-    pattern: Format | None = None  # what the output is to be packed like, where it is not dense
+    pattern: Format | None = None
     launch: Launch | None = None
-    timed: Timed | None = None
+    timed_call: TimedCall | None = None
     chain: Chain | None = None
-    chained: Timed | None = None
-    alone: tuple[Status, str] | None = None
-    measured: dict[Measure, Row] = field(default_factory=dict)
+    timed_chain: TimedCall | None = None
+    chain_failure: tuple[Status, str] | None = None
+    results: dict[Measure, Row] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:
-        """Say whether nothing has gone wrong yet."""
+        """Return whether nothing has gone wrong yet."""
         return self.row.status is Status.OK
 
     def end(self, status: Status, detail: str) -> None:
-        """Record how the contender ended, and let go of what it holds."""
+        """Record how the contender ended, and release its memory."""
         self.row = replace(self.row, status=status, detail=detail)
-        self.launch = self.timed = self.chain = self.chained = None
-        self.measured.clear()
+        self.launch = self.timed_call = self.chain = self.timed_chain = None
+        self.results.clear()
 
-    def clock(self, scope: str) -> Timed | None:
-        """Return what is called in a scope: a captured graph, or the launch; None if it ended."""
-        if scope == "op" and self.timed and self.timed.clock != "host":
+    def call_in(self, scope: str) -> TimedCall | None:
+        """Return the call that is timed in a scope, or None if the contender ended."""
+        if scope == "op" and self.timed_call and self.timed_call.clock != "host":
             assert self.launch is not None
-            return Timed(self.launch.run, "events")
-        return self.chained if scope == CHAIN else self.timed
+            return TimedCall(self.launch.run, "events")
+        return self.timed_chain if scope == CHAIN else self.timed_call
 
     def leave_chain(self, status: Status, reason: str) -> None:
-        """Record why there is no chain of it, and let go of its layers."""
-        self.chain = self.chained = None
-        self.alone = status, reason
+        """Record why the contender has no chain, and release its layers."""
+        self.chain = self.timed_chain = None
+        self.chain_failure = status, reason
 
     def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
-        """Return a row for each measure; what was not measured says so by its status."""
+        """Return a row for each measure; a row without a time has a status that says why."""
         blank = {(s, c): replace(self.row, scope=s, cache=c) for s, c in measures}
-        if self.alone and self.running:
-            status, reason = self.alone
+        if self.chain_failure and self.running:
+            status, reason = self.chain_failure
             for measure in blank:
                 if measure[0] == CHAIN:
                     blank[measure] = replace(blank[measure], status=status, detail=reason)
-        return [self.measured.get(measure, row) for measure, row in blank.items()]
+        return [self.results.get(measure, row) for measure, row in blank.items()]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunningContest:
-    """A problem being measured. `spent_s` is where the time went, by stage.
+    """A problem being measured.
 
-    layers    the problem and its operands; behind them the further layers of a chain, if one is
-              timed. `chain_spots` are of all their activations
+    layers        the problem with its operands, then the further layers of a chain, if one is timed
+    chain_spots   like `spots`, for the activations of all layers
+    draw          number of the present draw of the activations
+    timed_last    the case of the last sample, if each is announced
+    packed        weights and µs of each conversion, by format and parameters
     """
 
     problem: Problem
     op: Op
     device: torch.device
     options: ContestOptions
-    dense: DenseOperands
     entries: list[Entry]
     announce: Announce
+    on_failure: OnFailure
     guard: Guard
     seal: Seal
-    spots: Spots
     layers: list[Layer]
+    spots: Spots
     chain_spots: Spots
-    on_failure: OnFailure = ignore_failure
-    draw: int = 0  # of the activations, now
-    timed_last: str = ""  # the case of the last sample, where each is announced
+    draw: int = 0
+    timed_last: str = ""
     output_bytes: int = 0
     spent_s: dict[str, float] = field(default_factory=dict)
     packed: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
 
-    def inspect(self) -> None:
-        """Raise Meddled where an operand or the harness itself is not what it was."""
+    @property
+    def dense(self) -> DenseOperands:
+        """Return the operands of the problem itself."""
+        return self.layers[0].dense
+
+    def check_tampering(self) -> None:
+        """Raise TamperingError if an operand or the harness itself has changed."""
         self.seal.check()
         self.guard.check()
 
     def spots_of(self, scope: str) -> Spots:
-        """Return what looks at the calls of a scope."""
+        """Return the spot checks of a scope's calls."""
         return self.chain_spots if scope == CHAIN else self.spots
 
     def keep(self, which: str) -> None:
-        """Copy the activations of all layers as they are now (spots.py)."""
+        """Copy the present activations of all layers (spot_checks.py)."""
         self.spots.keep(which)
         if len(self.layers) > 1:
             self.chain_spots.keep(which)
@@ -193,24 +205,24 @@ class RunningContest:
 
     @contextmanager
     def at(self, entry: Entry, stage: str) -> Iterator[None]:
-        """Announce the contender, and turn whatever it raises into its row."""
+        """Announce the contender, and turn any exception of the block into its row."""
         case = entry.row.case.id
         self.announce(case, stage)
         try:
             with self.stage(stage):
                 yield
                 synchronize(self.device)
-        except Meddled as found:
-            entry.end(Status.WRONG, f"{stage}: {found}")
+        except TamperingError as error:
+            entry.end(Status.WRONG, f"{stage}: {error}")
         except (FormatError, Unsupported) as refusal:
             entry.end(Status.UNSUPPORTED, str(refusal))
-            self._mend()
+            self._repair()
         except (torch.OutOfMemoryError, MemoryError) as error:
             entry.end(Status.OUT_OF_MEMORY, one_line(error))
             self.on_failure(case, entry.row.detail, traceback_of(error))
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._mend()
+            self._repair()
         except Exception as error:
             try:
                 synchronize(self.device)
@@ -218,43 +230,40 @@ class RunningContest:
                 raise Fatal(case, f"{stage}: {one_line(dead)}") from error
             entry.end(Status.FAILED, f"{stage}: {one_line(error)}")
             self.on_failure(case, entry.row.detail, traceback_of(error))
-            self._mend()
+            self._repair()
 
-    def _mend(self) -> None:
-        """Put back what a contender changed before it ended in another way."""
-        with suppress(Meddled):
-            self.inspect()
+    def _repair(self) -> None:
+        """Restore what a contender changed before it failed for another reason."""
+        with suppress(TamperingError):
+            self.check_tampering()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that an error surfaces where it was made."""
+    """Wait for the device, so that an error appears where it was caused."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def bound(function: Callable[..., Tensor], problem: Problem) -> Callable[..., Tensor]:
-    """Set the arguments of an op's function that are fields of the problem."""
+    """Set those arguments of an op's function that are fields of the problem."""
     return partial(function, **{name: problem[name] for name in keywords(function)})
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error's type and the first line of its message, where it has one."""
+    """Return the error's type and the first line of its message."""
     try:
         lines = str(error).strip().splitlines() or [""]
-    except Exception:  # its text is code of a contender
+    except Exception:  # the message is computed by a contender's code
         lines = [""]
     return f"{type(error).__name__}: {lines[0][:400]}"
 
 
-LONGEST = 20_000  # characters; the last ones stay
-
-
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error and of what caused it, with modules for files."""
+    """Return the traceback of an error and its causes, with module names for paths."""
     try:
         text = "".join(traceback.format_exception(error))
-    except Exception as unsayable:  # its text is code of a contender
-        text = f"{type(error).__name__}, whose text cannot be had: {type(unsayable).__name__}\n"
+    except Exception as second:  # the message is computed by a contender's code
+        text = f"{type(error).__name__}, whose message raises {type(second).__name__}\n"
     for file, module in set(_modules(error)):
         text = text.replace(f'File "{file}"', f'File "{module.replace(".", "/")}.py"')
     return text if len(text) <= LONGEST else f"...\n{text[-LONGEST:]}"
@@ -262,9 +271,9 @@ def traceback_of(error: BaseException) -> str:
 
 def _modules(error: BaseException | None) -> Iterator[tuple[str, str]]:
     """Yield the file and the module of each frame, also of causes and contexts."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited = set[int]()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
             yield frame.f_code.co_filename, str(frame.f_globals.get("__name__", "?"))
         error = error.__cause__ or error.__context__

@@ -1,17 +1,17 @@
-"""Measure the ceilings of this device: memory, products by dtype, a launch (results/ceilings.py).
+"""Measure this device's ceilings: memory, products by dtype, a launch (results/ceilings.py).
 
     read     torch.sum; our streams in each shape (kernels/_common/streams.py); the dense product of
              the reference contest `memory`, which reads its weight and hardly anything else
-    copy     torch.copy_ and our streams; bytes read and written together
+    copy     torch.copy_ and our streams; bytes read and bytes written are added
     write    torch.fill_ and our streams
-    matrix   large products of random matrices by the dense baseline, those of the reference contest
-             `compute` among them; zeros would draw less power
+    matrix   large products of random matrices by the dense baseline, among them those of the
+             reference contest `compute`; zeros would draw less power
 
-All candidates are timed as rows are: captured, in turn, queued behind flushes of the L2 cache. Each
-ceiling is the best of their samples, not a mean: a kernel that runs for 50 µs meets no power limit.
-Products have rests between their bursts, since those before have used up the power.
-The end of what is written may stay in the L2 cache; so its size is taken off what was moved.
-Datasheets are no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
+All candidates are timed like rows: captured, in turn, queued behind flushes of the L2 cache. Each
+ceiling is the best sample, not a mean, because a kernel that runs for 50 µs meets no power limit.
+Products pause between their bursts, since earlier bursts have used up the power budget. The end of
+what is written may stay in the L2 cache, so the cache's size is subtracted from the bytes moved.
+Datasheets give no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -38,16 +38,16 @@ from sparsebench.results.record import Problem
 DENSE = {"cuda": "cublas", "cpu": "torch_dense"}
 """The dense baseline of a device."""
 
-# Of the reference contests (plan/selection.py): m, n, k, dtype. On a GPU the first reads 512 MB.
+# m, n, k and dtype of the reference contests (plan/selection.py). The first reads 512 MB on a GPU.
 MEMORY = {"cuda": (1, 16384, 16384, "bf16"), "cpu": (1, 2048, 2048, "fp32")}
 COMPUTE = {"cuda": (4096, 4096, 4096, "bf16"), "cpu": (256, 256, 256, "fp32")}
-SIDES = {"cuda": (4096, 8192), "cpu": (256, 512)}  # of products, the first as in COMPUTE
-BURSTS, REST_S = 3, 0.1  # of a product; without rests bf16 came out at 738 or 778, not at 790
+SIDES = {"cuda": (4096, 8192), "cpu": (256, 512)}  # of the products; the first as in COMPUTE
+BURSTS, REST_S = 3, 0.1  # of a product; without pauses bf16 reached 738 or 778 TFLOP/s, not 790
 LONG_US = 2000.0  # a product that takes longer is not followed by a larger one
 
 STREAM_BYTES = {"cuda": 2**31, "cpu": 2**26}  # at most, and at most an eighth of what is free
-LEAST_BYTES = 2**20  # holds whole chunks of every stream
-COMPILERS = 8  # threads, of our own streams
+LEAST_BYTES = 2**20  # a multiple of every stream's chunk
+COMPILERS = 8  # threads that compile our streams
 SEED = 0
 FP8 = "fp8"
 
@@ -56,21 +56,16 @@ Streams = Iterator[tuple[str, Call]]
 
 
 def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ceilings:
-    """Measure a device's ceilings, those of products of these dtypes; they take 10 s on an H200."""
-    memory, moved_by = _memory(device), {}
-    for kind, found in memory.items():
-        moved_by[kind] = max(found.items(), key=lambda pair: pair[1])
-    best = {kind: rate for kind, (_, rate) in moved_by.items()}
-    by = {kind: name for kind, (name, _) in moved_by.items()}
-    rates: dict[str, float] = {}
-    for dtype in dtypes:
-        products = _products(dtype, device)
-        if products:
-            by[dtype], rates[dtype] = max(products.items(), key=lambda pair: pair[1])
+    """Measure a device's ceilings, for products of these dtypes; 10 s on an H200."""
+    best, by = dict[str, float](), dict[str, str]()
+    measured = {**_memory(device), **{dtype: _products(dtype, device) for dtype in dtypes}}
+    for kind, rates in measured.items():
+        if rates:
+            by[kind], best[kind] = max(rates.items(), key=lambda pair: pair[1])
     return Ceilings(
         read_gb_per_s=_digits(best["read"] / 1e3),
         copy_gb_per_s=_digits(best["copy"] / 1e3),
-        matrix_tflops={dtype: _digits(rate / 1e6) for dtype, rate in rates.items()},
+        matrix_tflops={dtype: _digits(best[dtype] / 1e6) for dtype in dtypes if dtype in best},
         launch_us=_digits(nothing_us(device)),
         l2_bytes=_l2_bytes(device),
         write_gb_per_s=_digits(best["write"] / 1e3),
@@ -79,7 +74,7 @@ def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ce
 
 
 def nothing_us(device: torch.device) -> float:
-    """Return the µs of a sample of almost nothing: what launching costs every sample."""
+    """Return the µs of a sample of almost no work: the cost of a launch in every sample."""
     small = torch.zeros(32, device=device)
     small.add_(1)  # compiled and loaded before a graph is captured
     (taken,) = time_together([ready(Launch(lambda: small.add_(1)), device)], device, "launch")
@@ -87,11 +82,11 @@ def nothing_us(device: torch.device) -> float:
 
 
 def _memory(device: torch.device) -> dict[str, dict[str, float]]:
-    """Return bytes a µs, by what memory does and by who did it."""
+    """Return bytes per µs by kind of access and by candidate."""
     size = _stream_bytes(device)
     source = torch.arange(size // 4, dtype=torch.int32, device=device)
     target, total = torch.empty_like(source), torch.empty((), device=device)
-    kept = _l2_bytes(device)  # of what is written, by the cache
+    kept = _l2_bytes(device)  # written bytes that may stay in the cache
     moved = {"read": size, "copy": 2 * size - kept, "write": size - kept}
     floats = source.view(torch.float32)
     calls: dict[str, dict[str, Call]] = {
@@ -106,18 +101,18 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     if device.type == "cuda":
         warmed(every, device, COMPILERS)
     least_us = _least_us(every, device)
-    found: dict[str, dict[str, float]] = {kind: {} for kind in calls}
+    rates: dict[str, dict[str, float]] = {kind: {} for kind in calls}
     for (kind, name), time_us in zip(names, least_us, strict=True):
-        found[kind][name] = moved[kind] / time_us
+        rates[kind][name] = moved[kind] / time_us
     if (product := _product(MEMORY[device.type], device)) is not None:
         name, call, problem = product
         bytes_read = DTYPES[problem["dtype"]].itemsize * problem["n"] * problem["k"]
-        found["read"][name] = bytes_read / _least_us([call], device)[0]
-    return found
+        rates["read"][name] = bytes_read / _least_us([call], device)[0]
+    return rates
 
 
 def _streams(source: Tensor, target: Tensor) -> dict[str, Streams]:
-    """Return our own streams of memory, by what they do; none where there is no Triton."""
+    """Return our own memory streams by kind of access; none without Triton."""
     if source.device.type != "cuda" or not find_spec("triton"):
         return {}
     from sparsebench.kernels._common import streams
@@ -130,14 +125,14 @@ def _streams(source: Tensor, target: Tensor) -> dict[str, Streams]:
 
 
 def _missing(device: torch.device) -> dict[str, str]:
-    """Say which candidates there were none of."""
+    """Name the candidates that could not be measured."""
     if device.type != "cuda" or find_spec("triton"):
         return {}
-    return {"streams": "left out: they need Triton, and found none"}
+    return {"streams": "left out: they need Triton, which is not installed"}
 
 
 def _products(dtype: str, device: torch.device) -> dict[str, float]:
-    """Return FLOPs a µs of large dense products of a dtype, by name; none if it has none here."""
+    """Return FLOPs per µs of large dense products of a dtype; none if the device has none."""
     rates: dict[str, float] = {}
     if dtype == FP8 and unsupported_fp8(device):
         return rates  # a CPU would convert them
@@ -153,7 +148,7 @@ def _products(dtype: str, device: torch.device) -> dict[str, float]:
 
 
 def _rested(call: Call, device: torch.device) -> float:
-    """Return the least µs of a call after a rest: products of a second run at a lower clock."""
+    """Return the least µs of a call after a pause: products run for a second lower the clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         sleep(REST_S)
@@ -164,7 +159,7 @@ def _rested(call: Call, device: torch.device) -> float:
 def _product(
     size: tuple[int, int, int, str], device: torch.device
 ) -> tuple[str, Launch, Problem] | None:
-    """Return the dense baseline's name and launch of a problem; None where it cannot run here."""
+    """Return the dense baseline's name, launch and problem; None if it cannot run here."""
     op, kernel = load_op("linear"), load_kernel(DENSE[device.type])
     m, n, k, dtype = size
     fields = {**op.defaults, "m": m, "n": n, "k": k, "dtype": dtype}
@@ -182,10 +177,10 @@ def _prepared(kernel: Kernel, problem: Problem, device: torch.device) -> Launch:
         raise Unsupported(reason)
     op = load_op(problem.op)
     drawn = operands(problem, op, device, None)
-    asked: Mapping[str, Any] = {name: problem[name] for name in keywords(op.definition)}
+    fields: Mapping[str, Any] = {name: problem[name] for name in keywords(op.definition)}
     weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
     launch = kernel.prepare(
-        Operands(problem, weights, drawn.activations, partial(op.definition, **asked))
+        Operands(problem, weights, drawn.activations, partial(op.definition, **fields))
     )
     launch()  # compiled and loaded before a graph is captured
     return launch
@@ -200,7 +195,7 @@ def _least_us(calls: list[Call], device: torch.device) -> list[float]:
 
 
 def _stream_bytes(device: torch.device) -> int:
-    """Return a power of two: long streams, which the device has room for."""
+    """Return the size of the streams: a power of two that the device has room for."""
     size = STREAM_BYTES[device.type]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -216,5 +211,5 @@ def _l2_bytes(device: torch.device) -> int:
 
 
 def _digits(value: float) -> float:
-    """Round to six digits, however small: 268 MFLOP that take a tenth of a second are a rate."""
+    """Round to six significant digits, so that small rates keep theirs."""
     return float(f"{value:.6g}")

@@ -4,14 +4,14 @@
               E0, t0           window_s or more      E1, t1        j_per_call = (E1 - E0) / calls
 
 The driver updates the counter about every 100 ms. A window begins and ends at an update, so its
-length is known to a batch of calls, BATCH_S. What the number is and is not:
+length is known to within a batch of calls, BATCH_S. How to read the number:
 
-    - The energy of the board, idle power, memory and converters included; not that of the host.
-    - Hot: a call finds in the L2 cache what the one before left there.
-    - A call that is shorter than the host needs to launch it pays for the gap to the next.
-    - On A100 and H100 the sensor looks at 25 % of the time (arXiv:2312.02741): seconds of the same
-      work average that out, a few calls do not. Nothing is computed from a power limit or a TDP.
-    - One call after the other warms the board up: compare calls measured in one run, in turn.
+    - It is the energy of the board, with idle power, memory and converters, but not of the host.
+    - It is hot: a call finds in the L2 cache what the call before left there.
+    - A call that is shorter than its launch by the host includes the gap to the next call.
+    - On A100 and H100 the sensor samples 25 % of the time (arXiv:2312.02741): seconds of the same
+      work average that out, a few calls do not. No power limit or TDP enters the number.
+    - The board warms up from call to call: compare calls that one run measured in turn.
 """
 
 from collections.abc import Callable
@@ -30,16 +30,16 @@ from sparsebench.harness.machine.device import identity
 WINDOW_S = 2.0
 WARM_UP_S = 0.5
 BATCH_S = 0.01  # 0.5 % of the window
-STUCK_S = 5.0  # without a move: the counter is none
+STUCK_S = 5.0  # a counter that does not change for so long is useless
 
 
 class NoMeter(SuiteError):
-    """This device has no counter of its energy; the message is one line."""
+    """The device does not count its energy."""
 
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of one call in J, and the window in s and in calls that it is the mean of."""
+    """Mean energy of a call in J, over a window in s and in calls."""
 
     j_per_call: float
     window_s: float
@@ -47,7 +47,7 @@ class Energy:
 
 
 def require_meter(identity: str) -> None:
-    """Raise NoMeter where the device of this identity (device.py) does not count its energy."""
+    """Raise NoMeter unless the device of this identity (device.py) counts its energy."""
     if not identity.startswith("GPU-"):
         raise NoMeter(f"energy: expected an NVIDIA GPU, found {identity}")
     try:
@@ -59,19 +59,19 @@ def require_meter(identity: str) -> None:
 
 
 def require_meter_on(device: torch.device) -> None:
-    """Raise NoMeter where a device does not count its energy."""
+    """Raise NoMeter unless a device counts its energy."""
     require_meter(identity(device))
 
 
 def energy(call: Callable[[], Any], device: torch.device, window_s: float = WINDOW_S) -> Energy:
-    """Return the energy of a call on a GPU; about window_s + 1 s. NoMeter where none is counted."""
+    """Return the energy of a call on a GPU, in about window_s + 1 s. Raises NoMeter."""
     return pieces(call, device, window_s, 1)[0]
 
 
 def pieces(
     call: Callable[[], Any], device: torch.device, window_s: float, count: int
 ) -> list[Energy]:
-    """Return the energies of a call in `count` pieces of a window, one on end of the other."""
+    """Return the energies of a call in `count` consecutive pieces of a window."""
     gpu_id = identity(device)
     if not gpu_id.startswith("GPU-"):
         raise NoMeter(f"energy: expected an NVIDIA GPU, found {device}")
@@ -92,26 +92,26 @@ def counted(
 ) -> list[Energy]:
     """Return `count` energies of a call by a meter in J; `wait` returns when all calls have run.
 
-    A piece begins where the one before it ended: the replay is as long as the window, and unbroken.
+    A piece begins where the one before it ended, so the calls run without a pause.
     """
     if meter_j() is None:
         raise NoMeter("energy: expected a counter of the board's energy, found none on this GPU")
     batch = _batch(call, wait)
     _for(WARM_UP_S, batch)
-    first_j, _ = _until_move(batch, meter_j)
-    found = []
+    first_j, _ = _until_update(batch, meter_j)
+    energies = []
     for _ in range(count):
         began = perf_counter()
         calls = _for(window_s / count, batch)
-        last_j, more = _until_move(batch, meter_j)
+        last_j, more = _until_update(batch, meter_j)
         calls += more
-        found.append(Energy((last_j - first_j) / calls, perf_counter() - began, calls))
+        energies.append(Energy((last_j - first_j) / calls, perf_counter() - began, calls))
         first_j = last_j
-    return found
+    return energies
 
 
 Batch = Callable[[], int]
-"""Runs calls for about BATCH_S, waits for them and returns how many they were."""
+"""Runs calls for about BATCH_S, waits for them and returns their number."""
 
 
 def _batch(call: Callable[[], Any], wait: Callable[[], None]) -> Batch:
@@ -132,7 +132,7 @@ def _batch(call: Callable[[], Any], wait: Callable[[], None]) -> Batch:
 
 
 def _for(seconds: float, batch: Batch) -> int:
-    """Run batches for so long, at least one, and return the calls."""
+    """Run batches for some seconds, at least one, and return the number of calls."""
     end = perf_counter() + seconds
     calls = batch()
     while perf_counter() < end:
@@ -140,12 +140,12 @@ def _for(seconds: float, batch: Batch) -> int:
     return calls
 
 
-def _until_move(batch: Batch, meter_j: Callable[[], float | None]) -> tuple[float, int]:
-    """Run batches until the counter moves; return where it is then, and the calls."""
+def _until_update(batch: Batch, meter_j: Callable[[], float | None]) -> tuple[float, int]:
+    """Run batches until the counter changes; return its new value and the number of calls."""
     before, calls, end = meter_j(), 0, perf_counter() + STUCK_S
     while perf_counter() < end:
         calls += batch()
         now = meter_j()
         if now is not None and now != before:
             return now, calls
-    raise NoMeter(f"energy: expected a counter that moves, found {before} J for {STUCK_S:g} s")
+    raise NoMeter(f"energy: expected a counter that changes, found {before} J for {STUCK_S:g} s")

@@ -7,12 +7,12 @@
 
 An op with `recorded` (_op.py) takes all its operands from the file: the tensors `group.wg`, ...,
 `group.x`. X [tokens, k] is a recording. A draw is m consecutive rows of it; row 0 follows the last
-row, and each draw starts at another row than the one before it.
+row, and each draw starts at another row than the draw before it.
 
-Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In fp8
-drawn weights have one of about 1, as if scaled by a power of two; an op of several products
-multiplies by that power. The reason: the smallest number of e4m3 is 2^-9. At 1 / sqrt(k) and
-k = 25600 a ninth of the weights would become zero.
+Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In fp8,
+drawn weights have about 1, as if scaled by a power of two; an op of several products multiplies by
+that power. Otherwise, because the smallest number of e4m3 is 2^-9, a ninth of the weights would
+become zero at 1 / sqrt(k) and k = 25600.
 """
 
 import os
@@ -36,8 +36,8 @@ from sparsebench.harness.patterns._mask import level, mask
 from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
-GOLDEN = (5**0.5 - 1) / 2  # of the tokens between two draws: apart from all before (Knuth, 6.4)
-SEEDS_APART = 2**31  # of layers: above all that a suite may name (plan/_limits.py)
+GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
+SEEDS_APART = 2**31  # between layers: above any seed of a suite (plan/_limits.py)
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -45,9 +45,9 @@ NONE: Mapping[str, Tensor] = MappingProxyType({})
 class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
-    recorded  activations out of a file, from which each draw takes its rows; else none
-    nnz       elements of each weight that are not zero; -0.0 is
-    sparsity  the part of all weights' elements that is zero
+    recorded  activations of a file, from which each draw takes its rows; empty without a source
+    nnz       elements of each weight that are not zero (-0.0 is zero)
+    sparsity  fraction of zeros in all weights
     digest    of weights and first activations; the same on every machine
     """
 
@@ -68,7 +68,7 @@ class Layer:
 
 
 def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
-    """Build the operands on the device; sources lie below `data`. Raises SuiteError."""
+    """Build the operands on the device, with sources below `data`. Raises SuiteError."""
     weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
     for name, weight in weights.items():
         op.adjust(problem, name, weight, 0)
@@ -91,10 +91,10 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
 def further(
     problem: Problem, op: Op, device: torch.device, data: Path | None, count: int
 ) -> list[Layer]:
-    """Build layers like a problem's but for their seed: nothing in them is another's memory."""
+    """Build `count` layers that differ from a problem's only in their seed; none share memory."""
     seeds = (problem.seed + SEEDS_APART * number for number in range(1, count + 1))
     problems = [replace(problem, seed=seed) for seed in seeds]
-    return [Layer(own, operands(own, op, device, data)) for own in problems]
+    return [Layer(p, operands(p, op, device, data)) for p in problems]
 
 
 def redraw(
@@ -105,9 +105,9 @@ def redraw(
     recorded: Mapping[str, Tensor] = NONE,
     weights: Mapping[str, Tensor] = NONE,
 ) -> None:
-    """Overwrite the activations in place with draw number `draw`; 0 is what `operands` gave.
+    """Overwrite the activations in place with draw number `draw`; `operands` gave number 0.
 
-    `weights` are those of the problem, dense, for an op that settles activations by them.
+    `weights` are the problem's dense weights, for an op that adjusts activations to them.
     """
     for name in op.activations:
         if op.recorded and problem.source:
@@ -115,11 +115,11 @@ def redraw(
         else:
             fill(activations[name], problem.seed, name, draw)
             op.adjust(problem, name, activations[name], draw)
-    op.settle(problem, weights, activations)
+    op.derive(problem, weights, activations)
 
 
 def unseen(last: int, recordings: Sequence[Tensor]) -> int:
-    """Return the number of a draw that nobody has seen, and that plays other rows than the last."""
+    """Return a random draw number, one that plays other rows of the recordings than the last."""
     while True:
         draw = int.from_bytes(os.urandom(4), "little") >> 1
         if all(_place(draw, len(of)) != _place(last, len(of)) for of in recordings):
@@ -127,24 +127,29 @@ def unseen(last: int, recordings: Sequence[Tensor]) -> int:
 
 
 def level_of(op: Op, fields: Mapping[str, Any], weight: str) -> float:
-    """Return the part of a weight's cells that will be left out. Raises SuiteError as `level`."""
+    """Return the fraction of a weight's cells that the pattern prunes. Raises SuiteError."""
     return level(op.sizes(fields), op.operands[weight].shape) if op.prunes(fields, weight) else 0.0
 
 
 def rewrite(
-    problem: Problem, op: Op, device: torch.device, data: Path | None, own: DenseOperands, draw: int
+    problem: Problem,
+    op: Op,
+    device: torch.device,
+    data: Path | None,
+    dense: DenseOperands,
+    draw: int,
 ) -> None:
-    """Write all operands again, in place: the activations of draw number `draw`."""
+    """Write all operands again in place, the activations with draw number `draw`."""
     fresh = operands(problem, op, device, data)
-    for name, weight in own.weights.items():
+    for name, weight in dense.weights.items():
         weight.copy_(fresh.weights[name])
-    for name, recording in own.recorded.items():
+    for name, recording in dense.recorded.items():
         recording.copy_(fresh.recorded[name])
-    redraw(problem, op, own.activations, draw, own.recorded, own.weights)
+    redraw(problem, op, dense.activations, draw, dense.recorded, dense.weights)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
-    """Return a weight in which everything that the pattern leaves out is +0.0."""
+    """Return a weight in which every pruned element is +0.0."""
     source = problem.source
     sources.agree(problem["pattern"], source)
     if source is None:
@@ -156,7 +161,7 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
         return _kept(_drawn(problem, op, name, device), keep)
     if problem["dtype"] == "fp8":
         expected = "expected a dtype of 16 or 32 bits for weights from a file"
-        raise SuiteError(f"{path}: {expected}, found fp8: it holds them scaled alone")
+        raise SuiteError(f"{path}: {expected}, found fp8, which needs scaled weights")
     tensor = sources.member(source, name) if op.recorded else source.tensor
     stored = _fitting(problem, op, name, path, sources.load_weights(path, tensor))
     weight = stored.to(device, _dtype(problem, op, name), copy=True)
@@ -167,9 +172,9 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
 def _recording(
     problem: Problem, op: Op, name: str, device: torch.device, data: Path | None
 ) -> Tensor:
-    """Return a file's activations [tokens, k]; as many tokens as the problem has, and at least 2.
+    """Return a file's activations [tokens, k], at least as many tokens as the problem has, and 2.
 
-    Of one token all draws would be the same, and a call that does nothing would not be found.
+    With one token all draws would be equal, and a call that does nothing would not be detected.
     """
     assert problem.source
     path = _verified(problem.source, data)
@@ -182,7 +187,7 @@ def _recording(
 
 
 def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
-    """Overwrite X [m, k] with m rows on end, the first after the last, from the draw's place."""
+    """Overwrite X [m, k] with m consecutive rows from the draw's place, cyclically."""
     tokens = len(recorded)
     start = _place(draw, tokens)
     rows = torch.arange(start, start + len(x), device=x.device) % tokens
@@ -190,7 +195,7 @@ def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
 
 
 def _place(draw: int, tokens: int) -> int:
-    """Return the row at which a draw begins."""
+    """Return the first row of a draw."""
     return int((draw + 1) * GOLDEN * tokens) % tokens
 
 
@@ -209,9 +214,9 @@ def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:
 
 def _first_column_first(score: Score, grid: Grid) -> Tensor:
     """Score the cells of the first column above all others."""
-    found = score(grid).long()  # room for one more than 31 bits hold
-    found.view(grid.rows, grid.columns)[:, 0] = found.max() + 1
-    return found
+    scored = score(grid).long()  # the maximum of 31 bits plus one must fit
+    scored.view(grid.rows, grid.columns)[:, 0] = scored.max() + 1
+    return scored
 
 
 def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
@@ -231,13 +236,13 @@ def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -
 
 
 def _kept(weight: Tensor, keep: Tensor) -> Tensor:
-    """Set everything else to +0.0, in its bits: torch fills no fp8."""
+    """Set all other elements to +0.0, by their bits, because torch cannot fill fp8."""
     weight.view(BITS[weight.element_size()]).masked_fill_(~keep, 0)
     return weight
 
 
 def _verified(source: Source, data: Path | None) -> Path:
-    """Return where the source is, if it still is what the problem was planned with."""
+    """Return the source's path. Raises SuiteError if the file has changed since the plan."""
     path = sources.located(source, data)
     found = sources.sha256(path)
     if found != source.sha256:

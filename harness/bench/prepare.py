@@ -1,4 +1,4 @@
-"""A contender made ready: its weights converted, its kernel packed, compiled and tuned.
+"""Make a contender ready: convert its weights; let its kernel pack, compile and tune.
 
     dense weights ─ convert ─> format ─ prepare (kernel) ─> launch, run once
     further layers of a chain: likewise, each with the choice of the first
@@ -41,24 +41,28 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
     contender = entry.row.case.contender
     with contest.at(entry, "convert"):
         kernel = load_kernel(contender.kernel)
-        _refuse(contest, contender)
+        if reason := unsupported(contest.problem, contender, contest.device):
+            raise Unsupported(reason)
         weights, convert_us = _convert(contest, contender)
         stored = sum(weight.stored_bytes for weight in weights.values())
         entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        own = {name: copy(weight) for name, weight in weights.items()}  # the arrays are shared
-        weights, entry.pattern = _split(contest, contender, own)
+        copies = {name: copy(weight) for name, weight in weights.items()}  # of shared arrays
+        weights, entry.pattern = _split(contest, contender, copies)
     if not entry.running:
         return
     with contest.at(entry, "prepare"), _memory(contest.device) as memory:
         began = time.perf_counter()
         definition = bound(contest.op.definition, contest.problem)
-        pinned = _pinned(contest, entry)
-        activations = {name: x.detach() for name, x in contest.dense.activations.items()}
-        pattern = entry.pattern
-        before = contest.options.timed.get(entry.row.case.id, ())
-        known = pinned, pattern, before
-        given = Operands(contest.problem, weights, activations, definition, *known)
-        entry.launch = kernel.prepare(given, **contender.options)
+        operands = Operands(
+            contest.problem,
+            weights,
+            {name: x.detach() for name, x in contest.dense.activations.items()},
+            definition,
+            _pinned(contest, entry),
+            entry.pattern,
+            contest.options.timed.get(entry.row.case.id, ()),
+        )
+        entry.launch = kernel.prepare(operands, **contender.options)
         entry.launch()
         synchronize(contest.device)
         spent = time.perf_counter() - began
@@ -72,12 +76,12 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
     held, peak = memory.held_bytes, memory.peak_bytes
     entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)
     if entry.running:
-        with contest.at(entry, "prepare"):  # apart: checksums are no memory of the kernel's
-            contest.inspect()
+        with contest.at(entry, "prepare"):  # apart, so that checksums do not count as memory
+            contest.check_tampering()
 
 
-def follow(contest: RunningContest, entry: Entry) -> None:
-    """Make the further layers of a chain ready, or record why there is none of this contender."""
+def prepare_chain(contest: RunningContest, entry: Entry) -> None:
+    """Make the further layers of a chain ready, or record why this contender has no chain."""
     if len(contest.layers) == 1 or not entry.running:
         return
     with contest.at(entry, "chain"):
@@ -90,7 +94,7 @@ def follow(contest: RunningContest, entry: Entry) -> None:
         except (torch.OutOfMemoryError, MemoryError) as error:
             entry.leave_chain(Status.OUT_OF_MEMORY, f"chain: {one_line(error)}")
         synchronize(contest.device)
-        contest.inspect()
+        contest.check_tampering()
 
 
 def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
@@ -100,44 +104,44 @@ def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
     activations = {name: x.detach() for name, x in layer.dense.activations.items()}
     weights = dict(_stored(contender, layer.dense))
     choice = entry.row.choice or None
-    given = Operands(layer.problem, weights, activations, definition, choice)
-    launch = load_kernel(contender.kernel).prepare(given, **contender.options)
+    operands = Operands(layer.problem, weights, activations, definition, choice)
+    launch = load_kernel(contender.kernel).prepare(operands, **contender.options)
     launch()
     return launch
 
 
 def plain(choice: object) -> dict[str, Any]:
-    """Return a choice as JSON gives it back; TypeError where JSON cannot hold it."""
+    """Return a choice after a round trip through JSON. Raises TypeError if JSON cannot hold it."""
     try:
-        found = json.loads(json.dumps(choice, allow_nan=False))
+        result = json.loads(json.dumps(choice, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"choice: expected text, numbers and lists: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise TypeError(f"choice: expected a mapping, found {type(choice).__name__}")
-    return found
+    return result
 
 
 def _split(
     contest: RunningContest, contender: Contender, packed: Mapping[str, Format]
 ) -> tuple[dict[str, Format], Format | None]:
-    """Return the weights, and apart from them what a sparse output is to be packed like."""
+    """Return the weights, and separately the pattern that a sparse output is packed like."""
     weights = {name: w for name, w in packed.items() if name != contest.op.pattern}
     pattern = packed[contest.op.pattern] if contest.op.pattern else None
     return weights, None if contender.format == "dense" else pattern
 
 
 def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
-    """Return what an earlier process chose; a twin does what its original does."""
+    """Return what an earlier process chose; a twin takes the choice of its original."""
     case = entry.row.case
     originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
     original = Case(case.problem, replace(case.contender, twin=False)).id
-    known = contest.options.pinned.get(case.id)
-    return known or (originals.get(original) if case.contender.twin else None)
+    pinned = contest.options.pinned.get(case.id)
+    return pinned or (originals.get(original) if case.contender.twin else None)
 
 
 @dataclass
 class Memory:
-    """Device memory beyond what was there before: after a block of code, and at most in it."""
+    """Device memory that a block of code added: held after it, and at its peak."""
 
     held_bytes: int | None = None
     peak_bytes: int | None = None
@@ -145,50 +149,43 @@ class Memory:
 
 @contextmanager
 def _memory(device: torch.device) -> Iterator[Memory]:
-    """Measure by torch's allocator; what a library allocates past it is not seen.
+    """Measure by torch's allocator; memory that a library allocates itself is not counted.
 
-    Garbage in reference cycles is freed first. Python would free it at any later moment, and what
-    others had held would be taken off: rows were published with peaks of 0 and of -5.1 GB.
+    Garbage in reference cycles is freed first. Otherwise Python would free it at a later moment and
+    the difference would be too small: rows were published with peaks of 0 and of -5.1 GB.
     """
-    found = Memory()
+    memory = Memory()
     if device.type != "cuda":
-        yield found
+        yield memory
         return
     gc.collect()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    yield found
+    yield memory
     gc.collect()
-    found.held_bytes = torch.cuda.memory_allocated(device) - before
-    found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
-
-
-def _refuse(contest: RunningContest, contender: Contender) -> None:
-    """Raise Unsupported where the kernel says, before anything is built, that it cannot run."""
-    reason = unsupported(contest.problem, contender, contest.device)
-    if reason:
-        raise Unsupported(reason)
+    memory.held_bytes = torch.cuda.memory_allocated(device) - before
+    memory.peak_bytes = torch.cuda.max_memory_allocated(device) - before
 
 
 def unsupported(problem: Problem, contender: Contender, device: torch.device) -> str | None:
-    """Say why a contender cannot run a problem on a device, or None; builds nothing."""
+    """Return why a contender cannot run a problem on a device, or None; build nothing."""
     return load_kernel(contender.kernel).refusal(problem, device)
 
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:
-    """Return the weights in the contender's format and the µs it took; shared by equal formats."""
+    """Return the converted weights and the µs it took; equal formats share them."""
     key = f"{contender.format} {sorted(contender.params.items())}"
     if key not in contest.packed:
         weights: dict[str, Format] = {}
         took_us = []
-        for _ in range(2):  # the first call also pays for memory and for loading kernels
+        for _ in range(2):  # the first call also allocates memory and loads kernels
             weights.clear()
             synchronize(contest.device)
             start = time.perf_counter()
             weights.update(_stored(contender, contest.dense))
             synchronize(contest.device)
             took_us.append(1e6 * (time.perf_counter() - start))
-        contest.inspect()
+        contest.check_tampering()
         contest.packed[key] = weights, min(took_us)
         _watch(contest, contender, weights)
     return contest.packed[key]
@@ -202,13 +199,13 @@ def _stored(contender: Contender, dense: DenseOperands) -> Iterator[tuple[str, F
 
 
 def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, Format]) -> None:
-    """Watch the arrays of a conversion while anybody holds them: contenders share them."""
+    """Watch the arrays of a conversion, which contenders share, until they are released."""
     arrays = arrays_of(weights, contender.format)
-    own = {name: weakref.ref(array) for name, array in arrays.items()}
+    references = {name: weakref.ref(array) for name, array in arrays.items()}
 
     def rewrite() -> None:
         again = arrays_of(dict(_stored(contender, contest.dense)), contender.format)
-        for name, find in own.items():
+        for name, find in references.items():
             array = find()
             if array is not None and array.shape == again[name].shape:
                 array.copy_(again[name])

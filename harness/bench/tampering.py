@@ -1,9 +1,14 @@
-"""Do the operands stay what they are? Whoever changes one is told, and the others lose nothing.
+"""Detect contenders that change operands, or replace code of the harness.
 
-    watched    dense weights and activations, recordings, and every array of a format that several
-               contenders share
-    looked at  after each convert, after each prepare with its first run, and after each check
-    changed    the contender is wrong, and the bits are written again from the seed
+    Guard   dense weights and activations, recordings, and every array of a format that several
+            contenders share. What has changed is written again from the seed
+    Seal    every function and class of sparsebench that is loaded when a contest starts, with its
+            code; the clocks, and what the check calls of torch. What was replaced is put back
+
+Both are checked after each conversion, after each prepare with its first run, after each output
+check and while timing. A contender that changed something is wrong; the others are not affected. A
+kernel's own Python runs in this process, so it could undo a change before it returns, or write to
+memory (harness/TRUST.md).
 
 A checksum reads an array twice, in 8-byte words w laid out in rows of COLUMNS:
 
@@ -29,18 +34,30 @@ from sparsebench.formats._format import Format
 
 COLUMNS = 4096
 WORD = 8  # bytes
+CLOCKS = [
+    (time, "perf_counter"),
+    (time, "perf_counter_ns"),
+    (time, "monotonic"),
+    (torch.cuda, "Event"),
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Event, "record"),
+    (torch.cuda.Event, "elapsed_time"),
+]
+OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
+OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
+CODE = "__code__", "__defaults__", "__kwdefaults__"
 
 
-class Meddled(Exception):
-    """A contender changed, or returned, what is not its own; the message is one line."""
+class TamperingError(Exception):
+    """A contender changed, or returned, memory or code that is not its own."""
 
 
 @dataclass(frozen=True, eq=False)
-class Watched:
-    """An array by name: its bytes, where they are, and how they are written again."""
+class WatchedArray:
+    """An array by name: where its bytes are, their checksum, and how to write them again."""
 
     name: str
-    array: Callable[[], Tensor | None]  # None once nobody holds it
+    array: Callable[[], Tensor | None]  # None once it has been released
     place: tuple[int, int]  # address and bytes
     total: int
     rewrite: Callable[[], None]
@@ -48,43 +65,39 @@ class Watched:
 
 @dataclass
 class Guard:
-    """What must not change in a contest."""
+    """The arrays that must not change in a contest."""
 
     device: torch.device
-    watched: list[Watched] = field(default_factory=list)
+    watched: list[WatchedArray] = field(default_factory=list)
     seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(7), "little"))
 
     def watch(
-        self,
-        arrays: Mapping[str, Tensor],
-        rewrite: Callable[[], None],
-        *,
-        held: bool = True,
+        self, arrays: Mapping[str, Tensor], rewrite: Callable[[], None], *, held: bool = True
     ) -> None:
-        """Watch arrays that `rewrite` writes again; those not `held` may be let go by others."""
+        """Watch arrays that `rewrite` can write again; unless `held`, they may be released."""
         self.watched = [w for w in self.watched if w.array() is not None]
-        known = {watched.place for watched in self.watched}
-        new = {n: a for n, a in arrays.items() if a.numel() and _place(a) not in known}
+        places = {watched.place for watched in self.watched}
+        new = {n: a for n, a in arrays.items() if a.numel() and _place(a) not in places}
         totals = self._sums(new.values())
         for (name, array), total in zip(new.items(), totals, strict=True):
-            own = array.detach() if held else None  # whatever happens to the one handed out
+            own = array.detach() if held else None  # unaffected by what happens to the other one
             find = (lambda own=own: own) if held else weakref.ref(array)
-            self.watched.append(Watched(name, find, _place(array), total, rewrite))
+            self.watched.append(WatchedArray(name, find, _place(array), total, rewrite))
 
     def renew(self, names: set[str]) -> None:
-        """Take the arrays of these names as they are now: the harness has written them."""
+        """Accept the present content of these arrays, which the harness has written."""
         new = [w for w in self.watched if w.name in names]
         totals = self._totals(new)
         renewed = {w.name: replace(w, total=t) for w, t in zip(new, totals, strict=True)}
         self.watched = [renewed.get(w.name, w) for w in self.watched]
 
     def check(self) -> None:
-        """Raise Meddled where an array has changed, after all are as they were."""
+        """Raise TamperingError if an array has changed, after restoring all of them."""
         changed = self._changed()
         if not changed:
             return
         for watched in changed:
-            _take_back(watched.array(), watched.place[1])
+            _restore_storage(watched.array(), watched.place[1])
         for rewrite in dict.fromkeys(watched.rewrite for watched in changed):
             rewrite()
         self.watched = [
@@ -92,27 +105,27 @@ class Guard:
             for w in self.watched
             if (array := w.array()) is not None
         ]
-        lost = self._changed()  # of a shape that nothing can be written to: its holder is wrong
+        lost = self._changed()  # an array whose shape has changed cannot be written again
         self.watched = [w for w in self.watched if w not in lost]
-        raise Meddled(f"changed {', '.join(sorted({w.name for w in changed}))}")
+        raise TamperingError(f"changed {', '.join(sorted({w.name for w in changed}))}")
 
-    def _changed(self) -> list[Watched]:
-        """Return the arrays that are not where they were, or not what they were."""
+    def _changed(self) -> list[WatchedArray]:
+        """Return the arrays that have moved, or whose content has changed."""
         self.watched = [w for w in self.watched if w.array() is not None]
-        there = [w for w in self.watched if _there(w.array(), w.place)]
+        there = [w for w in self.watched if _in_place(w.array(), w.place)]
         totals = self._totals(there)
         right = [w for w, total in zip(there, totals, strict=True) if total == w.total]
         return [w for w in self.watched if w not in right]
 
     def refuse(self, out: Tensor) -> None:
-        """Raise Meddled where an output lies in an array that is watched."""
+        """Raise TamperingError if an output lies in a watched array."""
         start, size = _place(out)
         for watched in self.watched:
             first, length = watched.place
             if watched.array() is not None and start < first + length and first < start + size:
-                raise Meddled(f"returned memory of {watched.name}")
+                raise TamperingError(f"returned memory of {watched.name}")
 
-    def _totals(self, watched: Iterable[Watched]) -> list[int]:
+    def _totals(self, watched: Iterable[WatchedArray]) -> list[int]:
         return self._sums(array for w in watched if (array := w.array()) is not None)
 
     def _sums(self, arrays: Iterable[Tensor]) -> list[int]:
@@ -133,13 +146,13 @@ def checksum(array: Tensor, seed: int) -> Tensor:
 
 @lru_cache(64)  # each contest has a seed: an unbounded cache grew by 33 KB a contest and more
 def _odd(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return so many odd random numbers."""
+    """Return `count` odd random numbers."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**62), 2**62, (count,), generator=draw).mul_(2).add_(1).to(device)
 
 
 def _words(array: Tensor) -> Tensor:
-    """Return the bits as int64, zeros after the last."""
+    """Return the bits as int64, padded with zeros."""
     flat = array.detach().contiguous().reshape(-1).view(torch.uint8)
     if len(flat) % WORD or flat.data_ptr() % WORD:
         padded = flat.new_zeros(-(-len(flat) // WORD) * WORD)
@@ -152,22 +165,22 @@ def _place(array: Tensor) -> tuple[int, int]:
     return array.data_ptr(), array.numel() * array.element_size()
 
 
-def _there(array: Tensor | None, place: tuple[int, int]) -> bool:
-    """Say whether an array's memory is where it was, and has not been given back."""
-    return array is not None and _place(array) == place and _short(array, place[1]) <= 0
+def _in_place(array: Tensor | None, place: tuple[int, int]) -> bool:
+    """Return whether an array's memory is where it was, and has not been freed."""
+    return array is not None and _place(array) == place and _missing_bytes(array, place[1]) <= 0
 
 
-def _short(array: Tensor, size: int) -> int:
+def _missing_bytes(array: Tensor, size: int) -> int:
     """Return by how many bytes an array's storage is too small for it."""
     start = array.storage_offset() * array.element_size()
     return int(start + size - array.untyped_storage().nbytes())
 
 
-def _take_back(array: Tensor | None, size: int) -> None:
-    """Give an array memory again, where somebody gave it back."""
-    if array is not None and _short(array, size) > 0:
+def _restore_storage(array: Tensor | None, size: int) -> None:
+    """Allocate an array's memory again if a contender freed it."""
+    if array is not None and _missing_bytes(array, size) > 0:
         storage = array.untyped_storage()
-        storage.resize_(storage.nbytes() + _short(array, size))
+        storage.resize_(storage.nbytes() + _missing_bytes(array, size))
 
 
 def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
@@ -179,34 +192,21 @@ def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
     }
 
 
-CLOCKS = [
-    (time, "perf_counter"),
-    (time, "perf_counter_ns"),
-    (time, "monotonic"),
-    (torch.cuda, "Event"),
-    (torch.cuda, "synchronize"),
-    (torch.cuda.Event, "record"),
-    (torch.cuda.Event, "elapsed_time"),
-]
-OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
-OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
-CODE = "__code__", "__defaults__", "__kwdefaults__"
-
-
 class Seal:
-    """What names of the harness mean."""
+    """Records what the names of the harness mean."""
 
     def __init__(self) -> None:
-        """Take everything as it is now."""
-        self._known = [(owner, name, value) for owner, name, value in _everything()]
+        """Record the present state."""
+        self._sealed = [(owner, name, value) for owner, name, value in _everything()]
 
     def check(self) -> None:
-        """Raise Meddled where a name means something else, after all mean what they did."""
-        changed = [found for found in self._known if _get(*found[:2]) is not found[2]]
+        """Raise TamperingError if a name means something else, after restoring all of them."""
+        changed = [entry for entry in self._sealed if _get(*entry[:2]) is not entry[2]]
         for owner, name, value in changed:
             setattr(owner, name, value)
         if changed:
-            raise Meddled(f"replaced {', '.join(sorted({_called(*c[:2]) for c in changed})[:3])}")
+            names = sorted({_qualified(*entry[:2]) for entry in changed})
+            raise TamperingError(f"replaced {', '.join(names[:3])}")
 
 
 def _everything() -> Iterator[tuple[Any, str, Any]]:
@@ -235,10 +235,10 @@ def _inside(value: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _get(owner: Any, name: str) -> Any:
-    """Return what a name means; a class's own member unwrapped, as it is written."""
+    """Return what a name means; for a class, its own member as it is written."""
     inherited = getattr(owner, name, None)
     return vars(owner).get(name, inherited) if isinstance(owner, type) else inherited
 
 
-def _called(owner: Any, name: str) -> str:
+def _qualified(owner: Any, name: str) -> str:
     return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"

@@ -1,30 +1,28 @@
-"""Clocks: all contenders of a problem, timed together.
+"""Clocks: time all contenders of a problem together.
 
     block 1    C C C C  A A A A  B B B B        a block is a few samples of each contender in turn,
-    block 2    B B B B  C C C C  A A A A        in an order drawn anew; what drifts moves all alike
+    block 2    B B B B  C C C C  A A A A        in a new random order; drift affects all alike
     ...
 
     scope    kernel  device time: two CUDA events around one replay of the launch's CUDA graph (or
-                     around the launch, where it cannot be captured), queued behind other work, so
-                     that no launch gap is inside
-             op      as called from Python: events around the call on an idle stream; what the host
-                     needs to launch is inside
-             chain   device time of a layer among others: LAYERS layers of one shape, one after the
-                     other in one CUDA graph, and its time divided by LAYERS
+                     around the launch, if it cannot be captured), queued behind other work, so that
+                     no launch gap is included
+             op      time as called from Python: events around the call on an idle stream; the
+                     host's time for the launch is included
+             chain   device time of a layer inside a chain: LAYERS layers of one shape, one after
+                     the other in one CUDA graph; its time is divided by LAYERS
     cache    cold    the L2 cache is flushed before each sample (kernels/_common/l2_flush.py)
-             hot     the call itself runs before each sample; each block is queued up behind
-                     flushes, since a short call is over before the host has launched the next
+             hot     the call itself runs before each sample; each block is queued behind flushes,
+                     because a short call ends before the host has launched the next one
 
-The layers of a chain differ in their seed alone. Each has weights, activations and an output of its
-own, so no layer finds in the L2 cache what another one read. None reads what another wrote: Y is
-not as wide as X. A launch that cannot be captured has no chain.
+The layers of a chain differ only in their seed. Each has weights, activations and an output of its
+own, so no layer finds in the L2 cache what another one read. None reads what another wrote, because
+Y is not as wide as X. A launch that cannot be captured has no chain.
 
-CPU: the host clock around one call, for which scope and cache make no difference.
+On a CPU the host clock measures one call; scope and cache make no difference.
 
-Spots (spots.py) are calls among these, made in the same way and seen to be right. No sample is
-theirs.
-
-How many samples each takes is in samples.py.
+Spot checks (spot_checks.py) are further calls among the samples, made in the same way and then
+inspected; their times are not samples. sampling.py has the number of samples.
 """
 
 import random
@@ -44,8 +42,8 @@ SPOT_FLUSHES = 12  # 27 µs each on an H200: time to enqueue a spot, where a blo
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A launch made ready: `call` does the work once; `why` it is not captured on a GPU."""
+class TimedCall:
+    """A launch ready to be timed; `why` says why it is not captured on a GPU."""
 
     call: Callable[[], Outputs]
     clock: str  # host, events or graph
@@ -59,7 +57,7 @@ class Chain:
     launches: tuple[Launch, ...]
 
     def run(self) -> tuple[Output, ...]:
-        """Enqueue them in turn, and return all outputs."""
+        """Enqueue the launches in turn, and return all outputs."""
         return tuple(launch.run() for launch in self.launches)
 
 
@@ -70,18 +68,18 @@ class Samples:
     times_us: tuple[float, ...]
     per_block: int
 
-    def of_a_layer(self, layers: int) -> "Samples":
-        """Return the times of one of so many layers."""
+    def per_layer(self, layers: int) -> "Samples":
+        """Divide the times by a number of layers."""
         return Samples(tuple(round(us / layers, 3) for us in self.times_us), self.per_block)
 
 
-def ready(launch: Launch | Chain, device: torch.device) -> Timed:
-    """Capture the launch as a CUDA graph where that is possible; the clock's name says which.
+def ready(launch: Launch | Chain, device: torch.device) -> TimedCall:
+    """Capture the launch as a CUDA graph if possible; `clock` says whether it was.
 
-    What is called is `launch.run`, without the look for a capture, which takes 0.2 µs.
+    The timed call is `launch.run`, without the test for a running capture, which takes 0.2 µs.
     """
     if device.type == "cpu":
-        return Timed(launch.run, "host")
+        return TimedCall(launch.run, "host")
     graph = torch.cuda.CUDAGraph()
     try:
         with capturing(graph):
@@ -89,17 +87,17 @@ def ready(launch: Launch | Chain, device: torch.device) -> Timed:
     except RuntimeError as error:
         torch.cuda.synchronize(device)
         why = str(error).strip().partition("\n")[0]
-        return Timed(launch.run, "events", f"no CUDA graph: {why}")
+        return TimedCall(launch.run, "events", f"no CUDA graph: {why}")
 
-    def replay(_owner: Launch | Chain = launch) -> Outputs:  # it owns what the graph reads
+    def replay(_owner: Launch | Chain = launch) -> Outputs:  # keeps alive what the graph reads
         graph.replay()
         return output
 
-    return Timed(replay, "graph")
+    return TimedCall(replay, "graph")
 
 
 def time_together(
-    contenders: Sequence[Timed],
+    contenders: Sequence[TimedCall],
     device: torch.device,
     seed: str,
     announce: Callable[[int], None] | None = None,
@@ -108,14 +106,14 @@ def time_together(
     cache: str = "cold",
     spots: Spots | None = None,
 ) -> list[Samples]:
-    """Return each contender's samples. With `announce`, each sample is named and waited for."""
+    """Return each contender's samples. With `announce`, announce each sample and wait for it."""
     if device.type == "cuda":
         take = _gpu_clock(device, announce, spots, idle=scope == "op", cold=cache == "cold")
     else:
         take = _host_clock(announce, spots)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
-    trials = [take(numbered) for _ in range(2)]  # a first call may still warm something up
-    plans = [budgeted(min(t for _, t in own)) for own in zip(*trials, strict=True)]
+    trials = [take(numbered) for _ in range(2)]  # the first call may include warm-up
+    plans = [budgeted(min(t for _, t in times)) for times in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
     turns = [
         spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]
@@ -131,8 +129,8 @@ def time_together(
     return [Samples(tuple(s), plan[1]) for s, plan in zip(samples, plans, strict=True)]
 
 
-Order = list[tuple[int, Timed, str]]
-"""Who is called, by number, and of a spot on which activations."""
+Order = list[tuple[int, TimedCall, str]]
+"""The calls of a block: number, contender, and for a spot check its activations (A or B)."""
 
 Clock = Callable[[Order], list[tuple[int, float]]]
 
@@ -143,15 +141,15 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
         for i, contender, spot in order:
             if announce:
                 announce(i)
-            found: list[Outputs] = []
+            outputs: list[Outputs] = []
             if spot and spots:
                 spots.write(spot)
-            keep = found.append if spot else id  # a call into C either way
+            keep = outputs.append if spot else id  # a call into C either way
             start = perf_counter()
             keep(contender.call())
             time_us = 1e6 * (perf_counter() - start)
             if spot and spots:
-                spots.see(i, spot, found.pop())
+                spots.inspect(i, spot, outputs.pop())
             else:
                 times.append((i, time_us))
         return times
@@ -167,9 +165,9 @@ def _gpu_clock(
     idle: bool,
     cold: bool,
 ) -> Clock:
-    """Enqueue a whole block, then read its events: the GPU never waits for the host inside it.
+    """Enqueue a whole block, then read its events, so that the GPU never waits for the host.
 
-    On an `idle` stream it does, and is meant to: what the host does to launch is in the sample.
+    On an `idle` stream the GPU does wait: the host's time for the launch belongs to the sample.
     """
     flush = flusher(device)
     wait = idle or announce is not None
@@ -183,8 +181,8 @@ def _gpu_clock(
         for i, contender, spot in order:
             if announce:
                 announce(i)
-            found: list[Outputs] = []
-            keep = found.append if spot else id
+            outputs: list[Outputs] = []
+            keep = outputs.append if spot else id
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if not cold:
                 contender.call()
@@ -198,7 +196,7 @@ def _gpu_clock(
             keep(contender.call())
             end.record()
             if spot and spots:
-                spots.see(i, spot, found.pop())
+                spots.inspect(i, spot, outputs.pop())
             else:
                 marks.append((i, begin, end))
             if wait:

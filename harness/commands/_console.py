@@ -48,7 +48,7 @@ class Output(Console):
         except BrokenPipeError:
             self.on_broken_pipe()
 
-    def line(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Print text without wrapping, highlighting or markup."""
         self.print(text, soft_wrap=True, highlight=False, markup=False)
 
@@ -69,7 +69,7 @@ def print_json(data: Any) -> None:
 def show_page(page: Path) -> None:
     """Open a report in a browser."""
     if typer.launch(page.resolve().as_uri()) != 0:
-        stderr.line(f"no browser opened {page}")
+        stderr.say(f"no browser opened {page}")
 
 
 def warn(finding: "Finding") -> None:
@@ -132,7 +132,7 @@ def measuring(resume: str = RESUME) -> Iterator[Show]:
         if not path and resume == RESUME:
             text = "nothing was measured yet"
         with suppress(OSError):  # the terminal may have been closed
-            stderr.line(f"interrupted; {text}")
+            stderr.say(f"interrupted; {text}")
         raise typer.Exit(INTERRUPTED) from stopped
     finally:
         for stop in handled:
@@ -176,7 +176,7 @@ def progress_lines() -> Show:
             return
         due = now + EVERY_S
         left = "" if left_s is None else f", {left_s:.0f} s left"
-        stderr.line(f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip())
+        stderr.say(f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip())
 
     return show
 

@@ -86,43 +86,20 @@ class Sharing:
         options: "RunOptions",
     ) -> Path:
         """Measure a suite as run/measure.py does, shared out; resume a stopped run at `out`."""
-        from sparsebench.harness.shared_runs.cluster_jobs import job_name, read_options, submit
-        from sparsebench.harness.shared_runs.local_gpus import share
+        from sparsebench.harness.shared_runs.cluster_jobs import job_name, read_options
         from sparsebench.harness.shared_runs.shared_folder import Plan
+        from sparsebench.harness.shared_runs.sharing import share
 
         if resume:
             raise SuiteError(f"--resume {resume}: expected a run that is shared out, found another")
-        count = len(self.device_names) if self.devices else self.shards
+        devices = self.device_names if self.devices else [flags.device] * self.shards
         if not out:
-            kind = "devices" if self.devices else "jobs"
-            out = Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{suite.name}-{count}-{kind}"
-        if self.devices:
-            return share(suite, flags, self.device_names, out, options)
-        by, job_options = ("slurm", read_options(self.slurm)) if self.slurm else ("local", {})
-        if by == "local" and flags.device.startswith("cuda") and count > 1:
-            raise SuiteError(f"--submit local: expected --devices for {count} GPUs of this host")
-        devices = (flags.device,) * count
-        plan = Plan(
-            suite.name, flags, devices, by, job_options, job_name(), dict(options.origin or {})
-        )
-        return submit(suite, plan, out, options)
-
-
-def is_shared(run: Path) -> bool:
-    """Return whether a run is shared out and not merged yet."""
-    from sparsebench.harness.shared_runs import shared_folder as folders
-
-    return (folders.beside(run) / "plan.json").exists() and not (run / "run.json").exists()
-
-
-def resume_shared(run: Path, options: "RunOptions") -> Path:
-    """Resume a run that is shared out, and return the merged run."""
-    from sparsebench.harness.shared_runs import cluster_jobs, local_gpus
-    from sparsebench.harness.shared_runs import shared_folder as folders
-
-    folder = folders.beside(run)
-    plan = folders.read(folder)
-    suite = folders.suite(folder, plan)
-    if plan.by == "devices":
-        return local_gpus.go_on(folder, suite, plan, options)
-    return cluster_jobs.go_on(folder, suite, plan, options)
+            name = f"{suite.name}-{len(devices)}-{'devices' if self.devices else 'jobs'}"
+            out = Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+        if self.submit and flags.device.startswith("cuda") and len(devices) > 1:
+            expected = f"expected --devices for {len(devices)} GPUs of this host"
+            raise SuiteError(f"--submit local: {expected}")
+        by = "devices" if self.devices else "slurm" if self.slurm else "local"
+        job = "" if self.devices else job_name()
+        plan = Plan(suite.name, flags, tuple(devices), by, read_options(self.slurm), job)
+        return share(suite, plan, out, options)

@@ -101,7 +101,7 @@ def run(
 ) -> None:
     """Measure the rest of a campaign until the budget ends; the same command resumes it."""
     from sparsebench.harness.shared_runs.campaign_file import campaign as read
-    from sparsebench.harness.shared_runs.sitting import Sitting
+    from sparsebench.harness.shared_runs.campaign_sitting import Sitting
 
     until = monotonic() + budget_s(budget) if budget else inf
     requested, sharing = read(file), Sharing(devices)
@@ -110,9 +110,9 @@ def run(
     sitting = Sitting(requested, entries, out, data, until, timeout, message_printer())
     with measuring("campaign run --out") as show:
         sitting.run(sharing.device_names if sharing else [first], show)
-    for name, reason in sitting.said.items():
+    for name, reason in sitting.reasons.items():
         if reason:
-            stdout.line(f"{name}: {reason}")
+            stdout.say(f"{name}: {reason}")
     status(out, file, names)
     if sitting.refused:
         raise typer.Exit(SOME_FAILED)
@@ -124,8 +124,8 @@ def status(
 ) -> None:
     """Show how far each entry of a campaign is, without a GPU."""
     from sparsebench.harness.shared_runs.campaign_file import campaign as read
-    from sparsebench.harness.shared_runs.publication import published
-    from sparsebench.harness.shared_runs.sitting import state
+    from sparsebench.harness.shared_runs.campaign_publication import published
+    from sparsebench.harness.shared_runs.campaign_sitting import state
     from sparsebench.results.formatting import are
 
     requested = read(file)
@@ -159,10 +159,10 @@ def publish(
     With --entry, replace only the runs of those entries, each of which must be whole.
     """
     from sparsebench.harness.shared_runs.campaign_file import campaign as read
-    from sparsebench.harness.shared_runs.publication import publish as replace
+    from sparsebench.harness.shared_runs.campaign_publication import publish as replace
 
     for page in replace(read(file), out, into, names or []):
-        stdout.line(f"{page}: written")
+        stdout.say(f"{page}: written")
 
 
 def _time(seconds: float) -> str:

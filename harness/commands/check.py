@@ -61,8 +61,8 @@ def check(
     stdout.print(f"about {estimate} (h:mm:ss) for {amount(replicates, 'replicate')}")
     if gpu:
         largest, memory = (planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes"))
-        stdout.line(f"a dense kernel needs up to {largest:.1f} GiB; the GPU has {memory:.0f} GiB")
+        stdout.say(f"a dense kernel needs up to {largest:.1f} GiB; the GPU has {memory:.0f} GiB")
         if planned["unknown"]:
-            stdout.line(f"no times there, typical ones assumed: {', '.join(planned['unknown'])}")
+            stdout.say(f"no times there, typical ones assumed: {', '.join(planned['unknown'])}")
     for entry in planned["unsupported"]:
-        stdout.line(f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}")
+        stdout.say(f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}")

@@ -92,11 +92,11 @@ def lint(names: Names = None, data: Data = None) -> None:
             planned = parts(written, data)
         except SuiteError as error:
             valid = False
-            stdout.line(str(error))
+            stdout.say(str(error))
             continue
         cells = sum(len(part.contests) for part in planned)
         tests = amount(len(written.claim.tests), "test")
-        stdout.line(f"{name}: ok, {tests} of {amount(cells, 'cell')}")
+        stdout.say(f"{name}: ok, {tests} of {amount(cells, 'cell')}")
     if not valid:
         raise typer.Exit(BAD_INPUT)
 
@@ -178,10 +178,10 @@ def check(
     def print_plan(known: "Evidence") -> None:
         left = looks(known, picked, replicates, times)
         for line in [*(look.sentence for look in left), *left_out(known)]:
-            stderr.line(line)
+            stderr.say(line)
         seconds = [look.seconds for look in left if look.seconds is not None]
         total = f", about {sum(seconds):.0f} s" if seconds else ""
-        stderr.line(f"{amount(len(left), 'run')} of {amount(replicates, 'process')}{total}")
+        stderr.say(f"{amount(len(left), 'run')} of {amount(replicates, 'process')}{total}")
 
     if plan:
         print_plan(evidence(selected, _runs(runs), data))
@@ -192,7 +192,7 @@ def check(
         result = measure(selected, flags, _runs(runs), out, show, until=until, planned=print_plan)
     if result.left:
         rest = f"`sparsebench claims check --out {out}` measures the rest"
-        stderr.line(f"not completely measured: {', '.join(result.left)}; {rest}")
+        stderr.say(f"not completely measured: {', '.join(result.left)}; {rest}")
     if as_json:
         print_json(to_json(result))
     else:
@@ -234,7 +234,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, "utf-8")
-    stdout.line(f"pages: {out / 'claims' / 'index.html'}")
+    stdout.say(f"pages: {out / 'claims' / 'index.html'}")
 
 
 def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning | None":

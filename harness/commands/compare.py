@@ -45,6 +45,6 @@ def compare(
     slower = {name: len(failing(run, limit)) for name, run in compared.others.items()}
     for name, count in slower.items():
         cases = are(count, "case")
-        stderr.line(f"{name}: {cases} slower than in A by more than {100 * limit:g} %, or broken")
+        stderr.say(f"{name}: {cases} slower than in A by more than {100 * limit:g} %, or broken")
     if any(slower.values()):
         raise typer.Exit(GATE_FAILED)

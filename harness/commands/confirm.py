@@ -40,9 +40,9 @@ def confirm(
         print_json({"run": str(fresh), "headlines": given, "choices": choices_of(again.state)})
     else:
         for headline in lines:
-            stdout.line(headline.sentence)
+            stdout.say(headline.sentence)
         screened = again.state["confirms"]["screened"]
-        stdout.line(f"Chosen among {screened} cells of a screening, none of whose times are used.")
-        stdout.line(choices_of(again.state).sentence)
+        stdout.say(f"Chosen among {screened} cells of a screening, none of whose times are used.")
+        stdout.say(choices_of(again.state).sentence)
     if not all(headline.confirmed for headline in lines):
         raise typer.Exit(GATE_FAILED)

@@ -25,4 +25,4 @@ def merge(
     run = store.read(join(paths, out, data, plugins=plugins))
     build(run, out / "report.html")
     wide().print(Answer(run, analyse(run)))
-    stdout.line(f"report: {out / 'report.html'}")
+    stdout.say(f"report: {out / 'report.html'}")

@@ -49,10 +49,10 @@ def new_gpu(
             survey = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show, shared)
         page = write(survey.path, others)
     for step, text in [*survey.notes.items(), *survey.left.items()]:
-        stdout.line(f"{step}: {text}")
+        stdout.say(f"{step}: {text}")
     if survey.left:
-        stdout.line(f"`sparsebench {RESUME} {survey.path}` measures the rest")
-    stdout.line(f"report: {page}")
+        stdout.say(f"`sparsebench {RESUME} {survey.path}` measures the rest")
+    stdout.say(f"report: {page}")
 
 
 def _new_path(device: str) -> Path:

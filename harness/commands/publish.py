@@ -48,9 +48,9 @@ def publish(
     )
     added = add(runs, out, site, check)
     for note in added.notes:
-        stdout.line(note)
+        stdout.say(note)
     counts = f"{amount(len(added.slugs), 'run')}, {len(added.written)} of them new"
-    stdout.line(f"{counts}: {out / 'index.html'}")
+    stdout.say(f"{counts}: {out / 'index.html'}")
 
 
 def address(text: str) -> str:

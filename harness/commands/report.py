@@ -47,6 +47,6 @@ def report(
         stdout.write(answer_markdown(measured, analysis))
     else:
         wide().print(Answer(measured, analysis))
-        stdout.line(f"report: {out}")
+        stdout.say(f"report: {out}")
     if browse:
         show_page(out)

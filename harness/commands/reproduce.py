@@ -44,6 +44,6 @@ def reproduce(
         print_json({"run": str(fresh), **result.counts, "cases": cases})
     else:
         wide().print(agreement_sheet(result.comparison))
-        stdout.line("\n".join(result.sentences))
+        stdout.say("\n".join(result.sentences))
     if not result.reproduced:
         raise typer.Exit(GATE_FAILED)

@@ -39,8 +39,6 @@ from sparsebench.harness.commands._sharing import (
     Sharing,
     Slurm,
     Submit,
-    is_shared,
-    resume_shared,
 )
 from sparsebench.harness.run import early_start
 
@@ -89,13 +87,16 @@ def run(
             raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
         refuse_beside_resume(context, FIXED_BY_RUN)
         early_start.start(device, 1, 1)
+        from sparsebench.harness.shared_runs import sharing as shared
+        from sparsebench.harness.shared_runs.shared_folder import is_shared
+
         if is_shared(resume):
             refuse_beside_resume(context, FIXED_BY_PLAN)
             from sparsebench.harness.run.measure import RunOptions
 
             with measuring() as show:
                 options = RunOptions(progress=show, on_message=message_printer(debug))
-                path = resume_shared(resume, options)
+                path = shared.resume(resume, options)
         else:
             path = _resumed(resume, device, data, timeout, debug)
     elif repeat or profile:
@@ -176,7 +177,7 @@ def _profiled(
         return profiler.under(profile, command, str(picked), data)
     code = 0
     for case in profiler.call_each(contests, picked, data, repeat):
-        stdout.line(case.said)
+        stdout.say(case.said)
         code = code if case.fine else SOME_FAILED
     return code
 
@@ -202,7 +203,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
     build(measured, page, found=analysis)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
-        stdout.line(f"report: {page}")
+        stdout.say(f"report: {page}")
     if browse:
         show_page(page)
     if counts.keys() - {"ok", "unsupported"}:

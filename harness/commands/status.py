@@ -9,7 +9,6 @@ from rich.table import Table
 
 from sparsebench.harness.commands._console import print_json, stdout, wide
 from sparsebench.harness.commands._options import Json
-from sparsebench.harness.commands._sharing import is_shared
 
 
 def status(
@@ -17,12 +16,12 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show how far a run is, from any host that sees its folder."""
-    from sparsebench.harness.shared_runs import shared_folder as folders
+    from sparsebench.harness.shared_runs import shared_folder
     from sparsebench.harness.shared_runs.cluster_jobs import jobs
     from sparsebench.results import store
     from sparsebench.results.formatting import amount
 
-    if not is_shared(run):
+    if not shared_folder.is_shared(run):
         state = store.read(run).state
         counts = state["contests"]
         if as_json:
@@ -31,12 +30,12 @@ def status(
             of = amount(counts["of"], "contest")
             stdout.print(f"{state['status']}: {counts['done']} of {of}")
         return
-    folder = folders.beside(run)
-    plan = folders.read(folder)
-    shares, sent = list(folders.shares(folder, plan)), jobs(folder)
-    contests = folders.contests(plan, folders.suite(folder, plan))
+    folder = shared_folder.beside(run)
+    plan, suite = shared_folder.read(folder)
+    shares, sent = list(shared_folder.progress(folder, plan)), jobs(folder)
+    contests = plan.contests(suite)
     done, total = sum(share.contests for share in shares), len(contests) * plan.flags.replicates
-    left = folders.unclaimed(folder, contests)
+    left = shared_folder.unclaimed(folder, contests)
     if as_json:
         parts = [asdict(share) | {"jobs": sent.get(str(share.number), [])} for share in shares]
         print_json({"contests": {"done": done, "of": total, "unclaimed": left}, "parts": parts})

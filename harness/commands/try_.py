@@ -39,4 +39,4 @@ def try_(
 
 
 def _print_failure(case: str, reason: str, traceback: str) -> None:
-    stderr.line(f"{reason}\n{traceback}")
+    stderr.say(f"{reason}\n{traceback}")

@@ -32,6 +32,6 @@ def tune(
     with measuring("tune") as show:
         tuned = search(read(suite, data), named(device), minutes, only, out, data, show)
     for line in tuned.lines:
-        stdout.line(line)
+        stdout.say(line)
     if tuned.failed:
         raise typer.Exit(SOME_FAILED)

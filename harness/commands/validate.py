@@ -16,7 +16,7 @@ def validate(path: RunPath, data: Data = None, plugins: Plugins = False) -> None
 
     checked = True
     for line in check(path, data, siblings(path), plugins=plugins):
-        stdout.line(line.text)
+        stdout.say(line.text)
         checked = checked and line.checked
     if not checked:
         raise typer.Exit(UNCHECKED)

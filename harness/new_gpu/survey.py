@@ -1,16 +1,17 @@
-"""A survey: what a device is worth for sparse formats, inside a budget of time.
+"""A survey: what a device is worth for sparse formats, measured within a time budget.
 
-    doctor   fitness.json        is the machine fit to measure
-    probe    kernels.json        which kernels run here, and why others do not
-    tune     the user's table    configurations for this GPU (harness/run/tuning.py)
-    screen   screen/             the core suite in one process, coarse problems first (costs.py)
-    decide   decide/             the problems that decide (deciding.py), in PROCESSES processes:
-                                 as many as there is time for, by what the screening took
+    doctor   fitness.json        whether the machine is fit to measure
+    probe    kernels.json        which kernels run here, and why the others do not
+    tune     the user's table    configurations for this GPU (run/tuning.py)
+    screen   screen/             the core suite in one process, coarse problems first
+    decide   decide/             the deciding problems (problem_choice.py) in PROCESSES processes:
+                                 as many as fit, estimated from the screening (costs/estimates.py)
     page     report.html         the answer, and the same cases on other GPUs
 
-A step gets a share of what is left when it starts, and stops by itself. What it did not reach is
-in survey.json, and `--resume` goes on with it, after Ctrl-C too. Nothing here knows the name of a
-GPU. The doctor runs in a process of its own, which leaves no memory taken on the device.
+Each step gets a share of the time that is left when it starts, and stops by itself. survey.json
+lists what a step did not reach, and `--resume` finishes it, also after Ctrl-C. Nothing here knows
+the name of a GPU. The doctor runs in a process of its own, so that it leaves no memory allocated on
+the device.
 """
 
 import json
@@ -36,8 +37,9 @@ from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.tuning import tune
-from sparsebench.harness.shared_runs import shared_folder as folders
-from sparsebench.harness.shared_runs.local_gpus import share
+from sparsebench.harness.shared_runs import shared_folder
+from sparsebench.harness.shared_runs.shared_folder import Plan
+from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
@@ -45,22 +47,25 @@ from sparsebench.results.formatting import amount
 from sparsebench.results.store import without_paths
 
 SCHEMA = "sparsebench/survey@1"
-SUITES = {"cpu": "quick"}  # of 2 cores the core suite would take hours
+SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores
 SUITE = "core"
-TUNE, SCREEN = 0.2, 0.5  # shares of what is left; deciding has the rest, less PAGE_S
-SAFE = 0.75  # of that is planned for: on an H200 a process took 1.25 times what its cases had cost
+TUNE, SCREEN = 0.2, 0.5  # shares of the time left; deciding has the rest, less PAGE_S
+SAFE = 0.75  # share that is planned: on an H200 a process took 1.25 times its estimate
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
-DOCTOR_S = 60.0  # it takes ten, and the start of a process
-PAGE_S = 20.0  # the reports of both runs and the page: 12 s of two quiet cores
+DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
+PAGE_S = 20.0  # both reports and the page take 12 s on two idle cores
 PROCESSES = 8
-SILENT_S = 60.0  # a contender that says nothing for so long has hung
+SILENT_S = 60.0  # without an answer for so long a contender has hung
 
 
 @dataclass
 class Survey:
-    """A survey on disk: what was asked for, the seconds of each finished step, and what is left.
+    """A survey on disk.
 
-    `notes` say of a step what a reader should know of it; `left` why it did not finish.
+    seconds  of each finished step
+    left     why a step did not finish
+    notes    what a reader should know about a step
+    devices  those that share the runs, `device` first; empty for one
     """
 
     path: Path
@@ -70,7 +75,7 @@ class Survey:
     seconds: dict[str, float] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    devices: list[str] = field(default_factory=list)  # where several share the runs, `device` first
+    devices: list[str] = field(default_factory=list)
 
     def write(self) -> None:
         """Write survey.json."""
@@ -86,26 +91,26 @@ def survey(
     progress: Callable[[str], Progress],
     devices: Sequence[str] = (),
 ) -> Survey:
-    """Survey a device into a new directory, and return what is in it.
+    """Survey a device into a new directory.
 
-    Several `devices` of one kind share both runs; the other steps are of the first one.
+    Several `devices` of one kind share both runs; the other steps use the first one.
     """
     if path.exists():
-        raise SuiteError(f"--out {path}: expected a new directory, found one; --resume goes on")
+        raise SuiteError(f"--out {path}: expected a new directory, found one; --resume finishes it")
     kind = "sim" if simulated(device) else torch.device(device).type
     path.mkdir(parents=True)
-    asked = Survey(path, device, budget_s, SUITES.get(kind, SUITE), devices=list(devices))
-    return _go(asked, budget_s, progress)
+    survey = Survey(path, device, budget_s, SUITES.get(kind, SUITE), devices=list(devices))
+    return _run(survey, budget_s, progress)
 
 
 def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progress]) -> Survey:
-    """Go on with the steps that an earlier survey did not finish, for its budget or another."""
-    found = opened(path)
-    return _go(found, budget_s or found.budget_s, progress)
+    """Finish the steps of an earlier survey, within its budget or another."""
+    survey = read_survey(path)
+    return _run(survey, budget_s or survey.budget_s, progress)
 
 
-def opened(path: Path) -> Survey:
-    """Read a survey; ResultError where it is none."""
+def read_survey(path: Path) -> Survey:
+    """Read a survey. Raises ResultError if the folder holds none."""
     file = path / "survey.json"
     try:
         data = json.loads(file.read_text())
@@ -116,72 +121,72 @@ def opened(path: Path) -> Survey:
     return Survey(path, **data)
 
 
-def _go(asked: Survey, budget_s: float, progress: Callable[[str], Progress]) -> Survey:
-    """Run the steps that are left, each until its moment; Stopped has the survey's path."""
+def _run(survey: Survey, budget_s: float, progress: Callable[[str], Progress]) -> Survey:
+    """Run the remaining steps. Raises Stopped, with the survey's path, if interrupted."""
     end = monotonic() + budget_s - PAGE_S
-    asked.write()
+    survey.write()
     for name, step in STEPS.items():
-        if name in asked.seconds:
+        if name in survey.seconds:
             continue
         began = monotonic()
-        asked.left.pop(name, None)
+        survey.left.pop(name, None)
         try:
-            why = step(asked, end, progress(name))
+            reason = step(survey, end, progress(name))
         except KeyboardInterrupt as stop:
-            raise Stopped(asked.path) from stop
-        if why:
-            asked.left[name] = why
+            raise Stopped(survey.path) from stop
+        if reason:
+            survey.left[name] = reason
         else:
-            asked.seconds[name] = round(monotonic() - began, 1)
-        asked.write()
-    return asked
+            survey.seconds[name] = round(monotonic() - began, 1)
+        survey.write()
+    return survey
 
 
-def _doctor(asked: Survey, end: float, progress: Progress) -> str:
-    found = [] if simulated(asked.device) else _examined(asked.device)
-    store.write_json(asked.path / "fitness.json", found)
+def _doctor(survey: Survey, end: float, progress: Progress) -> str:
+    findings = [] if simulated(survey.device) else _examined(survey.device)
+    store.write_json(survey.path / "fitness.json", findings)
     return ""
 
 
 def _examined(device: str) -> list[dict[str, Any]]:
-    """Return the doctor's findings; that it has none is a finding."""
+    """Return the doctor's findings, or one that says why it gave none."""
     try:
-        told = subprocess.run(
+        reply = subprocess.run(
             [*DOCTOR, device], capture_output=True, text=True, timeout=DOCTOR_S, check=False
         )
-        found: list[dict[str, Any]] = json.loads(told.stdout)["findings"]
+        findings: list[dict[str, Any]] = json.loads(reply.stdout)["findings"]
     except subprocess.TimeoutExpired:
-        why = f"no answer in {DOCTOR_S:g} s"
+        reason = f"no answer in {DOCTOR_S:g} s"
     except (ValueError, KeyError):
-        last = told.stderr.strip().splitlines()[-1:]
-        why = without_paths("".join(last)) or f"it ended with {told.returncode}"
+        last = reply.stderr.strip().splitlines()[-1:]
+        reason = without_paths("".join(last)) or f"it ended with {reply.returncode}"
     else:
-        return found
-    means = "Whether the machine is fit to measure is not known."
-    return [asdict(Finding(Level.WARNING, "doctor", why, means))]
+        return findings
+    means = "It is unknown whether the machine is fit to measure."
+    return [asdict(Finding(Level.WARNING, "doctor", reason, means))]
 
 
-def _probe(asked: Survey, end: float, progress: Progress) -> str:
-    known = [] if simulated(asked.device) else probe(torch.device(asked.device))
-    store.write_json(asked.path / "kernels.json", [asdict(kernel) for kernel in known])
+def _probe(survey: Survey, end: float, progress: Progress) -> str:
+    kernels = [] if simulated(survey.device) else probe(torch.device(survey.device))
+    store.write_json(survey.path / "kernels.json", [asdict(kernel) for kernel in kernels])
     return ""
 
 
-def _tune(asked: Survey, end: float, progress: Progress) -> str:
-    if simulated(asked.device) or torch.device(asked.device).type != "cuda":
+def _tune(survey: Survey, end: float, progress: Progress) -> str:
+    if simulated(survey.device) or torch.device(survey.device).type != "cuda":
         return ""
-    if known := _packaged(torch.device(asked.device)):
-        asked.notes["tune"] = f"{known}: nothing was tuned"
+    if table := _packaged(torch.device(survey.device)):
+        survey.notes["tune"] = f"{table}: nothing was tuned"
         return ""
     minutes = TUNE * (end - monotonic()) / 60
     if minutes <= 0:
         return "no time left"
-    found = tune(read(asked.suite), asked.device, minutes, progress=progress)
-    return f"{amount(found.left, 'problem')} not tuned" if found.left else ""
+    tuned = tune(read(survey.suite), survey.device, minutes, progress=progress)
+    return f"{amount(tuned.left, 'problem')} not tuned" if tuned.left else ""
 
 
 def _packaged(device: torch.device) -> str:
-    """Say which of the package's tables has entries that kernels take on this device, if any."""
+    """Describe the package's table that kernels use on this device; "" if there is none."""
     for table in tuned_table.in_force(device) or []:
         if table["of"] == "package" and table["current"]:
             file = tuned_table.file_in(tuned_table.folders()["package"], device)
@@ -190,63 +195,63 @@ def _packaged(device: torch.device) -> str:
     return ""
 
 
-def _screen(asked: Survey, end: float, progress: Progress) -> str:
+def _screen(survey: Survey, end: float, progress: Progress) -> str:
     until = monotonic() + SCREEN * (end - monotonic())
-    return _measured(asked, "screen", 1, "", until, progress)
+    return _measured(survey, "screen", 1, "", until, progress)
 
 
-def _decide(asked: Survey, end: float, progress: Progress) -> str:
-    """Measure as many deciding problems as there is time for, in PROCESSES processes."""
-    target = asked.path / "decide"
+def _decide(survey: Survey, end: float, progress: Progress) -> str:
+    """Measure as many deciding problems as fit into the time left, in PROCESSES processes."""
+    target = survey.path / "decide"
     if only := _chosen(target):
-        return _measured(asked, "decide", PROCESSES, only, end, progress)
-    screened = store.read(asked.path / "screen")
-    found = deciding(analyse(screened).cases)
-    if not found:
+        return _measured(survey, "decide", PROCESSES, only, end, progress)
+    screened = store.read(survey.path / "screen")
+    candidates = deciding(analyse(screened).cases)
+    if not candidates:
         return "expected a case with a time in screen/, found none"
-    left_s = SAFE * (end - monotonic()) * max(1, len(asked.devices))
-    kind = asked.device.partition(":")[0]
+    left_s = SAFE * (end - monotonic()) * max(1, len(survey.devices))
+    kind = survey.device.partition(":")[0]
     chosen = affordable(
-        read(asked.suite), times([screened]), found, left_s, PROCESSES,
+        read(survey.suite), times([screened]), candidates, left_s, PROCESSES,
         device=kind if kind == "cpu" else "cuda",
     )  # fmt: skip
     if not chosen:
-        if "screen" in asked.left:
-            asked.left["screen"] = _measured(asked, "screen", 1, "", end, progress)
-            asked.left = {step: why for step, why in asked.left.items() if why}
-        return f"{amount(len(found), 'problem')} would decide, no time left for a verdict"
+        if "screen" in survey.left:
+            survey.left["screen"] = _measured(survey, "screen", 1, "", end, progress)
+            survey.left = {step: reason for step, reason in survey.left.items() if reason}
+        return f"{amount(len(candidates), 'problem')} would decide, no time left for a verdict"
     only = f"case={'|'.join(dict.fromkeys(case for cases in chosen.values() for case in cases))}"
-    if len(chosen) < len(found):
-        asked.notes["decide"] = (
-            f"{len(found) - len(chosen)} of {len(found)} problems that decide have a look and no"
-            " verdict; a longer --budget measures more of them"
+    if len(chosen) < len(candidates):
+        survey.notes["decide"] = (
+            f"{len(candidates) - len(chosen)} of {len(candidates)} problems that decide have only a"
+            " look; a longer --budget gives more of them a verdict"
         )
-    return _measured(asked, "decide", PROCESSES, only, end, progress)
+    return _measured(survey, "decide", PROCESSES, only, end, progress)
 
 
 def _chosen(target: Path) -> str:
-    """Return what an earlier survey chose to decide; "" where none got so far."""
+    """Return the cases that an earlier survey chose to decide, as a condition; "" if none."""
     if (target / "run.json").exists():
         return str(store.read(target).state["flags"]["only"])
-    shared = folders.beside(target)
-    return folders.read(shared).flags.only if (shared / "plan.json").exists() else ""
+    shared = shared_folder.beside(target)
+    return shared_folder.read(shared)[0].flags.only if (shared / "plan.json").exists() else ""
 
 
 def _measured(
-    asked: Survey, name: str, replicates: int, only: str, until: float, progress: Progress
+    survey: Survey, name: str, replicates: int, only: str, until: float, progress: Progress
 ) -> str:
-    """Measure the suite into a folder of the survey, or go on with it; say what is left."""
-    target = asked.path / name
+    """Measure the suite into a folder of the survey, or resume it; return what is left."""
+    target = survey.path / name
     stopped = target if (target / "run.json").exists() else None
-    flags, suite = Flags(asked.device, None, SILENT_S, replicates, only), read(asked.suite)
+    flags, suite = Flags(survey.device, None, SILENT_S, replicates, only), read(survey.suite)
     problems = [contest.problem for contest in suite.contests]
     ranks = coarse(problems, DECIDED) if name == "screen" else {}  # references come first
     options = RunOptions(
         progress=progress, until=until, rank=lambda contest: ranks.get(contest.problem.id, -1)
     )
-    if len(asked.devices) > 1:
-        shutil.rmtree(target, ignore_errors=True)  # merged anew: its parts are beside it
-        path = share(suite, flags, asked.devices, target, options)
+    if len(survey.devices) > 1:
+        shutil.rmtree(target, ignore_errors=True)  # merged again from the parts beside it
+        path = share(suite, Plan(suite.name, flags, tuple(survey.devices)), target, options)
     else:
         path = measure(suite, flags, None if stopped else target, stopped, options)
     state = store.read(path).state

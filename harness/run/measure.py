@@ -255,7 +255,7 @@ class _Session:
                     break
                 if replicate:
                     self.runner.fresh()
-                left = part.own(missing, replicate) if part else missing
+                left = part.take(missing, replicate) if part else missing
                 self._process(replicate, time.limit(left), window)
             self.runner.kill()
             self.watch.end()

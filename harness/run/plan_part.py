@@ -1,14 +1,14 @@
-"""What of a plan one process measures where several share it: the contests that it claims.
+"""The part of a shared plan that one process measures: the contests that it claims.
 
-    claims/PROBLEM -> 3     a symbolic link: part 3 has this problem. Making one is atomic, on NFS
-                            too, so a problem is claimed once
-    alike.json              kind of GPU, code, versions: the first part writes it, others compare
+    claims/PROBLEM -> 3   a symbolic link: part 3 has this problem. Making a link is atomic, on NFS
+                          too, so each problem is claimed once
+    alike.json            kind of GPU, code and versions: the first part writes it, others compare
 
-    first process of it     takes whatever no part has claimed, in an order of its own
-    later processes         measure what the first one claimed: all of a problem on one GPU
+    first process         claims any problem that no part has claimed, in its own random order
+    later processes       measure what the first one claimed, so a problem stays on one GPU
 
-A part that comes late finds less to do, and no part waits for another. The noise-floor contests are
-shared out like all others: the floor is of the whole run, over all its GPUs.
+A part that starts late finds less to do, and no part waits for another. The noise-floor contests
+are shared out like all others: the noise floor is that of the whole run, over all its GPUs.
 """
 
 import json
@@ -34,31 +34,34 @@ class Part:
 
     folder    what the parts share (harness/shared_runs/shared_folder.py)
     number    of this part, from 1 on
-    host      what tells its host from others (machine/cpu_placement.py)
-    earlier   rows of this part that were measured on another GPU, whole contests
-    stopping  set to end it from another thread, as Ctrl-C ends a run
+    host      the identity of its host (machine/cpu_placement.py)
+    earlier   rows of whole contests that this part measured on another GPU
+    alone     the part has every problem of the plan, and claims none
+    stopping  set by another thread to end the part as Ctrl-C ends a run
+    owners    the part of each problem, as far as this part has read the claims
     """
 
     folder: Path
     number: int
     host: str
     earlier: Sequence[Row] = ()
+    alone: bool = False
     stopping: Event = field(default_factory=Event)
     runner: Runner | None = None
-    owners: dict[str, int] = field(default_factory=dict)  # as far as they are known: none changes
+    owners: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read who has what."""
-        self.owners |= owners(self.folder)
+        """Read the claims."""
+        self.owners |= {} if self.alone else owners(self.folder)
 
     def start(self, runner: Runner) -> None:
         """Let `runner` end when this part is stopped."""
         self.runner = runner
         runner.stopping = self.stopping
-        draw_near(runner.pid)  # it may have been started early, by another thread
+        draw_near(runner.pid)  # another thread may have started it early
 
     def require_alike(self, environment: Mapping[str, Any]) -> None:
-        """Raise ResultError on a GPU of another kind, with other code or libraries."""
+        """Raise ResultError if the kind of GPU, code or libraries differ from the first part's."""
         here, file = shared_facts(environment), self.folder / "alike.json"
         with NamedTemporaryFile("w", dir=self.folder) as fresh:
             json.dump(here, fresh)
@@ -68,13 +71,13 @@ class Part:
         require_equal_facts(str(self.folder), json.loads(file.read_text()), here)
 
     def stop(self) -> None:
-        """End the part from another thread: its run is interrupted, and kept."""
+        """Interrupt the part from another thread; its results are kept."""
         self.stopping.set()
         if self.runner:
             self.runner.kill()
 
-    def own(self, contests: Iterable[Contest], replicate: int) -> Iterator[Contest]:
-        """Yield what this part measures in a process; the first one claims as it goes."""
+    def take(self, contests: Iterable[Contest], replicate: int) -> Iterator[Contest]:
+        """Yield what this part measures in a process; the first process claims as it goes."""
         before = {(row.replicate, row.case.problem.id) for row in self.earlier}
         for contest in contests:
             problem = contest.problem.id
@@ -82,17 +85,19 @@ class Part:
                 yield contest
 
     def reserve(self, contests: Iterable[Contest]) -> bool:
-        """Claim a contest unless one is claimed; False where there is nothing to do."""
+        """Claim a contest unless one is claimed; False if nothing is left to do."""
         return any(self.claim(contest.problem.id) for contest in contests)
 
     def total(self, contests: Iterable[Contest], replicates: int) -> int:
         """Return how many contests this part has in all its processes, as far as is known."""
-        mine = sum(self.owners.get(c.problem.id) == self.number for c in contests)
+        mine = sum(self.claim(contest.problem.id, new=False) for contest in contests)
         before = {(row.replicate, row.case.problem.id) for row in self.earlier}
         return mine * replicates - len(before)
 
     def claim(self, problem: str, new: bool = True) -> bool:
-        """Say whether this part has a problem; claim one that nobody has, if it may be `new`."""
+        """Return whether this part has a problem; claim it if it is free and may be `new`."""
+        if self.alone:
+            return True
         claims = self.folder / "claims"
         if new and problem not in self.owners:
             try:
@@ -104,5 +109,5 @@ class Part:
 
 
 def owners(folder: Path) -> dict[str, int]:
-    """Return which part has which problem."""
+    """Return the part that has claimed each problem."""
     return {link.name: int(os.readlink(link.path)) for link in os.scandir(folder / "claims")}

@@ -1,16 +1,16 @@
-"""The folder in which several GPUs share a plan: RUN.shards, beside the run that it will become.
+"""RUN.shards: the folder in which several GPUs share a plan, beside the run that it becomes.
 
-    plan.json      flags, how it is shared (devices, or jobs), what it reproduces
+    plan.json      flags, how the plan is shared (devices, or jobs), what it reproduces
     suite.yaml     the suite, byte for byte
-    pinned.json    choices of another run, where it takes them
+    pinned.json    choices of another run, if the plan takes them
     claims/        which part has which problem; alike.json, what all share (run/plan_part.py)
-    3/1            part 3: a run directory; 3/2 is what it went on with on another GPU
-    3/suite.yaml   whoever measures part 3 holds a lock on it
-    jobs/          of a cluster: what submitit writes, and jobs.json: the ids of each part's jobs
+    3/1            a run directory of part 3; 3/2 is what it measured later, on another GPU
+    3/suite.yaml   locked by the process that measures part 3
+    jobs/          of a cluster: files of submitit, and jobs.json with the ids of each part's jobs
 
-It is on a file system that all hosts share, and it is the whole state: any process that sees it can
-tell how far the plan is, go on with it, and merge it. It holds paths of this machine; the merged
-run holds none.
+The folder is on a file system that all hosts share, and it is the whole state: any process that
+sees it can tell how far the plan is, resume it, and merge it. It holds paths of this machine, which
+the merged run does not.
 """
 
 import json
@@ -35,10 +35,10 @@ SCHEMA = "sparsebench/shards@1"
 class Plan:
     """What is shared out, and how.
 
-    devices  one a part; a part of a job that is given its own GPU has the name of that one
-    by       "devices": threads of one process; "slurm" or "local": jobs
+    devices  one per part; for jobs, the name of the GPU that each job is given
+    by       "devices" for threads of one process, "slurm" or "local" for jobs
     options  of the jobs: partition, time, gres ...
-    job      a name that the jobs have and no others
+    job      a name that no other plan's jobs have
     """
 
     suite: str
@@ -49,10 +49,23 @@ class Plan:
     job: str = ""
     origin: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of the parts."""
+        return range(1, len(self.devices) + 1)
+
+    def flags_of(self, number: int) -> Flags:
+        """Return the flags of a part, on its own device."""
+        return replace(self.flags, device=self.devices[number - 1])
+
+    def contests(self, suite: Suite) -> list[Contest]:
+        """Return the contests that are shared out, with those of the noise floor."""
+        return planned(suite, self.flags.device, self.flags.only, self.flags.shard)
+
 
 @dataclass(frozen=True)
-class Share:
-    """How far a part is: `contests` done, and whether it is complete; `device` is its last one."""
+class Progress:
+    """How far a part is; `device` is the last one that measured for it."""
 
     number: int
     contests: int
@@ -62,21 +75,26 @@ class Share:
 
 
 def beside(run: Path) -> Path:
-    """Return where the parts of a run are; RUN.shards itself is taken, too."""
+    """Return the folder of a run's parts; RUN.shards itself is returned unchanged."""
     return run if run.name.endswith(".shards") else run.with_name(f"{run.name}.shards")
 
 
 def merged_at(folder: Path) -> Path:
-    """Return where the merged run is to be."""
+    """Return the path of the merged run."""
     return folder.with_name(folder.name.removesuffix(".shards"))
 
 
+def is_shared(run: Path) -> bool:
+    """Return whether a run is shared out and not merged yet."""
+    return (beside(run) / "plan.json").exists() and not (run / "run.json").exists()
+
+
 def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -> None:
-    """Make the folder, whole or not at all; ResultError where one is in its place."""
+    """Create the folder atomically. Raises ResultError if it exists."""
     with store.new_directory(folder) as fresh:
         (fresh / "claims").mkdir()
         (fresh / "suite.yaml").write_text(text)
-        for number in numbers(plan):
+        for number in plan.numbers:
             (fresh / str(number)).mkdir()
             (fresh / str(number) / "suite.yaml").write_text(text)
         if pinned:
@@ -86,72 +104,63 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
         store.write_json(fresh / "plan.json", {"schema": SCHEMA, **asdict(plan), "flags": flags})
 
 
-def read(folder: Path) -> Plan:
-    """Read what is shared out; ResultError where it is not such a folder."""
-    data = files.from_json(folder / "plan.json")
+def read(folder: Path) -> tuple[Plan, Suite]:
+    """Read the plan and the suite. Raises ResultError if the folder holds no plan."""
+    file = folder / "plan.json"
+    data = files.from_json(file)
     if data.pop("schema", None) != SCHEMA:
-        raise ResultError(f"{folder / 'plan.json'}: expected schema {SCHEMA}, found another")
+        raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
     try:
         flags = data.pop("flags")
         flags["data"] = Path(flags["data"]) if flags["data"] else None
-        return Plan(**{**data, "flags": Flags(**flags), "devices": tuple(data["devices"])})
+        plan = Plan(**{**data, "flags": Flags(**flags), "devices": tuple(data["devices"])})
     except (KeyError, TypeError) as error:
-        raise ResultError(f"{folder / 'plan.json'}: expected a plan, found {error}") from error
+        raise ResultError(f"{file}: expected a plan, found {error}") from error
+    text = (folder / "suite.yaml").read_text()
+    suite = expand(str(folder / "suite.yaml"), text, plan.flags.data)
+    return plan, replace(suite, name=plan.suite)
 
 
-def same(folder: Path, plan: Plan, text: str) -> None:
-    """Refuse to go on with a folder of another plan."""
-    before = read(folder)
-    now = replace(plan, job=before.job, options=before.options)
+def require_same(folder: Path, plan: Plan, text: str) -> None:
+    """Raise SuiteError if the folder holds another plan."""
+    before, _ = read(folder)
     data = plan.flags.data.absolute() if plan.flags.data else None
-    now = replace(now, flags=replace(plan.flags, data=data))
+    flags = replace(plan.flags, data=data)
+    now = replace(plan, flags=flags, job=before.job, options=before.options)
     if now != before or (folder / "suite.yaml").read_text() != text:
         expected = "the plan that is shared out there"
         raise SuiteError(f"{folder}: expected {expected}, found another suite or other options")
 
 
-def suite(folder: Path, plan: Plan) -> Suite:
-    """Return the suite that is shared out."""
-    text = (folder / "suite.yaml").read_text()
-    return replace(expand(str(folder / "suite.yaml"), text, plan.flags.data), name=plan.suite)
-
-
-def contests(plan: Plan, asked: Suite) -> list[Contest]:
-    """Return the contests that are shared out, those of the noise floor too."""
-    return planned(asked, plan.flags.device, plan.flags.only, plan.flags.shard)
-
-
-def numbers(plan: Plan) -> range:
-    """Return the numbers of the parts."""
-    return range(1, len(plan.devices) + 1)
-
-
-def pieces(folder: Path, number: int) -> list[Path]:
-    """Return the run directories of a part, in the order in which they were begun."""
-    found = [run.parent for run in (folder / str(number)).glob("*/run.json")]
-    return sorted(found, key=lambda run: int(run.name))
+def runs_of(folder: Path, number: int) -> list[Path]:
+    """Return the run directories of a part, oldest first."""
+    runs = [run.parent for run in (folder / str(number)).glob("*/run.json")]
+    return sorted(runs, key=lambda run: int(run.name))
 
 
 def pinned(folder: Path) -> list[Pinned]:
     """Return the choices that processes take from another run."""
     file = folder / "pinned.json"
-    found: list[Pinned] = json.loads(file.read_text()) if file.exists() else []
-    return found
+    choices: list[Pinned] = json.loads(file.read_text()) if file.exists() else []
+    return choices
 
 
-def shares(folder: Path, plan: Plan) -> Iterator[Share]:
-    """Yield how far each part is, as its run.json says."""
+def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
+    """Yield how far each part is, from its run.json."""
     claimed = set(owners(folder).values())
-    for number in numbers(plan):
-        runs = sorted(pieces(folder, number), key=lambda run: (run / "run.json").stat().st_mtime)
+    for number in plan.numbers:
+        written = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
+        runs = sorted(runs_of(folder, number), key=written)
         states = [files.from_json(run / "run.json") for run in runs]
-        done = sum(state["contests"]["done"] for state in states)
-        status = states[-1]["status"] if states else "waiting"  # of the one written last
-        complete = status == "finished" if states else number not in claimed
-        device = device_id_at(runs[-1]) if runs else ""
-        yield Share(number, done, complete, device, status)
+        yield Progress(
+            number,
+            contests=sum(state["contests"]["done"] for state in states),
+            complete=states[-1]["status"] == "finished" if states else number not in claimed,
+            device=device_id_at(runs[-1]) if runs else "",
+            status=states[-1]["status"] if states else "waiting",
+        )
 
 
-def unclaimed(folder: Path, asked: Sequence[Contest]) -> int:
-    """Return how many contests no part has taken yet."""
-    return len({contest.problem.id for contest in asked} - owners(folder).keys())
+def unclaimed(folder: Path, contests: Sequence[Contest]) -> int:
+    """Return how many problems no part has claimed yet."""
+    return len({contest.problem.id for contest in contests} - owners(folder).keys())

@@ -1,14 +1,14 @@
-"""Linear layer of weights with zeros anywhere, for few tokens: Y[m, n] = X[m, k] @ W[n, k].T.
+"""Linear layer with zeros anywhere in W, for few tokens: Y[m, n] = X[m, k] @ W[n, k].T.
 
-W is loaded sparse and multiplied dense, by the tensor cores: at few tokens the time is that of the
-bytes. bitmap_mma.cu is the kernel, and draws its pipeline and its decode. This file chooses a
-configuration and launches. Supported are
+W is loaded sparse and multiplied dense by the tensor cores, because with few tokens the bytes of W
+take the time. bitmap_mma.cu is the kernel and draws its pipeline and its decode. This file chooses
+a configuration and launches.
 
     dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
     sizes     up to 256 tokens, in passes over W of up to 64; k a multiple of 8 (fp8: 16), any n
-    X         rows of any stride that is a multiple of 16 bytes
+    X         row strides of a multiple of 16 bytes
 
-Beyond 256 tokens the products take longer than the bytes of a dense W: dense is the answer there.
+Beyond 256 tokens the products take longer than reading a dense W, so a dense kernel is faster.
 """
 
 from collections.abc import Mapping
@@ -37,20 +37,21 @@ from sparsebench.results.record import Problem
 
 MOST_TOKENS = 256
 TOKENS, GROUPS = (8, 16, 32, 64), (1, 2)
-# Of the two rings; the first that fits. Four stages of X for two took 1 to 4 % less: warps drift.
+# Stages of the two rings; the first that fits. Four stages of X instead of two took 1 to 4 % less,
+# because warps drift.
 STAGES = (3, 2), (2, 4), (2, 2), (1, 4), (1, 2), (2, 1), (1, 1)
-MOST_WARPS = 28  # and one that loads X: 64 registers a thread
-WARPS = {  # at most, by tokens and group: with more, registers are spilled in the loop
+MOST_WARPS = 28  # and one that loads X: 64 registers per thread
+WARPS = {  # most warps by tokens and group; with more, the loop would spill registers
     **{(8, 1): 28, (8, 2): 28, (16, 1): 28, (16, 2): 23},
     **{(32, 1): 15, (32, 2): 11, (64, 1): 15, (64, 2): 11},
 }
-ALONE = 0.75  # of the rate, where X has one stage: 16 tokens took 1.3 to 1.4 times as long
+ALONE = 0.75  # of the rate if X has one stage: 16 tokens took 1.3 to 1.4 times as long
 SPLITS, FEW_ROWS = (1, 2, 4, 8), 4
-TRIED = 16  # configurations that a short search times: four, and four clusters, each decoded twice
+TRIED = 16  # configurations of a short search: four, and four clusters, each with two decodes
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TABLE_BYTES = 128
 SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
-BEYOND = 384  # bytes that a lane may read beyond its stream: three words
+BEYOND = 384  # bytes that lanes may read past a stream: three words each
 ALIGNMENT = 16
 # Activations: x, bytes of a row, m, k; Weights: records, offsets, tiles, workers; y, n, room.
 ARGUMENTS = Layout("PQii", "PPiii", "P", "i", "i")
@@ -60,14 +61,14 @@ ARGUMENTS = Layout("PQii", "PPiii", "P", "i", "i")
 class Config:
     """One way to run the kernel.
 
-    tokens     of X at a time: 8, 16, 32 or 64
+    tokens     tokens of X at a time: 8, 16, 32 or 64
     group      rows of tiles of a warp
     row_warps  warps along the rows of W
     parts      warps along k
-    stages     of a warp's ring of records
-    x_stages   of the ring of X
-    table      whether bits become selectors by a table in shared memory, or by byte permutes
-    split      CTAs of a cluster, which share k before the parts do: 1, 2, 4 or 8
+    stages     stages of a warp's ring of records
+    x_stages   stages of the ring of X
+    table      whether a table in shared memory turns bits into selectors, or byte permutes do
+    split      CTAs of a cluster, which divide k before the parts do: 1, 2, 4 or 8
     """
 
     tokens: int
@@ -92,7 +93,7 @@ class Config:
     def shared_bytes(self, room: int, m: int, size: int) -> int:
         """Return the bytes of shared memory.
 
-        room  bytes that a record takes
+        room  bytes of a record
         size  bytes of an element
         """
         barriers = -(-8 * (self.warps * self.stages + 2 * self.x_stages + 1) // 16) * 16
@@ -127,7 +128,7 @@ def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:
-    """Return the macros that the kernel is compiled with."""
+    """Return the macros of bitmap_mma.cu."""
     return (
         *(("TOKENS", config.tokens), ("GROUP", config.group), ("ROW_WARPS", config.row_warps)),
         *(("PARTS", config.parts), ("STAGES", config.stages), ("X_STAGES", config.x_stages)),
@@ -137,14 +138,14 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
 
 
 def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:
-    """Say which of the kernel's conditions fails, if any."""
+    """Return why the kernel cannot read these operands, or None."""
     n, k = w.shape
     if x.dtype != w.dtype or x.dtype not in DTYPES:
         return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
     if x.dim() != 2 or x.shape[1] != k:
         return f"expected activations of {k} columns, found shape {list(x.shape)}"
     if not 0 < len(x) <= MOST_TOKENS:
-        return f"expected 1 to {MOST_TOKENS} tokens, found {len(x)}: beyond, dense is faster"
+        return f"expected 1 to {MOST_TOKENS} tokens, found {len(x)}; dense is faster beyond"
     step = ALIGNMENT // x.itemsize
     if k % step or not n or not k:
         return f"expected a multiple of {step} columns of X, found {k} and {n} rows of W"
@@ -154,7 +155,7 @@ def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:
 
 
 def at_once(split: int, device: torch.device) -> int:
-    """Return how many CTAs, or clusters of `split` CTAs, run at one time."""
+    """Return how many CTAs, or clusters of `split` CTAs, run at a time."""
     if split == 1 or device.type != "cuda":
         return max(multiprocessors(device) // split, 1)
     return clusters_at_once(split, 32 * (MOST_WARPS + 1), SHARED_BYTES, device)
@@ -163,14 +164,14 @@ def at_once(split: int, device: torch.device) -> int:
 def configurations(
     n: int, k: int, m: int, room: int, size: int, workers: Mapping[int, int]
 ) -> list[Config]:
-    """Return the configurations to time for m tokens: those that keep most warps busy first.
+    """Return the configurations to time for m tokens, those that keep most warps busy first.
 
-    n, k     of W, of which a record takes `room` bytes and an element `size`
-    workers  CTAs, or clusters of CTAs, that run at a time, by their CTAs
+    n, k     sizes of W, whose records have `room` bytes and elements `size`
+    workers  CTAs, or clusters of CTAs, that run at a time, by their number of CTAs
 
-    Warps share k where a worker's rows are few. Rings are as deep as shared memory has room for.
-    Each comes with the table and without. Clusters come, one after each of the CTAs, where a CTA
-    alone has FEW_ROWS of tiles at most, and so reads much of X for them.
+    Warps divide k if a worker has few rows. Rings are as deep as shared memory allows. Each
+    configuration is listed with the table and without. If a single CTA has at most FEW_ROWS rows of
+    tiles, and so reads much of X for few rows, clusters are listed, too, alternating with CTAs.
     """
     alone, clusters = _fullest(n, k, m, room, size, workers[1], 1), []
     if -(-n // ROWS) <= FEW_ROWS * workers[1]:
@@ -183,11 +184,11 @@ def configurations(
 def _fullest(
     n: int, k: int, m: int, room: int, size: int, workers: int, split: int
 ) -> list[Config]:
-    """Return the configurations of one split, with the table."""
+    """Return the configurations of one split, with the table, the fullest first."""
     tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
     rows, tiles = -(-n // ROWS), -(-k // (COLUMNS * split))  # of a CTA
     of_worker = -(-rows // min(workers, rows))
-    found: dict[Config, float] = {}
+    busy: dict[Config, float] = {}
     for group in GROUPS:
         most = WARPS[tokens, group]
         blocks = -(-of_worker // (most * group))
@@ -201,9 +202,9 @@ def _fullest(
                     slots = -(-tiles // parts) * parts * blocks * row_warps * group
                     in_flight = min(config.warps * stages, MOST_WARPS)
                     waits = 1 if x_stages > 1 else ALONE
-                    found[config] = waits * in_flight * tiles * of_worker / slots
+                    busy[config] = waits * in_flight * tiles * of_worker / slots
                     break
-    return sorted(found, key=lambda config: -found[config])
+    return sorted(busy, key=lambda config: -busy[config])
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
@@ -213,16 +214,12 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     n, k = w.shape
-    sizes = Sizes(
-        len(x), n, k, operands.problem["dtype"], None, w.stored_bytes / (n * k * x.itemsize)
-    )
-    possible = (
-        []
-        if operands.pinned
-        else configurations(
-            n, k, len(x), w.room, x.itemsize, {s: at_once(s, x.device) for s in SPLITS}
-        )
-    )
+    density = w.stored_bytes / (n * k * x.itemsize)
+    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, density)
+    possible: list[Config] = []
+    if not operands.pinned:
+        workers = {split: at_once(split, x.device) for split in SPLITS}
+        possible = configurations(n, k, len(x), w.room, x.itemsize, workers)
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose("bitmap_mma", Config, operands, sizes, tuned, searched)
     compile_ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])
@@ -231,11 +228,9 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernel cannot run the problem here, or None."""
+    """Return why the kernel cannot run the problem here, or None."""
     if problem["m"] > MOST_TOKENS:
-        return (
-            f"expected at most {MOST_TOKENS} tokens, found {problem['m']}: beyond, dense is faster"
-        )
+        return f"expected at most {MOST_TOKENS} tokens, found {problem['m']}; dense is faster"
     return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
 
 

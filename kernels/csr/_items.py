@@ -1,7 +1,7 @@
-"""What each CTA of csr_cuda_wgrad.cu sums: ranges of items, in the order of chunks, then rows.
+"""Divide the non-zeros among the CTAs of csr_cuda_wgrad.cu: ranges of items, by chunk, then row.
 
 item     up to 8 non-zeros of a row of W in a chunk of its columns
-range    items of neighbouring rows in a chunk, about equally many in all ranges
+range    items of neighbouring rows in a chunk; all ranges have about equally many
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from sparsebench.formats._format import rows_of
 from sparsebench.formats.csr import Csr
 
 ITEM = 8  # non-zeros
-WAYS = 4  # items that a warp takes at a time, also beyond the last one
-ALIGNMENT = 4  # rows: a panel begins with a multiple
+WAYS = 4  # items that a warp reads at a time, also past the last one
+ALIGNMENT = 4  # a panel begins with a row that is a multiple
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Items:
 
     ranges  int32 [ranges, 5]: first item, items, first row, rows, first column
     places  int64 [items + WAYS, ITEM]: columns in the panel
-    heads   int32 [items + WAYS, 2]: first non-zero of W; row in the range, and 2^16 times how many
+    heads   int32 [items + WAYS, 2]: first non-zero of W; row in the range + 2^16 x non-zeros
     """
 
     ranges: Tensor
@@ -32,12 +32,12 @@ class Items:
 
     @property
     def most_rows(self) -> int:
-        """Return the rows of the largest panel of dY, which is loaded by fours."""
+        """Return the rows of the largest panel of dY, which is loaded four rows at a time."""
         return -(-int(self.ranges[:, 3].max()) // ALIGNMENT) * ALIGNMENT
 
 
 def items_of(w: Csr, chunk: int, count: int, most_rows: int) -> Items:
-    """Divide the non-zeros; at least `count` ranges of at most `most_rows` rows."""
+    """Divide the non-zeros into at least `count` ranges of at most `most_rows` rows."""
     (n, k), device = w.shape, w.columns.device
     chunks, columns = -(-k // chunk), w.columns.long()
     row, of_chunk = rows_of(w.offsets), columns // chunk
@@ -46,28 +46,30 @@ def items_of(w: Csr, chunk: int, count: int, most_rows: int) -> Items:
     items = (counts + ITEM - 1) // ITEM
     first = items.cumsum(0) - items
 
-    # The non-zeros of a segment lie one after the other in W, whose order is that of rows.
+    # The non-zeros of a segment follow each other in W, which is ordered by rows.
     by_row = counts.view(chunks, n).t().reshape(-1)
     begins = (by_row.cumsum(0) - by_row).view(n, chunks).t().reshape(-1)
     rank = torch.arange(len(columns), device=device) - begins[segment]
 
-    own = torch.arange(n * chunks, device=device).repeat_interleave(items)
-    number = (torch.arange(len(own), device=device) - first[own]) * ITEM
-    bounds = _bounds(own // n, own % n, count, most_rows)
-    low = own[bounds[:-1]] % n // ALIGNMENT * ALIGNMENT
-    high = own[bounds[1:] - 1] % n + 1
-    column = own[bounds[:-1]] // n * chunk
+    owner = torch.arange(n * chunks, device=device).repeat_interleave(items)
+    number = (torch.arange(len(owner), device=device) - first[owner]) * ITEM
+    bounds = _bounds(owner // n, owner % n, count, most_rows)
+    low = owner[bounds[:-1]] % n // ALIGNMENT * ALIGNMENT
+    high = owner[bounds[1:] - 1] % n + 1
+    column = owner[bounds[:-1]] // n * chunk
     ranges = torch.stack([bounds[:-1], bounds.diff(), low, high - low, column], 1)
-    row, stored = own % n - low.repeat_interleave(bounds.diff()), counts[own] - number
-    heads = columns.new_zeros(len(own) + WAYS, 2)
-    heads[: len(own)] = torch.stack([begins[own] + number, row | stored.clamp(max=ITEM) << 16], 1)
+    row, stored = owner % n - low.repeat_interleave(bounds.diff()), counts[owner] - number
+    heads = columns.new_zeros(len(owner) + WAYS, 2)
+    heads[: len(owner)] = torch.stack(
+        [begins[owner] + number, row | stored.clamp(max=ITEM) << 16], 1
+    )
     places = columns.new_zeros(len(heads) * ITEM)
     places[(first[segment] + rank // ITEM) * ITEM + rank % ITEM] = columns % chunk
     return Items(ranges.to(torch.int32), places.view(-1, ITEM), heads.to(torch.int32))
 
 
 def _bounds(chunk: Tensor, row: Tensor, count: int, most_rows: int) -> Tensor:
-    """Return int64 [ranges + 1]: the first item of each range; none goes over two chunks."""
+    """Return int64 [ranges + 1]: the first item of each range; no range spans two chunks."""
     number = torch.arange(len(chunk), device=chunk.device)
     while True:
         size = -(-len(chunk) // count)

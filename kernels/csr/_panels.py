@@ -1,20 +1,20 @@
-"""What each warp of csr_cuda.cu multiplies, and in which order it reads the non-zeros of W.
+"""Divide the non-zeros of W among the warps of csr_cuda.cu, in the order in which they are read.
 
-    group    neighbouring rows of W: those of a CTA. All groups cost about the same
+    group    neighbouring rows of W, for one CTA. All groups cost about the same
     piece    a row, or one of several equal parts of a row that is too long
-    chunk    neighbouring columns of W: those of a panel of X in shared memory
-    segment  a piece in a chunk: pairs of non-zeros; an odd one is filled with a zero
-    team     as many segments of about equal length as a warp has ways; those that are shorter are
-             filled with zeros. Dealt longest first, each to the least loaded warp of the CTA
+    chunk    neighbouring columns of W, those of a panel of X in shared memory
+    segment  a piece in a chunk: pairs of non-zeros; a zero fills an odd pair
+    team     as many segments of about equal length as a warp has ways; zeros fill shorter ones.
+             Teams are dealt longest first, each to the least loaded warp of the CTA
     step     a pair of each segment of a team
 
                  way 0    way 1    way 2    way 3
         step 0   piece 7  piece 3  piece 0  piece 4    the steps of a warp lie one after the other,
         step 1     ..       ..       ..       ..       and so do those of the CTA's warps
 
-Each piece has sums of its own. At the end the CTA adds up those of a row, always in this order.
+Each piece has its own sums. At the end the CTA adds up those of a row, always in this order.
 Columns whose numbers in the panel are equal modulo `classes` share banks. So the ways of a quarter
-of a warp take non-zeros of different classes in turn, as far as a piece has them.
+warp take non-zeros of different classes in turn, as far as a piece has them.
 """
 
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ from sparsebench.formats.csr import Csr
 
 PAIR = 2  # non-zeros that a lane reads at a time
 AHEAD = 2  # steps that a warp reads before it needs them
-ROW_COST = 3  # pairs that the end of a segment takes as long as
-SHORT = 8  # costs of a row that is never cut
+ROW_COST = 3  # cost of the end of a segment, in pairs
+SHORT = 8  # cost up to which a row is never cut
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a CTA divides its work; the names are those of csr_cuda.cu.
+    """The division of a CTA's work, in the terms of csr_cuda.cu.
 
     bounds  int64 [groups + 1]: first row of each group
     parts   int64 [n]: pieces of each row
@@ -55,11 +55,11 @@ class Work:
     """The lists of csr_cuda.cu, on the device of W.
 
     starts   int32 [groups * chunks * warps + 1, 2]: first team and step of each warp
-    teams    int32 [teams + 1, ways]: the piece within its group, and 2^16 times the team's steps
+    teams    int32 [teams + 1, ways]: the piece within its group + 2^16 x the steps of the team
     pieces   int32 [n + 1]: first piece of each row
-    targets  int64 [nnz]: where each non-zero of W is among the steps
+    targets  int64 [nnz]: index of each non-zero of W among the steps
     places   int64 [nnz]: its column in the panel
-    size     non-zeros of all steps, with those that are filled in and read ahead
+    size     non-zeros of all steps, with padding and those that are read ahead
     """
 
     starts: Tensor
@@ -85,7 +85,7 @@ def work_of(w: Csr, shape: Shape) -> Work:
     begins = pairs[row_of] * part[:, None] // parts[row_of, None]
     lengths = pairs[row_of] * (part[:, None] + 1) // parts[row_of, None] - begins
 
-    # Teams, in the order of buckets (a group and a chunk) and in each the longest first.
+    # Teams, in the order of buckets (a group and a chunk), in each bucket the longest first.
     piece, chunk = lengths.nonzero(as_tuple=True)
     group = torch.searchsorted(shape.bounds[1:], row_of, right=True)[piece]
     bucket, length = group * chunks + chunk, lengths[piece, chunk]
@@ -115,12 +115,12 @@ def work_of(w: Csr, shape: Shape) -> Work:
     of_worker[1, 1:].scatter_add_(0, worker, steps)
     starts = of_worker.cumsum(1).t().contiguous()
     group_pieces = pieces[shape.bounds]
-    nobody = group_pieces.diff()[in_bucket // chunks]  # sums that nobody reads
+    unused = group_pieces.diff()[in_bucket // chunks]  # a piece whose sums are not read
     teams = steps.new_zeros(len(steps) + 1, ways)
-    teams[:-1] = (nobody | steps << 16)[:, None]
+    teams[:-1] = (unused | steps << 16)[:, None]
     teams[team, way] = (piece - group_pieces[group]) | steps[team] << 16
 
-    # Each non-zero: its piece by its number in the row, then its turn in the piece.
+    # For each non-zero, its piece by its number in the row, then its turn in the piece.
     first, lane = torch.zeros_like(begins), torch.zeros_like(begins)
     first[piece, chunk], lane[piece, chunk] = (ends - steps)[team], way
     row, at = row_chunk // chunks, row_chunk % chunks
@@ -146,7 +146,7 @@ def bounds_of(lengths: Tensor, groups: int) -> Tensor:
 
 
 def parts_of(lengths: Tensor, bounds: Tensor, cuts: int) -> Tensor:
-    """Return int64 [n]: into how many pieces each row is cut, by at most so many cuts a group."""
+    """Return int64 [n], the number of pieces of each row, with at most `cuts` cuts per group."""
     costs = _costs(lengths)
     ends = torch.cat([costs.new_zeros(1), costs.cumsum(0)])
     fair = (ends[bounds].diff() // cuts + 1).clamp(min=SHORT)
@@ -167,7 +167,7 @@ def _dealt(steps: Tensor, of_bucket: Tensor, warps: int) -> list[int]:
 
 
 def ranks(numbers: Tensor) -> Tensor:
-    """Return for each of the sorted numbers how many before it are equal to it."""
+    """Return for each of the sorted numbers how many equal numbers precede it."""
     _, counts = torch.unique_consecutive(numbers, return_counts=True)
     index = torch.arange(len(numbers), device=numbers.device)
     before: Tensor = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -179,9 +179,9 @@ def _costs(lengths: Tensor) -> Tensor:
 
 
 def _in_turn(segment: Tensor, kind: Tensor, lengths: Tensor, kinds: int) -> Tensor:
-    """Return the place of each non-zero in its segment, which has PAIR * lengths of them.
+    """Return the place of each non-zero in its segment, which has PAIR * lengths places.
 
-    Place p has kind p % kinds, as long as there are non-zeros of it. The others fill the gaps.
+    Place p has kind p % kinds, as long as there are non-zeros of that kind. Others fill the gaps.
     """
     if kinds == 1:
         return _counted(segment)
@@ -203,7 +203,7 @@ def _in_turn(segment: Tensor, kind: Tensor, lengths: Tensor, kinds: int) -> Tens
 
 
 def _counted(numbers: Tensor) -> Tensor:
-    """Return for each number how many before it are equal to it."""
+    """Return for each number how many equal numbers precede it."""
     order = numbers.argsort(stable=True)
     counted = torch.empty_like(numbers)
     counted[order] = ranks(numbers[order])

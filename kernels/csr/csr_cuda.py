@@ -1,16 +1,16 @@
 """Linear layer with weights in CSR in CUDA C++: Y[m, n] = X[m, k] @ W[n, k].T.
 
-csr_cuda.cu is the kernel, and draws its panel; _panels.py divides the work. This file chooses a
-configuration, packs the non-zeros and launches. For any NVIDIA GPU of compute capability 8.0 or
+csr_cuda.cu is the kernel and draws its panel; _panels.py divides the work. This file chooses a
+configuration, packs the non-zeros and launches, on any NVIDIA GPU of compute capability 8.0 or
 newer.
 
     dtype    fp32 (for tf32 too), fp16, bf16; sums in fp32
-    sizes    any m, n and k; rows of any length, also empty
+    sizes    any m, n and k; rows of any length, even empty
     X        contiguous rows of any stride
 
-The idea is Sputnik's (Gale, Zaharia, Young, Elsen, SC 2020): parts of a warp share a row, vector
-loads, rows dealt by length. Sputnik gathers rows of X[k, m] from the caches. Here X is [m, k], so a
-CTA transposes a panel of it in shared memory, and every gather is from there.
+The ideas are Sputnik's (Gale, Zaharia, Young, Elsen, SC 2020): parts of a warp share a row, loads
+are vectors, and rows are dealt by length. Sputnik gathers rows of X[k, m] from the caches. Here X
+is [m, k], so a CTA transposes a panel of X in shared memory and gathers from there.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from sparsebench.results.record import Problem
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
 VECTOR_BYTES = 16
-SHARES = 2  # pieces that a way gets at least, if rows are long enough
+SHARES = 2  # least pieces for each way, if rows are long enough
 COLUMNS = (  # bytes of a column of the panel; threads; CTAS
     *((32, 512, 1), (128, 1024, 1), (64, 1024, 1), (32, 256, 4)),
     *((64, 512, 2), (32, 1024, 1), (256, 512, 1), (64, 256, 1)),
@@ -55,9 +55,9 @@ ARGUMENTS = Layout(*"PqiiPPPPPiiiiPi")
 class Config:
     """One way to run the kernel.
 
-    tokens   of a CTA
-    threads  of a CTA
-    ctas     that an SM runs at a time
+    tokens   tokens of a CTA
+    threads  threads of a CTA
+    ctas     CTAs that an SM runs at a time
     """
 
     tokens: int
@@ -65,7 +65,7 @@ class Config:
     ctas: int
 
     def ways(self, dtype: torch.dtype) -> int:
-        """Return how many non-zeros a warp has at a time."""
+        """Return how many non-zeros a warp processes at a time."""
         return 32 // min(8, self.column_bytes(dtype) // VECTOR_BYTES)
 
     def column_bytes(self, dtype: torch.dtype) -> int:
@@ -79,7 +79,7 @@ class Config:
 
 
 def space(dtype: torch.dtype) -> list[Config]:
-    """Return what is timed: of 24, those that come within 1 % of the best (NOTES.md)."""
+    """Return the configurations to time: of 24, eight within 1 % of the best (NOTES.md)."""
     return [Config(column // dtype.itemsize, *rest) for column, *rest in COLUMNS]
 
 
@@ -90,22 +90,22 @@ def groups_of(config: Config, m: int, n: int, workers: int) -> int:
 
 
 def room_of(device: torch.device, ctas: int) -> int:
-    """Return the bytes of shared memory that each of so many CTAs of an SM can have."""
+    """Return the bytes of shared memory per CTA if an SM runs `ctas` CTAs."""
     gpu = torch.cuda.get_device_properties(device)
     return gpu.shared_memory_per_multiprocessor // ctas - RESERVED_BYTES
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Say whether four columns of a token can be read at a time, in all rows."""
+    """Return whether four columns of a token can be read at a time in all rows."""
     return not (x.shape[1] % 4 or x.stride(0) % 4 or x.data_ptr() % (4 * x.itemsize))
 
 
 def divided(w: Csr, m: int, config: Config, device: torch.device) -> tuple[Shape, int]:
-    """Return how a CTA divides its work, and its bytes of shared memory. Raises Unsupported."""
+    """Return the division of work and the bytes of shared memory of a CTA. Raises Unsupported."""
     (n, k), dtype, room = w.shape, w.values.dtype, room_of(device, config.ctas)
     column, ways, warps = config.column_bytes(dtype), config.ways(dtype), config.threads // 32
     groups, lengths = groups_of(config, m, n, multiprocessors(device)), w.offsets.diff().long()
-    while True:  # until the sums of whole rows leave half of the room to the panel
+    while True:  # until the sums of whole rows leave half of the room for the panel
         bounds = bounds_of(lengths, groups)
         left = room - (int(bounds.diff().max()) + 1) * config.row_bytes
         if 2 * left >= room or groups == n:
@@ -126,7 +126,7 @@ def divided(w: Csr, m: int, config: Config, device: torch.device) -> tuple[Shape
 
 
 def packed(w: Csr, work: Work, chunk: int, column: int) -> Tensor:
-    """Return the steps: places in the panel and values, as csr_cuda.cu reads them."""
+    """Return the steps, places in the panel and values, in the layout of csr_cuda.cu."""
     bits = w.values.view(BITS[w.values.itemsize]).int()
     places = (work.places * column).int()
     if w.values.dtype == torch.float32:
@@ -175,7 +175,7 @@ def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants
 
 
 def unsupported_operands(x: Tensor, w: Csr) -> str | None:
-    """Say why the kernel cannot run on these operands, or None."""
+    """Return why the kernel cannot run on these operands, or None."""
     n, k = w.shape
     if x.dtype != w.values.dtype or x.dtype not in DTYPES:
         found = f"{x.dtype} and {w.values.dtype}"
@@ -190,7 +190,7 @@ def unsupported_operands(x: Tensor, w: Csr) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Divide the rows; take a table's configuration, or time all of space. Raises Unsupported."""
+    """Take the configuration of a table, or time those in `space`. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Csr)
     if reason := unsupported_operands(x, w):
@@ -205,7 +205,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernel cannot run the problem here, or None."""
+    """Return why the kernel cannot run the problem here, or None."""
     wrong = "expected 16 or 32 bits, found fp8" if problem["dtype"] == "fp8" else None
     return unsupported_before_ampere(device, wrong)
 

@@ -1,8 +1,8 @@
 """Weight gradient in CSR in CUDA C++: dW = dY[m, n].T @ X[m, k] where W has non-zeros (SDDMM).
 
-csr_cuda_wgrad.cu is the kernel, and draws its items; _items.py divides them. This file chooses a
-configuration and launches. For any NVIDIA GPU of compute capability 8.0 or newer; dtypes and sizes
-as csr_cuda. Sums are fp32 over all tokens, always added in the same order.
+csr_cuda_wgrad.cu is the kernel and draws its items; _items.py divides them. This file chooses a
+configuration and launches, on any NVIDIA GPU of compute capability 8.0 or newer. Dtypes and sizes
+are those of csr_cuda. Sums over the tokens are fp32 and always added in the same order.
 """
 
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loa
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.csr._items import items_of
 from sparsebench.kernels.csr.csr_cuda import (
     DTYPES,
@@ -27,7 +28,7 @@ from sparsebench.kernels.csr.csr_cuda import (
 )
 
 LANES = 8
-MOST_PARTS = 16  # of the tokens: each writes sums of its own, which the second kernel reads
+MOST_PARTS = 16  # of the tokens; each part writes sums, which the second kernel reads
 # dy, its stride, n; x, its stride, k, m; ranges, their count; places, heads; chunk, tiles, nnz;
 # sums, values.
 PRODUCTS = Layout(*"PqiPqiiPiPPiiiPP")
@@ -38,9 +39,9 @@ ADDITION = Layout(*"PiiP")  # sums, parts, non-zeros, values
 class Config:
     """One way to run the kernel.
 
-    vectors  16 bytes of a column that a lane reads: 1 or 2
-    threads  of a CTA
-    ctas     that an SM runs at a time
+    vectors  vectors of 16 bytes that a lane reads from a column: 1 or 2
+    threads  threads of a CTA
+    ctas     CTAs that an SM runs at a time
     """
 
     vectors: int
@@ -53,15 +54,15 @@ class Config:
 
 
 def space() -> list[Config]:
-    """Return all configurations: as many threads as have the registers they need."""
+    """Return all configurations: with more threads, registers would be spilled."""
     return [Config(2, 640, 1), Config(2, 320, 2), Config(1, 896, 1), Config(1, 448, 2)]
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The kernel of the products, and the one that adds up parts of the tokens, if there are any.
+    """The kernel of the products, and the kernel that adds parts of the tokens, if there are any.
 
-    Call it for dW in the pattern's layout.
+    Each call returns dW in the layout of the pattern.
     """
 
     products: BoundKernel
@@ -82,7 +83,7 @@ class Gradient:
 
 
 def launch(dy: Tensor, x: Tensor, w: Csr, config: Config) -> Gradient:
-    """Return the kernels of dW's values [nnz]. The pattern's values are not read."""
+    """Return the kernels of dW's values [nnz]. The values of the pattern are not read."""
     if reason := unsupported_operands(dy, x, w):
         raise Unsupported(reason)
     (m, n), (_, k), dtype, device = dy.shape, x.shape, x.dtype, x.device
@@ -99,10 +100,8 @@ def launch(dy: Tensor, x: Tensor, w: Csr, config: Config) -> Gradient:
     tiles = -(-all_tiles // min(parts, -(-slots // len(items.ranges))))
     parts = -(-all_tiles // tiles)
 
-    constants, target = (
-        constants_of(config, dtype, is_aligned(x) and is_aligned(dy)),
-        target_of(device),
-    )
+    constants = constants_of(config, dtype, is_aligned(x) and is_aligned(dy))
+    target = target_of(device)
     multiply, code = load("csr_cuda_wgrad", "sum_products", constants, shared, device, target)
     add, _ = load("csr_cuda_wgrad", "add_parts", constants, 0, device, target)
     places = (items.places * column // VECTOR_BYTES).to(torch.int16)
@@ -126,18 +125,12 @@ def launch(dy: Tensor, x: Tensor, w: Csr, config: Config) -> Gradient:
 
 def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
     """Return the macros of csr_cuda_wgrad.cu."""
-    return (
-        ("FP32", int(dtype == torch.float32)),
-        ("FP16", int(dtype == torch.float16)),
-        ("TOKENS", config.tokens(dtype)),
-        ("THREADS", config.threads),
-        ("CTAS", config.ctas),
-        ("ALIGNED", int(aligned)),
-    )
+    of_linear = csr_cuda.Config(config.tokens(dtype), config.threads, config.ctas)
+    return csr_cuda.constants_of(of_linear, dtype, aligned)
 
 
 def unsupported_operands(dy: Tensor, x: Tensor, w: Csr) -> str | None:
-    """Say why the kernel cannot run on these operands, or None."""
+    """Return why the kernel cannot run on these operands, or None."""
     (n, k), dtype = w.shape, w.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in DTYPES:
         found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
@@ -153,7 +146,7 @@ def unsupported_operands(dy: Tensor, x: Tensor, w: Csr) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Divide the non-zeros; take a table's configuration, or time all. Raises Unsupported."""
+    """Take the configuration of a table, or time all of them. Raises Unsupported."""
     w, dy, x = operands.pattern, operands.activations["dy"], operands.activations["x"]
     assert isinstance(w, Csr)
     if reason := unsupported_operands(dy, x, w):

@@ -57,7 +57,7 @@ class Weight:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why cuSPARSE cannot run the problem here, or None."""
+    """Return why cuSPARSE cannot run the problem here, or None."""
     if problem["dtype"] == "fp8":
         return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
     if device.type != "cuda":

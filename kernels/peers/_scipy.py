@@ -16,7 +16,7 @@ from sparsebench.results.record import Problem
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why scipy.sparse cannot run the dtype, or None; tf32 problems run in full fp32."""
+    """Return why scipy.sparse cannot run the dtype, or None; tf32 problems run in full fp32."""
     dtype = problem["dtype"]
     exact = dtype in ("fp32", "tf32")
     return None if exact else f"scipy.sparse expected fp32 or fp64, found {dtype}"

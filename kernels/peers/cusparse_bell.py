@@ -62,7 +62,7 @@ def pack(w: Bsr) -> tuple[Tensor, Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why it cannot run here: fp32 runs in TF32 (12.6.3 on an H200: relative error 2.9e-4)."""
+    """Return why it cannot run; fp32 would run in TF32 (12.6.3, H200: relative error 2.9e-4)."""
     if problem["dtype"] == "fp32":
         return "cuSPARSE multiplies fp32 Blocked-ELL in TF32: expected dtype tf32, found fp32"
     return _cusparse.unsupported(problem, device)

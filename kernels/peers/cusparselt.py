@@ -121,7 +121,7 @@ class Call:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why cuSPARSELt cannot run the problem here, or None."""
+    """Return why cuSPARSELt cannot run the problem here, or None."""
     dtype, m, n, k = (problem[name] for name in ("dtype", "m", "n", "k"))
     if dtype not in MULTIPLES:
         return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"

@@ -76,7 +76,7 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the authors' kernel cannot run here, or None."""
+    """Return why the authors' kernel cannot run here, or None."""
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, found {device}"
     if problem["dtype"] != "fp16":

@@ -121,7 +121,7 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the authors' kernel cannot run here, or None."""
+    """Return why the authors' kernel cannot run here, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or more, found {device}"
     if problem["dtype"] != "fp16":

@@ -39,7 +39,7 @@ ELEMENTS = 2**31  # of activations and output, less than
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why STK cannot run here, or None. A chemistry package has the same import name."""
+    """Return why STK cannot run here, or None. A chemistry package has the same import name."""
     if device.type != "cuda":
         return f"expected an NVIDIA GPU, found device {device}"
     if problem["dtype"] not in ("fp16", "bf16"):

@@ -46,7 +46,7 @@ COMPILERS = 8  # threads that compile
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why torch's BSR product cannot run here, or None."""
+    """Return why torch's BSR product cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return "torch's BSR product expected 16 or 32 bits, found fp8"
     return None if device.type == "cuda" else f"expected an NVIDIA GPU, found device {device}"

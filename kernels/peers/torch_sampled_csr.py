@@ -17,7 +17,7 @@ from sparsebench.results.record import Problem
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why torch cannot run the dtype, or None; tf32 problems run in full fp32."""
+    """Return why torch cannot run the dtype, or None; tf32 problems run in full fp32."""
     dtype = problem["dtype"]
     exact = dtype in ("fp32", "tf32")
     return None if exact else f"torch.sparse.sampled_addmm expected fp32, found {dtype}"

@@ -102,7 +102,7 @@ class Layer:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the authors' kernels cannot run here, or None."""
+    """Return why the authors' kernels cannot run here, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, found {device}"
     if (problem["dtype"], problem["activation"]) != ("bf16", "relu"):

@@ -1,14 +1,14 @@
-"""Which clusters of CTAs are likely the fastest for a work item: a model of spense_wgmma.cu.
+"""Predict the fastest clusters of CTAs for a work item: a model of spense_wgmma.cu.
 
     W, k tiles           0      1      2      3          a cluster of `split` = 2 for each item:
     warpgroup 0       +------+------+ +------+------+    64 warpgroups features x tokens
     warpgroup 1       |   CTA 0     | |   CTA 1     |    sums of all but its own share of tokens
                       +------+------+ +------+------+    go to the other CTA
 
-More warpgroups share X, more splits keep all SMs busy, and sums take time. The model says, in ns:
+More warpgroups share X, more splits keep all SMs busy, and sums take time. The model, in ns:
 
     rounds of CTAs x (start + bytes of W and X / rate)  +  sums that a CTA sends
-    rate    what one SM takes in, its part of what the L2 cache gives, or its stages in flight
+    rate    the least of what an SM takes in, its share of the L2 cache, and its stages in flight
 
 The rates are an H200's (NOTES.md). Of 30 problems from 33 to 256 tokens the fastest cluster was
 among the first five in each.
@@ -19,14 +19,14 @@ from itertools import product
 
 from sparsebench.formats.spense import ROWS, SPAN_BYTES, VALUE_BYTES
 
-FEW_TOKENS = 256  # of X: beyond, the lists of _stream_k.py are faster
+FEW_TOKENS = 256  # beyond, the lists of _stream_k.py are faster
 TOKENS = range(16, 129, 16)  # of a tile
 SPLITS = 1, 2, 3, 4, 5, 8
-MEMORY_RATE, L2_RATE, SM_RATE = 4300, 9000, 116  # bytes a ns
+MEMORY_RATE, L2_RATE, SM_RATE = 4300, 9000, 116  # bytes per ns
 SHARED_BYTES = 226 * 1024
-LATENCY_NS = 2100  # of a copy, where all SMs copy
-ROUND_NS = 2000  # from a CTA's start to its first tile, and its last stores
-SUMS_NS, SUMS_RATE = 700, 20  # to meet; bytes a ns that a CTA sends
+LATENCY_NS = 2100  # of a copy while all SMs copy
+ROUND_NS = 2000  # from a CTA's start to its first tile, and for its last stores
+SUMS_NS, SUMS_RATE = 700, 20  # for the barrier; bytes per ns that a CTA sends
 
 Shape = tuple[int, int, int, int]
 """Tokens of a tile, tiles of W ahead, warpgroups of a CTA, CTAs of a cluster."""
@@ -35,10 +35,10 @@ Shape = tuple[int, int, int, int]
 def likeliest(
     m: int, shape: tuple[int, int], itemsize: int, at_once: Mapping[int, int], most: int
 ) -> list[Shape]:
-    """Return the likeliest clusters for m tokens, at most so many; none beyond FEW_TOKENS.
+    """Return at most `most` likely clusters for m tokens; none beyond FEW_TOKENS.
 
-    shape    n and k, with `itemsize` bytes an element; W counts as if all of it were 2:4
-    at_once  clusters that the GPU runs at one time, by their CTAs
+    shape    n and k, with `itemsize` bytes per element; W counts as if all of it were 2:4
+    at_once  clusters that the GPU runs at a time, by their number of CTAs
     """
     if m > FEW_TOKENS:
         return []
@@ -59,7 +59,7 @@ def likeliest(
         rate = min(SM_RATE, L2_RATE / ctas, in_flight / LATENCY_NS)
         copied = k_tiles * (warpgroups * tile + SPAN_BYTES * m / columns)
         rounds = -(-clusters // at_once[split])
-        met = SUMS_NS * (split > 1) + sums / SUMS_RATE
-        time = max(rounds * copied / rate, read) + rounds * ROUND_NS + met
+        exchange = SUMS_NS * (split > 1) + sums / SUMS_RATE
+        time = max(rounds * copied / rate, read) + rounds * ROUND_NS + exchange
         predicted[tokens, ahead, warpgroups, split] = time
     return sorted(predicted, key=predicted.__getitem__)[:most]

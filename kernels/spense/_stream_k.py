@@ -11,17 +11,17 @@
                worker 1   |= group 0, token 256 =|= group 1, 256 =====|= 2, 0: 32, 33 =|= 2, 256 =|
 
 Workers take items in turn. The items of a band of token tiles follow each other, so that workers
-share tiles of W and X in the L2 cache. Where the last round has fewer items than there are workers,
+share tiles of W and X in the L2 cache. If the last round has fewer items than there are workers,
 there are two ways to keep all of them busy:
 
     split-K    cut each item of the last round into equal parts. 5120 features and one tile of
-               tokens are 40 items: 3 parts each keep 120 of 132 SMs busy
+               tokens are 40 items: with 3 parts each, 120 of 132 SMs are busy
     stream-K   cut the k tiles of the last two rounds, as one line, into one piece for each worker
                (Osama et al., arXiv 2301.03598)
 
 split-K has fewer partial sums to write and read; stream-K leaves no worker idle. A small model
-predicts the time of both, and the shorter one is taken. At m = 256 and 5120 x 25600 that was 75 us
-against 85. Parts are added in the order of their k tiles, so the sums of a schedule never vary.
+predicts the time of both, and the shorter one is taken. At m = 256 and 5120 x 25600 split-K took
+75 us, and stream-K 85. Parts are added in the order of their k tiles, so sums never vary.
 """
 
 from dataclasses import dataclass
@@ -34,29 +34,29 @@ from sparsebench.formats.spense import DENSE_BYTES, ROWS, SPAN_BYTES, Spense
 from sparsebench.kernels._common.work_list import Ints, first_of
 
 BAND = 8  # tiles of tokens
-SHORTEST = 2  # k tiles of a part: a shorter one costs more in partial sums than it saves
+SHORTEST = 2  # k tiles of a part; a shorter one costs more in partial sums than it saves
 READ_AHEAD = 1  # items of zeros past the end: producers read one item ahead
 # The model, in ns. Rates of an H200 (4.3 TB/s and 790 TFLOP/s of 16 bits, NOTES.md):
-MEMORY_BYTES = 4300  # that the GPU reads from memory in a ns
-SM_BYTES = 90  # that one SM copies into its shared memory in a ns
-SM_MACS = 395_000 / 132  # multiply-adds of 16 bits of one SM in a ns
-FIXUP_NS = 2000  # that a worker waits for other parts at its end
-# Bytes of partial sums in a ns. With 3500 the model took stream-K for `down` at 4096 tokens, which
+MEMORY_BYTES = 4300  # that the GPU reads from memory per ns
+SM_BYTES = 90  # that one SM copies into its shared memory per ns
+SM_MACS = 395_000 / 132  # multiply-adds of 16 bits of one SM per ns
+FIXUP_NS = 2000  # that a worker waits for other parts at the end
+# Bytes of partial sums per ns. With 3500 the model chose stream-K for `down` at 4096 tokens, which
 # took 1374 us; split-K takes 1324.
 PARTIAL_BYTES = 1600
-SPARSE_TIME = 0.7  # of a sparse tile, where a dense one takes 1: shared memory is the limit (.cu)
+SPARSE_TIME = 0.7  # of a sparse tile relative to a dense one; shared memory is the limit (.cu)
 
 Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each worker does.
+    """The work items of each worker.
 
     items     int32 [items + READ_AHEAD, 8], the kernel's WorkItem: group, first token, first k
               tile, number of k tiles, part, number of parts, first slot of the workspace, counter
     starts    int32 [workers + 1]: where each worker's items start
-    slots     of the workspace: one for the partial sums of each part
+    slots     slots of the workspace, one for the partial sums of each part
     counters  one for each item that is cut
     """
 
@@ -83,7 +83,7 @@ def schedule(
 ) -> Schedule:
     """Assign every k tile of every group and tile of `tokens` of m tokens.
 
-    Groups are of rows of tiles in their order, or `interleaved` (`interleaved_rows`).
+    Groups have rows of tiles in their order, or `interleaved` (`interleaved_rows`).
     """
     rows = -(-w.shape[0] // ROWS)
     order = interleaved_rows(rows, w.sparse.shape[0]) if interleaved else np.arange(rows)
@@ -109,7 +109,7 @@ def schedule(
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Worker `owner` has `count` k tiles of `item`, from `first` on; by item, then by k tile."""
+    """Worker `owner` has `count` k tiles of `item` from `first` on; sorted by item and k tile."""
 
     item: Ints
     first: Ints
@@ -117,9 +117,10 @@ class _Pieces:
     owner: Ints
 
     def time(self, costs: Floats, workers: int, partial_bytes: int, memory: float) -> float:
-        """Predict the ns that items with these costs [items, k tiles] take.
+        """Predict the time in ns of items with these costs [items, k tiles].
 
-        partial_bytes  of one part;  memory  ns in which the GPU reads W from memory
+        partial_bytes  bytes of the partial sums of one part
+        memory         ns in which the GPU reads W from memory
         """
         upto = np.zeros((len(costs), costs.shape[1] + 1))
         upto[:, 1:] = costs.cumsum(1)
@@ -132,7 +133,7 @@ class _Pieces:
 
 
 def _stream_k(costs: Floats, workers: int) -> _Pieces:
-    """Assign all rounds but the last one or two; cut those, as one line, into a piece a worker."""
+    """Assign all rounds but the last one or two; cut those into one piece for each worker."""
     items, k_tiles = costs.shape
     assigned = max(items // workers - 1, 0) * workers
     cuts = assigned * k_tiles + _cuts(costs[assigned:], _loads(costs[:assigned], workers))
@@ -144,14 +145,14 @@ def _stream_k(costs: Floats, workers: int) -> _Pieces:
 
 
 def _split_k(costs: Floats, workers: int) -> _Pieces:
-    """Assign all whole rounds; cut each item that is left into equal parts, for idle workers."""
+    """Assign all whole rounds; cut each remaining item into equal parts for idle workers."""
     items, k_tiles = costs.shape
     assigned = items // workers * workers
     left = np.arange(assigned, items)
     parts = max(min(workers // max(len(left), 1), k_tiles // SHORTEST), 1)
     upto = costs[assigned:].cumsum(1)
-    wanted = upto[:, -1:] * np.arange(1, parts) / parts
-    inner = (upto[:, None, :] < wanted[:, :, None]).sum(2) + 1  # k tiles done by then
+    targets = upto[:, -1:] * np.arange(1, parts) / parts
+    inner = (upto[:, None, :] < targets[:, :, None]).sum(2) + 1  # k tiles done by then
     ends = np.column_stack([inner, np.full(len(left), k_tiles)])
     starts = np.column_stack([np.zeros(len(left), int), inner])
     idle = np.argsort(_loads(costs[:assigned], workers), kind="stable")
@@ -170,9 +171,9 @@ def _memory_time(w: Spense) -> float:
 
 
 def interleaved_rows(rows: int, sparse_rows: int) -> Ints:
-    """Return which row of tiles is at each place: sparse and dense rows, evenly interleaved.
+    """Return the row of tiles at each place, with sparse and dense rows evenly interleaved.
 
-    All groups then cost about the same. The same formula as the kernel's tile_row_of.
+    All groups then cost about the same. tile_row_of in the kernel has the same formula.
     """
     place, dense = np.arange(rows), rows - sparse_rows
     before = place * dense // rows
@@ -189,7 +190,7 @@ def tiles_of(w: Spense) -> tuple[int, ...]:
 def _costs(w: Spense, tokens: int, group: tuple[int, int], order: Ints) -> Floats:
     """Return the ns of each k tile of each group, [groups, k tiles], on the slowest CTA.
 
-    group  CTAs of a worker, and rows of tiles of each
+    group  CTAs of a worker, and rows of tiles of each CTA
     """
     (n, k), height = w.shape, group[0] * group[1]
     rows, k_tiles = -(-n // ROWS), -(-k // w.span)
@@ -206,14 +207,14 @@ def _costs(w: Spense, tokens: int, group: tuple[int, int], order: Ints) -> Float
 
 
 def _order(groups: int, tiles: int) -> tuple[Ints, Ints]:
-    """Return group and tile of tokens of every item: band by band, group by group."""
+    """Return group and tile of tokens of every item, band by band and group by group."""
     bands = [np.arange(start, min(start + BAND, tiles)) for start in range(0, tiles, BAND)]
     group = [np.arange(groups).repeat(len(band)) for band in bands]
     return np.concatenate(group), np.concatenate([np.tile(band, groups) for band in bands])
 
 
 def _loads(costs: Floats, workers: int) -> Floats:
-    """Return the ns of each worker, of items [items, k tiles] that workers take in turn."""
+    """Return the time in ns of each worker if workers take items [items, k tiles] in turn."""
     loads: Floats = costs.sum(1).reshape(-1, workers).sum(0)
     return loads
 
@@ -222,8 +223,8 @@ def _cuts(costs: Floats, loads: Floats) -> Ints:
     """Return where to cut the line of k tiles [items, k tiles] for workers with these loads."""
     share = np.maximum((loads.sum() + costs.sum()) / len(loads) - loads, 0)
     share[max(costs.size // SHORTEST, 1) :] = 0
-    wanted = share.cumsum()[:-1] * (costs.sum() / share.sum())
-    cuts = np.searchsorted(costs.cumsum() - costs.ravel() / 2, wanted)  # the nearest k tile
+    targets = share.cumsum()[:-1] * (costs.sum() / share.sum())
+    cuts = np.searchsorted(costs.cumsum() - costs.ravel() / 2, targets)  # the nearest k tile
     k_tiles = costs.shape[1]
     inside = cuts % k_tiles
     back, on = -inside, k_tiles - inside  # to the ends of the item

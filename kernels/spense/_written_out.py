@@ -1,9 +1,9 @@
-"""A 2:4 hybrid of 16 bits written out as a dense matrix, in Triton: a layer's dX multiplies by it.
+"""Unpack a 2:4 hybrid of 16 bits into a dense matrix, in Triton, for the gradient of X.
 
-    a program    writes 64 rows x 128 columns of W, from a tile of formats/spense.py
-    bytes        1.125 of a sparse element, or 2 of a dense one, are read, and 2 are written
+    program    writes 64 rows x 128 columns of W, from a tile of formats/spense.py
+    bytes      1.125 per sparse element or 2 per dense one are read, and 2 are written
 
-`Spense.to_dense` does the same in some thirty launches of torch.
+`Spense.to_dense` does the same in about thirty launches of torch.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from sparsebench.formats.spense import Spense
 
 ROWS: tl.constexpr = tl.constexpr(64)  # of a tile
 COLUMNS: tl.constexpr = tl.constexpr(128)
-SPARSE_BYTES: tl.constexpr = tl.constexpr(9216)  # of a tile in 16 bits, of which codes are the last
+SPARSE_BYTES: tl.constexpr = tl.constexpr(9216)  # of a tile in 16 bits; codes are the last
 VALUE_BYTES: tl.constexpr = tl.constexpr(8192)
 
 

@@ -1,8 +1,8 @@
-"""A decoding step of 2:4 hybrid weights on Hopper: spense_wgmma where weights are pruned.
+"""A decoding step of a whole model on Hopper; spense_wgmma multiplies the pruned weights.
 
-kernels/dense/_decoder.py draws the step and has the rest: norms, attention, the head, and the
-projections where the MLP alone is pruned (the problem's `pruned`), dense by their fastest way. Gate
-and up are one launch that writes H (spense_ffn.py), in e4m3 in fp8.
+kernels/dense/_decoder.py draws the step and has the rest: norms, attention, the head, and, if only
+the MLP is pruned (the problem's `pruned`), the projections as their fastest dense products. Gate
+and up are one launch that writes H (spense_ffn.py), in e4m3 for fp8.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
+from sparsebench.kernels.spense._operands import weight_of
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Choose a configuration for each product, as spense_wgmma.py does with `tuned`."""
+    """Choose a configuration for each product; `tuned` is that of spense_wgmma."""
     return _decoder.prepare(operands, partial(_part, operands, tuned))
 
 
@@ -34,13 +35,13 @@ def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor])
     if not is_pruned(operands.problem, name):
         return dense_part(operands, name, inputs)
     if name != "mlp":
-        return _product(operands, name, _spense(operands, WEIGHTS[name]), inputs, None, tuned)
-    both = spense_ffn.joined(_spense(operands, "wg"), _spense(operands, "wu"))
+        w = weight_of(operands.weights, WEIGHTS[name])
+        return _product(operands, name, w, inputs, None, tuned)
+    wg, wu, wd = (weight_of(operands.weights, name) for name in ("wg", "wu", "wd"))
+    both = spense_ffn.joined(wg, wu)
     activation = operands.problem["activation"]
     gated = _product(operands, "gate_up", both, inputs, activation, tuned)
-    down = _product(
-        operands, "down", _spense(operands, "wd"), _decoder.ran(gated).outs, None, tuned
-    )
+    down = _product(operands, "down", wd, _decoder.ran(gated).outs, None, tuned)
     return _decoder.joined(gated, down)
 
 
@@ -52,16 +53,18 @@ def _product(
     activation: str | None,
     tuned: Tuned,
 ) -> Part:
-    """Search for the first layer; bind what was found to the others, each with its own copy."""
+    """Search for the first layer; bind its configuration to the others, with copies of W."""
     (n, k), x = w.shape, inputs[0]
     fp8 = operands.problem["dtype"] == "fp8"
     of_y = torch.full((n,), scale_of(operands.problem, k), device=x.device) if fp8 else None
-    own: dict[str, Any] = {
+    product: dict[str, Any] = {
         "weights": {"w": w},
         "activations": {"x": x},
         "pinned": (operands.pinned or {}).get(name),
     }
-    first = spense_wgmma.prepare(replace(operands, **own), activation, Scales(of_y), tuned=tuned)
+    first = spense_wgmma.prepare(
+        replace(operands, **product), activation, Scales(of_y), tuned=tuned
+    )
     config = Config(
         **{f.name: first.choice[f.name] for f in fields(Config) if f.name in first.choice}
     )
@@ -73,14 +76,8 @@ def _product(
     return Part([first, *rest], outs, {name: first.choice}, lines_of(name, first), first.code)
 
 
-def _spense(operands: Operands, name: str) -> Spense:
-    weight = operands.weights[name]
-    assert isinstance(weight, Spense)
-    return weight
-
-
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the step cannot run here, or None."""
+    """Return why the step cannot run here, or None."""
     return (
         spense_wgmma.KERNEL.unsupported(problem, device)
         or _decoder.unsupported(problem, device)

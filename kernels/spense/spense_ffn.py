@@ -8,16 +8,16 @@
     | ...                 |      sparse rows end at twice those of gate, then come dense ones
     +---------------------+      2 n
 
-A thread of the kernel has the accumulators of both gate and up of a unit. So G and U never leave
+A thread of the kernel has the accumulators of both gate and up of a unit, so G and U never leave
 registers, and H is rounded once. Separate products would write G and U, read them, and write H: 10
-bytes for each of m n elements at 16 bits. Here only H is written, 2 bytes. At m = 8192 and
+bytes for each of m n elements in 16 bits. Here only H is written, 2 bytes. At m = 8192 and
 n = 25600 that saves 1.7 GB, or 0.39 ms at 4.3 TB/s.
 
-    fp8   X is rounded to e4m3 by a launch of its own (_common/elementwise.py), which is timed.
+    fp8   A separate launch rounds X to e4m3 (_common/elementwise.py); it is timed, too.
           Accumulators are scaled in fp32, before act and before Y is rounded.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,20 +25,20 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import Format
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import quantised, scale_of
 from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense._operands import weight_of
 from sparsebench.kernels.spense.spense_wgmma import Scales
 
-TURN = 8  # rows of gate, then of up: a thread has two of its warp's 16 rows, 8 apart
+TURN = 8  # rows of gate, then of up; a thread has two of its warp's 16 rows, 8 apart
 
 
 def joined(gate: Spense, up: Spense) -> Spense:
-    """Return gate and up [n, k] as one matrix [2 n, k], in the order drawn above.
+    """Return gate and up [n, k] as one matrix [2 n, k], interleaved as drawn above.
 
     Raises Unsupported unless both are split at the same row and n is a multiple of 8.
     """
@@ -65,8 +65,8 @@ def parted(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Choose a configuration for each of both launches, as spense_wgmma.py does with `tuned`."""
-    wg, wu, wd = (_spense(operands.weights, name) for name in ("wg", "wu", "wd"))
+    """Choose a configuration for each of the two launches; `tuned` is that of spense_wgmma."""
+    wg, wu, wd = (weight_of(operands.weights, name) for name in ("wg", "wu", "wd"))
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
     first = [quantised(x)] if problem["dtype"] == "fp8" else []
     x = first[0]() if first else x
@@ -101,14 +101,8 @@ def _product(
     tuned: Tuned,
 ) -> Launch:
     pinned = operands.pinned and operands.pinned[name]
-    own: dict[str, Any] = {"weights": {"w": w}, "activations": {"x": x}, "pinned": pinned}
-    return spense_wgmma.prepare(replace(operands, **own), activation, scales, tuned=tuned)
-
-
-def _spense(weights: Mapping[str, Format], name: str) -> Spense:
-    weight = weights[name]
-    assert isinstance(weight, Spense)
-    return weight
+    product: dict[str, Any] = {"weights": {"w": w}, "activations": {"x": x}, "pinned": pinned}
+    return spense_wgmma.prepare(replace(operands, **product), activation, scales, tuned=tuned)
 
 
 KERNEL = Kernel("ffn", "spense", "cuda", prepare, spense_wgmma.unsupported)

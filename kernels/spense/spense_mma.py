@@ -5,12 +5,12 @@ the same packed bytes.
 
     spense_mma.cu     the kernel; draws its two main loops and the registers of mma.sp
     _stream_k.py      which CTA multiplies what, and which work items are cut along k
-    this file         the choice of a configuration, the launch, and what is unsupported
+    this file         chooses a configuration and launches
 
-    dtype     fp16 or bf16. fp8 is unsupported: 8.0 has no mma.sp of fp8, and 9.0 emulates it with
-              16-bit instructions
+    dtype     fp16 or bf16. fp8 is unsupported, because 8.0 has no mma.sp for it and 9.0 emulates
+              it with 16-bit instructions
     sizes     any m; n a multiple of 2, k of 8
-    X         any row stride of a multiple of 16 bytes
+    X         row strides of a multiple of 16 bytes
     W         any split
 """
 
@@ -32,34 +32,32 @@ from sparsebench.kernels._common.cuda import (
     unsupported_before_ampere,
 )
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.spense import _operands
+from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 from sparsebench.results.record import Problem
 
 DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
 W_BYTES = VALUE_BYTES + 512  # of a stage, each row of tiles: half a tile, and half its metadata
-HALF_BYTES = (
-    VALUE_BYTES // 2 + 512
-)  # where all tiles are sparse and their rows lie half as far apart
-LEAST_KIB = 99  # of shared memory that a CTA may have on compute capability 8.6 and 8.9
+HALF_BYTES = VALUE_BYTES // 2 + 512  # the same if all tiles are sparse: rows are half as long
+LEAST_KIB = 99  # shared memory that a CTA may have on compute capability 8.6 and 8.9
 RESERVED_KIB = 1  # of an SM's shared memory, for each CTA
 LEAST_STAGES = 3  # fewer would not overlap copies and mma
-ALIGNMENT = 16  # bytes that cp.async copies at a time
 # Activations: x, bytes of a row, m, k; Weights; y, work items, starts, workspace, counters; n.
 ARGUMENTS = Layout("PQii", "PPiiiiii", *"PPPPPi")
-LARGEST = 2**31 - 1  # an int32
 
 
 @dataclass(frozen=True)
 class Config:
     """One way to run the kernel.
 
-    tokens  of X in a work item: one of TOKENS
-    rows    of W's tiles in a work item: 2 (two CTAs an SM) or, from 64 tokens on, 4 (one CTA)
-    kib     of shared memory that a CTA takes, at most: as many stages as fit
-    ahead   what the next products need is loaded during the ones before, across boxes
+    tokens  tokens of X in a work item, one of TOKENS
+    rows    rows of tiles of W in a work item: 2 (two CTAs per SM) or, from 64 tokens on, 4 (one)
+    kib     most shared memory of a CTA, which has as many stages as fit
+    ahead   whether operands are loaded during the previous products, across boxes
     """
 
     tokens: int
@@ -74,15 +72,15 @@ class Config:
 
     @property
     def ctas(self) -> int:
-        """Return how many CTAs share an SM: registers are the limit."""
+        """Return how many CTAs share an SM, which registers limit."""
         return 4 // self.rows
 
     def w_bytes(self, dense: bool) -> int:
-        """Return the bytes of a row of tiles in a stage; `dense`: if W has a dense tile."""
+        """Return the bytes of a row of tiles in a stage; `dense` if W has a dense tile."""
         return (VALUE_BYTES if dense else HALF_BYTES) if self.ahead else W_BYTES
 
     def stages(self, dense: bool) -> int:
-        """Return how many stages the pipeline has: all that shared memory has room for."""
+        """Return the number of stages of the pipeline, as many as fit in shared memory."""
         return self.kib * 1024 // self._stage_bytes(dense)
 
     def shared_bytes(self, dense: bool) -> int:
@@ -94,9 +92,9 @@ class Config:
 
 
 def configurations(m: int, kib: int) -> list[Config]:
-    """Return the configurations to time for m tokens, the default first: at most five.
+    """Return at most five configurations to time for m tokens, the default first.
 
-    kib  of an SM's shared memory
+    kib  shared memory of an SM
 
     The smallest tile that holds all tokens reads W once. If none does, the largest two are timed.
     """
@@ -105,19 +103,19 @@ def configurations(m: int, kib: int) -> list[Config]:
 
 
 def space(kib: int) -> list[Config]:
-    """Return the configurations of a wide search, with `kib` of an SM's shared memory: all."""
+    """Return all configurations, for a wide search on SMs with `kib` of shared memory."""
     return [Config(tokens) for tokens in TOKENS] + _ahead(TOKENS, kib)
 
 
-def _ahead(several: Iterable[int], kib: int) -> list[Config]:
-    """Return those that load ahead and have stages enough, whatever W is."""
-    found = [
+def _ahead(token_tiles: Iterable[int], kib: int) -> list[Config]:
+    """Return the configurations that load ahead and have enough stages for any W."""
+    configs = [
         Config(tokens, rows, kib * rows // 4 - RESERVED_KIB, ahead=True)
         for rows in (2, 4)
-        for tokens in several
+        for tokens in token_tiles
         if rows == 2 or tokens >= 64
     ]
-    return [config for config in found if config.stages(dense=True) >= LEAST_STAGES]
+    return [config for config in configs if config.stages(dense=True) >= LEAST_STAGES]
 
 
 def workers(device: torch.device, config: Config, shared_bytes: int) -> int:
@@ -127,7 +125,7 @@ def workers(device: torch.device, config: Config, shared_bytes: int) -> int:
 
 
 def kib_of(device: torch.device) -> int:
-    """Return the KiB of shared memory of an SM."""
+    """Return the shared memory of an SM in KiB."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) // 1024
 
 
@@ -155,7 +153,7 @@ def launch(x: Tensor, w: Spense, config: Config) -> BoundKernel:
 
 
 def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
-    """Return the macros that the kernel is compiled with; `dense`: if W has a dense tile."""
+    """Return the macros of spense_mma.cu; `dense` if W has a dense tile."""
     return (
         ("TOKENS", config.tokens),
         ("TILE_ROWS", config.rows),
@@ -173,47 +171,30 @@ def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
 
 
 def unsupported_operands(x: Tensor, w: Spense) -> str | None:
-    """Say which of the kernel's conditions fails, if any."""
-    n, k = w.shape
-    if x.dtype != w.dtype or x.dtype not in DTYPES:
-        return f"expected fp16 or bf16 of one dtype, found {x.dtype} and {w.dtype}"
-    if x.dim() != 2 or x.shape[1] != k:
-        return f"expected activations of {k} columns, found shape {list(x.shape)}"
-    step = ALIGNMENT // x.itemsize
-    if k % step or n % 2:
-        return f"expected columns of X a multiple of {step} and of Y of 2, found {k} and {n}"
-    if x.stride(1) != 1 or x.stride(0) % step:
-        return f"expected rows of a multiple of {step} elements, found strides {list(x.stride())}"
-    if not (w.sparse.is_contiguous() and w.dense.is_contiguous()):
-        return f"expected contiguous tiles, found strides {w.sparse.stride()}, {w.dense.stride()}"
-    if any(beyond := [a.data_ptr() % ALIGNMENT for a in (x, w.sparse, w.dense)]):
-        return f"expected X and tiles at multiples of {ALIGNMENT} bytes, found {beyond} bytes more"
-    if not 0 < len(x) <= LARGEST - TOKENS[-1] or not 0 < min(n, k) <= max(n, k) <= 2**24:
-        return f"expected 1 to 2^31 tokens and 1 to 2^24 columns, found {len(x)}, {n} and {k}"
-    return None
+    """Return why the kernel cannot read these operands, or None."""
+    limits = {"most_tokens": TOKENS[-1], "most_columns": 2**24, "y_step": 2}
+    return _operands.unsupported(x, w, DTYPES, **limits)
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True, ahead: bool = True) -> Launch:
     """Take the configuration of a table, or the fastest of a few. Raises Unsupported.
 
-    ahead  whether a search times the configurations that load ahead, too
+    ahead  whether a search also times the configurations that load ahead
     """
-    w, x = operands.weights["w"], operands.activations["x"]
-    assert isinstance(w, Spense)
+    w, x = weight_of(operands.weights, "w"), operands.activations["x"]
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
-    (n, k), (rows, columns) = w.shape, w.sparse_shape
-    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
     kib = kib_of(x.device)
-    found = space(kib) if tuned == "wide" else configurations(len(x), kib)
-    searched = [config for config in found if ahead or not config.ahead]
+    possible = space(kib) if tuned == "wide" else configurations(len(x), kib)
+    searched = [config for config in possible if ahead or not config.ahead]
+    sizes = sizes_of(operands, x, w)
     configs, by = choose("spense_mma", Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernel cannot run the problem here, or None."""
+    """Return why the kernel cannot run the problem here, or None."""
     dtype, wrong = problem["dtype"], None
     if dtype not in ("fp16", "bf16"):
         why = ": 8.0 has no mma.sp for it, 9.0 emulates it" if dtype == "fp8" else ""

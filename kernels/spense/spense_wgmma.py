@@ -3,21 +3,21 @@
     spense_wgmma.cu   the kernel; draws its pipeline: W by bulk copies, X by TMA, wgmma.sp and wgmma
                       into the same fp32 accumulators
     _stream_k.py      which CTA multiplies what, and which work items are cut along k
-    _clusters.py      with few tokens: a cluster for each work item instead
-    this file         the choice of a configuration, the launch, and what is unsupported
+    _clusters.py      for few tokens, a cluster for each work item instead
+    this file         chooses a configuration and launches
 
     dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
     sizes     any m; n a multiple of 8; k of 8 (16 bits) or 16 (8 bits), so that rows have a
               multiple of 16 bytes
-    X         any row stride of a multiple of 16 bytes
+    X         row strides of a multiple of 16 bytes
     W         any split
 
-In fp8 the tensor cores accumulate in fewer bits than fp32 has, as torch._scaled_mm does with
+In fp8 the tensor cores accumulate in fewer bits than fp32, like torch._scaled_mm with
 use_fast_accum. Accumulators may be scaled by feature and by token before Y is rounded.
 
 With an `activation`, W holds gate and up of a gated MLP (spense_ffn.py). The launch then writes
-H[m, n / 2] = act(X Wg.T) * (X Wu.T) in place of Y, rounded once to X's dtype. In fp8 that is e4m3,
-which saturates at 448. n is then a multiple of 16, or of 32 in fp8, so that rows of H have a
+H[m, n / 2] = act(X Wg.T) * (X Wu.T) instead of Y, rounded once to X's dtype. In fp8 that is e4m3,
+which saturates at 448. n must then be a multiple of 16, or of 32 in fp8, so that rows of H have a
 multiple of 16 bytes.
 """
 
@@ -38,7 +38,6 @@ from sparsebench.formats.spense import (
     Spense,
 )
 from sparsebench.kernels._common.cuda import (
-    TMA_ALIGNMENT,
     BoundKernel,
     Constants,
     Layout,
@@ -50,10 +49,11 @@ from sparsebench.kernels._common.cuda import (
     unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
-from sparsebench.kernels.spense import _clusters
+from sparsebench.kernels.spense import _clusters, _operands
+from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 from sparsebench.results.record import Problem
 
@@ -65,8 +65,7 @@ STORE_TOKENS = 16  # tokens of Y that one TMA store writes
 # Maps of x and y; Weights; First; Scales; work items, workspace, counters.
 ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 SPLIT_ARGUMENTS = Layout("256s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
-LARGEST = 2**31 - 1  # an int32
-AT_FIRST = range(33, 129)  # tokens of which clusters are timed first
+CLUSTERS_FIRST = range(33, 129)  # tokens for which clusters are timed first
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
 
 
@@ -74,12 +73,12 @@ ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the 
 class Config:
     """One way to run the kernel.
 
-    tokens      of X in a work item, one of TOKENS
+    tokens      tokens of X in a work item, one of TOKENS
     cluster     CTAs of a cluster, which share the boxes of X: 1 or 2
-    ahead       tiles of W in flight for a warpgroup, at most
-    warpgroups  of a CTA that multiply: 1 to 3 rows of W's tiles share X
-    split       0: a work list for as many CTAs as the GPU runs. Else a cluster for each work item,
-                of so many CTAs, which share its k tiles; cluster is then 1
+    ahead       most tiles of W in flight for a warpgroup
+    warpgroups  warpgroups of a CTA that multiply: 1 to 3 rows of tiles of W share X
+    split       0: a work list for as many CTAs as the GPU runs at a time. Otherwise a cluster of
+                `split` CTAs for each work item, which share its k tiles; cluster is then 1
     """
 
     tokens: int
@@ -90,12 +89,12 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Return the threads of a CTA: those warpgroups, and one that copies."""
+        """Return the threads of a CTA: the warpgroups that multiply, and one that copies."""
         return 128 * (self.warpgroups + 1)
 
 
 def configurations(m: int) -> list[Config]:
-    """Return the configurations to time for m tokens, the likeliest first: at most four.
+    """Return at most four configurations to time for m tokens, the likeliest first.
 
     The smallest tile that holds all tokens reads W once. If none does, the largest two are timed.
     """
@@ -110,38 +109,38 @@ def configurations(m: int) -> list[Config]:
 def searched(
     m: int, shape: tuple[int, int], itemsize: int, device: torch.device, most: int = 5
 ) -> list[Config]:
-    """Return `configurations`, and clusters for m tokens by W [n, k], the likeliest first.
+    """Return `configurations`, and at most `most` clusters for W [n, k], the likeliest first.
 
-    most      clusters;  itemsize  bytes of an element
+    itemsize  bytes of an element
     """
     at_once = {split: _at_once(split, device) for split in _clusters.SPLITS}
-    found = _clusters.likeliest(m, shape, itemsize, at_once, most)
-    clusters = [Config(tokens, 1, *sizes) for tokens, *sizes in found]
+    likeliest = _clusters.likeliest(m, shape, itemsize, at_once, most)
+    clusters = [Config(tokens, 1, *sizes) for tokens, *sizes in likeliest]
     listed = configurations(m)
-    if 128 < m <= 256:  # 27.4 us in place of 28.2 with 18432 features in fp8
+    if 128 < m <= 256:  # 27.4 us instead of 28.2 with 18432 features in fp8
         listed.append(Config(128, 1, 4, 3))
-    return [*clusters, *listed] if m in AT_FIRST else [*listed, *clusters]
+    return [*clusters, *listed] if m in CLUSTERS_FIRST else [*listed, *clusters]
 
 
 def _at_once(ctas: int, device: torch.device) -> int:
-    """Return how many clusters of so many CTAs run at one time."""
+    """Return how many clusters of `ctas` CTAs run at a time."""
     if ctas == 1 or device.type != "cuda":
         return max(multiprocessors(device) // ctas, 1)
     return clusters_at_once(ctas, Config(16, 1, 4).threads, SHARED_BYTES, device)
 
 
 def space() -> list[Config]:
-    """Return the configurations of a wide search: all."""
+    """Return all configurations, for a wide search."""
     few, many = product((16, 32, 64), (1, 2), (4, 5, 6, 8)), product((128, 256), (1, 2), (4,))
     return [Config(*sizes) for sizes in (*few, *many)]
 
 
 @dataclass(frozen=True)
 class Scales:
-    """fp32 factors of fp8 accumulators: one for each feature [n] and each token [m]; None is 1.
+    """fp32 factors of fp8 accumulators, one for each feature [n] and each token [m]; None is 1.
 
-    Features are rows of W. The activation sees scaled values. H is linear in U, so up's scales may
-    contain a scale of H; the scales of the next product then contain its inverse.
+    Features are rows of W. The activation is applied to scaled values. H is linear in U, so the
+    scales of up may contain a scale of H; those of the next product then contain its inverse.
     """
 
     features: Tensor | None = None
@@ -152,11 +151,14 @@ class Scales:
 class Plan:
     """A launch without addresses: it depends on shapes, configuration and activation.
 
-    items      work items, on the device; with `split` none
-    first      the argument First: the first work tile of each worker, and where its items start;
-               with `split` the argument Items
-    workspace  floats of partial sums;  counters  one for each warpgroup of each item that is cut
-    x, y       shapes of X, and of Y or H;  sparse, dense  shapes of W's tiles;  dtype  of X and W
+    items          work items, on the device; empty with `split`
+    first          the argument First: the first work tile of each worker, and where its items
+                   start; with `split` the argument Items
+    workspace      floats of partial sums
+    counters       one for each warpgroup of each item that is cut
+    x, y           shapes of X, and of Y or H
+    sparse, dense  shapes of W's tiles
+    dtype          dtype of X and W
     """
 
     loaded: Loaded
@@ -184,7 +186,7 @@ def launch(
 ) -> BoundKernel:
     """Return the kernel, bound to these operands, that computes Y [m, n] or H [m, n / 2].
 
-    With `watchdog` a kernel that hangs ends and says where it waited; it runs a little slower.
+    With `watchdog` a kernel that hangs ends and reports where it waited; it is a little slower.
     Raises Unsupported.
     """
     if reason := unsupported_operands(x, w, activation):
@@ -203,8 +205,8 @@ def plan(
 ) -> Plan:
     """Schedule the work and upload the list. Reads only the shapes and the dtype of W.
 
-    The caller checks the operands before (`unsupported_operands`). _packed_gate.py binds a plan
-    that is `packed`.
+    The caller checks the operands first (`unsupported_operands`). _packed_gate.py binds plans that
+    are `packed`.
     """
     device, (n, k) = w.sparse.device, w.shape
     constants = constants_of(config, w.dtype, activation, packed)
@@ -244,14 +246,15 @@ def plan(
 def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKernel:
     """Bind a plan to operands, a new output and a new workspace. Raises Unsupported."""
     expected = plan.x, plan.sparse, plan.dense, plan.dtype, plan.dtype
-    found = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
-    if found != expected:
-        raise Unsupported(f"planned for {expected}, found {found}")
+    actual = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
+    if actual != expected:
+        raise Unsupported(f"expected operands of the plan, {expected}; found {actual}")
     m, n, given = len(x), w.shape[0], (scales.features, scales.tokens)
-    for name, own, size in zip(("features", "tokens"), given, (n, m), strict=True):
-        if own is not None and (x.itemsize > 1 or not _fits(own, size)):
-            wanted = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
-            raise Unsupported(f"expected {wanted}; found {own.dtype} {list(own.shape)}, {x.dtype}")
+    for name, scale, size in zip(("features", "tokens"), given, (n, m), strict=True):
+        if scale is not None and (x.itemsize > 1 or not _fits(scale, size)):
+            expected_scales = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
+            found = f"{scale.dtype} {list(scale.shape)}, {x.dtype}"
+            raise Unsupported(f"expected {expected_scales}; found {found}")
     kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
     y = x.new_empty(plan.y, dtype=kind)
     written = BOX * y.itemsize // 4 if plan.activation else BOX  # columns, in 16 bits
@@ -261,11 +264,11 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKe
 def program(
     plan: Plan, x: Tensor, w: Spense, out: Tensor, to: bytes, scales: Scales = Scales()
 ) -> BoundKernel:
-    """Bind a plan to operands and `out`; `to` is the kernel's argument Out: a tensor map of it."""
+    """Bind a plan to operands and `out`; `to` is the argument Out, a tensor map of `out`."""
     m, n, given = len(x), w.shape[0], (scales.features, scales.tokens)
     part = plan.config.tokens // plan.config.cluster
     maps = _map_of(x, (part, BOX)) + to
-    scaling = *(0 if own is None else own.data_ptr() for own in given), n, m
+    scaling = *(0 if scale is None else scale.data_ptr() for scale in given), n, m
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     kept: tuple[Tensor, ...] = ()
     if plan.config.split:
@@ -275,12 +278,12 @@ def program(
         counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero after each launch
         kept = plan.items, workspace, counters
         args = ARGUMENTS(maps, *tiles, plan.first, *scaling, *(a.data_ptr() for a in kept))
-    owned = [own for own in given if own is not None]
-    return BoundKernel(plan.loaded, args, (x, w.sparse, w.dense, *kept, *owned), out)
+    scale_tensors = [scale for scale in given if scale is not None]
+    return BoundKernel(plan.loaded, args, (x, w.sparse, w.dense, *kept, *scale_tensors), out)
 
 
 def _map_of(matrix: Tensor, box: tuple[int, int]) -> bytes:
-    """Return the tensor map of a matrix, in words of 16 bits: two elements of fp8 are one."""
+    """Return the tensor map of a matrix in words of 16 bits, of which one holds two fp8 values."""
     each, (height, width) = 2 // matrix.itemsize, matrix.shape
     kind = matrix.dtype if each == 1 else torch.bfloat16
     strides = matrix.stride(0) // each, matrix.stride(1)
@@ -294,7 +297,7 @@ def _fits(scales: Tensor, size: int) -> bool:
 def constants_of(
     config: Config, dtype: torch.dtype, activation: str | None = None, packed: bool = False
 ) -> Constants:
-    """Return the macros that the kernel is compiled with."""
+    """Return the macros of spense_wgmma.cu."""
     return (
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
@@ -316,28 +319,16 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Spense, activation: str | None = None) -> str | None:
-    """Say which of the kernel's conditions fails, if any."""
-    n, k = w.shape
+    """Return why the kernel cannot read these operands, or None."""
     if activation not in ACTIVATIONS:
-        known = ", ".join(filter(None, ACTIVATIONS))
-        return f"activation: expected one of {known}; found {activation!r}"
-    if x.dtype != w.dtype or x.dtype not in DTYPES:
-        return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
-    if x.dim() != 2 or x.shape[1] != k:
-        return f"expected activations of {k} columns, found shape {list(x.shape)}"
-    step = TMA_ALIGNMENT // x.itemsize
-    if k % step or n % 8:
-        return f"expected columns of X a multiple of {step} and of Y of 8, found {k} and {n}"
-    if activation and n % (2 * step):
-        return f"expected a multiple of {step} hidden units, found {n} rows of gate and up"
-    if x.stride(1) != 1 or x.stride(0) % step:
-        return f"expected rows of a multiple of {step} elements, found strides {list(x.stride())}"
-    if not (w.sparse.is_contiguous() and w.dense.is_contiguous()):
-        return f"expected contiguous tiles, found strides {w.sparse.stride()}, {w.dense.stride()}"
-    if any(beyond := [a.data_ptr() % TMA_ALIGNMENT for a in (w.sparse, w.dense)]):
-        return f"expected tiles at a multiple of {TMA_ALIGNMENT} bytes, found {beyond} bytes more"
-    if not 0 < len(x) <= LARGEST - TOKENS[-1] or not 0 < min(n, k) <= max(n, k) <= 2**21:
-        return f"expected 1 to 2^31 tokens and 1 to 2^21 columns, found {len(x)}, {n} and {k}"
+        names = ", ".join(filter(None, ACTIVATIONS))
+        return f"activation: expected one of {names}; found {activation!r}"
+    limits = {"most_tokens": TOKENS[-1], "most_columns": 2**21, "y_step": 8}
+    if reason := _operands.unsupported(x, w, DTYPES, **limits):
+        return reason
+    step = 2 * _operands.ALIGNMENT // x.itemsize
+    if activation and w.shape[0] % step:
+        return f"expected a multiple of {step} rows of gate and up, found {w.shape[0]}"
     return None
 
 
@@ -349,13 +340,10 @@ def prepare(
     tuned: Tuned = True,
 ) -> Launch:
     """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
-    w, x = operands.weights["w"], operands.activations["x"]
-    assert isinstance(w, Spense)
+    w, x = weight_of(operands.weights, "w"), operands.activations["x"]
     if reason := unsupported_operands(x, w, activation):
         raise Unsupported(reason)
-    (n, k), (rows, columns) = w.shape, w.sparse_shape
-    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, 1 - rows * columns / (2 * n * k))
-    wide = tuned == "wide"
+    sizes, wide = sizes_of(operands, x, w), tuned == "wide"
     tried = searched(len(x), w.shape, x.itemsize, x.device, 12 if wide else 5)
     tried = list(dict.fromkeys([*tried, *space()])) if wide else tried
     configs, by = choose("spense_wgmma", Config, operands, sizes, tuned, tried)
@@ -365,7 +353,7 @@ def prepare(
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernel cannot run the problem here, or None."""
+    """Return why the kernel cannot run the problem here, or None."""
     return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
 
 

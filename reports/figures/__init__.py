@@ -1,1 +1,1 @@
-"""Report figures, one per file."""
+"""The figures of a report, one per file."""

@@ -1,4 +1,4 @@
-"""The contract of every file in reports/figures/, and how figures split a run into panels.
+"""The contract of every file in reports/figures/, and the panels that figures split a run into.
 
     TITLE = "Stored bytes"                      the heading
     ORDER = 50                                  the place on the page: smaller comes first
@@ -19,7 +19,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, undecided
-from sparsebench.results.contests import raced as against_dense
+from sparsebench.results.contests import with_gains
 from sparsebench.results.formatting import percent, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.model_files import Pruning
@@ -29,21 +29,22 @@ from sparsebench.results.store import Run
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
+FIELDS = ["op", "m", "n", "k", "dtype", "pattern", "block", "level", *MEASURE, "label"]
 SCOPES = {
     "kernel": "kernel time",
     "op": "as called from Python, host cost included",
-    "chain": "time of a layer among others in one graph",
+    "chain": "time of a layer inside a chain, in one graph",
 }
 
 
 @dataclass(frozen=True)
 class Frames:
-    """What a figure draws from.
+    """The data of a figure.
 
     rows     one line per row (results/frame.py)
     cases    one line per case, scope and cache state (results/analysis.py)
     noise    A/A pairs and noise floors (results/noise.py)
-    pruning  errors by pruning, if the report was given any (results/model_files.py)
+    pruning  errors of pruning, if the report got any (results/model_files.py)
     """
 
     run: Run
@@ -59,21 +60,21 @@ class Frames:
 
     @cached_property
     def raced(self) -> pd.DataFrame:
-        """Return the cases that have times, without twins, with the columns of `contests.raced`.
+        """Return the cases with a time, without twins, as `contests.with_gains` returns them.
 
-        `clear`: clearly faster than the baseline. `undecided`: not told apart from it.
+        `clear`: clearly faster than the baseline. `undecided`: perhaps as fast as the baseline.
         """
-        raced = against_dense(self.cases)
-        return raced.assign(clear=clear(raced), undecided=undecided(raced))
+        cases = with_gains(self.cases)
+        return cases.assign(clear=clear(cases), undecided=undecided(cases))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
-        """Return the contenders of these cases with their numbers, the same on the whole page."""
+        """Return the contenders of these cases with their numbers on the whole page."""
         drawn = set(cases.label)
         return {label: number for label, number in self.series.items() if label in drawn}
 
     @cached_property
     def series(self) -> dict[str, int]:
-        """Return the looks of all contenders that ran, except the baseline: one for a kernel."""
+        """Return the number of the look of each contender that ran, except the baseline."""
         others = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
         first = others.drop_duplicates("label")
         named = zip(first.label, first.kernel, first.options, first.params, strict=True)
@@ -83,16 +84,16 @@ class Frames:
 
 
 def swept(cases: pd.DataFrame) -> str:
-    """Return the column for x: the level of sparsity, or a numeric field with more values.
+    """Return the column for x: the sparsity, or a numeric field with more values.
 
-    It is n where the level follows from the shape.
+    It is n if the sparsity follows from the shape.
     """
     others = [name for name in fields(cases) if name not in ("sparsity", "block", "n", "k")]
     numeric = [name for name in others if pd.api.types.is_numeric_dtype(cases[name])]
-    found = max(["level", *numeric], key=lambda name: cases[name].round(3).nunique())
+    column = max(["level", *numeric], key=lambda name: cases[name].round(3).nunique())
     shapes = cases.groupby(["n", "k", "block", "pattern"], dropna=False)["level"]
-    follows = found == "level" and shapes.nunique().max() == 1 < cases.n.nunique()
-    return "n" if follows else found
+    follows = column == "level" and shapes.nunique().max() == 1 < cases.n.nunique()
+    return "n" if follows else column
 
 
 def measures(cases: pd.DataFrame) -> list[pd.DataFrame]:
@@ -102,7 +103,7 @@ def measures(cases: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def each_measure(cases: pd.DataFrame, draw: Callable[[pd.DataFrame], Markup]) -> Markup:
-    """Draw the first scope and cache state openly, and each other one folded below it."""
+    """Draw the first scope and cache state, and fold the others below it."""
     drawn = [(named(group.iloc[0], MEASURE), draw(group)) for group in measures(cases)]
     shown = [(title, body) for title, body in drawn if body]
     rest = Markup("").join(folded(title, body) for title, body in shown[1:])
@@ -112,9 +113,9 @@ def each_measure(cases: pd.DataFrame, draw: Callable[[pd.DataFrame], Markup]) ->
 def panels(
     cases: pd.DataFrame, x: str, together: Sequence[str] = ()
 ) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
-    """Split cases into panels, by every field but x and those to keep together.
+    """Split cases into panels by every field except x and those to keep `together`.
 
-    Return the values that all cases share, in words; and for each panel its own values and cases.
+    Return the values that all cases share in words, and the title and the cases of each panel.
     """
     names = [*fields(cases), "level", *MEASURE]
     shape = ("k", "level") if x == "n" else ()  # they follow from n
@@ -151,7 +152,7 @@ def _empty(value: Any) -> bool:
 
 
 def _sort_key(value: Any) -> tuple[float, str]:
-    """Sort numbers by size, blocks by area, other text by name; what is missing comes first."""
+    """Sort numbers by size, blocks by area, other text by name; missing values come first."""
     if _empty(value):
         return -1, ""
     if not isinstance(value, str):

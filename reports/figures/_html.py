@@ -1,4 +1,4 @@
-"""How the report writes small print and data to download. Markup escapes what is put in."""
+"""Small print, folded parts, wide drawings and data to download, as HTML. Markup escapes values."""
 
 import base64
 import gzip
@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from sparsebench.results.frame import as_csv
 
-PLAIN_BYTES = 20_000  # of CSV; more is packed, to a tenth
+PLAIN_BYTES = 20_000  # larger CSV is compressed, to about a tenth
 
 
 def note(text: str | Markup) -> Markup:
@@ -21,11 +21,16 @@ def folded(title: str, body: Markup) -> Markup:
     return Markup("<details><summary>{}</summary>{}</details>").format(title, body)
 
 
+def wide(drawing: Markup, title: str = "") -> Markup:
+    """Return a drawing that takes the width of the page."""
+    heading = Markup("<h3>{}</h3>").format(title) if title else ""
+    return Markup('<figure class="wide">{}{}</figure>').format(heading, drawing)
+
+
 def download(name: str, data: pd.DataFrame) -> Markup:
-    """Return a link to these lines as CSV. The link holds them: the page is one file."""
-    data_bytes, kind, name = as_csv(data).encode(), "text/csv", f"{name}.csv"
-    if len(data_bytes) > PLAIN_BYTES:
-        data_bytes, kind = gzip.compress(data_bytes, mtime=0), "application/gzip"
-        name += ".gz"
+    """Return a link that holds these lines as CSV, because the page is a single file."""
+    content, kind, name = as_csv(data).encode(), "text/csv", f"{name}.csv"
+    if len(content) > PLAIN_BYTES:
+        content, kind, name = gzip.compress(content, mtime=0), "application/gzip", f"{name}.gz"
     link = '<a class="csv" download="{}" href="data:{};base64,{}">{}</a>'
-    return Markup(link).format(name, kind, base64.b64encode(data_bytes).decode(), name)
+    return Markup(link).format(name, kind, base64.b64encode(content).decode(), name)

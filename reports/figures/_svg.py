@@ -1,7 +1,7 @@
 """matplotlib drawings as inline SVG with the font, ink and colours of the page.
 
-Colours are drawn as stand-ins and become CSS afterwards, so that one drawing serves light and dark:
-INK becomes currentColor, PAPER the page's, the colour of series i becomes var(--series-i).
+matplotlib draws placeholder colours that become CSS afterwards, so that one drawing suits light and
+dark pages: INK becomes currentColor, PAPER the page's colour, series i var(--series-i).
 """
 
 import hashlib
@@ -24,24 +24,24 @@ from matplotlib.markers import MarkerStyle
 
 INK = "#000001"
 PAPER = "#000002"
-OURS, PEER = "#000003", "#000004"  # of lines that are the best of several kernels
+OURS, PEER = "#000003", "#000004"  # lines that show the best of several kernels
 ROLES: dict[str, dict[str, Any]] = {
     "ours": {"color": OURS, "marker": "o", "linestyle": "-"},
     "peer": {"color": PEER, "marker": "^", "linestyle": (0, (5, 1.5))},
     "dense": {"color": INK, "marker": "s", "linestyle": "-"},
 }
 COLOURS = 8  # the palette in templates/report.css
-SALT = 14893  # with it, the kernels that meet in a panel have different colours
+SALT = 14893  # gives kernels that share a panel different colours
 MARKERS = "os^DvPX*"
 HOLLOW: dict[str, Any] = {"linestyle": "none", "markerfacecolor": PAPER, "markeredgewidth": 1.2}
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))]
-OCTAVES = 3  # the colours of cells end at 8× and 1/8×
+OCTAVES = 3  # the colours of cells saturate at 8× and 1/8×
 PALETTE = seaborn.diverging_palette(25, 245, s=80, l=50, as_cmap=True)
 SIZE = (270, 200)  # CSS pixels, before the page scales it
-MARGINS = (48, 38, 10, 8)  # likewise: left, bottom, right, top of the axes
+MARGINS = (48, 38, 10, 8)  # pixels left, below, right and above the axes
 
 COLOURED: list[tuple[str, Any]] = [
-    (r"#0000(1[0-7])", lambda found: f"var(--series-{int(found[1], 16) - 0x10})"),
+    (r"#0000(1[0-7])", lambda match: f"var(--series-{int(match[1], 16) - 0x10})"),
     (OURS, "var(--ours)"),
     (PEER, "var(--peer)"),
     (INK, "currentColor"),
@@ -50,8 +50,8 @@ COLOURED: list[tuple[str, Any]] = [
 
 STYLE: Any = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "sparsebench",  # the same run draws the same bytes
-    "text.parse_math": False,  # a label may hold any text: $ is a dollar
+    "svg.hashsalt": "sparsebench",  # the same run gives the same bytes
+    "text.parse_math": False,  # a label may contain any text, and $ is a dollar
     "font.size": 10,
     "axes.linewidth": 0.8,
     "axes.edgecolor": INK,
@@ -65,9 +65,9 @@ STYLE: Any = {
 
 
 def looks(kernel: str, options: str = "") -> int:
-    """Return the number of a kernel's look, the same on every page; options change its dashes.
+    """Return the number of a kernel's look, the same on every page; options change the dashes.
 
-    The backward kernels of a family look like its forward one: they are never in one panel.
+    A backward kernel looks like the forward one, because they never share a panel.
     """
     stem = kernel.removesuffix("_dgrad").removesuffix("_wgrad")
     colour, marker = hashlib.sha256(f"{SALT} {stem}".encode()).digest()[:2]
@@ -89,20 +89,20 @@ def series(number: int) -> dict[str, Any]:
 
 
 def distinct(page: str) -> str:
-    """Return a page whose drawings have different ids: matplotlib names equal markers alike."""
+    """Make the ids of a page's drawings unique: matplotlib gives equal markers the same id."""
     counted = count(1)
 
-    def own(drawing: re.Match[str]) -> str:
+    def unique(drawing: re.Match[str]) -> str:
         number = next(counted)
         return re.sub(r'(id="|#)([mpC][0-9a-f]{8,})', rf"\1\2-{number}", drawing[0])
 
-    return re.sub(r"<svg.*?</svg>", own, page, flags=re.DOTALL)
+    return re.sub(r"<svg.*?</svg>", unique, page, flags=re.DOTALL)
 
 
 def shade(ratio: float) -> tuple[str, str]:
-    """Return the colour of a cell and that of its text: blue above 1, orange below it.
+    """Return the colours of a cell and of its text: blue above 1, orange below 1.
 
-    The text is black or white, whichever has the higher contrast (WCAG 2): 4.6 at least.
+    The text is black or white, whichever has the higher contrast (WCAG 2, at least 4.6).
     """
     octaves = float(np.clip(np.log2(ratio), -OCTAVES, OCTAVES))
     colour = PALETTE(0.5 + octaves / OCTAVES / 2)[:3]
@@ -112,9 +112,9 @@ def shade(ratio: float) -> tuple[str, str]:
 
 
 def canvas(size: tuple[int, int] = SIZE, fitted: bool = False) -> tuple[Figure, Axes]:
-    """Return an empty drawing; enter `style()` around all that draws on it.
+    """Return an empty drawing, to be used inside `style()`.
 
-    `fitted` makes room for long labels, and doubles the time to draw.
+    `fitted` makes room for long labels and doubles the time to draw.
     """
     figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained" if fitted else None)
     FigureCanvasSVG(figure)
@@ -127,19 +127,19 @@ def canvas(size: tuple[int, int] = SIZE, fitted: bool = False) -> tuple[Figure, 
 
 
 def style() -> Any:
-    """Return the context in which everything is drawn and written."""
+    """Return the context in which drawings are made and written."""
     return matplotlib.rc_context(STYLE)
 
 
-def svg(figure: Figure, label: str, values: Mapping[str, Sequence[str]] | None = None) -> Markup:
-    """Return a drawing as an SVG element, with a label for screen readers.
+def svg(figure: Figure, label: str, titles: Mapping[str, Sequence[str]] | None = None) -> Markup:
+    """Return a drawing as an SVG element with a label for screen readers.
 
-    `values` are what the markers of a line with this gid say when they are pointed at.
+    titles  by the gid of a line, the tooltips of its markers
     """
     file = StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = _titled(file.getvalue(), values or {})
-    body = text[text.index("</defs>") + len("</defs>") : text.rindex("</svg>")]  # style left out
+    text = _titled(file.getvalue(), titles or {})
+    body = text[text.index("</defs>") + len("</defs>") : text.rindex("</svg>")]  # without the style
     changes = [
         (r'<g id="(?:of )([^"]*)">', r'<g class="\1">'),
         (r' id="(?![mpC][0-9a-f_]{8,}")[^"]*"', ""),
@@ -158,19 +158,19 @@ def svg(figure: Figure, label: str, values: Mapping[str, Sequence[str]] | None =
 
 @cache
 def swatch(number: int | None) -> Markup:
-    """Return a short piece of a contender's line for a legend; None is the baseline."""
+    """Return a sample of a contender's line for a legend; None is the baseline."""
     return _swatch({"color": INK, "linewidth": 1.2} if number is None else series(number))
 
 
 @cache
 def role(name: str) -> Markup:
-    """Return a short piece of a role's line for a legend."""
+    """Return a sample of a role's line for a legend."""
     return _swatch({"markersize": 4.2, "linewidth": 1.5, **ROLES[name]})
 
 
-def roles(words: Mapping[str, str]) -> Markup:
-    """Return a legend of roles and what they are called."""
-    items = (Markup("<li>{}{}</li>").format(role(name), said) for name, said in words.items())
+def roles(names: Mapping[str, str]) -> Markup:
+    """Return a legend of roles with their names."""
+    items = (Markup("<li>{}{}</li>").format(role(key), name) for key, name in names.items())
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))
 
 
@@ -180,11 +180,11 @@ def hollow() -> Markup:
     return _swatch({"color": INK, "marker": "o", "markersize": 5} | HOLLOW)
 
 
-def _titled(text: str, values: Mapping[str, Sequence[str]]) -> str:
-    """Put a title into each marker of the lines that have values."""
-    for gid, titles in values.items():
+def _titled(text: str, titles: Mapping[str, Sequence[str]]) -> str:
+    """Put a title into each marker of these lines."""
+    for gid, texts in titles.items():
         head, mark, rest = text.partition(f'<g id="{gid}">')
-        for title in titles:
+        for title in texts:
             before, use, after = rest.partition("<use ")
             inside, _, after = after.partition("/>")
             head += mark + before + use + inside + f"><title>{escape(title)}</title></use>"
@@ -194,7 +194,7 @@ def _titled(text: str, values: Mapping[str, Sequence[str]]) -> str:
 
 
 def _swatch(look: dict[str, Any]) -> Markup:
-    """Draw 30 × 12 pixels by hand: a legend has many, and needs no ids for its markers."""
+    """Draw 30 × 12 pixels by hand: legends have many samples, and these need no ids."""
     marker, pattern = MarkerStyle(look.get("marker", "")), look.get("linestyle", "-")
     path = marker.get_path().transformed(marker.get_transform())
     shape: Any = path.to_polygons()
@@ -210,7 +210,7 @@ def _swatch(look: dict[str, Any]) -> Markup:
 
 
 def _coloured(text: str) -> str:
-    """Put the page's colours in the place of their stand-ins."""
+    """Replace the placeholder colours by those of the page."""
     for pattern, new in COLOURED:
         text = re.sub(pattern, new, text)
     return text

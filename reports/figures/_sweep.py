@@ -1,6 +1,6 @@
-"""Small multiples: a quantity against the swept field; lines are contenders, panels are shapes.
+"""Small multiples: a quantity against the swept field, a line per contender, a panel per shape.
 
-log2 y │   ●──●──○      band: the interval, or the range or quartiles; hollow: undecided
+log2 y │   ●──●──○      band: the interval, the range or the quartiles; hollow: undecided
      1 ┼──────────── baseline
        └─────────── x: sparsity on a log scale of density, or m ...
 """
@@ -30,13 +30,24 @@ from sparsebench.reports.figures._svg import (
     svg,
     swatch,
 )
-from sparsebench.results.formatting import significant
+from sparsebench.results.formatting import amount, significant
 
-NARROWEST = 1.3  # least ratio of the ends of y
-FAR = 2.0  # y ends at contenders so much slower than the best one
+NARROWEST = 1.3  # least ratio of the ends of the y axis
+FAR = 2.0  # the y axis leaves out contenders that are slower by more than this factor
 OPEN = 12  # panels shown at once; the others are folded
-WIDTH, CHARACTER = 205, 6  # CSS pixels: least width of an x axis, and of a character
-LEVELS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]  # ticks where levels are many
+WIDTH, CHARACTER = 205, 6  # CSS pixels of the narrowest x axis and of a character
+LEVELS = [
+    0,
+    0.5,
+    0.75,
+    0.9,
+    0.95,
+    0.98,
+    0.99,
+    0.995,
+    0.998,
+    0.999,
+]  # ticks for many levels
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Sweep:
         return np.asarray(np.log2(values)) if self.values.min() > 0 else values
 
     def dress(self, axes: Axes) -> None:
-        """Put ticks at what was measured, with labels where there is room for them."""
+        """Put ticks at the measured values, with labels if there is room for them."""
         ticks = self.values
         if self.name == "level" and len(ticks) > 8:
             ticks = np.array([v for v in LEVELS if ticks[0] <= v <= ticks[-1]])
@@ -73,8 +84,8 @@ class Sweep:
 class Quantity:
     """A column to draw, the columns of its interval, its name with the unit, the baseline's value.
 
-    Markers are hollow where the column `hollow` is True. `best` is `most` or `least`: which of
-    several contenders is drawn for all; "" draws each of them.
+    hollow  a column of booleans: the markers of these cases are hollow
+    best    `most` or `least` draws the best contender at each x; "" draws every contender
     """
 
     column: str
@@ -87,7 +98,7 @@ class Quantity:
 
 
 def apart(middles: NDArray[np.float64], labels: Sequence[str]) -> list[str]:
-    """Leave out labels that would touch the next one; `middles` are pixels from the left."""
+    """Blank the labels that would touch the next one; `middles` are pixels from the left."""
     kept, free = list(labels), np.inf
     for i in reversed(range(len(kept))):
         half = CHARACTER * (len(labels[i]) + 1) / 2
@@ -104,19 +115,20 @@ def sweep(cases: pd.DataFrame, x: str) -> Sweep:
 
 
 def legend(names: Mapping[str, int], solid: str, empty: str = "", roles: bool = False) -> Markup:
-    """Return a legend: each series, the meaning of the plain line, and that of hollow markers.
+    """Return a legend: every series, the solid line, and the meaning of hollow markers.
 
-    With `roles`, series are shown on demand: a box to tick draws every contender.
+    With `roles`, a checkbox shows every contender.
     """
     entries = [(swatch(None), solid)] + ([(hollow(), empty)] if empty else [])
-    own = [(swatch(number), name) for name, number in names.items()]
+    contenders = [(swatch(number), name) for name, number in names.items()]
     item = Markup("<li>{}{}</li>")
     if not roles:
-        items = Markup("").join(item.format(*entry) for entry in own + entries)
+        items = Markup("").join(item.format(*entry) for entry in contenders + entries)
         return Markup('<ul class="legend">{}</ul>').format(items)
     entries = [(role("ours"), "best of ours"), (role("peer"), "best sparse peer"), *entries]
     first = Markup("").join(item.format(*entry) for entry in entries)
-    every = Markup("").join(Markup('<li class="others">{}{}</li>').format(*each) for each in own)
+    other = Markup('<li class="others">{}{}</li>')
+    every = Markup("").join(other.format(*entry) for entry in contenders)
     box = '<li><label><input type="checkbox" data-every> every contender near them</label></li>'
     return Markup('<ul class="legend">{}{}{}</ul>').format(first, Markup(box), every)
 
@@ -128,10 +140,10 @@ def draw_panels(
     quantity: Quantity,
     dress: Callable[[Axes, pd.DataFrame], Markup],
 ) -> Markup:
-    """Draw the panels that have two points or more; `dress` adds to one, returns its caption.
+    """Draw the panels with two points or more; `dress` adds to a panel and returns its caption.
 
-    Where the quantity has a `best`, the best of ours and the best sparse peer are drawn, and every
-    other contender on demand.
+    If the quantity has a `best`, draw the best of ours and the best sparse peer, and the other
+    contenders on demand.
     """
     drawn = []
     with style():
@@ -141,41 +153,60 @@ def draw_panels(
             figure, axes = canvas()
             axes.set_yscale("log")
             axes.set_ylim(*_bounds(group, quantity))
-            said = _roles(axes, group, axis, quantity) if quantity.best else {}
+            titles = _roles(axes, group, axis, quantity) if quantity.best else {}
             for label, number in frames.series_of(group).items():
-                own, gid = group[group.label == label], f"of others-{len(said)}"
-                shown = gid if quantity.best else f"of line-{len(said)}"
-                said[shown] = _line(axes, own, axis, quantity, series(number), shown)
+                gid = f"of {'others' if quantity.best else 'line'}-{len(titles)}"
+                line = group[group.label == label]
+                titles[gid] = _line(axes, line, axis, quantity, series(number), gid)
             _dress(axes, axis, quantity)
             caption = dress(axes, group)
-            drawn.append((title, svg(figure, f"{quantity.name}, {title}", said), caption))
+            drawn.append((title, svg(figure, f"{quantity.name}, {title}", titles), caption))
     return side_by_side(drawn)
 
 
 def left_out(groups: list[tuple[str, pd.DataFrame]], x: str) -> str:
-    """Say how many panels would hold a single point: the table has them."""
+    """Return a sentence that counts the panels with a single point; "" if there are none."""
     count = sum(group[x].round(4).nunique() < 2 for _, group in groups)
-    table = "the table of every case has them." if count else ""
-    return f" {count} with a single point are not drawn: {table}" if count else ""
+    where = "the table of every case lists these points"
+    noun = amount(count, "panel")
+    return (
+        f" {noun} with a single point {'are' if count > 1 else 'is'} not drawn; {where}."
+        if count
+        else ""
+    )
 
 
 def _roles(
     axes: Axes, cases: pd.DataFrame, axis: Sweep, quantity: Quantity
 ) -> dict[str, list[str]]:
     """Draw the best of ours and the best sparse peer at each x."""
-    said = {}
+    titles = {}
     for side in ("peer", "ours"):
-        own = cases[cases.side == side].sort_values(quantity.column, kind="stable")
-        own = own[::-1] if quantity.best == "most" else own
-        at = own[axis.name].round(4)
-        best = own[~at.duplicated()] if own.source.isna().all() else own
+        ranked = cases[cases.side == side].sort_values(quantity.column, kind="stable")
+        ranked = ranked[::-1] if quantity.best == "most" else ranked
+        at = ranked[axis.name].round(4)
+        best = ranked[~at.duplicated()] if ranked.source.isna().all() else ranked
         look = {"markersize": 4.6, "linewidth": 1.6, "markeredgewidth": 0, **ROLES[side]}
-        said[f"of {side}"] = _line(axes, best, axis, quantity, look, f"of {side}")
-    return said
+        titles[f"of {side}"] = _line(axes, best, axis, quantity, look, f"of {side}")
+    return titles
+
+
+def scatter(
+    axes: Axes, cases: pd.DataFrame, columns: tuple[str, str], texts: "pd.Series[str]"
+) -> dict[str, list[str]]:
+    """Draw a point per case in the look of its side, and return the tooltips by gid."""
+    titles = {}
+    for side in ("dense", "peer", "ours"):
+        chosen = cases.side == side
+        look = {**ROLES[side], "linestyle": "none", "markersize": 3.6, "markeredgewidth": 0}
+        x, y = (cases[chosen][name] for name in columns)
+        axes.plot(x, y, gid=f"of {side}", alpha=0.75, **look)
+        titles[f"of {side}"] = [*texts[chosen]]
+    return titles
 
 
 def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
-    """Lay out panels (title, drawing, caption): the first OPEN of them, the others folded."""
+    """Lay out panels (title, drawing, caption): show the first OPEN, and fold the others."""
     figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
     figures = [figure.format(*panel) for panel in drawn]
     shown = Markup('<div class="panels">{}</div>').format(Markup("").join(figures[:OPEN]))
@@ -186,11 +217,10 @@ def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
 
 
 def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:
-    """Return limits where the data and the baseline are; they span NARROWEST: noise stays small."""
-    kept = cases
-    logs = np.log(kept[[quantity.low, quantity.high, quantity.column]].to_numpy(dtype=float))
+    """Return limits around the data and the baseline; they span at least NARROWEST."""
+    logs = np.log(cases[[quantity.low, quantity.high, quantity.column]].to_numpy(dtype=float))
     if quantity.best:
-        logs = logs[_near(kept, quantity)]
+        logs = logs[_near(cases, quantity)]
     base = np.nan if quantity.baseline is None else np.log(quantity.baseline)
     low, high = np.nanmin([np.nanmin(logs), base]), np.nanmax([np.nanmax(logs), base])
     margin = max(0.06 * (high - low), (np.log(NARROWEST) - (high - low)) / 2)
@@ -198,7 +228,7 @@ def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:
 
 
 def _near(cases: pd.DataFrame, quantity: Quantity) -> NDArray[np.bool_]:
-    """Say which cases are within FAR of the best one of their problem and side."""
+    """Return which cases are within FAR of the best one of their problem and side."""
     value = cases[quantity.column]
     best = value.groupby([cases.problem_id, cases.side]).transform(
         "max" if quantity.best == "most" else "min"
@@ -210,15 +240,15 @@ def _near(cases: pd.DataFrame, quantity: Quantity) -> NDArray[np.bool_]:
 def _line(
     axes: Axes, cases: pd.DataFrame, axis: Sweep, quantity: Quantity, look: Any, gid: str
 ) -> list[str]:
-    """Draw a line with its interval, and return what its markers say."""
-    seen = cases[quantity.column].between(*axes.get_ylim())  # far slower ones are in the table
+    """Draw a line with its interval, and return the tooltips of its markers."""
+    seen = cases[quantity.column].between(*axes.get_ylim())  # the table lists far slower ones
     cases = cases[seen].sort_values(axis.name)
     if cases.empty:
         return []
     x = axis.place(cases[axis.name])
     columns = quantity.column, quantity.low, quantity.high
     y, low, high = (cases[name].to_numpy(dtype=float) for name in columns)
-    many = cases.source.notna().any()  # patterns from files are no sweep: no line joins them
+    many = cases.source.notna().any()  # patterns from files are no sweep, so no line joins them
     axes.plot(x, y, gid=gid, **look | ({"linestyle": "none"} if many else {}))
     if quantity.hollow and not gid.startswith("of others"):
         empty = cases[quantity.hollow].to_numpy(dtype=bool)
@@ -246,7 +276,7 @@ def _dress(axes: Axes, axis: Sweep, quantity: Quantity) -> None:
 
 
 def log_ticks(axes: Axes) -> None:
-    """Make y logarithmic, with four to nine ticks where the data is: 1, 1.1, 1.2 or 1, 10, 100."""
+    """Make y logarithmic with four to nine ticks: 1, 1.1, 1.2 or 1, 10, 100."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(FixedLocator(round_values(low, high)))
@@ -258,7 +288,7 @@ def log_ticks(axes: Axes) -> None:
 
 
 def log_scale(axes: Axes, low: float, high: float) -> None:
-    """Make x logarithmic between two values, and both axes round: of a figure without levels."""
+    """Make both axes logarithmic with round ticks; x spans two values."""
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     log_ticks(axes)
@@ -269,12 +299,11 @@ def log_scale(axes: Axes, low: float, high: float) -> None:
 
 def round_values(low: float, high: float) -> list[float]:
     """Return four to nine round values between two positive ones."""
-    found: list[float] = []
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
         values = [float(f"{step * 10.0**power:.3g}") for power in powers for step in steps]
-        found = [value for value in values if low <= value <= high]
-        if len(found) >= 4:
-            return found[:: -(-len(found) // 9)]
+        inside = [value for value in values if low <= value <= high]
+        if len(inside) >= 4:
+            return inside[:: -(-len(inside) // 9)]
     return [float(f"{value:.6g}") for value in MaxNLocator(6).tick_values(low, high)
             if low <= value <= high]  # fmt: skip

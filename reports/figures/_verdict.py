@@ -1,10 +1,10 @@
-"""How the report writes verdicts, and which cases it draws as undecided.
+"""How a report writes outcomes, and which cases it draws with hollow markers.
 
     faster, slower, no difference     the outcome of a case (results/statistics.py)
-    inconclusive (+3 would decide)    3 more processes would decide
+    inconclusive (+3 would decide)    three more processes would decide
     –                                 no verdict: a baseline, or fewer than FEWEST processes
 
-With fewer than FEWEST processes (a look) the range or the quartiles take the place of a verdict.
+With fewer than FEWEST processes (a look) the range or the quartiles replace the verdict.
 """
 
 from typing import Any
@@ -25,40 +25,38 @@ UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
 
 
 def any_verdict(cases: pd.DataFrame) -> bool:
-    """Say whether any case has a verdict."""
+    """Return whether any case has a verdict."""
     return bool(cases.outcome.isin(list(Outcome)).any())
 
 
 def clear(cases: pd.DataFrame) -> pd.Series:
-    """Say which cases are clearly faster: the verdict says so, or in a look the whole interval."""
-    if any_verdict(cases):
-        return cases.outcome == Outcome.FASTER
-    return cases.speedup_low > 1
+    """Return which cases are faster: by their verdicts, or in a look by their whole interval."""
+    return cases.outcome == Outcome.FASTER if any_verdict(cases) else cases.speedup_low > 1
 
 
 def undecided(cases: pd.DataFrame) -> pd.Series:
-    """Say which cases are not told apart from their baseline; in a look the interval contains 1."""
+    """Return which cases may be as fast as the baseline; in a look the interval contains 1."""
     spans = (cases.speedup_low <= 1) & (cases.speedup_high >= 1)
     return spans.where(~cases.outcome.isin(list(Outcome)), cases.outcome.isin(UNDECIDED))
 
 
 def meaning(cases: pd.DataFrame) -> tuple[str, str]:
-    """Say what `clear` and `undecided` mean among these cases."""
+    """Return in words what `clear` and `undecided` mean for these cases."""
     if not any_verdict(cases):
         return "the whole interval is above 1", "the interval contains 1"
-    faster = f"the whole interval is above 1 and does not end before {1 + MARGIN:g}"
+    faster = f"the whole interval is above 1, its upper end is at least {1 + MARGIN:g}"
     rate = f"{100 * FALSE_DISCOVERIES:g} %"
     return f"{faster}, and q ≤ {rate}", f"no difference of {100 * MARGIN:g} %, or inconclusive"
 
 
 def outcome(line: "pd.Series[Any]") -> str:
-    """Write the outcome of a case; a dash where it has none."""
-    words = str(line.outcome).replace("_", " ")
+    """Write the outcome of a case; a dash if it has none."""
+    text = str(line.outcome).replace("_", " ")
     if line.outcome != Outcome.INCONCLUSIVE:
-        return words or "–"
+        return text or "–"
     if pd.isna(line.more_processes):
-        return f"{words} ({MOST} processes would not decide)"
-    return f"{words} (+{line.more_processes} would decide)"
+        return f"{text} ({MOST} processes would not decide)"
+    return f"{text} (+{line.more_processes} would decide)"
 
 
 def above_floor(line: "pd.Series[Any]") -> str:
@@ -68,9 +66,9 @@ def above_floor(line: "pd.Series[Any]") -> str:
 
 
 def intervals(cases: pd.DataFrame) -> str:
-    """Say what the intervals of these cases are."""
+    """Return a sentence that says what the intervals of these cases are."""
     exact = cases.interval_kind == IntervalKind.CONFIDENCE
-    sure = [f"{interval} (Hodges-Lehmann)" for interval in sorted(cases.interval[exact].unique())]
+    sure = [f"{name} (Hodges-Lehmann)" for name in sorted(cases.interval[exact].unique())]
     looks = sorted(cases.interval[~exact].unique())
-    caution = ". Ranges are no verdict." if sure else "; they are not confidence intervals."
+    caution = ". Ranges are not verdicts." if sure else "; these are not confidence intervals."
     return f"Intervals: {', '.join(sure + looks)}{caution if looks else '.'}"

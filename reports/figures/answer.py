@@ -1,12 +1,12 @@
-"""The first screen: who wins, from which sparsity on, by how much; a map and a figure.
+"""The first screen: the fastest format, its break-even and its lead, with a map and a figure.
 
-    m ▾   n × k ▾   dtype ▾   block ▾        a view for each choice; the script shows one
-    BSR beats dense: blocks of 16 from a point between 50 % and 80 %
+    m ▾   n × k ▾   dtype ▾   block ▾        a view per choice; the script shows one of them
+    BSR beats dense with blocks of 16 from between 50 % and 80 % on
     ┌──────┬──────┐   ×│    ●──●  ours
     │ 1.2× │ 3.2× │    │ ▲──▲     best sparse peer
     └──────┴──────┘   1┼───────── dense
 
-Sentences and cells are those of results/answer.py and results/contests.py: here they are drawn.
+The sentences come from results/answer.py and the cells from results/contests.py.
 """
 
 import json
@@ -21,8 +21,8 @@ from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
 from sparsebench.reports.figures._sweep import log_ticks
 from sparsebench.reports.tables import html_table
-from sparsebench.results.answer import against, sentences, variants, where, winner, word
-from sparsebench.results.contests import ANY, MOST, View, every, ordered
+from sparsebench.results.answer import against, field_text, sentences, variants, where, winner
+from sparsebench.results.contests import ANY, MOST, View, all_views, ordered
 from sparsebench.results.formatting import FORMATS, between, duration, percent, plain, times
 
 TITLE = "Which format wins"
@@ -31,56 +31,48 @@ ORDER = 10
 SIZE = (400, 235)
 HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
 LINES = {"ours": "best of ours", "peer": "best sparse peer", "dense": "dense"}
-DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_settled"]
+DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_decided"]
 DATA += ["best_median_us", "ours_label", "ours_gain", "ours_low", "ours_high", "peer_label"]
 DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us", "best_case_id"]
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw every view, the first one openly, and the ways to choose among them."""
-    found = every(frames.cases)
-    if not found:
-        return Markup("<p>No case of this run has a time: there is no answer.</p>")
-    ways = found[:MOST]
-    shown = Markup("").join(_view(i, view, frames.cases) for i, view in enumerate(ways))
-    return _choose(ways) + shown + _left_out(len(found) - len(ways), len(found))
+    """Draw every view with selectors; all views but the first are hidden."""
+    views = all_views(frames.cases)
+    if not views:
+        return Markup("<p>No case of this run has a time, so there is no answer.</p>")
+    drawn = [_view(i, view, frames.cases) for i, view in enumerate(views[:MOST])]
+    rest = f"{len(views) - MOST} of {len(views)} choices are not drawn here. "
+    rest += "The table of every case lists all cases."
+    more = note(rest) if len(views) > MOST else NOTHING
+    return _choose(views[:MOST]) + Markup("").join(drawn) + more
 
 
-def _left_out(count: int, total: int) -> Markup:
-    """Say how many views are not on the page, if any."""
-    if not count:
-        return NOTHING
-    said = f"{count} of {total} choices are not drawn here. Every case is in the table of cases."
-    return note(said)
-
-
-def _choose(ways: list[View]) -> Markup:
-    """Return a selector for each field that views differ in."""
-    names = [n for n in ways[0].choice if len({view.choice.get(n) for view in ways}) > 1]
+def _choose(views: list[View]) -> Markup:
+    """Return a selector for each field in which views differ."""
+    names = [n for n in views[0].choice if len({view.choice.get(n) for view in views}) > 1]
     if not names:
         return NOTHING
-    fields = Markup("").join(_select(name, ways) for name in names)
-    form = (
-        '<form class="choose" aria-label="what is shown">{}<output role="status"></output></form>'
-    )
+    fields = Markup("").join(_select(name, views) for name in names)
+    form = '<form class="choose" aria-label="View">{}<output role="status"></output></form>'
     return Markup(form).format(fields)
 
 
-def _select(name: str, ways: list[View]) -> Markup:
-    values = pd.Series([view.choice[name] for view in ways if view.choice.get(name)])
+def _select(name: str, views: list[View]) -> Markup:
+    values = pd.Series([view.choice[name] for view in views if view.choice.get(name)])
     words = {"all": "all, as rows", ANY: "the best"}
     first = [value for value in ("all", ANY) if value in set(values)]
-    found = [*first, *(value for value in _sorted(values) if value not in words)]
-    options = Markup("").join(
+    options = [*first, *(value for value in _sorted(values) if value not in words)]
+    items = Markup("").join(
         Markup('<option value="{}"{}>{}</option>').format(
             value,
-            Markup(" selected") if value == ways[0].choice[name] else "",
+            Markup(" selected") if value == views[0].choice[name] else "",
             words.get(value, value),
         )
-        for value in found
+        for value in options
     )
     return Markup('<label>{} <select name="{}" autocomplete="off">{}</select></label>').format(
-        HEADS.get(name, name), name, options
+        HEADS.get(name, name), name, items
     )
 
 
@@ -93,11 +85,11 @@ def _sorted(values: "pd.Series[Any]") -> list[str]:
 
 def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
     page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
-    said = Markup("").join(_said(sentence) for sentence in sentences(view))
+    items = Markup("").join(_item(sentence) for sentence in sentences(view))
     return Markup(page).format(
         json.dumps(view.choice),
         Markup(" hidden") if number else "",
-        Markup('<ul class="answers">{}</ul>').format(said),
+        Markup('<ul class="answers">{}</ul>').format(items),
         Markup('<p class="where">{}</p>').format(
             " · ".join(filter(None, [where(view), variants(view, cases)]))
         ),
@@ -106,30 +98,34 @@ def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
     )
 
 
-def _said(sentence: str) -> Markup:
-    """Set what comes before the colon apart: it says what the sentence is about."""
+def _item(sentence: str) -> Markup:
+    """Print the topic of a sentence, which ends in a colon, in bold."""
     head, colon, rest = sentence.partition(": ")
-    said = Markup("<b>{}:</b> {}").format(head, rest) if colon else head
-    return Markup("<li>{}</li>").format(said)
+    text = Markup("<b>{}:</b> {}").format(head, rest) if colon else head
+    return Markup("<li>{}</li>").format(text)
 
 
 def _map(view: View) -> Markup:
     columns = ordered(view.cells.x)
-    found = {(line.x, line.y): line for _, line in view.cells.iterrows()}
+    lines = {(line.x, line.y): line for _, line in view.cells.iterrows()}
     rows = [
         [
-            Markup('<span class="row">{}</span>').format(word(view.y, row) if view.y else ""),
-            *(_cell(view, found.get((column, row))) for column in columns),
+            Markup('<span class="row">{}</span>').format(field_text(view.y, row) if view.y else ""),
+            *(_cell(view, lines.get((column, row))) for column in columns),
         ]
         for row in ordered(view.cells.y)
     ]
     heads = [Markup('<span class="unseen">{}</span>').format(HEADS.get(view.y, view.y or "case"))]
-    words = [percent(value) if view.x == "level" else word(view.x, value) for value in columns]
+    words = [
+        percent(value) if view.x == "level" else field_text(view.x, value) for value in columns
+    ]
     words = [text.removeprefix("n × k ") for text in words]
-    read = "Each cell: the fastest sparse contender over the fastest dense one, and who wins. "
-    read += "Hatched: not settled. A cell leads to its case."
+    read = "Each cell shows the winner and the speed-up of the fastest sparse contender over the "
+    read += "fastest dense one. Hatched: within the noise. A cell links to its case."
     if (view.cells["count"] > 1).any():
-        read += f" Of up to {view.cells['count'].max()} problems in a cell: the median one."
+        read += (
+            f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."
+        )
     return Markup('<figure class="map">{}<figcaption>{}</figcaption></figure>').format(
         html_table([*heads, *words], rows, "map"), read
     )
@@ -142,18 +138,18 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
     look = '<a class="cell{}" href="#case-{}" style="background-color:{};color:{}" title="{}">'
     look += "<b>{}</b>{}</a>"
     return Markup(look).format(
-        "" if line.best_settled else " undecided",
+        "" if line.best_decided else " undecided",
         line.best_case_id,
         paint,
         ink,
-        f"{word(view.x, line.x)}{view.units}: {winner(line)}",
+        f"{field_text(view.x, line.x)}{view.units}: {winner(line)}",
         times(line.best_gain, line.best_half),
         Markup("_<wbr>").join(_who(view, line).split("_")),
     )
 
 
 def _who(view: View, line: "pd.Series[Any]") -> str:
-    """Name the winner of a cell; its format and block too, where rows are no blocks."""
+    """Name the winner of a cell, with its format and block unless rows are blocks."""
     if not line.best_gain > 1:
         return f"dense, {line.dense_name}"
     if view.y == "block" or line.best_tile in ("", "1"):
@@ -163,10 +159,10 @@ def _who(view: View, line: "pd.Series[Any]") -> str:
 
 
 def _along(view: View) -> tuple[str, pd.DataFrame, str]:
-    """Return the field along x of the figure, its cells, and what they have in common.
+    """Return the field on the x axis of the figure, its cells, and what these share.
 
-    Where rows are a choice, it is the map's x and the best row. Where rows are given (m, or a
-    shape), it is the rows, at the last of the columns that readers ask about.
+    If rows are blocks, x is that of the map, with the best row. If rows are m or shapes, they
+    become x, at one column: 90 % sparsity or m 16 if it was measured.
     """
     cells = view.cells[view.cells.best_gain.notna()]
     if view.y in ("", "block") or cells.empty:
@@ -176,8 +172,8 @@ def _along(view: View) -> tuple[str, pd.DataFrame, str]:
     usual = {"level": 0.9, "m": 16}.get(view.x)
     chosen = usual if usual in values else values[-1 if view.x == "level" else 0]
     at = cells[cells.x == chosen]
-    said = word(view.x, chosen) + view.units
-    return view.y, at.assign(at=at.y), said if view.x == "level" else f"at {said}"
+    column = field_text(view.x, chosen) + view.units
+    return view.y, at.assign(at=at.y), column if view.x == "level" else f"at {column}"
 
 
 def _figure(number: int, view: View) -> Markup:
@@ -186,11 +182,11 @@ def _figure(number: int, view: View) -> Markup:
         return NOTHING
     places = {value: i for i, value in enumerate(ordered(cells["at"]))}
     cells = cells.assign(place=cells["at"].map(places)).sort_values("place")
-    words = {}
+    titles = {}
     with style():
         figure, axes = canvas(SIZE, fitted=name == "shape")
         for side in ("peer", "ours"):
-            words[f"of {side}"] = _line(axes, cells[cells[f"{side}_gain"].notna()], side, name)
+            titles[f"of {side}"] = _line(axes, cells[cells[f"{side}_gain"].notna()], side, name)
         axes.axhline(1, color=INK, linewidth=1.2)
         labels = [percent(value) if name == "level" else plain(value) for value in places]
         axes.set_xticks(range(len(places)), labels, rotation=20 if name == "shape" else 0)
@@ -198,7 +194,7 @@ def _figure(number: int, view: View) -> Markup:
         axes.set_xlabel({"level": level, "shape": "n × k"}.get(name, name))
         axes.set_ylabel("speed-up over dense, ×")
         log_ticks(axes)
-        drawing = svg(figure, f"Speed-up over dense by {HEADS.get(name, name)}", words)
+        drawing = svg(figure, f"Speed-up over dense by {HEADS.get(name, name)}", titles)
     sides = ["ours", "peer"] if cells.peer_gain.notna().any() else ["ours"]
     legend = Markup("").join(Markup("<li>{}{}</li>").format(role(s), LINES[s]) for s in sides)
     caption = '<ul class="legend">{}<li>line at 1: {}</li></ul><p>{} {}</p>'
@@ -215,7 +211,7 @@ def _figure(number: int, view: View) -> Markup:
 
 
 def _line(axes: Axes, cells: pd.DataFrame, side: str, name: str) -> list[str]:
-    """Draw one role with its interval, and return what its markers say."""
+    """Draw one role with its interval, and return the tooltips of its markers."""
     columns = [cells[f"{side}_{part}"].to_numpy(dtype=float) for part in ("gain", "low", "high")]
     gain, low, high = columns
     look = {"markersize": 5, "linewidth": 1.6, "markeredgewidth": 0, **ROLES[side]}
@@ -226,7 +222,7 @@ def _line(axes: Axes, cells: pd.DataFrame, side: str, name: str) -> list[str]:
         axes.fill_between(cells.place, low, high, color=look["color"], alpha=0.18, linewidth=0)
     axes.vlines(cells.place, low, high, color=look["color"], linewidth=1.4, alpha=0.7)
     return [
-        f"{word(name, line['at'])}: {line[f'{side}_label']} "
+        f"{field_text(name, line['at'])}: {line[f'{side}_label']} "
         f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
         for _, line in cells.iterrows()

@@ -1,4 +1,4 @@
-"""A map of block and sparsity: the fastest contender but the baseline in each cell."""
+"""A map of block and sparsity: the fastest contender other than the baseline in each cell."""
 
 from typing import Any
 
@@ -32,20 +32,20 @@ def _maps(raced: pd.DataFrame) -> Markup:
     maps = [_map(title, group) for title, group in groups if group.block.nunique() > 1]
     if not maps:
         return NOTHING
-    words = f"{same}. The fastest contender but the baseline, and its speed-up over the baseline; "
-    words += "≈: the runner-up is not told apart from it. Blue: faster than the baseline; "
-    words += f"hatched: {meaning(raced)[1]}."
+    words = f"{same}. Each cell shows the fastest contender other than the baseline and its "
+    words += "speed-up over the baseline. ≈: the runner-up may be as fast. Blue: faster than the "
+    words += f"baseline. Hatched: {meaning(raced)[1]}."
     return note(words) + Markup('<div class="maps">{}</div>').format(Markup("").join(maps))
 
 
 def _map(title: str, cells: pd.DataFrame) -> Markup:
     levels = sorted(cells.level.round(3).unique())
-    found = {(line.block, round(line.level, 3)): line for _, line in cells.iterrows()}
+    lines = {(line.block, round(line.level, 3)): line for _, line in cells.iterrows()}
     rows = [
-        [block, *(_cell(found.get((block, level))) for level in levels)]
+        [block, *(_cell(lines.get((block, level))) for level in levels)]
         for block in ordered(cells.block)
     ]
-    heads = ["block", *(percent(level) for level in levels)]
+    heads = ["block", *map(percent, levels)]
     return Markup("<figure><h3>{}</h3>{}</figure>").format(title, html_table(heads, rows, "map"))
 
 

@@ -1,4 +1,4 @@
-"""All cases in one table that sorts and filters, and the same data as CSV."""
+"""Every case in one table that sorts and filters, and the same data as CSV."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,25 +18,25 @@ ORDER = 100
 
 
 def draw(frames: Frames) -> Markup:
-    """Show one line per case; the page holds the whole summary as CSV."""
+    """Show one line per case. The page also holds the whole summary as CSV."""
     cases = frames.cases
     if cases.empty:
         return NOTHING
     names = [name for name in fields(cases) if name != "sparsity" and cases[name].notna().any()]
     names = [n for n in ["op", *names, *MEASURE] if cases[n].nunique(dropna=False) > 1]
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
-    said = cases.assign(
+    written = cases.assign(
         outcome=[outcome(line) for _, line in cases.iterrows()],
         above=[above_floor(line) for _, line in cases.iterrows()],
     )
-    shown = [column for column in COLUMNS if column[1] in said]
+    shown = [column for column in COLUMNS if column[1] in written]
     heads += [head for head, _, _ in shown]
-    columns = [[_text(value) for value in said[name]] for name in names]
-    columns += [[write(value) for value in said[name]] for _, name, write in shown]
+    columns = [[_text(value) for value in written[name]] for name in names]
+    columns += [[write(value) for value in written[name]] for _, name, write in shown]
     lines = [list(line) for line in zip(*columns, strict=True)]
     same = [n for n in ["op", *fields(cases), *MEASURE] if n not in [*names, "sparsity"]]
     constant = " ".join(_text(cases[name].iloc[0]) for name in same)
-    whole = Markup("All columns of these {} lines: {}.")
+    whole = Markup("All columns of these {} lines as CSV: {}.")
     return (
         note(whole.format(len(cases), download("cases", cases)))
         + Markup(TOOL).format(named(cases.iloc[0], same), constant)
@@ -45,7 +45,7 @@ def draw(frames: Frames) -> Markup:
 
 
 def _ids(cases: pd.DataFrame) -> list[str]:
-    """Name each line by its case; the second and later measures of a case have a number."""
+    """Return an id per line: its case, with a number for a second and later measure of it."""
     later = cases.groupby("case_id").cumcount()
     numbers = zip(cases.case_id, later, strict=True)
     return [f"case-{case}-{count}" if count else f"case-{case}" for case, count in numbers]
@@ -53,26 +53,6 @@ def _ids(cases: pd.DataFrame) -> list[str]:
 
 def _text(value: Any) -> str:
     return "–" if pd.isna(value) or value == "" else plain(value)
-
-
-def _status(status: str) -> str:
-    return status.replace("_", " ")
-
-
-def _megabytes(size: Any) -> str:
-    return "–" if pd.isna(size) else significant(size / 1e6)
-
-
-def _hundredths(share: float) -> str:
-    return significant(100 * share)
-
-
-def _millijoules(energy_j: float) -> str:
-    return significant(1e3 * energy_j)
-
-
-def _error(error: float) -> str:
-    return significant(error, 2)
 
 
 def _rate(q: float) -> str:
@@ -84,17 +64,18 @@ def _code(text: str) -> Markup:
 
 
 TOOL = (
-    '<p class="note">The same in every line: {}. Words find lines that have them all; m:16, '
-    "speed-up:&gt;2 and time:10..50 look in one column, and so do the fields below the heads.</p>"
+    '<p class="note">The same in every line: {}. Type words to find the lines that contain all of '
+    "them. m:16, speed-up:&gt;2 and time:10..50 search a single column, as the fields below the "
+    "heads do.</p>"
     '<form class="filter" data-same="{}"><input type="search" name="q" aria-label="find lines" '
     'placeholder="e.g. bsr ok speed-up:&gt;2"> <output></output> '
     '<button type="reset">show all</button></form>'
 )
-COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, how its values are written
+COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format of its values
     (">sparsity", "level", percent),
     ("contender", "label", _text),
     ("chosen", "chosen", _text),
-    ("status", "status", _status),
+    ("status", "status", lambda status: status.replace("_", " ")),
     (">time, µs", "median_us", significant),
     (">time low", "low_us", significant),
     (">time high", "high_us", significant),
@@ -106,18 +87,18 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, how it
     (">above launch", "above", _text),
     (">TFLOP/s", "tflops", significant),
     (">GB/s", "gb_per_s", significant),
-    (">of bound, %", "of_bound", _hundredths),
+    (">of bound, %", "of_bound", lambda share: significant(100 * share)),
     ("bound by", "bound_by", _text),
     (">bytes, of dense", "bytes_of_dense", significant),
-    (">held, MB", "held_bytes", _megabytes),
-    (">peak, MB", "peak_bytes", _megabytes),
-    (">energy, mJ a hot call", "energy_j", _millijoules),
+    (">held, MB", "held_bytes", lambda size: significant(size / 1e6)),
+    (">peak, MB", "peak_bytes", lambda size: significant(size / 1e6)),
+    (">energy, mJ a hot call", "energy_j", lambda joules: significant(1e3 * joules)),
     (">power, W", "power_w", significant),
     (">SM clock, MHz", "sm_mhz", significant),
     ("mark", "mark", _text),
     ("accuracy", "marks", _text),
-    (">error, of bound", "error_of_bound", _error),
-    (">error, of usual", "error_of_usual", _error),
+    (">error, of bound", "error_of_bound", lambda error: significant(error, 2)),
+    (">error, of usual", "error_of_usual", lambda error: significant(error, 2)),
     (">processes", "processes", _text),
     ("case", "case_id", _code),
 ]

@@ -3,9 +3,9 @@
     bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
     share of the bound = bound / median time
 
-Bandwidth and matrix rates are measured by the run, or by an earlier one of the same sitting
-(harness/bench/device_ceilings.py). A reference that was faster than a ceiling raised it for the
-contests after it (results/ceilings.py).
+The run measures bandwidth and matrix rates, or takes those of an earlier run of the same sitting
+(harness/bench/device_ceilings.py). A reference contest that beats a ceiling raises it for the
+contests that follow (results/ceilings.py).
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import note
+from sparsebench.reports.figures._html import note, wide
 from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.ceilings import Ceilings
@@ -30,9 +30,9 @@ SHIFT = {"memory": 0.2, "compute": 0.0, "launch": -0.2}
 WIDTH_PX, LINE_PX = 620, 30
 READ = (
     "Circles: bound by memory; squares: bound by compute; hollow: below "
-    f"{LAUNCH_US:g} µs, where the launch is much of the time. "
-    "The bound counts non-zeros alone: at 90 % sparsity a dense kernel that is bound by compute "
-    "reaches at most 10 % of it. The table has counts, medians and the best case."
+    f"{LAUNCH_US:g} µs, where the launch takes much of the time. "
+    "The bound counts only non-zeros: at 90 % sparsity a dense kernel that is bound by compute "
+    "reaches at most 10 % of it. The table shows counts, medians and the best case."
 )
 
 
@@ -54,32 +54,32 @@ def draw(frames: Frames) -> Markup:
 
 
 def _bounded(cases: pd.DataFrame) -> pd.Series:
-    """Say of each case what bounds it: `launch` below LAUNCH_US, else memory or compute."""
+    """Return what bounds each case: `launch` below LAUNCH_US, else memory or compute."""
     bound = cases.bound_by.mask(cases.median_us < LAUNCH_US, "launch")
     return bound.where(cases.scope == "kernel", cases.scope)
 
 
 def _ceilings(run: Run) -> str:
-    """Write the ceilings of the device in sentences, or "" if the run has none."""
+    """Describe the ceilings of the device; "" if the run has none."""
     if not run.environment.get("ceilings"):
         return ""
-    found = Ceilings.from_json(run.environment["ceilings"])
-    rates = [f"{name} {significant(rate)}" for name, rate in found.matrix_tflops.items()]
-    said = [
-        f"reading {significant(found.read_gb_per_s)} GB/s",
-        f"copying {significant(found.copy_gb_per_s)} GB/s",
+    ceilings = Ceilings.from_json(run.environment["ceilings"])
+    rates = [f"{name} {significant(rate)}" for name, rate in ceilings.matrix_tflops.items()]
+    parts = [
+        f"reading {significant(ceilings.read_gb_per_s)} GB/s",
+        f"copying {significant(ceilings.copy_gb_per_s)} GB/s",
         f"matrix products {', '.join(rates)} TFLOP/s",
-        f"a launch {significant(found.launch_us)} µs",
-        f"L2 cache {significant(found.l2_bytes / 2**20)} MiB",
+        f"a launch {significant(ceilings.launch_us)} µs",
+        f"L2 cache {significant(ceilings.l2_bytes / 2**20)} MiB",
     ]
-    if found.write_gb_per_s is not None:
-        said.insert(2, f"writing {significant(found.write_gb_per_s)} GB/s")
+    if ceilings.write_gb_per_s is not None:
+        parts.insert(2, f"writing {significant(ceilings.write_gb_per_s)} GB/s")
     if gpus := len(run.environment.get("devices", [])):
-        return f"Ceilings, the highest of {gpus} devices: {'; '.join(said)}."
-    _, raises = found.after(run.reference)
+        return f"Ceilings, the highest of {gpus} devices: {'; '.join(parts)}."
+    _, raises = ceilings.after(run.reference)
     raised = "".join(f" {line[0].upper()}{line[1:]}." for line in raises)
-    when = f" {found.age_s:.0f} s before the run" if found.age_s else ""
-    return f"Ceilings, measured on this device{when}: {'; '.join(said)}.{raised}"
+    when = f" {ceilings.age_s:.0f} s before the run" if ceilings.age_s else ""
+    return f"Ceilings, measured on this device{when}: {'; '.join(parts)}.{raised}"
 
 
 def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
@@ -106,13 +106,13 @@ def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
         axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
         axes.tick_params(length=3)
         drawing = svg(figure, "fraction of the bound by contender")
-    return Markup('<figure class="wide">{}</figure>').format(drawing)
+    return wide(drawing)
 
 
 def _line(label: str, cases: pd.DataFrame) -> list[str | Markup]:
     cells: list[str | Markup] = [label]
     for name in CLASSES:
-        found = cases.of_bound[cases.bounded == name]
-        cells += [str(len(found) or "–")]
-        cells += [significant(100 * share) for share in (found.median(), found.max())]
+        shares = cases.of_bound[cases.bounded == name]
+        cells += [str(len(shares) or "–")]
+        cells += [significant(100 * share) for share in (shares.median(), shares.max())]
     return cells

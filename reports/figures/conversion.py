@@ -1,4 +1,4 @@
-"""The time to convert and prepare, and after how many calls it is paid back.
+"""The time to convert and prepare, and the number of calls that pays it back.
 
 convert   from dense weights to the format              calls = convert / time saved per call
 prepare   what the kernel does before its first call    calls = (convert + later) / time saved
@@ -23,12 +23,13 @@ ORDER = 60
 
 HEADS = ["problems", "contender", ">convert, ms", ">worst, ms", ">prepare, ms, first"]
 HEADS += [">later", ">calls to pay back", ">with preparing", ">never"]
-OPEN = 12  # lines shown at once
+OPEN = 12  # lines shown at once; if there are more, all are folded
 READ = (
-    "Medians over sparsities and m. Calls to pay back: conversion time over the time that a call "
-    "saves, least to most, in cases that are clearly faster than the baseline; never: the other "
-    "cases. With preparing: also the kernel's own work before its first call (packing, loading "
-    "compiled code), in processes after the first, where these do not search for a configuration."
+    "Medians over sparsities and m. Calls to pay back: the conversion time divided by the time "
+    "that a call saves, from the least to the most, in cases that are clearly faster than the "
+    "baseline. Never: the other cases. With preparing: also the kernel's own work before its first "
+    "call (packing, loading compiled code) in later processes, if these do not search for a "
+    "configuration."
 )
 
 
@@ -38,8 +39,8 @@ def draw(frames: Frames) -> Markup:
     raced = raced[raced.label.isin(frames.series) & raced.convert_us.notna()]
     if raced.empty:
         return NOTHING
-    drawn = _prepared(frames, measures(raced)[0])
-    same, groups = panels(drawn, "level", ["m", "dtype", "pattern"])
+    prepared = _prepared(frames, measures(raced)[0])
+    same, groups = panels(prepared, "level", ["m", "dtype", "pattern"])
     lines = [
         _line(title or same, str(label), cases)
         for title, group in groups
@@ -51,21 +52,22 @@ def draw(frames: Frames) -> Markup:
 
 
 def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
-    """Add the time to prepare in the first process, and in later ones, where these do not search.
+    """Add the time to prepare in the first process, and in later ones if these do not search.
 
     Runs without reference contests are older: in them every process searched.
     """
     rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
-    anew = choices_of(frames.run.state) in (Choices.EACH, Choices.AMONG)
-    searched = anew or not frames.run.reference
-    later = rows[:0] if searched else rows[~first]
-    times = {"first_s": rows[first], "later_s": later}
-    medians = {name: found.groupby("case_id").prepare_s.median() for name, found in times.items()}
-    return cases.assign(**{name: cases.case_id.map(found) for name, found in medians.items()})
+    searched = choices_of(frames.run.state) in (Choices.EACH, Choices.AMONG)
+    later = rows[:0] if searched or not frames.run.reference else rows[~first]
+    medians = {
+        name: cases.case_id.map(group.groupby("case_id").prepare_s.median())
+        for name, group in {"first_s": rows[first], "later_s": later}.items()
+    }
+    return cases.assign(**medians)
 
 
-def _line(title: str, label: str, cases: pd.DataFrame) -> list[str | Markup]:
+def _line(title: str, label: str, cases: pd.DataFrame) -> list[str]:
     saved_us = (cases.median_us * (cases.speedup - 1)).where(cases.clear)
     return [
         title,

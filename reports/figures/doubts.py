@@ -1,4 +1,4 @@
-"""Tuned contenders that are slower than their defaults, found by results/tuning_doubts.py."""
+"""Tuned contenders that are slower than with their defaults (results/tuning_doubts.py)."""
 
 from markupsafe import Markup
 
@@ -7,20 +7,19 @@ from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.tuning_doubts import SLOWER, doubts
 
-TITLE = "Choices in doubt"
+TITLE = "Badly tuned contenders"
 ORDER = 76
 
 READ = (
-    "Tuning should make nobody slower. These contenders took more than {:.0f} % longer than with "
-    "their defaults, in the same contest or in their own search. A lead over them may be a lead "
-    "over a bad choice."
+    "Tuning should never slow a kernel down. These tuned contenders took more than {:.0f} % longer "
+    "than the same kernel with its defaults, so a lead over them may come from a bad choice."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """List them, with what was expected of each."""
-    lines: list[list[str | Markup]] = [[d.case, d.expected, d.found] for d in doubts(frames.rows)]
+    """List these contenders with the expected time and the measured one."""
+    lines = [[doubt.case, doubt.expected, doubt.found] for doubt in doubts(frames.rows)]
     if not lines:
         return NOTHING
-    said = READ.format(100 * (SLOWER - 1))
-    return note(said) + html_table(["case", "expected", "found"], lines)
+    body = html_table(["case", "expected", "measured"], lines)
+    return note(READ.format(100 * (SLOWER - 1))) + body

@@ -1,10 +1,10 @@
-"""The run as it went: the baseline's time, the clock and the temperature, contest by contest.
+"""The baseline's time, the clock, the temperature and the power of each contest, in order.
 
-    % │ ●  ●   ●             the time of a contest's baseline over its median of all processes
-    0 ┼──●──●─●──●──         x: contests in the order taken; vertical lines: processes
-      └─────────────         ◆ marked: throttled or limited by power while it was timed
+    % │ ●  ●   ●             time of a contest's baseline against its median over all processes
+    0 ┼──●──●─●──●──         x: contests in the order of the run; vertical lines: processes
+      └─────────────         ◆ throttled or power-limited while it was timed
 
-A speed-up is a ratio within one contest, so a drift moves both of its times.
+A speed-up is a ratio within one contest, so drift changes both of its times.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
-from sparsebench.reports.figures._html import download, note
+from sparsebench.reports.figures._html import download, note, wide
 from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
 from sparsebench.results.record import Status
 
@@ -26,7 +26,7 @@ TELEMETRY = {"sm_mhz": "SM clock, MHz", "temperature_c": "°C", "power_w": "powe
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw the baseline's drift, and each sensor that was read, over the contests of the run."""
+    """Draw the baseline's drift and every sensor that was read, over the contests of the run."""
     taken = _contests(frames.rows)
     if len(taken) < 2:
         return NOTHING
@@ -37,9 +37,11 @@ def draw(frames: Frames) -> Markup:
     if not drawn:
         return NOTHING
     marked = int((taken["mark"] != "").sum())
-    words = f"{named(taken.iloc[0], MEASURE).capitalize()}, contests in the order taken. "
-    words += f"{marked} of {len(taken)} are marked (diamonds): slowed down while they were timed. "
-    words += "Vertical lines: a new process. Both times of a speed-up are of one contest."
+    words = f"{named(taken.iloc[0], MEASURE).capitalize()}, contests in the order of the run. "
+    words += (
+        f"The GPU slowed down during {marked} of {len(taken)} contests (diamonds). Each vertical "
+    )
+    words += "line starts a new process. Both times of a speed-up come from the same contest."
     with style():
         panels = [_panel(taken, name, title) for name, title in drawn]
     columns = ["contest", "replicate", "problem_id", "median_us", "drift", *TELEMETRY, "mark"]
@@ -47,7 +49,7 @@ def draw(frames: Frames) -> Markup:
 
 
 def _contests(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the baseline's row of each contest of the first measure, in the order taken."""
+    """Return the baseline's row of each contest of the first measure, in the order of the run."""
     base = rows[(rows.status == Status.OK) & rows.baseline.astype(bool) & rows.median_us.notna()]
     if base.empty:
         return base
@@ -61,11 +63,13 @@ def _contests(rows: pd.DataFrame) -> pd.DataFrame:
 def _panel(taken: pd.DataFrame, name: str, title: str) -> Markup:
     known = taken[taken[name].notna()]
     figure, axes = canvas(SIZE)
+    texts = {}
     for gid, chosen, look in (
         ("of calm", known["mark"] == "", series(0) | {"marker": "o"}),
         ("of marked", known["mark"] != "", series(6) | {"marker": "D"}),
     ):
         points = known[chosen]
+        texts[gid] = [_text(line, name) for _, line in points.iterrows()]
         axes.plot(points.contest, points[name], gid=gid, **look | {"linestyle": "none"})
     starts = taken.contest[taken.replicate.diff().fillna(0) != 0]
     for start in starts:
@@ -76,14 +80,10 @@ def _panel(taken: pd.DataFrame, name: str, title: str) -> Markup:
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlabel("contest")
     axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    said = {
-        gid: [_said(line, name) for _, line in known[chosen].iterrows()]
-        for gid, chosen in (("of calm", known["mark"] == ""), ("of marked", known["mark"] != ""))
-    }
-    drawing = svg(figure, title, said)
-    return Markup('<figure class="wide"><h3>{}</h3>{}</figure>').format(title, drawing)
+    drawing = svg(figure, title, texts)
+    return wide(drawing, title)
 
 
-def _said(line: "pd.Series[Any]", name: str) -> str:
+def _text(line: "pd.Series[Any]", name: str) -> str:
     marked = f", {line['mark']}" if line["mark"] else ""
     return f"contest {line.contest}, process {line.replicate}: {line[name]:.4g}{marked}"

@@ -1,10 +1,10 @@
-"""Energy of a call beside its time: what a kernel saves of one, against what it saves of the other.
+"""Energy of a call against its time, both relative to the baseline.
 
     energy ×│      ● ／     x: baseline's time / contender's time
             │   ▲ ／        y: baseline's energy / contender's energy, of hot calls
-           1┼──／           on the diagonal a call takes as much power as the baseline's
+           1┼──／           on the diagonal a call draws the same power as the baseline's
 
-Drawn where the run read the sensor of the board.
+Drawn if the run read the board's power sensor.
 """
 
 import numpy as np
@@ -12,20 +12,21 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._svg import INK, ROLES, canvas, roles, style, svg
-from sparsebench.reports.figures._sweep import log_scale
+from sparsebench.reports.figures._html import download, note, wide
+from sparsebench.reports.figures._svg import INK, canvas, roles, style, svg
+from sparsebench.reports.figures._sweep import log_scale, scatter
 from sparsebench.results.formatting import times
 
 TITLE = "Energy"
 ORDER = 72
 
+SIDES = {"ours": "ours", "peer": "peers", "dense": "other dense contenders"}
 PLACE = ["problem_id", "scope", "cache", "label"]
 DATA = ["op", "m", "n", "k", "dtype", "block", "level", "label", "speedup", "saved", "energy_j"]
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw a point a case, if its energy and that of its baseline were measured."""
+    """Draw a point per case if its energy and its baseline's were measured."""
     raced = frames.raced
     known = raced.set_index(PLACE).energy_j
     known = known[~known.index.duplicated()]
@@ -37,16 +38,10 @@ def draw(frames: Frames) -> Markup:
     if len(cases) < 2:
         return NOTHING
     first = measures(cases)[0]
-    words = (
-        f"{named(first.iloc[0], MEASURE).capitalize()}; energy is of hot calls, from the sensor "
-    )
-    words += "of the board. On the dotted line a call draws the baseline's power."
-    return (
-        note(words)
-        + roles({"ours": "ours", "peer": "peers", "dense": "other dense ones"})
-        + _drawn(first)
-        + download("energy", first[DATA])
-    )
+    words = f"{named(first.iloc[0], MEASURE).capitalize()}. Energies are those of hot calls, read "
+    words += "from the board's sensor. On the dotted line a call draws the baseline's power."
+    data = download("energy", first[DATA])
+    return note(words) + roles(SIDES) + wide(_drawn(first)) + data
 
 
 def _drawn(cases: pd.DataFrame) -> Markup:
@@ -56,18 +51,15 @@ def _drawn(cases: pd.DataFrame) -> Markup:
         ends = both.min() / 1.15, both.max() * 1.15
         axes.plot(ends, ends, ":", color=INK, linewidth=1)
         axes.set_ylim(*ends)
-        said = {}
-        for side in ("dense", "peer", "ours"):
-            own = cases[cases.side == side]
-            look = {**ROLES[side], "linestyle": "none", "markersize": 4, "markeredgewidth": 0}
-            axes.plot(own.speedup, own.saved, gid=f"of {side}", alpha=0.75, **look)
-            said[f"of {side}"] = [
+        texts = cases.apply(
+            lambda line: (
                 f"{line.label}: {times(line.speedup, line.uncertainty)} as fast, "
                 f"energy {times(line.saved)}"
-                for _, line in own.iterrows()
-            ]
+            ),
+            axis=1,
+        )
+        titles = scatter(axes, cases, ("speedup", "saved"), texts)
         log_scale(axes, *ends)
         axes.set_xlabel("speed-up over the baseline, ×")
         axes.set_ylabel("energy saved, ×")
-        drawing = svg(figure, "energy against speed-up", said)
-    return Markup('<figure class="wide">{}</figure>').format(drawing)
+        return svg(figure, "energy against speed-up", titles)

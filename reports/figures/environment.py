@@ -12,15 +12,14 @@ ORDER = 90
 
 
 def draw(frames: Frames) -> Markup:
-    """List the facts by name, and show the suite as it was run."""
+    """List the facts by name, and show the suite as it ran."""
     run = frames.run
     facts = flat(run.environment) | flat(run.state, "run.")
-    facts.pop("schema", None), facts.pop("run.schema", None)
+    lines = [[name, value] for name, value in facts.items() if name.split(".")[-1] != "schema"]
     devices = ", ".join(sorted(frames.rows.device.unique()))
-    body = html_table(["fact", "value"], [[name, value] for name, value in facts.items()])
     suite = Markup("<pre>{}</pre>").format(run.suite_text)
     return (
-        note(f"Measured on: {devices or 'nothing'}.")
-        + folded("All facts", body)
-        + (folded("suite.yaml, as run", suite))
+        note(f"Measured on {devices or 'no device'}.")
+        + folded("All facts", html_table(["fact", "value"], lines))
+        + folded("suite.yaml, as it ran", suite)
     )

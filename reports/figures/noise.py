@@ -1,8 +1,8 @@
 """The noise floor: the ratio of every A/A pair (one kernel twice in one contest), by length.
 
- │▒▒▒|▒▒▒▒▒│          ▒  the floor of the class: in one process, a ratio inside means nothing
- │  ├─●─┤  │          ●  ratio of the pair, and its 95 % interval over the processes
- │▒▒|▒┼▒├◆─┼─┤        |  one process     ◆  called different: the interval excludes 1
+ │▒▒▒|▒▒▒▒▒│          ▒  the floor of the class: one process cannot resolve a ratio inside it
+ │  ├─●─┤  │          ●  ratio of the pair with its 95 % interval over the processes
+ │▒▒|▒┼▒├◆─┼─┤        |  one process     ◆  different: the interval excludes 1
 -1%   0   +1%
 """
 
@@ -26,16 +26,16 @@ HEADS = ["class", "pair", "problem", "measure", ">time, µs", ">difference, %", 
 HEADS += ["different"]
 PAIR_PX, MOST_PX = 10, 420  # height of one pair, and the most for all pairs of a panel
 READ = (
-    "A pair is one kernel twice in one contest, prepared twice. Point: the difference over all "
-    "processes, with its 95 % interval; ticks: single processes; shaded: the floor of one process, "
-    "which is at least what many pairs on an NVIDIA H200 had, where pairs are few. Squares are "
-    "the reference pairs that every run has, circles are twins hidden in the suite, diamonds are "
-    "pairs called different."
+    "A pair is one kernel twice in one contest, prepared twice. A point is the difference over "
+    "all processes with its 95 % interval, and a tick is a single process. The shaded area is the "
+    "noise floor of one process. If a run has few pairs, the floor is at least that of many pairs "
+    "on an NVIDIA H200. Squares are the reference pairs of every run, circles are twins in the "
+    "suite, and diamonds are pairs whose interval excludes 1."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw one forest plot per class, all on one scale, and list the pairs."""
+    """Draw one forest plot per class, all with the same axis, and list the pairs."""
     pairs = frames.noise.pairs
     if pairs.empty:
         return NOTHING
@@ -64,8 +64,8 @@ def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Marku
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("difference, %")
     known = pairs.different.dropna()
-    called = f"{known.sum()} of {len(known)}" if len(known) else "too few processes to say"
-    words = f"floor {100 * floor:.2g} %; called different: {called}"
+    called = f"{known.sum()} of {len(known)}" if len(known) else "unknown, too few processes"
+    words = f"floor {100 * floor:.2g} %; different: {called}"
     drawing = svg(figure, f"A/A pairs, {name}")
     text = "<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>"
     return Markup(text).format(name, drawing, words)
@@ -82,7 +82,7 @@ def _pair(axes: Axes, y: int, pair: "pd.Series[Any]") -> None:
 
 
 def _width(pairs: pd.DataFrame) -> list[float]:
-    """Return how far the ends of the intervals are from 1."""
+    """Return the distance of each end of the intervals from 1."""
     ends = pairs[["low", "high"]].to_numpy(dtype=float)
     return [float(end) for end in np.abs(ends - 1).ravel() if not np.isnan(end)]
 

@@ -1,4 +1,4 @@
-"""Error against speed-up, for several fractions of a weight left dense, with the Pareto front.
+"""Error against speed-up for several dense fractions of the weights, with the Pareto front.
 
     error │            0 o     a point: one dense fraction (its number), pruned by one method
           │     50 o   ┌─o     x: speed-up in this run, with its interval
@@ -6,11 +6,11 @@
         0 ┼100 o────────       step: the front, the least error at that speed-up or more
                1    speed-up
 
-Cases with zeros anywhere (`50 %` beside the point) are drawn into the panels of their shape, where
-errors of unstructured pruning to that level are known.
+A panel also shows cases with zeros anywhere (`50 %` beside the point) if the errors of unstructured
+pruning to that sparsity are known.
 
-Timed weights are random, and their error says nothing. So errors come from `sparsebench prune`; if
-the report was given none, none is drawn.
+Timed weights are random, so their error has no meaning. The errors come from `sparsebench prune`;
+without them the figure is not drawn.
 """
 
 import numpy as np
@@ -32,30 +32,31 @@ from sparsebench.results.model_files import OUTPUT, Pruning
 TITLE = "Error against speed-up"
 ORDER = 25
 
-ANYWHERE = "unstructured"  # a pattern of problems, and of pruning
-NEAR = 0.01  # between a timed dense fraction and a pruned one: both are rounded to tiles
-NARROWEST, LOWEST = 0.4, 1  # least spans of the axes, in × and %: noise stays small
+ANYWHERE = "unstructured"  # a pattern of problems and of pruning
+NEAR = 0.01  # tolerance of dense fractions: timed and pruned ones are rounded to tiles
+NARROWEST, LOWEST = 0.4, 1  # least spans of the axes, in × and %
 PRUNE = "sparsebench prune MODEL.gguf --dense {} --json > errors.json"
 REPORT = "sparsebench report {} --errors errors.json"
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw one panel per shape, m and dtype, or say which errors are missing."""
+    """Draw one panel per shape, m and dtype, or name the missing errors."""
     cases = _cases(frames.raced)
     fractions = ordered(cases.dense[~cases.anywhere])
     if frames.pruning is None:
-        return _asked_for(frames, fractions) if len(fractions) > 1 else NOTHING
+        return _missing_errors(frames, fractions) if len(fractions) > 1 else NOTHING
     if len(fractions) < 2:
-        found = ", ".join(map(percent, fractions)) or "none"
-        return note(f"Errors need contenders of several dense fractions; this run has {found}.")
+        shown = ", ".join(map(percent, fractions)) or "none"
+        return note(f"Errors need contenders with several dense fractions; this run has {shown}.")
     points = _points(cases, frames.pruning)
     if points.empty:
-        return note(f"No error is known {_at(fractions)}: {frames.pruning.weights} has others.")
+        return note(f"{frames.pruning.weights} has no error {_at(fractions)}.")
     numbers = {name: number for number, name in enumerate(points.method.unique())}
     drawn = set(points.dense[~points.anywhere])
     missing = [fraction for fraction in fractions if fraction not in drawn]
-    unknown = f" No error is known {_at(missing)}: not drawn." if missing else ""
-    plain, empty = "Pareto front; vertical: the baseline", f"hollow: {meaning(frames.raced)[1]}"
+    unknown = f" Errors {_at(missing)} are unknown and not drawn." if missing else ""
+    plain = "Pareto front; the vertical line is the baseline"
+    empty = f"hollow: {meaning(frames.raced)[1]}"
     return (
         note(_words(frames.pruning) + unknown)
         + legend(numbers, plain, empty)
@@ -67,7 +68,7 @@ def draw(frames: Frames) -> Markup:
 def front(points: pd.DataFrame) -> pd.DataFrame:
     """Return the points that no other point beats in both speed-up and error, slowest first.
 
-    The dense baseline (speed-up 1, error 0) is one of them, unless a faster point has error 0.
+    The dense baseline (speed-up 1, error 0) is one of them unless a faster point has error 0.
     """
     baseline = pd.DataFrame({"speedup": [1.0], "error": [0.0]})
     known = pd.concat([points[["speedup", "error"]], baseline])
@@ -76,30 +77,30 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cases(raced: pd.DataFrame) -> pd.DataFrame:
-    """Keep the cases with a speed-up and a dense fraction, or with zeros `anywhere` (0 dense).
+    """Keep cases with a speed-up and a dense fraction, or with zeros `anywhere` (fraction 0).
 
     `contender` is the label without the parameters of the format.
     """
     dense = raced.params.str.extract(r"(?:^| )dense_fraction=(\S+)")[0].astype(float)
     labels = zip(raced.label, raced.params, strict=True)
-    own = [label.removesuffix(f" {params}") for label, params in labels]
+    names = [label.removesuffix(f" {params}") for label, params in labels]
     zeros = raced["pattern"] == ANYWHERE if "pattern" in raced else False
     anywhere = zeros & ~raced.baseline.astype(bool) & ~raced.format.isin({"dense", *OF_ACTIVATIONS})
-    cases = raced.assign(dense=dense.mask(anywhere, 0.0), anywhere=anywhere, contender=own)
+    cases = raced.assign(dense=dense.mask(anywhere, 0.0), anywhere=anywhere, contender=names)
     return cases[cases.dense.notna() & cases.speedup.notna()]
 
 
 def _points(cases: pd.DataFrame, pruning: Pruning) -> pd.DataFrame:
-    """Return one line per case and way to prune, with the same dense fraction, or level."""
-    found = []
+    """Return a line per case and way to prune to the same dense fraction or sparsity."""
+    points = []
     for outcome in pruning.outcomes:
         anywhere = outcome.pattern == ANYWHERE
-        own = cases[cases.anywhere == anywhere]
-        away = own.level - outcome.sparsity if anywhere else own.dense - outcome.dense
+        alike = cases[cases.anywhere == anywhere]
+        away = alike.level - outcome.sparsity if anywhere else alike.dense - outcome.dense
         how = f"{outcome.method}, {ANYWHERE if anywhere else outcome.region}"
-        near = own[away.abs() <= NEAR]
-        found.append(near.assign(method=how, error=outcome.errors[OUTPUT]))
-    return pd.concat(found, ignore_index=True)
+        near = alike[away.abs() <= NEAR]
+        points.append(near.assign(method=how, error=outcome.errors[OUTPUT]))
+    return pd.concat(points, ignore_index=True)
 
 
 def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
@@ -122,10 +123,10 @@ def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
     parts = []
     beside = points[points.anywhere]
     for contender, alone in points[~points.anywhere].groupby("contender", sort=False):
-        own = pd.concat([alone, beside])
-        same, groups = panels(own, "level", ["pattern"] * (not beside.empty))
+        shown = pd.concat([alone, beside])
+        same, groups = panels(shown, "level", ["pattern"] * (not beside.empty))
         contender = " and ".join([str(contender), *beside.contender.unique()])
-        baselines = " or ".join(own.baseline_label.unique())
+        baselines = " or ".join(shown.baseline_label.unique())
         with style():
             drawn = [panel(*group) for group in groups]
         parts.append(note(f"{contender} over {baselines}: {same}.") + side_by_side(drawn))
@@ -153,7 +154,7 @@ def _line(axes: Axes, points: pd.DataFrame, number: int) -> None:
 
 
 def _name(axes: Axes, points: pd.DataFrame) -> None:
-    """Write the dense fraction, or the level of zeros anywhere, left of its highest point."""
+    """Write the dense fraction, or the sparsity of zeros anywhere, left of its highest point."""
     keys = points.level.where(points.anywhere, points.dense)
     tops = points.sort_values("error").groupby([points.anywhere, keys]).tail(1)
     for _, top in tops.iterrows():
@@ -169,20 +170,20 @@ def _name(axes: Axes, points: pd.DataFrame) -> None:
 
 
 def _words(pruning: Pruning) -> str:
-    """Describe the axes and where the errors come from."""
+    """Describe the axes and the source of the errors."""
     tokens = f"{pruning.held_out:,} tokens held out of {pruning.tokens_from}"
     return (
-        "x: speed-ups of this run with their intervals. y: relative error of the output, mean over "
-        f"layers, after pruning {pruning.weights} with {pruning.calibration:,} tokens, measured on "
-        f"{tokens}. The timed weights are others. Numbers: per cent of the features left "
-        "dense; with a sign, of zeros anywhere. "
-        "Step: the Pareto front of the points and the dense baseline, without regard to intervals."
+        "x: speed-ups of this run with their intervals. y: relative error of the output, averaged "
+        f"over layers, after {pruning.weights} was pruned with {pruning.calibration:,} tokens and "
+        f"measured on {tokens}. The timed weights are different ones. Numbers are the percentage "
+        "of features left dense; with a % sign, the sparsity of zeros anywhere. The step is the "
+        "Pareto front of the points and the dense baseline and ignores the intervals."
     )
 
 
-def _asked_for(frames: Frames, fractions: list[float]) -> Markup:
+def _missing_errors(frames: Frames, fractions: list[float]) -> Markup:
     prune = PRUNE.format(",".join(f"{fraction:g}" for fraction in fractions))
-    how = Markup("No errors were given to draw: <code>{}</code>, then <code>{}</code>.")
+    how = Markup("The report has no errors to draw. Run <code>{}</code>, then <code>{}</code>.")
     return note(how.format(prune, REPORT.format(frames.run.path.name)))
 
 
@@ -191,15 +192,7 @@ def _at(fractions: list[float]) -> str:
 
 
 def _table(pruning: Pruning) -> Markup:
-    heads = [
-        "method",
-        "pattern",
-        "region",
-        ">dense",
-        ">pruned",
-        ">error of the output",
-        ">loss, nats",
-    ]
+    heads = ["method", "pattern", "region", ">dense", ">pruned", ">output error", ">loss, nats"]
     lines = [
         [
             outcome.method,

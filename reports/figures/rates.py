@@ -14,32 +14,29 @@ ORDER = 70
 
 RATES = {"tflops": "TFLOP/s of non-zeros", "dense_tflops": "dense-equivalent", "gb_per_s": "GB/s"}
 READ = (
-    "TFLOP/s of non-zeros count no padding. Dense-equivalent TFLOP/s count zeros as if they were "
-    "multiplied. GB/s count non-zeros, activations and outputs once each, without indices. Medians "
-    "are over different problems; the highest rate is of one case."
+    "TFLOP/s of non-zeros do not count padding. Dense-equivalent TFLOP/s count zeros as if they "
+    "were multiplied. GB/s count non-zeros, activations and outputs once each, without indices. "
+    "Medians are over different problems; the highest rate belongs to a single case."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """List the median and the highest rate of each contender, and the case of the highest."""
+    """List each contender's median and highest rate, and the case with the highest one."""
     if frames.raced.empty:
         return NOTHING
     raced = measures(frames.raced)[0]
     heads = ["contender", ">cases"]
     for name in RATES.values():
         heads += [f">{name}, median", ">highest"]
-    names = [name for name in [*fields(raced), "level"] if raced[name].nunique() > 1]
-    names = [name for name in names if name != "sparsity"]
+    names = [n for n in [*fields(raced), "level"] if n != "sparsity" and raced[n].nunique() > 1]
     lines = [_line(str(label), cases, names) for label, cases in raced.groupby("label", sort=False)]
-    return note(f"{named(raced.iloc[0], MEASURE)}. {READ}") + html_table(
-        [*heads, "most TFLOP/s at"], lines
-    )
+    body = html_table([*heads, "highest TFLOP/s at"], lines)
+    return note(f"{named(raced.iloc[0], MEASURE)}. {READ}") + body
 
 
-def _line(label: str, cases: pd.DataFrame, names: list[str]) -> list[str | Markup]:
-    cells: list[str | Markup] = [label, str(len(cases))]
+def _line(label: str, cases: pd.DataFrame, names: list[str]) -> list[str]:
+    cells = [label, str(len(cases))]
     for rate in RATES:
-        known = cases[rate].dropna()
-        cells += [significant(known.median()), significant(known.max())]
+        cells += [significant(cases[rate].median()), significant(cases[rate].max())]
     best = cases.nlargest(1, "tflops")
     return [*cells, "–" if best.empty else named(best.iloc[0], names) or "–"]

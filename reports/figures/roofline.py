@@ -1,11 +1,11 @@
-"""Rate against arithmetic intensity, under the ceilings that the run measured on its device.
+"""Rate against arithmetic intensity, below the ceilings that the run measured on its device.
 
     log TFLOP/s │      ________ matrix products        x: FLOPs of non-zeros / fewest bytes
                 │    ／ ●  ▲                            y: FLOPs of non-zeros / time
                 │  ／ ●                                 round: ours; triangle: peers
                 └─────────────── log FLOP/byte
 
-FLOPs count non-zeros alone, and bytes count each operand once: a point on the roof moves nothing
+FLOPs count only non-zeros, and bytes count each operand once: a kernel on the roof moves nothing
 twice and multiplies no zero.
 """
 
@@ -18,35 +18,31 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._svg import INK, ROLES, canvas, roles, style, svg
-from sparsebench.reports.figures._sweep import log_scale, side_by_side
+from sparsebench.reports.figures._svg import INK, canvas, roles, style, svg
+from sparsebench.reports.figures._sweep import log_scale, scatter, side_by_side
 from sparsebench.results.formatting import percent, plain, significant
 
 TITLE = "Roofline"
 ORDER = 66
 
-SIDES = {"dense": "dense", "peer": "peers", "ours": "ours"}
 DATA = ["op", "m", "n", "k", "dtype", "block", "level", "label", "side", "intensity", "tflops"]
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw one panel for each type of numbers, if the run measured its ceilings."""
-    found: Mapping[str, Any] = frames.run.environment.get("ceilings") or {}
+    """Draw one panel per data type, if the run measured its ceilings."""
+    ceilings: Mapping[str, Any] = frames.run.environment.get("ceilings") or {}
     cases = frames.raced[(frames.raced.tflops > 0) & (frames.raced.gb_per_s > 0)]
-    if not found or cases.empty:
+    if not ceilings or cases.empty:
         return NOTHING
     first = measures(cases)[0]
     first = first.assign(intensity=1e3 * first.tflops / first.gb_per_s)
     with style():
-        drawn = [_panel(str(dtype), group, found) for dtype, group in first.groupby("dtype")]
-    words = f"{named(first.iloc[0], MEASURE).capitalize()}. FLOPs count non-zeros alone, bytes "
-    words += "count each operand once. Lines: the ceilings measured on this device. Black: dense."
-    return (
-        note(words)
-        + roles({side: SIDES[side] for side in ("ours", "peer")})
-        + side_by_side(drawn)
-        + download("roofline", first[DATA])
-    )
+        drawn = [_panel(str(dtype), group, ceilings) for dtype, group in first.groupby("dtype")]
+    words = f"{named(first.iloc[0], MEASURE).capitalize()}. FLOPs count only non-zeros, and bytes "
+    words += "count each operand once. The lines are the ceilings measured on this device. Black "
+    words += "points are dense."
+    key = roles({"ours": "ours", "peer": "peers"})
+    return note(words) + key + side_by_side(drawn) + download("roofline", first[DATA])
 
 
 def _panel(
@@ -56,26 +52,22 @@ def _panel(
     x, y = cases.intensity, cases.tflops
     ends = float(x.min()) / 1.5, float(x.max()) * 1.5
     peak = float(ceilings["matrix_tflops"].get(dtype, np.inf))
-    slope = ceilings["read_gb_per_s"] / 1e3
+    gb_per_s = ceilings["read_gb_per_s"]
     roof = np.geomspace(*ends, 60)
-    bound = np.minimum(roof * slope, peak)
+    bound = np.minimum(roof * gb_per_s / 1e3, peak)
     axes.plot(roof, bound, color=INK, linewidth=1.2)
     axes.set_ylim(y.min() / 1.3, max(y.max(), bound.max()) * 1.3)
-    said = {side: _points(axes, cases[cases.side == side], side) for side in SIDES}
+    texts = cases.apply(
+        lambda line: (
+            f"{line.label}: {significant(line.tflops)} TFLOP/s, m {plain(line.m)}, n × k "
+            f"{line.n} × {line.k}, {percent(line.level)}"
+        ),
+        axis=1,
+    )
+    titles = scatter(axes, cases, ("intensity", "tflops"), texts)
     log_scale(axes, *ends)
     axes.set_xlabel("FLOP/byte")
     axes.set_ylabel("TFLOP/s of non-zeros")
-    titles = {f"of {side}": words for side, words in said.items()}
-    caption = f"{significant(peak)} TFLOP/s" if np.isfinite(peak) else "no matrix rate measured"
-    words = Markup("<p>{}; {} GB/s</p>").format(caption, significant(slope * 1e3))
-    return dtype, svg(figure, f"{TITLE}, {dtype}", titles), words
-
-
-def _points(axes: Any, cases: pd.DataFrame, side: str) -> list[str]:
-    look = {**ROLES[side], "linestyle": "none", "markersize": 3.4, "markeredgewidth": 0}
-    axes.plot(cases.intensity, cases.tflops, gid=f"of {side}", alpha=0.75, **look)
-    return [
-        f"{line.label}: {significant(line.tflops)} TFLOP/s, m {plain(line.m)}, n × k "
-        f"{line.n} × {line.k}, {percent(line.level)}"
-        for _, line in cases.iterrows()
-    ]
+    rate = f"{significant(peak)} TFLOP/s" if np.isfinite(peak) else "no matrix rate measured"
+    caption = Markup("<p>{}; {} GB/s</p>").format(rate, significant(gb_per_s))
+    return dtype, svg(figure, f"{TITLE}, {dtype}", titles), caption

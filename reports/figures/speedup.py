@@ -7,7 +7,15 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, named, panels, swept
+from sparsebench.reports.figures._figure import (
+    FIELDS,
+    NOTHING,
+    Frames,
+    each_measure,
+    named,
+    panels,
+    swept,
+)
 from sparsebench.reports.figures._html import download, folded, note
 from sparsebench.reports.figures._svg import INK
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
@@ -22,8 +30,7 @@ ORDER = 20
 SPEEDUP = Quantity(
     "speedup", "speedup_low", "speedup_high", "speed-up, ×", 1, hollow="undecided", best="most"
 )
-DATA = ["op", "m", "n", "k", "dtype", "pattern", "block", "level", "scope", "cache", "label"]
-DATA += ["baseline_label", "speedup", "speedup_low", "speedup_high", "outcome", "median_us"]
+DATA = [*FIELDS, "baseline_label", "speedup", "speedup_low", "speedup_high", "outcome", "median_us"]
 
 
 def draw(frames: Frames) -> Markup:
@@ -40,14 +47,13 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     same, groups = panels(drawn, axis.name)
 
     def dress(axes: Axes, group: pd.DataFrame) -> Markup:
-        if axis.name != "level":
-            return _baseline(group, raced)
-        _ideal(axes, axis)
+        if axis.name == "level":
+            _ideal(axes, axis)
         return _baseline(group, raced)
 
-    words = f"{same}. Horizontal line: the baseline.{left_out(groups, axis.name)}"
+    words = f"{same}. The horizontal line is the baseline.{left_out(groups, axis.name)}"
     if axis.name == "level":
-        words += " Dotted: 1 / (1 − sparsity), if the time follows the non-zeros."
+        words += " The dotted line is 1 / (1 − sparsity): time proportional to the non-zeros."
     return (
         note(words)
         + legend(frames.series_of(drawn), "baseline", f"hollow: {meaning(frames.raced)[1]}", True)
@@ -64,7 +70,7 @@ def _ideal(axes: Axes, axis: Sweep) -> None:
 
 
 def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
-    """Write the time of the baseline: a speed-up over a slow baseline says little."""
+    """Write the time of the baseline, because a speed-up over a slow one means little."""
     base = raced[raced.problem_id.isin(group.problem_id) & (raced.label == raced.baseline_label)]
     low, high = significant(base.median_us.min()), significant(base.median_us.max())
     span = low if low == high else f"{low}–{high}"
@@ -72,41 +78,41 @@ def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
 
 
 def _break_evens(drawn: pd.DataFrame) -> Markup:
-    """List the sparsity from which on each contender is faster than the baseline."""
-    found = break_even(drawn)
-    found = found[found.last_level > found.first_level]
-    if found.empty:
+    """List the sparsity at which each contender overtakes the baseline."""
+    crossings = break_even(drawn)
+    crossings = crossings[crossings.last_level > crossings.first_level]
+    if crossings.empty:
         return NOTHING
-    names = [n for n in ("op", "m", "n", "k", "dtype", "pattern", "block") if n in found]
-    found = found.merge(_measured(found, drawn), left_index=True, right_index=True)
-    lines = [[named(line, names), line.label, _word(line)] for _, line in found.iterrows()]
+    names = [n for n in ("op", "m", "n", "k", "dtype", "pattern", "block") if n in crossings]
+    crossings = crossings.merge(_measured(crossings, drawn), left_index=True, right_index=True)
+    lines = [[named(line, names), line.label, _crossing(line)] for _, line in crossings.iterrows()]
     title = f"Break-even of each contender ({amount(len(lines), 'line')})"
-    return folded(title, html_table(["problem", "contender", "faster"], lines))
+    return folded(title, html_table(["problem", "contender", "faster than the baseline"], lines))
 
 
-def _measured(found: pd.DataFrame, drawn: pd.DataFrame) -> pd.DataFrame:
+def _measured(crossings: pd.DataFrame, drawn: pd.DataFrame) -> pd.DataFrame:
     """Return the measured levels on both sides of each break-even: `slower` and `faster`."""
-    keys = list(found.columns[: list(found.columns).index("break_even")])
+    keys = list(crossings.columns[: list(crossings.columns).index("break_even")])
     groups = drawn.groupby(keys, dropna=False)["level"]
-    levels = {tuple(map(_key, key)): own.round(6) for key, own in groups}
+    levels = {tuple(map(_key, key)): group.round(6) for key, group in groups}
     ends = []
-    for line in found.to_dict("records"):
-        own = levels[tuple(_key(line[key]) for key in keys)]
-        below = own < line["break_even"]
-        ends.append((own[below].max(), own[~below].min()))
-    return pd.DataFrame(ends, found.index, ["slower", "faster"])
+    for line in crossings.to_dict("records"):
+        measured = levels[tuple(_key(line[key]) for key in keys)]
+        below = measured < line["break_even"]
+        ends.append((measured[below].max(), measured[~below].min()))
+    return pd.DataFrame(ends, crossings.index, ["slower", "faster"])
 
 
 def _key(value: Any) -> str:
-    """Write a value of any column alike: a missing value has no equal, and 8 may be 8.0."""
+    """Write a value so that equal ones compare equal: NaN never does, and 8 may be 8.0."""
     if isinstance(value, str):
         return value
     return "" if pd.isna(value) else f"{value:.12g}"
 
 
-def _word(line: "pd.Series[Any]") -> str:
+def _crossing(line: "pd.Series[Any]") -> str:
     if line.note == NoCrossing.ABOVE:
         return f"not up to {percent(line.last_level)}"
     if line.note:
-        return f"already at {percent(line.first_level)}"
-    return f"from a point between {percent(line.slower)} and {percent(line.faster)}"
+        return f"at {percent(line.first_level)} already"
+    return f"from between {percent(line.slower)} and {percent(line.faster)} on"

@@ -36,7 +36,8 @@ def draw(frames: Frames) -> Markup:
         axes.plot(axis.place(levels), 100 * (1 - levels), ":", color=INK, alpha=0.6, linewidth=1)
         return NOTHING
 
-    words = f"{same}. Bytes of values and indices, in % of the dense matrix. Dotted: 1 − sparsity."
-    lines = stored.drop_duplicates("format")
-    names = {line.format: frames.series[line.label] for _, line in lines.iterrows()}
+    words = f"{same}. Bytes of values and indices as a percentage of the dense matrix. "
+    words += "The dotted line is 1 − sparsity."
+    first = stored.drop_duplicates("format")
+    names = {line.format: frames.series[line.label] for line in first.itertuples()}
     return note(words) + legend(names, "dense") + draw_panels(frames, groups, axis, BYTES, dress)

@@ -4,7 +4,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, panels, swept
+from sparsebench.reports.figures._figure import FIELDS, NOTHING, Frames, each_measure, panels, swept
 from sparsebench.reports.figures._html import download, folded, note
 from sparsebench.reports.figures._svg import INK
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, legend, sweep
@@ -12,11 +12,9 @@ from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, 
 TITLE = "Time of a call"
 ORDER = 40
 
-OPEN = 8  # panels shown at once; more are folded
+OPEN = 8  # panels shown at once; if there are more, all are folded
 
 TIME = Quantity("median_us", "low_us", "high_us", "time, µs", best="least")
-DATA = ["op", "m", "n", "k", "dtype", "pattern", "block", "level", "scope", "cache", "label"]
-DATA += ["median_us", "low_us", "high_us"]
 
 
 def draw(frames: Frames) -> Markup:
@@ -39,7 +37,8 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     bases = " and ".join(raced.label[~raced.label.isin(frames.series)].unique())
     drawn = draw_panels(frames, groups, axis, TIME, dress)
     shown = drawn if len(groups) <= OPEN else folded(f"{len(groups)} panels", drawn)
-    words = f"{same}. Medians; bands: their range over processes, or the quartiles in one process."
-    words += left_out(groups, axis.name)
+    words = f"{same}. Points are medians. Bands are the range over processes, or the quartiles if "
+    words += f"there is one process.{left_out(groups, axis.name)}"
     key = legend(frames.series_of(raced), bases, roles=True)
-    return note(words) + key + shown + download("times", raced[DATA])
+    data = raced[[*FIELDS, "median_us", "low_us", "high_us"]]
+    return note(words) + key + shown + download("times", data)

@@ -1,4 +1,4 @@
-"""Every case that is not ok, and so has no time: its status and the reason."""
+"""Every case without a time: its status and the reason."""
 
 import re
 
@@ -17,7 +17,7 @@ ORDER = 80
 
 
 def draw(frames: Frames) -> Markup:
-    """Group cases by status and reason, whatever the numbers in it; a group opens to its cases."""
+    """Group cases by status and by reason without its numbers; each group opens to its cases."""
     cases = frames.cases
     if cases.empty:
         return note("The run has no cases.")
@@ -27,30 +27,30 @@ def draw(frames: Frames) -> Markup:
     counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]
     head = note(f"{amount(len(cases), 'case')}: {', '.join(counts)}.")
     if len(alone):
-        head += note(f"{amount(len(alone), 'ok case')} without a speed-up: no ok baseline there.")
+        verb = "has" if len(alone) == 1 else "have"
+        why = "no speed-up because no baseline of the problem is ok"
+        head += note(f"{amount(len(alone), 'ok case')} {verb} {why}.")
     reasons = bad.detail.map(lambda detail: re.sub(r"\d[\d.e+-]*", "#", detail))
     groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]
     groups.sort(key=lambda group: group.status.iloc[0] == Status.UNSUPPORTED)
-    lines = [_line(group) for group in groups]
-    return head + html_table(["status", ">cases", "reason", "contenders"], lines) if lines else head
+    columns = ["status", ">cases", "reason", "contenders"]
+    return head + html_table(columns, map(_line, groups)) if groups else head
 
 
-def _line(group: pd.DataFrame) -> list[str | Markup]:
+def _line(group: pd.DataFrame) -> list[str]:
     names = [*fields(group), "label"]
+    item = Markup("<li>{} — {} <code>{}</code></li>")
     items = [
-        Markup("<li>{} — {} <code>{}</code></li>").format(
-            named(line, names), line.detail or "no reason given", line.case_id
-        )
+        item.format(named(line, names), line.detail or "no reason given", line.case_id)
         for _, line in group.iterrows()
     ]
-    every = Markup("<ul>{}</ul>").format(Markup("").join(items))
-    labels = Markup("<br>").join(group.label.unique())
     first = group.iloc[0]
+    cases = Markup("<ul>{}</ul>").format(Markup("").join(items))
     return [
         _spaced(first.status),
         str(len(group)),
-        folded(first.detail or "no reason given", every),
-        labels,
+        folded(first.detail or "no reason given", cases),
+        Markup("<br>").join(group.label.unique()),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A table of the fastest contender at every shape and level, dense ones included, and its lead."""
+"""The fastest contender at every shape and level, dense ones included, and its lead."""
 
 from typing import Any
 
@@ -29,10 +29,10 @@ HEADS += ["best sparse", ">over dense"]
 WEIGHTS = ["pattern", "block"]
 READ = (
     "Speed-ups are over the baseline of the suite. "
-    "Above launch: the speed-up when the time of an almost empty op is taken from both times; for "
-    "ops below 20 µs. Where dense is the fastest, the best sparse contender stands beside it. "
-    "The best case was chosen by the numbers shown here: confirm it in a run of "
-    "its own (sparsebench confirm)."
+    "Above launch: the speed-up after the time of an almost empty op is subtracted from both "
+    "times, for ops below 20 µs. If dense is the fastest, the table also shows the best sparse "
+    "contender. The best case was selected by the numbers shown here, so confirm it in a separate "
+    "run (sparsebench confirm)."
 )
 
 
@@ -61,9 +61,9 @@ def _listed(cases: pd.DataFrame) -> Markup:
 
 
 def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Keep the largest speed-up at each x, among the clearly faster ones if there are any.
+    """Keep the largest speed-up at each x, of the clearly faster cases if there are any.
 
-    The choice is also among blocks, which are different matrices and not contenders.
+    This also selects among blocks, which are different matrices and not contenders.
     """
     gain, haste = cells.speedup.fillna(0), -cells.median_us
     ranked = cells.assign(at=cells[x].round(4), gain=gain, haste=haste)
@@ -88,12 +88,12 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
 
 
 def _sparse(line: "pd.Series[Any]", cases: pd.DataFrame) -> list[str | Markup]:
-    """Return the best sparse contender of the contest that a dense one won, and its gain."""
-    own = cases[(cases.problem_id == line.problem_id) & (cases.side != "dense")]
-    own = own[own.gain.notna()]
-    if line.side != "dense" or own.empty:
+    """Return the best sparse contender of a contest that a dense one won, and its gain."""
+    sparse = cases[(cases.problem_id == line.problem_id) & (cases.side != "dense")]
+    sparse = sparse[sparse.gain.notna()]
+    if line.side != "dense" or sparse.empty:
         return ["–", "–"]
-    top = own.loc[own.gain.idxmax()]
+    top = sparse.loc[sparse.gain.idxmax()]
     return [top.ran, between(top.gain, top.low, top.high, top.half)]
 
 

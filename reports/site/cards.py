@@ -21,28 +21,28 @@ from sparsebench.results.answer import (
     Badge,
     badges,
     break_evens,
+    field_text,
     place,
     sentences,
     variants,
     where,
-    word,
 )
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.contests import ANY, View, asked, raced, views
+from sparsebench.results.contests import ANY, View, views, with_gains, with_shapes
 from sparsebench.results.formatting import plain, selection, times
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.store import Run
 
-SCHEMA = "sparsebench/card@5"
+SCHEMA = "sparsebench/card@6"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["kind", "tile", "kernel", "name", "side", "cache"]
-LINE += ["median_us", "gain", "low", "high", "settled"]
+LINE += ["median_us", "gain", "low", "high", "decided"]
 ROLES = {  # of a run that was made of another one: what run.json calls it
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
 }
-PAYS = ["op", "dtype", "m", "shape", "kind", "block", "slower", "faster", "settled"]
+PAYS = ["op", "dtype", "m", "shape", "kind", "block", "slower", "faster", "decided"]
 OF_RUN = ["run", "gpu", "suite", "name_of_run", "processes", "day", "verdict"]
 
 
@@ -121,9 +121,9 @@ def card(
         lines=[] if lines.empty else _plain(lines[["place", *PLACE, *LINE, "wins"]]),
         pays=_plain(_pays(ways)),
         cells={
-            asked.name: [cell.to_json() | {"run": slug} for cell in own]
-            for asked in claims
-            if (own := asked.cells(run, found))
+            claim.name: [cell.to_json() | {"run": slug} for cell in own]
+            for claim in claims
+            if (own := claim.cells(run, found))
         },
     )
 
@@ -149,12 +149,12 @@ def cells(cards: Iterable[Card]) -> dict[str, list[Cell]]:
 
 
 def _lines(cases: pd.DataFrame) -> pd.DataFrame:
-    found = raced(cases)
+    found = with_gains(cases)
     if found.empty:
         return found
     measures = found[["scope", "cache"]].drop_duplicates().to_records(index=False).tolist()
     scope, cache = ("kernel", "cold") if ("kernel", "cold") in measures else measures[0]
-    found = asked(found[(found.scope == scope) & (found.cache == cache)])
+    found = with_shapes(found[(found.scope == scope) & (found.cache == cache)])
     haste = found.gain.fillna(-found.median_us)
     keys = pd.MultiIndex.from_frame(found[CONTEST])
     best = haste.groupby(keys.to_flat_index()).idxmax()
@@ -193,8 +193,8 @@ def _gain(view: View) -> str:
     chosen = cells[cells.x == 0.9] if view.x == "level" else cells
     top = (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
     said = [n for n in view.choice if n not in (view.x, view.y, "block", "pattern")]
-    rest = [word(n, view.choice[n]) for n in said if view.choice[n] != "linear"]
-    at = ", ".join(filter(None, [place(view, top), word("block", top.best_tile), *rest]))
+    rest = [field_text(n, view.choice[n]) for n in said if view.choice[n] != "linear"]
+    at = ", ".join(filter(None, [place(view, top), field_text("block", top.best_tile), *rest]))
     return f"{times(top.best_gain, top.best_half) if top.best_gain > 1 else 'dense wins'} {at}"
 
 

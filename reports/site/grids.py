@@ -49,7 +49,7 @@ class Cell:
     run: str
     span: str = ""
     lost: bool = False
-    settled: bool = True
+    decided: bool = True
     look: bool = False
 
 
@@ -205,17 +205,17 @@ def _gain(found: pd.DataFrame) -> Cell:
         f"{between(line['gain'], line['low'], line['high'])}, {_of(line)}"
         for line in own[:SHOWN]
     ]
-    settled = all(line["settled"] for line in own)
+    decided = all(line["decided"] for line in own)
     title = f"{head} at {percent(top['level'])}: {_few(each, len(own))}"
     text, span = _range(own)
     return Cell(
         head,
         text,
-        title + ("" if settled else "; not settled"),
+        title + ("" if decided else "; within the noise"),
         str(top["run"]),
         span,
         lost=top["gain"] <= 1,
-        settled=settled,
+        decided=decided,
         look=not top["verdict"],
     )
 
@@ -264,8 +264,8 @@ def _pays(own: pd.DataFrame, name: str) -> Cell:
     lines: list[dict[str, Any]] = [*own.to_dict("records")]  # type: ignore[list-item]
     each = [f"n × k {line['shape']}: {_between(line)}, {_of(line)}" for line in lines[:SHOWN]]
     title = f"{name} against dense: {_few(each, len(lines))}"
-    settled, verdict = bool(own.settled.all()), bool(own.verdict.all())
-    return Cell(text, "", title, str(own.run.iloc[0]), settled=settled, look=not verdict)
+    decided, verdict = bool(own.decided.all()), bool(own.verdict.all())
+    return Cell(text, "", title, str(own.run.iloc[0]), decided=decided, look=not verdict)
 
 
 def _between(line: dict[str, Any]) -> str:

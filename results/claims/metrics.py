@@ -2,7 +2,7 @@
 
     r  =  quantity of the baseline / quantity of the subject
 
-    speedup       x   r of the times                   paired block by block (pairing.py)
+    speedup       x   r of the times                   paired block by block (statistics.py)
     of_ideal      %   100 r (1 - s) of the times       of 1 / (1 - s), which a kernel reaches that
                                                        wastes nothing; s is the cell's sparsity
     energy_saved  %   100 (1 - 1 / r) of the energy    of one hot call

@@ -18,12 +18,12 @@ from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
-from sparsebench.harness.shared_runs import pieces as piecewise
-from sparsebench.harness.shared_runs import sitting as sittings
+from sparsebench.harness.shared_runs import campaign_pieces as piecewise
+from sparsebench.harness.shared_runs import campaign_sitting as sittings
 from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign, campaigns
-from sparsebench.harness.shared_runs.publication import publish
-from sparsebench.harness.shared_runs.publication import published as published_before
-from sparsebench.harness.shared_runs.sitting import Sitting, state
+from sparsebench.harness.shared_runs.campaign_publication import publish
+from sparsebench.harness.shared_runs.campaign_publication import published as published_before
+from sparsebench.harness.shared_runs.campaign_sitting import Sitting, state
 from sparsebench.reports import published
 from sparsebench.results import bundle, store
 from tests.simulated.in_process import in_this_process
@@ -104,7 +104,7 @@ def stopped(asked: Campaign, to: Path, device: str, after: int) -> None:
 def test_each_entry_becomes_a_sealed_run_that_validates(
     asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
 ) -> None:
-    said = sit(asked(), tmp_path / "runs", cards[0]).said
+    said = sit(asked(), tmp_path / "runs", cards[0]).reasons
     assert said == {"several": "", "other": ""}
     for name, replicates in (("several", 2), ("other", 1)):
         run = tmp_path / "runs" / name
@@ -159,7 +159,7 @@ def test_an_entry_that_was_interrupted_is_not_noted_as_whole(
     sitting = Sitting(asked(), asked().entries, tmp_path / "runs")
     with pytest.raises((Stopped, KeyboardInterrupt)):
         sitting.run(cards[:1], stopping(12))
-    assert sitting.said == {"several": "interrupted"}
+    assert sitting.reasons == {"several": "interrupted"}
 
 
 def test_the_same_card_goes_on_with_its_own_piece(
@@ -205,10 +205,10 @@ def test_nothing_begins_in_the_last_seconds_and_what_ended_early_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late = monotonic() + sittings.LEAST_S / 2
-    assert sit(asked(), tmp_path / "runs", cards[0], until=late).said == {}
+    assert sit(asked(), tmp_path / "runs", cards[0], until=late).reasons == {}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["alike.json"]
     monkeypatch.setattr(sittings, "LEAST_S", -100.0)
-    said = sit(asked(), tmp_path / "runs", cards[0], until=monotonic() - 1).said
+    said = sit(asked(), tmp_path / "runs", cards[0], until=monotonic() - 1).reasons
     assert said["several"].startswith("the time ended after ")
     assert not (tmp_path / "runs" / "several").exists()
 
@@ -218,7 +218,7 @@ def test_a_piece_that_is_missing_is_said_and_nothing_is_made_of_the_rest(
 ) -> None:
     stopped(asked(), tmp_path / "runs", cards[0], after=12)
     shutil.rmtree(tmp_path / "runs" / "several.parts" / "1")
-    with pytest.raises(ResultError, match="expected 1 pieces, found no 1; bring it back"):
+    with pytest.raises(ResultError, match="expected 1 pieces, found no 1"):
         sit(asked(), tmp_path / "runs", cards[1])
     assert not (tmp_path / "runs" / "several").exists()
 
@@ -231,7 +231,7 @@ def test_a_piece_that_was_changed_is_refused_and_the_other_entries_go_on(
     environment = json.loads((piece / "environment.json").read_text())
     (piece / "environment.json").write_text(json.dumps(environment | {"commit": "0"}))
     sitting = sit(asked(), tmp_path / "runs", cards[1])
-    assert "expected SHA-256" in sitting.said["several"]
+    assert "expected SHA-256" in sitting.reasons["several"]
     assert sitting.refused == {"several"}
     assert not (tmp_path / "runs" / "several").exists()
     assert (tmp_path / "runs" / "other" / "manifest.json").exists()
@@ -255,7 +255,7 @@ def test_libraries_that_changed_between_two_cards_are_said(
     alike = tmp_path / "runs" / "several.parts" / "alike.json"
     alike.write_text(json.dumps(json.loads(alike.read_text()) | {"gpu.driver": "1.0"}))
     sitting = sit(asked(), tmp_path / "runs", cards[1])
-    assert "expected gpu.driver 1.0" in sitting.said["several"]
+    assert "expected gpu.driver 1.0" in sitting.reasons["several"]
     assert (tmp_path / "runs" / "other").exists()
 
 
@@ -265,7 +265,7 @@ def test_a_run_of_another_selection_is_not_taken_for_the_entrys(
     sit(asked(), tmp_path / "runs", cards[0])
     file = tmp_path / "campaign.yaml"
     file.write_text(file.read_text().replace("m=16", "m=64"))
-    with pytest.raises(ResultError, match="expected only 'kernel!=bsr_triton m=64' as the camp"):
+    with pytest.raises(ResultError, match="expected only 'kernel!=bsr_triton m=64' as in the camp"):
         state(tmp_path / "runs", campaign(str(file)).entries[1])
 
 
@@ -279,13 +279,13 @@ def test_a_confirming_entry_measures_its_cells_alone_and_a_reproduction_asks_for
     asked: Callable[[str], Campaign], cards: list[str], tmp_path: Path
 ) -> None:
     first = sit(asked(AFTER), tmp_path / "runs", cards[0])
-    assert first.said["several-again"] == "waits for another card of the kind"
-    assert {name for name, why in first.said.items() if why} == {"several-again"}
+    assert first.reasons["several-again"] == "waits for another card of the kind"
+    assert {name for name, why in first.reasons.items() if why} == {"several-again"}
     confirmed = store.read(tmp_path / "runs" / "several-confirmed")
     assert {row.case.problem["m"] for row in confirmed.rows} == {64}
     assert confirmed.state["confirms"]["manifest_sha256"]
     second = sit(asked(AFTER), tmp_path / "runs", cards[1])
-    assert second.said == {"several-again": ""}
+    assert second.reasons == {"several-again": ""}
     again = store.read(tmp_path / "runs" / "several-again")
     assert again.state["reproduces"]["manifest_sha256"] == bundle.identity(
         tmp_path / "runs" / "several"
@@ -298,12 +298,12 @@ def test_an_entry_apart_from_another_is_measured_on_another_card_by_its_own_sear
 ) -> None:
     more = "  - {name: far, suite: FOLDER/several.yaml, replicates: 1, apart: several}\n"
     first = sit(asked(more), tmp_path / "runs", cards[0])
-    assert first.said == {
+    assert first.reasons == {
         "several": "",
         "other": "",
         "far": "waits for another card of the kind",
     }
-    assert sit(asked(more), tmp_path / "runs", cards[1]).said == {"far": ""}
+    assert sit(asked(more), tmp_path / "runs", cards[1]).reasons == {"far": ""}
     far = store.read(tmp_path / "runs" / "far")
     assert {row.device for row in far.rows} == {"sim-2"}
     assert "reproduces" not in far.state
@@ -330,7 +330,7 @@ def test_what_starts_from_a_run_waits_for_it(
     whole = asked(AFTER)
     sitting = Sitting(whole, whole.named(["several-confirmed"]), tmp_path / "runs")
     sitting.run(cards[:1], QUIET)
-    assert sitting.said == {"several-confirmed": "waits for several"}
+    assert sitting.reasons == {"several-confirmed": "waits for several"}
 
 
 def test_claims_are_judged_by_the_runs_above_and_measure_what_is_left(

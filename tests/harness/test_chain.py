@@ -16,8 +16,8 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import output_checks as checking
 from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
 from sparsebench.harness.bench.sampling import LAYERS, possible
-from sparsebench.harness.bench.spot_checks import print_of, sums_of, turn_round
-from sparsebench.harness.bench.timing import Chain, Samples, Timed
+from sparsebench.harness.bench.spot_checks import print_of, reverse, sums_of
+from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
 from sparsebench.harness.run.validation import _require_plausible
@@ -93,7 +93,7 @@ def test_a_row_is_of_one_layer(made: Made) -> None:
     assert np.median(found["chain"].samples_us) < 4 * np.median(found["kernel"].samples_us)
     assert found["chain"].fewest_bytes == found["kernel"].fewest_bytes
     assert found["chain"].draws == found["kernel"].draws
-    assert Samples((8.0, 16.003), 1).of_a_layer(8) == Samples((1.0, 2.0), 1)
+    assert Samples((8.0, 16.003), 1).per_layer(8) == Samples((1.0, 2.0), 1)
 
 
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
@@ -130,7 +130,7 @@ def test_a_layer_that_keeps_what_it_returned_is_found(monkeypatch: pytest.Monkey
     compete(monkeypatch, prepare)
     found = rows(started())["chain"]
     assert found.status is Status.WRONG
-    assert "calls that were looked at are wrong" in found.detail
+    assert "inspected calls are wrong" in found.detail
 
 
 def test_a_refusal_in_a_further_layer_costs_the_chain_alone(
@@ -151,15 +151,15 @@ def test_a_refusal_in_a_further_layer_costs_the_chain_alone(
 def test_a_chain_that_cannot_be_captured_is_neither_called_nor_timed(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def clock(launch: Launch | Chain, device: torch.device) -> Timed:
+    def clock(launch: Launch | Chain, device: torch.device) -> TimedCall:
         if isinstance(launch, Chain):
-            return Timed(launch.run, "events", "no CUDA graph: operation not permitted")
-        return Timed(launch.run, "host")
+            return TimedCall(launch.run, "events", "no CUDA graph: operation not permitted")
+        return TimedCall(launch.run, "host")
 
     monkeypatch.setattr(contest, "ready", clock)
     found = started()
     (entry,) = found.entries
-    assert entry.clock("chain") is None
+    assert entry.call_in("chain") is None
     chain, kernel = (rows(found)[scope] for scope in ("chain", "kernel"))
     assert (chain.status, kernel.status) == (Status.UNSUPPORTED, Status.OK)
     assert chain.detail == "chain: no CUDA graph: operation not permitted"
@@ -210,7 +210,7 @@ def test_a_print_of_several_outputs_sees_the_furthest() -> None:
     assert known
     assert float(known.distance(outs)) <= known.limit
     assert sums_of(outs[0]).shape == (1, 96)  # type: ignore[union-attr]
-    turn_round(outs[1:2])
+    reverse(outs[1:2])
     assert float(known.distance(outs)) > 100 * known.limit
     assert known.distance(outs[:2]) == float("inf")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.commands._sharing import is_shared, resume_shared
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
 from sparsebench.harness.plan.suite import Suite, read
@@ -19,12 +18,12 @@ from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measu
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
-from sparsebench.harness.shared_runs import cluster_jobs, local_gpus
+from sparsebench.harness.shared_runs import cluster_jobs
 from sparsebench.harness.shared_runs import shared_folder as folders
-from sparsebench.harness.shared_runs.local_gpus import share
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.part_work import settle, work
 from sparsebench.harness.shared_runs.shared_folder import Plan
+from sparsebench.harness.shared_runs.sharing import resume, share
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
@@ -63,7 +62,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def merged(suite: Suite, gpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes a GPU on two GPUs."""
     out = tmp_path_factory.mktemp("merged") / "run"
-    return share(suite, Flags(gpus[0], replicates=2), gpus[:2], out)
+    return share(suite, on(gpus[:2], replicates=2), out)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +71,10 @@ def halves(suite: Suite, gpus: list[str], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("halves")
     flags = [Flags(gpus[n], replicates=1, shard=f"{n + 1}/2") for n in (0, 1)]
     return [measure(suite, own, folder / own.shard[0], None) for own in flags]
+
+
+def on(devices: list[str], replicates: int) -> Plan:
+    return Plan("several", Flags(devices[0], replicates=replicates), tuple(devices))
 
 
 def key(row: Row) -> tuple[object, ...]:
@@ -136,17 +139,17 @@ def stopping(after: int) -> Progress:
 def test_a_plan_that_was_stopped_goes_on_where_it_was(
     suite: Suite, gpus: list[str], merged: Path, tmp_path: Path
 ) -> None:
-    out, flags = tmp_path / "run", Flags(gpus[0], replicates=1)
+    out = tmp_path / "run"
     with pytest.raises(Stopped):
-        share(suite, flags, gpus[:2], out, RunOptions(progress=stopping(5)))
+        share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
     assert not out.exists()
     begun = [row for run in out.with_name("run.shards").glob("*/1") for row in store.rows(run)]
     assert begun
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
-    assert is_shared(out)
-    resume_shared(out, RunOptions())
-    assert not is_shared(out)
+    assert folders.is_shared(out)
+    resume(out)
+    assert not folders.is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     kept = {(key(row), row.device): row.samples_us for row in begun if not row.reference}
@@ -180,7 +183,7 @@ def test_a_gpu_of_another_kind_is_refused_before_it_measures(
     suite: Suite, gpus: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ResultError, match=r"gpu\.name simulated .200 as in the first part, found"):
-        share(suite, Flags(gpus[0], replicates=1), [gpus[0], gpus[2]], tmp_path / "run")
+        share(suite, on([gpus[0], gpus[2]], replicates=1), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -259,15 +262,15 @@ def test_parts_never_have_one_problem_and_a_late_one_has_nothing(
     folder, contests = tmp_path / "run.shards", planned(suite, "sim")
     folders.create(folder, Plan(suite.name, Flags("sim"), ("sim",) * 3), suite.text)
     first, second = Part(folder, 1, "here"), Part(folder, 2, "here")
-    turns = [part.own(contests, 0) for part in (first, second)]
+    turns = [part.take(contests, 0) for part in (first, second)]
     taken = [next(turn).problem.id for _ in range(3) for turn in turns]
     assert len(set(taken)) == len(taken) == 6
     taken += [contest.problem.id for contest in turns[1]]
     late = Part(folder, 3, "here")
     assert not late.reserve(contests)
-    assert not [*late.own(contests, 0), *late.own(contests, 1)]
+    assert not [*late.take(contests, 0), *late.take(contests, 1)]
     again = Part(folder, 1, "here")  # a job that begins again knows what it has
-    assert sorted(c.problem.id for c in again.own(contests, 1)) == sorted(taken[:6:2])
+    assert sorted(c.problem.id for c in again.take(contests, 1)) == sorted(taken[:6:2])
 
 
 def test_shards_have_every_contest_once(suite: Suite) -> None:
@@ -318,10 +321,10 @@ def test_a_cluster_that_is_not_there_is_an_error_and_nothing_is_left(
     monkeypatch.setenv("PATH", str(tmp_path))
     plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, cluster_jobs.job_name())
     with pytest.raises(SuiteError, match="--slurm: expected a cluster and options of it"):
-        cluster_jobs.submit(suite, plan, tmp_path / "run")
+        share(suite, plan, tmp_path / "run")
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(SuiteError, match="--submit local: expected submitit, found none"):
-        cluster_jobs.submit(suite, replace(plan, by="local"), tmp_path / "run")
+        share(suite, replace(plan, by="local"), tmp_path / "run")
     assert not [*tmp_path.iterdir()]
 
 
@@ -330,6 +333,6 @@ def test_a_folder_of_another_plan_is_not_gone_on_with(
 ) -> None:
     plan = Plan(suite.name, Flags(gpus[0]), tuple(gpus[:2]))
     folders.create(tmp_path / "run.shards", plan, suite.text)
-    assert folders.read(tmp_path / "run.shards") == plan
+    assert folders.read(tmp_path / "run.shards")[0] == plan
     with pytest.raises(SuiteError, match="expected the plan that is shared out there"):
-        local_gpus.prepared(tmp_path / "run", suite, replace(plan, devices=tuple(gpus[1:])), ())
+        share(suite, replace(plan, devices=tuple(gpus[1:])), tmp_path / "run")

@@ -12,7 +12,7 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import output_checks as checking
 from sparsebench.harness.bench.prepare import _memory
 from sparsebench.harness.bench.sampling import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
-from sparsebench.harness.bench.timing import Timed, ready, time_together
+from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Contender, Problem, Row, Status
@@ -103,7 +103,7 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
 def test_where_the_reference_has_no_room_twins_end_first(
     room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, with_room, calls = checking._expected, checking._with_room, []
+    expected, with_room, calls = checking._expected, checking._expected_with_room, []
     running: list[contest.RunningContest] = []
 
     def seen(which: contest.RunningContest, when: str) -> list[checking.Expected] | None:
@@ -116,7 +116,7 @@ def test_where_the_reference_has_no_room_twins_end_first(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return expected(op, layer)
 
-    monkeypatch.setattr(checking, "_with_room", seen)
+    monkeypatch.setattr(checking, "_expected_with_room", seen)
     monkeypatch.setattr(checking, "_expected", crowded)
     found = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
     assert [row.status for row in found] == statuses
@@ -144,12 +144,12 @@ def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_contenders_take_turns_and_the_slow_take_fewer() -> None:
     log: list[str] = []
 
-    def contender(name: str, loops: int) -> Timed:
+    def contender(name: str, loops: int) -> TimedCall:
         def call() -> torch.Tensor:
             log.append(name)
             return torch.tensor(sum(range(loops)))
 
-        return Timed(call, "host")
+        return TimedCall(call, "host")
 
     fast, slow = time_together([contender("f", 10), contender("s", 400_000)], CPU, seed="x")
     assert len(fast.times_us) == BLOCKS * SAMPLES_PER_BLOCK
@@ -160,7 +160,7 @@ def test_contenders_take_turns_and_the_slow_take_fewer() -> None:
 
 def test_the_order_within_a_block_is_drawn_anew() -> None:
     log: list[int] = []
-    contenders = [Timed(lambda i=i: log.append(i) or torch.empty(0), "host") for i in range(4)]
+    contenders = [TimedCall(lambda i=i: log.append(i) or torch.empty(0), "host") for i in range(4)]
     time_together(contenders, CPU, seed="y")
     turn, first = SAMPLES_PER_BLOCK, 2 * len(contenders)
     starts = range(first, len(log), 4 * turn)

@@ -15,7 +15,7 @@ from sparsebench.harness.bench import contest, timing
 from sparsebench.harness.bench import correctness as check
 from sparsebench.harness.bench import spot_checks as spots
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
-from sparsebench.harness.bench.tampering import Guard, Meddled, checksum
+from sparsebench.harness.bench.tampering import Guard, TamperingError, checksum
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -32,12 +32,12 @@ SAID = {
     "returns_the_weight": "check: returned memory of the operand w",
     "odd_choice": "choice: expected text, numbers and lists: Object of type int64",
     "odd_code": "code: expected text or None, found object",
-    "caches_by_version": "calls that were looked at are wrong",
+    "caches_by_version": "inspected calls are wrong",
     "lazy": "expected a tensor, found Lazy",
-    "knows_its_caller": "calls that were looked at are wrong",
+    "knows_its_caller": "inspected calls are wrong",
     "computes_the_draws": "before timing: relative error",
-    "looks_for_poison": "calls that were looked at are wrong",
-    "wrong_in_one_call_of_fifty": "calls that were looked at are wrong",
+    "looks_for_poison": "inspected calls are wrong",
+    "wrong_in_one_call_of_fifty": "inspected calls are wrong",
     "replaces_the_check": "prepare: replaced sparsebench.harness.bench.output_checks.check",
     "replaces_code_of_the_check": "replaced _judge.__code__",
     "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
@@ -126,7 +126,7 @@ def test_memory_that_was_given_back_is_missed_and_taken_back() -> None:
     guard.watch({"it": array}, lambda: array.fill_(1))
     guard.check()
     array.untyped_storage().resize_(0)
-    with pytest.raises(Meddled, match="changed it"):
+    with pytest.raises(TamperingError, match="changed it"):
         guard.check()
     guard.check()
     assert bool((array == 1).all())

@@ -59,7 +59,7 @@ def test_a_survey_screens_and_then_measures_anew_what_decides(small: Path) -> No
         bundle.verify(run.path)
     asked = {row.case.id for row in screen.rows}
     assert {row.case.id for row in decide.rows} <= asked
-    assert surveys.opened(small) == found
+    assert surveys.read_survey(small) == found
 
 
 def test_a_survey_whose_time_is_up_goes_on_when_resumed(small: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_stopped_survey_is_kept_and_its_path_printed(
         stopping.setattr(surveys, "measure", stop)
         assert _sparsebench(monkeypatch, "--device", "sim", "--out", str(small)) == 130
     assert f"new-gpu --resume {small} goes on" in " ".join(capfd.readouterr().err.split())
-    assert "screen" not in surveys.opened(small).seconds
+    assert "screen" not in surveys.read_survey(small).seconds
 
 
 def test_the_command_writes_a_page_with_the_answer_and_other_devices(
@@ -194,7 +194,7 @@ def _sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def test_a_folder_that_is_no_survey_is_refused(tmp_path: Path, small: Path) -> None:
     with pytest.raises(ResultError, match=r"survey\.json: expected a survey"):
-        surveys.opened(tmp_path)
+        surveys.read_survey(tmp_path)
     small.mkdir()
     with pytest.raises(SuiteError, match="expected a new directory, found one; --resume goes on"):
         surveys.survey("sim", 60.0, small, silent)

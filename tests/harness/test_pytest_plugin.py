@@ -122,7 +122,7 @@ def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[s
     said, _ = session
     assert "6 failed, 6 passed, 2 skipped" in said
     assert said.count("\nwrong: before timing: relative error 1.00e+00") == 2
-    looked_at = r"\nwrong: before timing: \d+ of \d+ calls that were looked at are wrong"
+    looked_at = r"\nwrong: before timing: \d+ of \d+ inspected calls are wrong"
     assert len(re.findall(looked_at, said)) == 2
     assert said.count("\nfailed: prepare: RuntimeError: no such instruction") == 2
     assert "Traceback" not in said

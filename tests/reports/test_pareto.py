@@ -88,13 +88,12 @@ def test_a_run_and_what_pruning_cost_are_one_panel_a_shape(run: Run, tmp_path: P
         "m 4096 · fp8",
         "spense/spense_wgmma over dense/cublas",
         "wanda, scored",
-        "after pruning &lt;model&gt;.gguf with 4,096 tokens",
-        "measured on 2,048 tokens held out of a book",
-        "The timed weights are others.",
+        "&lt;model&gt;.gguf",
+        "4,096 tokens",
+        "2,048 tokens held out of a book",
         "SHA-256 a5fd",
     ]:
         assert words in found
-    assert "No error is known" not in found
     assert [found.count(f">{label}</text>") for label in ("50", "100")] == [4 + 4, 4 + 4]
 
 
@@ -125,7 +124,6 @@ def test_zeros_anywhere_stand_beside_2_4_in_the_panel_of_their_shape(tmp_path: P
 
 def test_without_errors_there_is_a_sentence_and_no_number(run: Run) -> None:
     found = section(build(run))
-    assert "No errors were given to draw" in found
     assert "--dense 0,0.5,1 --json &gt; errors.json" in found
     assert "<figure>" not in found
 
@@ -133,11 +131,11 @@ def test_without_errors_there_is_a_sentence_and_no_number(run: Run) -> None:
 def test_a_fraction_without_error_is_named_and_not_drawn(run: Run, tmp_path: Path) -> None:
     half = document(outcomes=[outcome("wanda", 0.502, 0.2), outcome("wanda", 0.875, 0.1)])
     found = section(build(run, pruning=read(tmp_path, half)))
-    assert "No error is known at 0 %, 100 % dense: not drawn." in found
+    assert "at 0 %, 100 % dense" in found
     assert found.count("<figure>") == 4
     none = document(outcomes=[outcome("wanda", 0.25, 0.2)])
     found = section(build(run, pruning=read(tmp_path, none)))
-    assert "No error is known at 0 %, 50 %, 100 % dense: &lt;model&gt;.gguf has others." in found
+    assert "at 0 %, 50 %, 100 % dense" in found
 
 
 def test_a_run_of_one_dense_fraction_has_no_such_figure(run: Run, tmp_path: Path) -> None:
@@ -145,7 +143,8 @@ def test_a_run_of_one_dense_fraction_has_no_such_figure(run: Run, tmp_path: Path
     one = replace(run, rows=rows)
     assert section(build(one)) == ""
     found = section(build(one, pruning=read(tmp_path, document())))
-    assert "Errors need contenders of several dense fractions; this run has 50 %." in found
+    assert "this run has 50 %" in found
+    assert "<svg" not in found
 
 
 def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
     """Return a contest's lines: kind, tile, gain; dense is beside them."""
     place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
-    place |= {"shape": "64 × 64", "settled": True, "cache": "cold", "median_us": 9.0}
+    place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
     place |= {"processes": 8, "day": "2026-11-24", "verdict": True, **same}
     sides = [("dense", "", 1.0), *gains]
     return pd.DataFrame(
@@ -119,7 +119,7 @@ def test_verdicts_stand_alone_and_a_look_is_marked() -> None:
 )
 def test_a_break_even_is_between_levels_that_were_measured(levels: list[Any], text: str) -> None:
     place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
-    place |= {"kind": "bsr", "block": "64", "settled": True}
+    place |= {"kind": "bsr", "block": "64", "decided": True}
     place |= {"processes": 8, "day": "2026-11-24", "verdict": True}
     found = [{**place, "slower": slower, "faster": faster} for slower, faster in levels]
     table = pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"})
@@ -129,7 +129,7 @@ def test_a_break_even_is_between_levels_that_were_measured(levels: list[Any], te
 
 def test_blocks_that_never_pay_on_a_pattern_without_blocks_say_so() -> None:
     place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
-    place |= {"kind": "bsr", "settled": True, "processes": 8, "day": "2026-11-24", "verdict": True}
+    place |= {"kind": "bsr", "decided": True, "processes": 8, "day": "2026-11-24", "verdict": True}
     found = [{**place, "block": block, "slower": 0.9, "faster": None} for block in ("1", "64")]
     grid = grids.pays(pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"}))
     assert grid

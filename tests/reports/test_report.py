@@ -23,7 +23,7 @@ from sparsebench.reports.figures._svg import COLOURS, canvas, looks, shade, styl
 from sparsebench.reports.figures._sweep import CHARACTER, NARROWEST, Sweep, _bounds, apart
 from sparsebench.reports.figures.speedup import SPEEDUP
 from sparsebench.results.analysis import analyse
-from sparsebench.results.contests import every
+from sparsebench.results.contests import all_views
 from sparsebench.results.formatting import percent, significant
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
@@ -257,8 +257,8 @@ def test_ids_on_a_page_are_unique(kind: str) -> None:
     assert ids[:2] == ["answer", "measured"]
     ids.remove("measured")
     assert ids == [figure.name for figure in figures() if figure.name in ids]
-    every = re.findall(r' id="([^"]*)"', text)
-    assert len(every) == len(set(every))
+    all_views = re.findall(r' id="([^"]*)"', text)
+    assert len(all_views) == len(set(all_views))
 
 
 def test_the_sparsity_run_has_every_figure_that_needs_nothing_that_it_has_not() -> None:
@@ -279,15 +279,15 @@ def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> No
     for word in ["against dense (cublas, ", "n × k 64 × 64", "m 8", "bf16", "× ["]:
         assert word in answer
     assert text.index("<b>Some CPU</b>") < text.index('<section id="answer">')
-    assert "quartiles in one process; they are not confidence intervals" in text
-    assert "Noise floor of one process: " in text
+    assert "quartiles in one process" in text
+    assert frames(quick()).noise.sentence in text
 
 
 def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "choices are not drawn here" not in page_of("sparsity")
-    ways = len(every(frames(sweep()).cases))
-    monkeypatch.setattr("sparsebench.reports.figures.answer.MOST", ways - 1)
-    assert f"1 of {ways} choices are not drawn here." in answer.draw(frames(sweep()))
+    views = len(all_views(frames(sweep()).cases))
+    assert f"1 of {views} choices" not in answer.draw(frames(sweep()))
+    monkeypatch.setattr("sparsebench.reports.figures.answer.MOST", views - 1)
+    assert f"1 of {views} choices" in answer.draw(frames(sweep()))
 
 
 def test_a_baseline_that_ran_alone_has_beaten_nothing() -> None:
@@ -308,9 +308,7 @@ def test_cases_with_one_reason_are_counted_together() -> None:
 
 def test_a_run_in_several_processes_says_so() -> None:
     rows = [replace(row, replicate=replicate) for replicate in range(3) for row in quick()]
-    assert "Intervals: range over 3 processes; they are not confidence intervals" in build(
-        run(rows)
-    )
+    assert "Intervals: range over 3 processes;" in build(run(rows))
 
 
 def test_a_part_of_a_suite_is_said_to_be_a_part() -> None:
@@ -322,10 +320,9 @@ def test_a_part_of_a_suite_is_said_to_be_a_part() -> None:
 
 def test_what_did_not_run_is_said_with_its_reason() -> None:
     text = page_of("without_baseline")
-    assert "11 ok cases without a speed-up" in text
+    assert "11 ok cases have no speed-up" in text
     assert "no reason given" in text
     text = page_of("nothing_ok")
-    assert "there is no answer" in text
     assert ">NO TIMES</span>" in text
     assert "its status is interrupted." in text
     assert "no kernel image" in text
@@ -507,7 +504,7 @@ def test_a_panel_of_one_point_is_not_drawn() -> None:
     text = build(run(rows))
     speedup = text[text.index('<section id="speedup">') : text.index('<section id="times">')]
     assert "<figure>" not in speedup
-    assert "with a single point are not drawn" in speedup
+    assert "1 panel" in speedup
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.2, 0.5, 0.7, 0.95, 1.0, 1.3, 2.0, 4.0, 6.0, 100.0])
@@ -531,7 +528,7 @@ def test_a_run_with_ceilings_energy_and_sensors_has_their_figures() -> None:
     ceilings = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 800.0}}
     text = build(run(rows, H200 | {"ceilings": ceilings | {"launch_us": 4.5, "l2_bytes": 2**26}}))
     drift = text[text.index('<section id="drift">') : text.index('<section id="untimed">')]
-    assert "4 of 4 are marked (diamonds)" in drift
+    assert "4 of 4 contests" in drift
     assert drift.count("<svg") == 3
     roofline = text[text.index('<section id="roofline">') : text.index('<section id="rates">')]
     assert "800 TFLOP/s; 4,000 GB/s" in roofline

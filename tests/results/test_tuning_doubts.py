@@ -58,10 +58,10 @@ def test_the_times_of_a_search_are_no_judge() -> None:
 
 def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one() -> None:
     tables = {name: frame([row(us)]) for name, us in (("a", 165.0), ("b", 331.0), ("c", 166.0))}
-    (finding,) = tuning_doubts.apart(tables)
-    assert (finding.run, finding.beside) == ("b", "a")
+    (finding,) = tuning_doubts.slower_than_elsewhere(tables)
+    assert (finding.run, finding.other) == ("b", "a")
     assert str(finding).endswith("expected about 165.0 µs, as in a, found 331.0 µs")
-    assert not tuning_doubts.apart({name: tables[name] for name in "ac"})
+    assert not tuning_doubts.slower_than_elsewhere({name: tables[name] for name in "ac"})
 
 
 def test_no_published_verdict_has_a_tuned_contender_behind_its_default() -> None:

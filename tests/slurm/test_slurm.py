@@ -20,6 +20,7 @@ from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import cluster_jobs
 from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.shared_folder import Plan
+from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.results import store
 from sparsebench.results.record import Row
 from tests.slurm.box import Box, box, missing
@@ -89,7 +90,7 @@ class Sent:
 
         def go() -> None:
             try:
-                cluster_jobs.submit(self.suite, self.plan, out)
+                share(self.suite, self.plan, out)
             except BaseException as error:
                 self.failed.append(error)
 
@@ -99,7 +100,7 @@ class Sent:
 
     def done(self, number: int) -> int:
         return next(
-            s.contests for s in folders.shares(self.folder, self.plan) if s.number == number
+            s.contests for s in folders.progress(self.folder, self.plan) if s.number == number
         )
 
     def job(self, number: int) -> str:
@@ -168,7 +169,7 @@ def test_a_cluster_that_takes_no_job_is_one_clear_error(cluster: Box, tmp_path: 
             asked.name, Flags("sim"), ("sim",) * 2, "slurm", options, cluster_jobs.job_name()
         )
         with pytest.raises(SuiteError, match=said):
-            cluster_jobs.submit(asked, plan, out)
+            share(asked, plan, out)
         assert sorted(tmp_path.iterdir()) == [suite]
 
 

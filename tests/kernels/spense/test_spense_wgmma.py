@@ -287,7 +287,7 @@ def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(
         assert not _clusters.likeliest(257, shape, itemsize, AT_ONCE, 5)
     tried = spense_wgmma.searched(m, shape, 2, torch.device("cpu"))
     assert set(spense_wgmma.configurations(m)) < set(tried)
-    assert (tried[0].split > 0) == (m in spense_wgmma.AT_FIRST)
+    assert (tried[0].split > 0) == (m in spense_wgmma.CLUSTERS_FIRST)
 
 
 # Tokens, warpgroups and CTAs of a cluster that won on an H200, and how many are likelier at most.

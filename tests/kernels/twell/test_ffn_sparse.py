@@ -39,7 +39,6 @@ from sparsebench.kernels.twell._twell_gate import Tiles
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
 from tests.emulation.cuda_on_cpu import built
-from tests.emulation.triton_interpreter import assert_passes, compiled, interpreted
 from tests.tools.marks import sampled
 from tests.tools.paths import cuda_source
 
@@ -171,7 +170,6 @@ def test_the_kernel_for_few_tokens_refuses_many(kernel: Any, op: str) -> None:
 # ---- its code ----
 
 
-@compiled
 @pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("k", sampled([2048, 200, 2040]))
@@ -189,7 +187,6 @@ def test_it_compiles_without_a_spill(
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 
-@compiled
 @pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("k", sampled([2560, 2048, 200, 1032]))
@@ -291,7 +288,6 @@ PAIRS += [(case, KINDS[4 + (i + j) % 3]) for i, case in enumerate(CASES) for j i
 PAIRS += [(case, KINDS[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
 
 
-@compiled
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25, 40, 42, 46), ids=str)
 def test_its_threads_give_the_product_on_a_cpu(
@@ -340,12 +336,7 @@ def test_its_threads_give_the_product_on_a_cpu(
 # ---- Triton ----
 
 
-@compiled
-def test_triton_products_are_right_in_the_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_")
-
-
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "squared"), [("fp16", False), ("fp32", True)])
 @pytest.mark.parametrize(("m", "heavy"), [(21, [2, 0]), (150, [*range(19)]), (9, [])])
 @pytest.mark.parametrize(("gated", "packed"), [(True, False), (False, False), (True, True)])
@@ -374,7 +365,7 @@ def test_interpreted_groups_that_are_left_are_multiplied(m, heavy, gated, packed
     assert rest.left.tolist() == [0, 0, 0]
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("path", ["tma", "pointers"])
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
@@ -416,7 +407,6 @@ def empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-@compiled
 @pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])
 def test_what_is_left_compiles_for_any_number_of_tokens(m: int) -> None:
     n, k = 5632, 2048
@@ -428,7 +418,6 @@ def test_what_is_left_compiles_for_any_number_of_tokens(m: int) -> None:
             assert_triton_compiles(program)
 
 
-@compiled
 @pytest.mark.parametrize("m", [1, 64, 300, 4096])
 def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
     x, w = empty(m, 2048), empty(5632, 2048)
@@ -440,13 +429,11 @@ def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
 # ---- torch.compile ----
 
 
-@compiled
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(Unsupported, match="option mode: expected one of default, max-autotune"):
         torch_compile.prepare(given(problem(2, 8, 8, "fp32")), mode="fast")
 
 
-@compiled
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_a_compiled_definition_follows_its_activations() -> None:
     these = given(problem(3, 24, 16, "fp32"))

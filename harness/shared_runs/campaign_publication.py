@@ -1,0 +1,98 @@
+"""A whole campaign, published in place of the runs before it.
+
+    DIR/NAME           ─> INTO/GPU/NAME             every run, with its digests verified; no logs
+    DIR/claims/NAME    ─> INTO/GPU/claims-NAME      what claims measured
+    INTO/GPU           ─> removed, since history has it; with entry names, only runs of those names
+    pages and picture  ─> written from the runs that are there now (reports/published.py)
+
+Either everything is published or nothing: an entry that is not whole is an error, and if a page
+cannot be written, the earlier runs are restored.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparsebench.errors import ResultError
+from sparsebench.harness.shared_runs.campaign_file import Campaign
+from sparsebench.harness.shared_runs.campaign_sitting import state
+from sparsebench.results import bundle, files
+from sparsebench.results.provenance import device_name
+
+
+def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Replace the runs of the campaign's GPU below `into`, and return the pages that changed.
+
+    With `names` of entries, only their runs are replaced. Raises ResultError if an entry is not
+    whole, a run was changed, or a page needs a run that does not exist.
+    """
+    entries = campaign.named(names)
+    unfinished = [entry.name for entry in entries if state(out, entry).status != "whole"]
+    if unfinished:
+        raise ResultError(
+            f"{out}: expected whole entries, found unfinished {', '.join(unfinished)}"
+        )
+    runs = {entry.name: out / entry.name for entry in entries if entry.kind != "claims"}
+    for name in (entry.name for entry in entries if entry.kind == "claims"):
+        runs |= {f"{name}-{run.name}": run for run in _runs(out / name)}
+    for run in runs.values():
+        bundle.verify(run)
+    gpus = {device_name(files.from_json(run / "environment.json")) for run in runs.values()}
+    if len(gpus) != 1:
+        raise ResultError(f"expected runs of one GPU, found {', '.join(sorted(gpus)) or 'none'}")
+    home = into / _slug(gpus.pop())
+    with _replaced(home) as before:
+        kept = {run.name: run for run in _runs(before)} if names else {}
+        for name, run in (kept | runs).items():
+            shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
+        from sparsebench.reports.published import write
+
+        return write(into.resolve().parents[1])
+
+
+def published(campaign: Campaign, out: Path, into: Path) -> list[str]:
+    """Return the entries whose published runs have the GPU and the code of the folder `out`."""
+    if not (out / "alike.json").exists():
+        return []
+    here = files.from_json(out / "alike.json")
+    home = into / _slug(str(here["gpu.name"]))
+    environments = {name: home / name / "environment.json" for name in campaign.names}
+    return [
+        name
+        for name, file in environments.items()
+        if file.exists() and files.from_json(file).get("code_sha256") == here["code_sha256"]
+    ]
+
+
+def _runs(folder: Path) -> list[Path]:
+    return sorted(file.parent for file in folder.glob("*/run.json"))
+
+
+def _slug(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+@contextmanager
+def _replaced(home: Path) -> Iterator[Path]:
+    """Make a folder anew and yield the old one, which is restored on an error.
+
+    Meanwhile the old one is beside `published`, where no page looks for runs.
+    """
+    before = home.parent.with_name(f".{home.name}.before")
+    if before.exists():
+        found = "found the runs from before an interrupted publication"
+        raise ResultError(f"{before}: expected none, {found}; move them back to {home}")
+    if home.exists():
+        home.rename(before)
+    home.mkdir(parents=True)
+    try:
+        yield before
+    except BaseException:
+        shutil.rmtree(home)
+        if before.exists():
+            before.rename(home)
+        raise
+    if before.exists():
+        shutil.rmtree(before)
