@@ -152,7 +152,7 @@ def test_a_site_judges_claims_by_its_runs_and_has_a_table_on_its_front(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "build", lambda *given, **more: None)  # of a report, which is slow
-    asked = evidence(chosen(["twell-2026-training", "macko-2025"])).asked()
+    asked = evidence(chosen(["twell-2026-training", "macko-2025"])).planned()
     publish([STEP], tmp_path / "site", Site(claims=asked), lambda run: None)
     front = (tmp_path / "site" / "index.html").read_text()
     rows = re.findall(r'<a href="claims/([\w-]+)\.html">', front)

@@ -116,7 +116,7 @@ def test_trainings_are_judged_as_runs_are(
     found = evidence([asked], [file])
     (verdict,) = found.verdicts()[asked.name]
     assert (verdict.word, verdict.leans) == (word, leans)
-    (planned,) = found.asked()
+    (planned,) = found.planned()
     assert [cell.run for cell in planned.files] == ["a-file"]
     assert not found.cells[asked.name]
 
