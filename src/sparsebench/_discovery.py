@@ -43,7 +43,7 @@ CONSTANTS = {
 }
 """The constant that a file of each folder must define to be found."""
 
-SECOND = {"kernels": {"DGRAD": "_dgrad"}}
+SECOND = {"kernels": {"DGRAD": "_dgrad", "WGRAD": "_wgrad"}}
 """Further constants that a file may define, and the suffix that their names add to the file's."""
 
 DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".yaml"}
