@@ -231,11 +231,12 @@ def _other(there: OtherDevice, device: str) -> Markup:
     if cases.empty:
         words = f"No case has a speed-up over the same baseline on both {device} and {name}."
         return Markup("<h3>{}</h3>").format(f"Compared with {name}") + note(words)
-    words = cases.word.value_counts()
-    counts = listed([f"{words[word]} {word}" for word in words.index if word])
+    counted = cases.word.value_counts()
+    counts = listed([f"{count} {word}" for word, count in counted.items() if word])
     words = (
         f"{len(cases)} shared cases, each over its own device's baseline. On the other device: "
-        f"{counts}. Geometric mean of the other speed-up over the speed-up here: {significant(there.mean)}. "
+        f"{counts}. Geometric mean of the other speed-up over the speed-up here: "
+        f"{significant(there.mean)}. "
         f"The devices were measured in different processes. Other runs: {listed(there.runs)}."
     )
     head = Markup("<h3>{}</h3>").format(f"{device} compared with {name}") + note(words)
