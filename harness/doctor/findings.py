@@ -1,11 +1,11 @@
 """What readings of a GPU mean for measuring on it. Nothing is read here.
 
-    ok         nothing to say
-    note       numbers are right, but differ from those of a GPU without it; or the driver gave none
-    warning    numbers measured here now are not to be trusted
+    ok         nothing to report
+    note       numbers are right, but differ from those of a GPU without this; or no reading
+    warning    do not trust numbers that are measured here now
 
-Each check is a function of its readings, which doctor.py takes. A reading is None where the driver
-gave none.
+Each check is a function of its readings, which examination.py takes. A reading is None if the
+driver does not report it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,28 +15,26 @@ from enum import StrEnum
 from sparsebench.results.record import POWER_LIMITED
 
 FAILED = "a case failed"
-BUSY_PERCENT = 5.0  # of the second before anything ran here
+BUSY_PERCENT = 5.0  # utilization in the second before anything ran here
 NEAR_C = 5.0  # to the highest temperature
 HELD_DOWN = 0.9  # of the highest clock
 
-# What holds the SM clock down, by the bits of nvmlClocksEventReason...; 0x1 is idle.
+# Reasons for a low SM clock, by the bits of nvmlClocksEventReason...; 0x1 is idle.
 HARMFUL = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}
 HARMLESS = {0x02: "application clocks", 0x04: "power limit", 0x10: "sync boost", 0x100: "display"}
 
-# What it means, and what to do.
+# What a finding means, and what to do.
 OTHERS = (
-    "What is measured takes turns with it, and is heated by it.",
-    "End it, or wait for its end.",
+    "It shares the GPU with the measurement, and heats it.",
+    "End it, or wait until it ends.",
 )
-HEAT = "Times depend on heat, air and power supply.", "Let it cool; look after air flow and cables."
-CAPPED = (
-    "Seconds of the same work slow down; short samples in turn hardly do. Rows of it are marked."
-)
-BROKEN = "Memory fails, and results may be wrong.", "Reset the GPU, or have it replaced."
+HEAT = "Times depend on heat, air flow and power supply.", "Let it cool; check air flow and cables."
+CAPPED = "Work of seconds slows down; short samples taken in turn hardly do. Such rows are marked."
+BROKEN = "Memory fails, so results may be wrong.", "Reset the GPU, or have it replaced."
 
 
 class Level(StrEnum):
-    """How bad it is; a warning makes the machine unfit."""
+    """How bad a finding is; a warning makes the machine unfit."""
 
     OK = "ok"
     NOTE = "note"
@@ -45,7 +43,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was found, what that means for numbers, and what can be done."""
+    """The result of a check: the reading, what it means for numbers, and what to do."""
 
     level: Level
     check: str
@@ -55,49 +53,49 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return a finding that asks for nothing."""
+    """Return a finding that needs no action."""
     return Finding(Level.OK, check, found)
 
 
 def failure(reason: str, traceback: str) -> Finding:
-    """Return why a case failed in a run: not a matter of the machine, but told likewise."""
+    """Return the reason why a case failed, in the form of a finding."""
     return Finding(Level.WARNING, FAILED, reason, traceback, "Its traceback is in failures.log.")
 
 
 def nothing_compared(suite: str, device: str) -> Finding:
-    """Return that of a suite nothing but baselines is supported on a device."""
+    """Return the finding that a device supports nothing but the baselines of a suite."""
     found = f"nothing but the baselines of {suite} is supported on {device}"
-    do = "`sparsebench check` names the reasons."
-    return Finding(Level.WARNING, "suite", found, "So nothing will be compared.", do)
+    do = "`sparsebench check` lists the reasons."
+    return Finding(Level.WARNING, "suite", found, "Nothing will be compared.", do)
 
 
-def untold(check: str) -> Finding:
-    """Return the finding where the driver does not tell."""
-    return Finding(Level.NOTE, check, "not told by the driver", "It may be well or not.")
+def unknown(check: str) -> Finding:
+    """Return the finding for a reading that the driver does not report."""
+    return Finding(Level.NOTE, check, "not reported by the driver", "Its state is unknown.")
 
 
 def unfit(findings: Sequence[Finding]) -> bool:
-    """Say whether numbers measured here now are not to be trusted."""
+    """Return whether any finding is a warning."""
     return any(finding.level is Level.WARNING for finding in findings)
 
 
 def others(pids: Sequence[int] | None, busy_percent: float | None) -> Finding:
-    """Judge who else is on the GPU, by name and by how busy it was before anything ran here."""
+    """Judge other processes on the GPU, and its utilization before anything ran here."""
     check, busy = "other work on the GPU", f"{busy_percent or 0:g} % busy"
     if pids:
         named = ", ".join(str(pid) for pid in pids)
         return Finding(Level.WARNING, check, f"processes {named}; {busy} before", *OTHERS)
     if busy_percent is not None and busy_percent >= BUSY_PERCENT:
-        found = f"{busy} before anything ran here; a container does not list others' processes"
+        found = f"{busy} before anything ran here; a container does not list other processes"
         return Finding(Level.WARNING, check, found, *OTHERS)
-    return untold(check) if pids is None else ok(check, f"none, {busy}")
+    return unknown(check) if pids is None else ok(check, f"none, {busy}")
 
 
 def reasons(bits: int | None) -> Finding:
-    """Judge what holds the clock down at the end of the load."""
-    check = "clock held down now by"
+    """Judge the reasons for a low clock at the end of the load."""
+    check = "clock limited now by"
     if bits is None:
-        return untold(check)
+        return unknown(check)
     harmful = [name for bit, name in HARMFUL.items() if bits & bit]
     harmless = [name for bit, name in HARMLESS.items() if bits & bit]
     if harmful:
@@ -109,14 +107,14 @@ def reasons(bits: int | None) -> Finding:
 
 
 def slowed_down(window: Mapping[str, float]) -> Finding:
-    """Judge what the counters say of the load (telemetry.py's window)."""
+    """Judge the counters of the load (the window of telemetry.py)."""
     check = "slowed down under load"
     names = {"power": "power_capped_us", "heat": "thermal_us", "hardware": "hardware_us"}
     share = {
         name: window[key] / window["seconds"] / 1e6 for name, key in names.items() if key in window
     }
     if not share:
-        return untold(check)
+        return unknown(check)
     found = ", ".join(f"by {name} {100 * part:.0f} % of the time" for name, part in share.items())
     if share.get("heat", 0) > 0 or share.get("hardware", 0) > 0:
         return Finding(Level.WARNING, check, found, *HEAT)
@@ -126,24 +124,24 @@ def slowed_down(window: Mapping[str, float]) -> Finding:
 
 
 def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
-    """Judge the SM clock under load. A lock is not told; a low clock with no reason betrays it."""
+    """Judge the SM clock under load. A locked clock shows only as low without a reason."""
     check, mhz = "SM clock under load", window.get("sm_mhz")
     if mhz is None or highest_mhz is None:
-        return untold(check)
+        return unknown(check)
     found = f"{mhz:.0f} of {highest_mhz:.0f} MHz"
     if mhz >= HELD_DOWN * highest_mhz:
         return ok(check, found)
     if window.get("power_capped_us", 0) > 0:
         return Finding(Level.NOTE, check, found, CAPPED)
-    means = "Held down, and not by power: locked? Times are those of this clock."
+    means = "It is low, and not because of power; it may be locked. Times are those of this clock."
     return Finding(Level.NOTE, check, found, means, "See nvidia-smi -q -d CLOCK.")
 
 
 def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
-    """Judge the application clock, where the GPU still has one, against its default."""
+    """Compare the application clock with its default; many GPUs have none."""
     check = "application clock"
     if mhz is None or default_mhz is None:
-        return ok(check, "this GPU has none, or does not tell")
+        return ok(check, "none, or not reported")
     found = f"{mhz:g} MHz, default {default_mhz:g}"
     if mhz == default_mhz:
         return ok(check, found)
@@ -152,12 +150,12 @@ def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
 
 
 def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding:
-    """Judge the temperature under load against the highest that the GPU allows."""
+    """Compare the temperature under load with the highest that the GPU allows."""
     check, found_c = "temperature under load", window.get("temperature_c")
     if found_c is None:
-        return untold(check)
+        return unknown(check)
     if highest_c is None:
-        return ok(check, f"{found_c:g} °C; how high it may be is not told")
+        return ok(check, f"{found_c:g} °C; the limit is not reported")
     found = f"{found_c:g} of {highest_c:g} °C"
     if found_c > highest_c - NEAR_C:
         return Finding(Level.WARNING, check, found, *HEAT)
@@ -165,24 +163,24 @@ def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding
 
 
 def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
-    """Judge the power limit against the default."""
+    """Compare the power limit with its default."""
     check = "power limit"
     if limit_w is None or default_w is None:
-        return untold(check)
+        return unknown(check)
     found = f"{limit_w:g} W, default {default_w:g}"
     if limit_w == default_w:
         return ok(check, found)
-    means = "Long work runs at another clock than on a GPU with the default."
+    means = "Long work runs at another clock than with the default."
     return Finding(Level.NOTE, check, found, means, "nvidia-smi -pl, if it should be the default.")
 
 
 def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int | None) -> Finding:
-    """Judge ECC: whether it is on, and its errors since the driver was loaded."""
+    """Judge ECC, and its errors since the driver was loaded."""
     check = "memory errors (ECC)"
     if enabled is None:
-        return untold(check)
+        return unknown(check)
     if not enabled:
-        means = "A wrong bit goes unseen; on GDDR memory, ECC would also cost bandwidth."
+        means = "A flipped bit is not detected. On GDDR memory, ECC would also cost bandwidth."
         return Finding(Level.NOTE, check, "ECC is off", means)
     found = f"{uncorrected} uncorrected, {corrected} corrected since the driver was loaded"
     if uncorrected:
@@ -193,18 +191,18 @@ def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int 
 def slices(enabled: bool | None) -> Finding:
     """Judge MIG: a GPU in slices."""
     if enabled:
-        means = "A slice shares power and clock with its neighbours; ceilings are not the GPU's."
+        means = "A slice shares power and clock with others, and its ceilings are not the GPU's."
         return Finding(Level.WARNING, "MIG", "on", means, "Measure on a whole GPU.")
     return ok("MIG", "off" if enabled is not None else "this GPU has none")
 
 
 def persistence(enabled: bool | None) -> Finding:
-    """Judge persistence mode: whether the driver stays when nobody uses the GPU."""
+    """Judge persistence mode: whether the driver stays loaded while the GPU is not used."""
     if enabled is None:
-        return untold("persistence mode")
+        return unknown("persistence mode")
     if enabled:
         return ok("persistence mode", "on")
-    means = "The driver starts anew with each process: seconds each, and settings are lost."
+    means = "Each process loads the driver anew, which takes seconds and loses settings."
     return Finding(Level.NOTE, "persistence mode", "off", means, "nvidia-smi -pm 1 (root).")
 
 
@@ -212,5 +210,5 @@ def l2(size: int) -> Finding:
     """Judge the L2 cache: a flush is a multiple of its size (kernels/_common/l2_flush.py)."""
     if size > 0:
         return ok("L2 cache", f"{size / 2**20:g} MiB")
-    means = "Nothing is flushed: cold samples are hot ones."
-    return Finding(Level.WARNING, "L2 cache", "size not told", means)
+    means = "The cache is not flushed, so cold samples are in fact hot."
+    return Finding(Level.WARNING, "L2 cache", "size not reported", means)

@@ -1,7 +1,7 @@
-"""The host of a measurement: what it says, and what that means for numbers.
+"""Readings of the host, and what they mean for numbers.
 
 Functions that begin with `read_` take readings; the others judge them. The host launches every
-kernel, and on a CPU it is what is measured.
+kernel, and for a CPU run it is the device itself.
 """
 
 import os
@@ -22,7 +22,7 @@ LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "nvidia-ml-py", 
 
 
 def read_load() -> float:
-    """Return how many processes were runnable, the mean over the last minute."""
+    """Return the mean number of runnable processes over the last minute."""
     return os.getloadavg()[0]
 
 
@@ -32,7 +32,7 @@ def read_cores() -> int:
 
 
 def read_governor() -> str | None:
-    """Return the policy of the CPU's clock; None where the system does not tell."""
+    """Return the policy of the CPU's clock, or None if the system does not report it."""
     try:
         return GOVERNOR.read_text().strip()
     except OSError:
@@ -40,25 +40,25 @@ def read_governor() -> str | None:
 
 
 def read_tick_ns() -> int:
-    """Return the smallest step of the host's clock, the cost of reading it included."""
+    """Return the smallest step of the host's clock, including the cost of a reading."""
     times = [perf_counter_ns() for _ in range(TICKS)]
     return min(b - a for a, b in pairwise(times) if b > a)
 
 
 def read_versions() -> dict[str, str | None]:
-    """Return the installed version of each library, None where there is none."""
-    found: dict[str, str | None] = {}
+    """Return the installed version of each library, or None."""
+    installed: dict[str, str | None] = {}
     for name in LIBRARIES:
         try:
-            found[name] = version(name).partition("+")[0]
+            installed[name] = version(name).partition("+")[0]
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def read_pins() -> dict[str, str]:
     """Return the versions that the tests ran with; {} outside a checkout."""
-    file = Path(str(files("sparsebench.harness"))).parent / "constraints.txt"
+    file = Path(str(files("sparsebench.harness"))).resolve().parent / "constraints.txt"
     lines = file.read_text().splitlines() if file.exists() else []
     pinned = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {name.strip(): pin.strip() for name, pin in pinned}
@@ -70,24 +70,24 @@ def load(runnable: float, cores: int) -> Finding:
     if runnable < BUSY[0] * cores:
         return ok("host load", found)
     level = Level.WARNING if runnable >= BUSY[1] * cores else Level.NOTE
-    means = "Launches come late: times as called from Python, and all times on a CPU, scatter."
+    means = "Launches are delayed: times as called from Python, and all times on a CPU, scatter."
     return Finding(level, "host load", found, means, "End other work, or wait.")
 
 
 def governor(name: str | None) -> Finding:
     """Judge the policy of the CPU's clock."""
     if name in ("performance", None):
-        return ok("CPU governor", name or "not told")
-    means = "The CPU's clock follows its load: the cost of a launch, and times on a CPU, scatter."
+        return ok("CPU governor", name or "not reported")
+    means = "The CPU's clock follows its load, so launch costs and times on a CPU scatter."
     return Finding(Level.NOTE, "CPU governor", str(name), means, "Set performance (root).")
 
 
 def threads(count: int, cores: int) -> Finding:
-    """Judge torch's threads against the cores."""
+    """Compare the number of torch's threads with that of the cores."""
     found = f"{count} of torch on {cores} cores"
     if count <= cores:
         return ok("threads", found)
-    means = "Threads wait for each other: times on a CPU are too long and scatter."
+    means = "Threads wait for each other, so times on a CPU are too long and scatter."
     return Finding(Level.WARNING, "threads", found, means, f"Set OMP_NUM_THREADS={cores}.")
 
 
@@ -95,30 +95,34 @@ def timer(tick_ns: int) -> Finding:
     """Judge the smallest step of the host's clock."""
     if tick_ns <= COARSE_NS:
         return ok("host clock", f"steps of {tick_ns} ns")
-    means = "Short calls are rounded to its steps."
+    means = "Times of short calls are rounded to these steps."
     return Finding(Level.WARNING, "host clock", f"steps of {tick_ns} ns", means)
 
 
 def versions(found: Mapping[str, str | None], pins: Mapping[str, str]) -> Finding:
-    """Judge the libraries against those that the tests ran with."""
+    """Compare the libraries with the versions that the tests ran with."""
     check = "library versions"
-    told = ", ".join(f"{name} {installed}" for name, installed in found.items() if installed)
+    listed = ", ".join(f"{name} {installed}" for name, installed in found.items() if installed)
     if not pins:
-        return Finding(Level.NOTE, check, told, "No constraints.txt here to hold them against.")
+        return Finding(
+            Level.NOTE, check, listed, "There is no constraints.txt to compare them with."
+        )
     other = {name: pin for name, pin in pins.items() if found.get(name) not in (None, pin)}
     if not other:
-        return ok(check, told)
+        return ok(check, listed)
     differing = ", ".join(f"{name} {found[name]} (tested: {pin})" for name, pin in other.items())
-    means = "Other versions bring other kernels: compare with runs of the same ones."
+    means = "Other versions have other kernels: compare only runs with equal versions."
     return Finding(Level.NOTE, check, differing, means)
 
 
 def cuda(driver: int, built_for: str) -> Finding:
-    """Judge the newest CUDA that the driver knows (13000 is 13.0) against torch's."""
-    known = driver // 1000, driver % 1000 // 10
+    """Compare the newest CUDA that the driver supports (13000 is 13.0) with torch's."""
+    supported = driver // 1000, driver % 1000 // 10
     major, minor = (int(part) for part in built_for.split(".")[:2])
-    found = f"the driver knows {known[0]}.{known[1]}, torch is built for {built_for}"
-    if known >= (major, minor):
+    found = f"the driver supports {supported[0]}.{supported[1]}, torch is built for {built_for}"
+    if supported >= (major, minor):
         return ok("CUDA", found)
-    means = "Kernels that come as PTX cannot be compiled, and some libraries refuse to start."
-    return Finding(Level.NOTE, "CUDA", found, means, "A newer driver, or a torch for this one.")
+    means = "Kernels in PTX cannot be compiled, and some libraries do not start."
+    return Finding(
+        Level.NOTE, "CUDA", found, means, "Install a newer driver, or a torch for this one."
+    )

@@ -1,10 +1,10 @@
-"""Is anything else at work beside a run? A look before it and one over all of it; 0.3 s in all.
+"""Detect other work beside a run: once before it, and over all of it; 0.3 s in all.
 
-    host    processor time that others took    = busy time of all cores - ours, over the time
-    GPU     before: other processes on it, and how busy it was while ours waited
+    host    processor time of others    = busy time of all cores - our own, over the elapsed time
+    GPU     before the run: other processes on it, and its utilization while our worker waited
 
-A run asks this by itself. The doctor asks more, and takes ten seconds. On a CPU the others take
-what is measured; beside a GPU they only delay launches.
+Every run does this. The doctor checks more, and takes ten seconds. On a CPU other work slows down
+the measured calls; beside a GPU it only delays launches.
 """
 
 import os
@@ -25,7 +25,7 @@ CHECK = "other work on the host"
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds: the time now, all cores' busy time, and that of this process and its children."""
+    """Seconds: the time, the busy time of all cores, and that of this process and its children."""
 
     at_s: float
     busy_s: float
@@ -34,7 +34,7 @@ class Spent:
 
 
 def read_spent() -> Spent | None:
-    """Read the counters; None where the system has none. Children count once they have ended."""
+    """Read the counters, or return None. Children count once they have ended."""
     try:
         lines = STAT.read_text().splitlines()
     except OSError:
@@ -48,36 +48,36 @@ def read_spent() -> Spent | None:
 
 
 def before(kind: str, identity: str, worker: int) -> list[Finding]:
-    """Look for other work while a worker, by its process id, waits; `kind` is cpu or cuda."""
+    """Look for other work while a worker (a process id) waits; `kind` is cpu or cuda."""
     began = read_spent()
     time.sleep(GLANCE_S)
-    found = host(began, read_spent(), kind)
-    return [found, gpu(identity, worker)] if kind == "cuda" else [found]
+    on_host = host(began, read_spent(), kind)
+    return [on_host, gpu(identity, worker)] if kind == "cuda" else [on_host]
 
 
 def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
-    """Judge what others took of the host's cores between two readings."""
+    """Judge how many of the host's cores others used between two readings."""
     if began is None or now is None:
-        return findings.untold(CHECK)
+        return findings.unknown(CHECK)
     others_s = (now.busy_s - began.busy_s) - (now.own_s - began.own_s)
     cores = max(0.0, others_s / (now.at_s - began.at_s))
     found = f"{cores:.1f} of {now.cores} cores busy with it"
     note, warning = TAKEN[kind]
     if cores < note * now.cores:
         return ok(CHECK, found)
-    means = "Times scatter, and speed-ups are of what was left of the cores."
+    means = "Times scatter, and speed-ups are those of the remaining cores."
     if kind == "cuda":
-        means = "Launches come late: times as called from Python scatter."
+        means = "Launches are delayed, so times as called from Python scatter."
     level = Level.WARNING if cores >= warning * now.cores else Level.NOTE
-    return Finding(level, CHECK, found, means, "End it, or wait for its end.")
+    return Finding(level, CHECK, found, means, "End it, or wait until it ends.")
 
 
 def gpu(identity: str, worker: int) -> Finding:
-    """Judge who else is on a GPU; our idle worker is one of its processes."""
+    """Judge other processes on a GPU; our idle worker is one of its processes."""
     try:
-        with board(identity) as told:
-            listed = told.ask("ComputeRunningProcesses_v3")
-            rates = told.ask("UtilizationRates")
+        with board(identity) as card:
+            listed = card.ask("ComputeRunningProcesses_v3")
+            rates = card.ask("UtilizationRates")
     except NoNvml as error:
         return Finding(Level.NOTE, "other work on the GPU", str(error))
     pids = None if listed is None else _others([process.pid for process in listed], worker)
@@ -85,5 +85,5 @@ def gpu(identity: str, worker: int) -> Finding:
 
 
 def _others(pids: Sequence[int], worker: int) -> list[int]:
-    """Leave out the worker; where ids are of another namespace, it is one of those listed."""
+    """Leave out the worker; if ids are of another namespace, it is any one of those listed."""
     return [pid for pid in pids if pid != worker] if worker in pids else list(pids)[1:]

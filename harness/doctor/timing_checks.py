@@ -1,13 +1,13 @@
-"""Equal things timed, and one thing timed by several clocks: how far apart do they come out?
+"""Time equal calls, and one call by several clocks, to see how far apart they come out.
 
-    A/A          the same call twice, timed together: |log ratio| would be 0
+    A/A          the same call twice, timed together: |log ratio| should be 0
     clocks       graph     events around the replay of a captured call
                  events    events around the call as torch launches it
                  CUPTI     the kernels' own durations, by torch's profiler: no launch, no gap
-    nothing      events around the replay of almost no work: in every sample of a GPU
+    nothing      events around the replay of almost no work: part of every sample on a GPU
 
 Functions that begin with `read_` take readings; the others judge them. A/A pairs are cold, as in a
-run. Clocks are compared hot, since the profiler would time the flush too, and on the same few
+run. Clocks are compared hot, because the profiler would time the flush too, and on the same few
 calls: a compute-bound op of 170 µs takes 200 once power limits the clock.
 """
 
@@ -22,12 +22,12 @@ from torch.profiler import ProfilerActivity
 
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.harness.doctor.findings import Finding, Level, ok
-from sparsebench.harness.plan import selection as references
+from sparsebench.harness.plan import selection
 from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.results.statistics import block_logs, by_block
 
 PAIRS = 3
-KINDS = "launch", "memory", "compute"  # of references.py's sizes
+KINDS = "launch", "memory", "compute"  # of the sizes in selection.py
 # A/A: a note, a warning. Ten processes on an H200 had 0.8 % at most, and 4.8 % where launch-bound.
 APART = {"launch": (0.05, 0.10), "memory": (0.01, 0.03), "compute": (0.01, 0.03)}
 
@@ -40,7 +40,7 @@ CALLS = 50
 
 def read_pairs(device: torch.device) -> dict[str, list[float]]:
     """Return, for each kind of op, the log-ratio of each of PAIRS A/A pairs."""
-    sizes = references.sizes(device.type)
+    sizes = selection.sizes(device.type)
     return {
         kind: [_pair(_call(*size, device), device, f"{kind} {i}") for i in range(PAIRS)]
         for kind, size in zip(KINDS, sizes, strict=True)
@@ -48,7 +48,7 @@ def read_pairs(device: torch.device) -> dict[str, list[float]]:
 
 
 def read_clocks(device: torch.device) -> list[dict[str, float]]:
-    """Return µs by clock for each op of the LADDER; without CUPTI where it tells nothing."""
+    """Return µs by clock for each op of the LADDER, without CUPTI if it reports nothing."""
     calls = [_call(m, n, k, "bf16", device) for m, n, k, _ in LADDER]
     events = [median(_by_events(call, device)) for call in calls]
     graphs = [_by_graph(_captured(call, device), device) for call in calls]
@@ -56,26 +56,27 @@ def read_clocks(device: torch.device) -> list[dict[str, float]]:
 
 
 def floor(kind: str, logs: Sequence[float]) -> Finding:
-    """Judge A/A pairs of one kind: nothing below the largest difference can be told apart."""
+    """Judge A/A pairs of one kind: smaller differences than theirs are not meaningful."""
     largest = max(expm1(abs(log)) for log in logs)
     note, warning = APART[kind]
     check, found = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
     if largest <= note:
         return ok(check, found)
-    means = "The same call twice differs by so much: smaller differences say nothing."
-    do = "Look for other work, heat and changing clocks above; take more processes."
+    means = "Two runs of one call differ by this much, so smaller differences are not meaningful."
+    do = "Check for other work, heat and changing clocks above; take more processes."
     return Finding(Level.WARNING if largest > warning else Level.NOTE, check, found, means, do)
 
 
 def nothing(time_us: float) -> Finding:
-    """Tell the cost of a sample: it compresses ratios of short ops."""
-    return ok("a sample of nothing", f"{time_us:.2g} µs: ratios of ops that short say nothing")
+    """Report the cost of an empty sample, which compresses ratios of short ops."""
+    means = "ratios of ops as short as that are not meaningful"
+    return ok("an empty sample", f"{time_us:.2g} µs: {means}")
 
 
 def agreement(times_us: Mapping[str, float], nothing_us: float) -> Finding:
-    """Judge one op's time by several clocks against the replay of its graph.
+    """Compare one op's time by several clocks with the replay of its graph.
 
-    Durations of kernels are shorter by what a pair of events costs: a sample of nothing.
+    Durations of kernels are shorter by the cost of a pair of events: an empty sample.
     """
     graph_us = times_us["graph"]
     check = f"clocks, {graph_us:.3g} µs op"
@@ -84,14 +85,14 @@ def agreement(times_us: Mapping[str, float], nothing_us: float) -> Finding:
         f"{name} {times_us[name]:.4g} µs ({100 * part:+.1f} %)" for name, part in apart.items()
     )
     if "CUPTI" not in apart:
-        found += "; CUPTI tells nothing here"
+        found += "; CUPTI reports nothing here"
     if graph_us < LONG_US or all(
         abs(part) <= DISAGREE + (nothing_us / graph_us if name == "CUPTI" else 0)
         for name, part in apart.items()
     ):
         return ok(check, found)
     means = "One of the clocks is wrong, or the call waits for its host."
-    return Finding(Level.WARNING, check, found, means, "Believe no time before it is known which.")
+    return Finding(Level.WARNING, check, found, means, "Trust no time until you know which one.")
 
 
 def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
@@ -100,21 +101,21 @@ def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
 
 
 def _captured(call: Launch, device: torch.device) -> TimedCall:
-    for _ in range(2):  # the first starts libraries, which a capture forbids
+    for _ in range(2):  # the first call loads libraries, which a capture forbids
         call()
     return ready(call, device)
 
 
 def _pair(call: Launch, device: torch.device, seed: str) -> float:
-    """Return log(second / first), the median over blocks, of a call and its twin."""
+    """Return the median over blocks of log(second / first), for a call and its twin."""
     both = [_captured(call, device) for _ in range(2)]
     first, second = time_together(both, device, seed)
-    blocks = (by_block(own.times_us, own.per_block) for own in (second, first))
+    blocks = (by_block(taken.times_us, taken.per_block) for taken in (second, first))
     return float(np.median(block_logs(*blocks)))
 
 
 def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:
-    """Return the µs of CALLS calls, hot: too few for a limit on power to slow the clock."""
+    """Return the µs of CALLS hot calls: too few for a power limit to slow the clock."""
     marks = []
     torch.cuda.synchronize(device)
     for _ in range(CALLS):
@@ -129,7 +130,7 @@ def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:
 
 def _by_graph(graph: TimedCall, device: torch.device) -> dict[str, float]:
     found = _by_cupti(graph.call, device)
-    if found["graph"] < LONG_US:  # the host is slower than that: queue the replays up
+    if found["graph"] < LONG_US:  # the host is slower than that, so queue the replays
         (taken,) = time_together([graph], device, "clocks", cache="hot")
         found["graph"] = median(taken.times_us)
     return found
@@ -138,7 +139,7 @@ def _by_graph(graph: TimedCall, device: torch.device) -> dict[str, float]:
 def _by_cupti(replay: Callable[[], object], device: torch.device) -> dict[str, float]:
     """Return the median µs of the same replays by events and by their kernels' durations.
 
-    One clock would be compared with a faster or slower GPU where the calls were not the same.
+    Other calls could run at another GPU clock.
     """
     activities = [ProfilerActivity.CUDA]
     for _ in range(2):  # the first starts CUPTI

@@ -4,10 +4,10 @@
     b0 .. b3   =  the bytes of h = hash32(i, key)             key: seed, operand name, draw
     f          =  4097 to 8191, odd, from 11 more bits of h
 
-An odd integer is never zero, so the non-zeros of a masked matrix are its mask. f fills fp32's
-mantissa: without it the product of two operands is exact in TF32, and so would a sum be in fp32.
-The integer has at most 23 bits and the scale is a power of two: the only rounding is the one to the
-dtype, done once. The rest is integer arithmetic without state, on which all CPUs and GPUs agree.
+An odd integer is never zero, so the non-zeros of a masked matrix are exactly its mask. f fills
+fp32's mantissa: without it, products would be exact in TF32, and sums in fp32. The integer has at
+most 23 bits and the scale is a power of two, so the only rounding is that to the dtype. All else is
+integer arithmetic without state, whose results are the same on all CPUs and GPUs.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from sparsebench.formats._format import BITS
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 SHIFTS = (16, 15, 16)
 
-MIX = 0x9E3779B1  # 2^32 over the golden ratio, to a prime: the upper bits of h MIX are f's
+MIX = 0x9E3779B1  # a prime near 2^32 over the golden ratio: f is made of the upper bits of h MIX
 
 UNIT = 2.0**-21
 """The scale that gives a standard deviation of 0.88, and no zero in e4m3: elements are at least
 4097 x 2^-21 in magnitude, which rounds to its smallest number, 2^-9."""
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
-"""Elements worked on at a time, a power of two: few enough for a CPU core's cache (512 KB a
-buffer): 2^20 took 1.7 times as long on two cores."""
+"""Elements per step, a power of two. On a CPU a buffer (512 KB) fits a core's cache: 2^20 took 1.7
+times as long on two cores."""
 
 
 def fill(out: Tensor, seed: int, name: str, draw: int = 0, scale: float = UNIT) -> None:
@@ -46,7 +46,7 @@ def fill(out: Tensor, seed: int, name: str, draw: int = 0, scale: float = UNIT) 
 
 
 def scores(seed: int, name: str, count: int, device: torch.device) -> Tensor:
-    """Return `count` random integers of 31 bits, by which a pattern chooses."""
+    """Return `count` random integers of 31 bits, the scores by which a pattern chooses."""
     out = torch.empty(count, dtype=torch.int32, device=device)
     for start, h in _hashes(f"{seed}/{name} scores", count, device):
         out[start : start + len(h)] = h.bitwise_and_(0x7FFFFFFF)
@@ -60,10 +60,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _hashes(key: str, count: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Yield a start and the hashes of the indices from there on, in one int32 buffer used again.
+    """Yield starts and the hashes of the indices from there, in one int32 buffer that is reused.
 
-    The second word enters between the multiplies: were the key all at the start, two operands would
-    be the same numbers shuffled.
+    The second word of the key enters between the multiplications. If the whole key entered at the
+    start, two operands would be permutations of the same numbers.
     """
     chunk = min(CHUNK[device.type], 1 << max(count - 1, 0).bit_length())
     index = torch.arange(chunk, dtype=torch.int32, device=device)
@@ -82,10 +82,10 @@ def _hashes(key: str, count: int, device: torch.device) -> Iterator[tuple[int, T
 
 
 def _words(key: str, start: int) -> tuple[int, int]:
-    """Return the two words that turn an index within a chunk into a key and an index.
+    """Return two words that combine the key with the start of a chunk.
 
-    A chunk starts at a multiple of its size, so that xor adds its start. Each 2^32 indices have a
-    key of their own.
+    A chunk starts at a multiple of its size, so xor adds its start. Each range of 2^32 indices has
+    its own key.
     """
     high, low = divmod(start, 2**32)
     words = hashlib.sha256(f"{key}/{high}".encode()).digest()
@@ -93,7 +93,7 @@ def _words(key: str, start: int) -> tuple[int, int]:
 
 
 def _xorshift(x: Tensor, by: int, spare: Tensor) -> None:
-    """x ^= x >> by, as of unsigned integers."""
+    """Compute x ^= x >> by, as for unsigned integers."""
     torch.bitwise_right_shift(x, by, out=spare)
     x.bitwise_xor_(spare.bitwise_and_((1 << (32 - by)) - 1))
 

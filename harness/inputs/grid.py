@@ -1,7 +1,7 @@
-"""A weight as a grid of blocks: what its cells score, and which of them score best.
+"""A weight as a grid of blocks, the scores of its cells, and the selection of the best ones.
 
    c   c   c
-r ## . . ##      cells row by row: 0 1 2 3 ...; those of the last row and column may be cut
+r ## . . ##      cells row by row: 0 1 2 3 ...; blocks of the last row and column may be cut off
 r . . ## . .
 """
 
@@ -17,7 +17,7 @@ from sparsebench.harness.inputs.bits import CHUNK
 
 @dataclass(frozen=True)
 class Grid:
-    """A matrix [n, k] in blocks of r x c; those of the last row and column may be cut."""
+    """A matrix [n, k] in blocks of r x c; those of the last row and column may be cut off."""
 
     n: int
     k: int
@@ -41,7 +41,7 @@ class Grid:
 
 
 Score = Callable[[Grid], Tensor]
-"""A grid to a non-negative integer for each cell, row by row."""
+"""Maps a grid to a non-negative integer for each cell, row by row."""
 
 
 def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
@@ -61,7 +61,7 @@ def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
 
 
 def best(scores: Tensor, group: int, kept: int) -> Tensor:
-    """Return where the `kept` highest of every `group` scores are; of equals, the first."""
+    """Return a mask of the `kept` highest of every `group` scores; of equal ones, the first."""
     if group == len(scores):
         return _best_of_all(scores, kept)
     chosen = torch.zeros(len(scores) // group, group, dtype=torch.bool, device=scores.device)
@@ -74,7 +74,7 @@ def best(scores: Tensor, group: int, kept: int) -> Tensor:
 
 
 def _best_of_all(scores: Tensor, kept: int) -> Tensor:
-    """Count by the leading 15 bits to find where the cut falls, and sort only there."""
+    """Find the cut by counting the leading 15 bits, and sort only the scores at the cut."""
     shift = max(int(scores.max()).bit_length() - 15, 0)
     counts = torch.zeros(1 << 15, dtype=torch.int64, device=scores.device)
     for part in torch.split(scores, CHUNK[scores.device.type]):

@@ -1,15 +1,15 @@
-"""Files that operands come from: patterns (values are drawn) and real weights (to be pruned).
+"""Read operands from files: patterns (with drawn values) and real weights (to be pruned).
 
     .smtx            text, as in the Deep Learning Matrix Collection       pattern
                          rows, columns, non-zeros
                          row offsets, rows + 1 of them
-                         column indices, one a non-zero
+                         column indices, one per non-zero
     .mtx .mtx.gz     Matrix Market; every stored entry counts              pattern
     .npz             scipy.sparse.save_npz; every stored entry counts      pattern
-    .safetensors     one tensor of it, fp16, bf16 or fp32                  weights
-                     `group.wg`, `group.wu` ... `group.x` of it            all operands of an op
+    .safetensors     one of its tensors, fp16, bf16 or fp32                weights
+                     its tensors `group.wg`, `group.wu` ... `group.x`      all operands of an op
 
-A file that is not what it should be is a SuiteError: file, expected, found.
+A bad file raises a SuiteError with the file, what was expected and what was found.
 """
 
 import gzip
@@ -34,35 +34,35 @@ from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
 
 MTX_BYTES = 2**30  # unzipped
-HEAD = re.compile(rb"\A(?:%.*\n|\s*\n)*")  # of Matrix Market: what it is, and comments
+HEAD = re.compile(rb"\A(?:%.*\n|\s*\n)*")  # of Matrix Market: banner and comments
 
 FILE = "file"
-"""The pattern that no rule chooses: it is the source's own."""
+"""The name of the pattern that a source determines."""
 
 DTYPES = ("F16", "BF16", "F32")
-"""Element types, as safetensors calls them, that weights may have."""
+"""Element types that weights may have, as safetensors names them."""
 
 Indices = NDArray[np.int64]
 
 
 def located(source: Source, data: Path | None) -> Path:
-    """Return where the source's file is."""
+    """Return the path of the source's file."""
     if data is None:
         raise SuiteError(f"source {source.path}: expected --data DIR, found none")
     return data / source.path
 
 
 def agree(pattern: str, source: Source | None) -> None:
-    """Raise SuiteError unless the pattern is `file` just where a pattern file is the source."""
+    """Raise SuiteError unless the pattern is `file` exactly if the source is a pattern file."""
     if (pattern == FILE) != (source is not None and source.tensor is None):
         found = f"{pattern!r} with {source.path if source else 'no source'}"
         raise SuiteError(
-            f"pattern: expected 'file' just where a pattern is the source, found {found}"
+            f"pattern: expected 'file' exactly if the source is a pattern file, found {found}"
         )
 
 
 def shape_and_level(path: Path, tensor: str | None = None) -> tuple[int, int, float | None]:
-    """Return n, k and a pattern's sparsity (None of weights); reads no more than it must."""
+    """Return n, k and a pattern's sparsity (None for weights), reading as little as possible."""
     if tensor is not None:
         return *_weight_shape(path, tensor), None
     if path.suffix == ".smtx":
@@ -74,7 +74,7 @@ def shape_and_level(path: Path, tensor: str | None = None) -> tuple[int, int, fl
 
 
 def load_pattern(path: Path) -> Tensor:
-    """Return a bool matrix [n, k]: True where the file has an entry."""
+    """Return a bool matrix [n, k] that is True where the file has an entry."""
     n, k, rows, columns = _smtx(path) if path.suffix == ".smtx" else _scipy_pattern(path)
     mask = np.zeros((n, k), dtype=np.bool_)
     mask[rows, columns] = True
@@ -82,7 +82,7 @@ def load_pattern(path: Path) -> Tensor:
 
 
 def load_weights(path: Path, tensor: str) -> Tensor:
-    """Return one tensor [n, k] of a safetensors file, in the dtype that it has there."""
+    """Return one tensor [n, k] of a safetensors file, in its own dtype."""
     _weight_shape(path, tensor)
     try:
         with safe_open(path, framework="pt") as file:
@@ -93,17 +93,17 @@ def load_weights(path: Path, tensor: str) -> Tensor:
 
 
 def member(source: Source, name: str) -> str:
-    """Return the name of an operand's tensor, of a source that is a group of them."""
+    """Return the name of an operand's tensor in a source that is a group."""
     return f"{source.tensor}.{name}"
 
 
 def groups(path: Path, names: Collection[str]) -> list[str]:
     """List the groups of a safetensors file that have a tensor for each name."""
-    found = [tensor.rpartition(".") for tensor in tensor_names(path)]
     members: dict[str, set[str]] = {}
-    for group, _, name in found:
+    for tensor in tensor_names(path):
+        group, _, name = tensor.rpartition(".")
         members.setdefault(group, set()).add(name)
-    return sorted(group for group, of_it in members.items() if group and of_it >= {*names})
+    return sorted(group for group, there in members.items() if group and there >= {*names})
 
 
 def tensor_names(path: Path) -> list[str]:
@@ -112,7 +112,7 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def sha256(path: Path) -> str:
-    """Hash a file's content, once for each size and time of change."""
+    """Hash a file's content, once per size and modification time."""
     require_regular(path)
     try:
         status = path.stat()
@@ -128,7 +128,7 @@ def _sha256(path: Path, size: int, changed_ns: int) -> str:
 
 
 def require_regular(path: Path) -> None:
-    """Refuse what is no regular file: reading a FIFO or a device may never end."""
+    """Raise SuiteError unless a file is regular: reading a FIFO or a device may never end."""
     if path.exists() and not path.is_file():
         raise _unusable(path, "a readable file", "no regular file")
 
@@ -150,7 +150,7 @@ def _smtx(path: Path) -> tuple[int, int, Indices, Indices]:
     except OSError as error:
         raise _unusable(path, "a readable file", error) from error
     if len(lines) == 2:
-        lines.append(b"")  # without an entry the third line may be missing
+        lines.append(b"")  # the third line may be missing if there are no entries
     if len(lines) != 3:
         raise _unusable(path, "3 lines: sizes, row offsets, column indices", f"{len(lines)}")
     n, k, nnz = _smtx_header(path, lines[0])
@@ -158,7 +158,7 @@ def _smtx(path: Path) -> tuple[int, int, Indices, Indices]:
     columns = _integers(path, "column indices", lines[2], nnz)
     counts = np.diff(offsets)
     if offsets[0] != 0 or offsets[-1] != nnz or (counts < 0).any():
-        ends = f"{offsets[0]} to {offsets[-1]}, {(counts < 0).sum()} of them falling"
+        ends = f"{offsets[0]} to {offsets[-1]}, decreasing {(counts < 0).sum()} times"
         raise _unusable(path, f"row offsets that rise from 0 to {nnz}", ends)
     if nnz and columns.max() >= k:
         raise _unusable(path, f"column indices below {k}", columns.max())
@@ -177,7 +177,7 @@ def _smtx_header(path: Path, line: bytes) -> tuple[int, int, int]:
 
 
 def _integers(path: Path, what: str, line: bytes, count: int) -> Indices:
-    """Parse non-negative integers with blanks between; 3 million in well under a second."""
+    """Parse non-negative integers separated by blanks: 3 million in under a second."""
     other = line.translate(None, b"0123456789 \t\r")
     if other:
         found = other[:20].decode("ascii", "backslashreplace")
@@ -196,7 +196,7 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
     try:
         read = _npz(path) if path.suffix == ".npz" else _mtx(path)
         entries = scipy.sparse.coo_array(read)
-    except Exception as error:  # the readers raise a dozen types on garbage
+    except Exception as error:  # the readers raise a dozen types for bad files
         raise _unusable(path, "a sparse matrix", error) from error
     if entries.ndim != 2 or 0 in entries.shape:
         raise _unusable(path, "a matrix of at least 1x1", f"shape {list(entries.shape)}")
@@ -207,9 +207,10 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
 
 
 def _mtx(path: Path) -> Any:
-    """Read Matrix Market. scipy 1.17 crashes on a last number that is none, and that ends a file.
+    """Read Matrix Market.
 
-    So every character below the head is one of a number, and the last line has an end.
+    scipy 1.17 crashes if a file ends in something that is no number. So below the head only
+    characters of numbers are allowed, and a line end is added to the last line.
     """
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         content = file.read(MTX_BYTES + 1)
@@ -217,15 +218,15 @@ def _mtx(path: Path) -> Any:
         raise ValueError(f"more than {MTX_BYTES} bytes (MTX_BYTES)")
     other = HEAD.sub(b"", content).translate(None, b"0123456789+-.eE \t\r\n")
     if other:
-        raise ValueError(f"{other[:20]!r} where numbers are")
+        raise ValueError(f"expected numbers, found {other[:20]!r}")
     return scipy.io.mmread(BytesIO(content.rstrip() + b"\n"), spmatrix=False)
 
 
 def _npz(path: Path) -> Any:
-    with path.open("rb") as file:  # given the path, load_npz leaves a bad file open
+    with path.open("rb") as file:  # by path, load_npz leaves a bad file open
         matrix = scipy.sparse.load_npz(file)
     if hasattr(matrix, "check_format"):
-        matrix.check_format(full_check=True)  # load_npz takes any index, also one outside
+        matrix.check_format(full_check=True)  # load_npz accepts any index, even one out of range
     return matrix
 
 

@@ -1,8 +1,8 @@
-"""Which code measures: its commit, its digest, and the packages that plug into it.
+"""Identify the code that measures: its commit, its digest, and the packages that plug into it.
 
-commit        SPARSEBENCH_COMMIT, else what git says of the checkout, else what the wheel's
-              build wrote down (setup.py)
-plugins       package ─> {distribution, version, sha256}, of what a suite names that is not ours
+commit        SPARSEBENCH_COMMIT, else the commit of the checkout by git, else the one that the
+              wheel's build wrote down (setup.py)
+plugins       package ─> {distribution, version, sha256}, for each other package that a suite names
 code_sha256   one digest of the code of this package, and of the plug-ins'
 """
 
@@ -20,18 +20,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-FOLDERS = "harness", "formats", "kernels", "results"  # code that a number can depend on
+FOLDERS = "harness", "formats", "kernels", "results"  # code that numbers can depend on
 BUILT = "built.json"  # a file of a wheel and of an sdist (setup.py)
 
 Plugins = Mapping[str, Mapping[str, str | None]]
-"""By package: its distribution, the version of that, and the SHA-256 of the package's files."""
+"""The distribution of each package, its version, and the SHA-256 of the package's files."""
 
 
 def code_sha256(plugins: Plugins | None = None) -> str:
-    """Return one digest of the code that measures: the same commit or not, this tells.
-
-    It is the same for a checkout and for a wheel of it.
-    """
+    """Return one digest of the code that measures, equal for a checkout and a wheel of it."""
     digest = hashlib.sha256()
     for path, file in _own_code():
         digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -41,7 +38,7 @@ def code_sha256(plugins: Plugins | None = None) -> str:
 
 
 def _own_code() -> Iterator[tuple[str, Traversable]]:
-    """Yield the files that a number can depend on, under the names that a wheel has them by."""
+    """Yield the files that numbers can depend on, under the names that a wheel has."""
     root = ((f"root/{f.name}", f) for f in files("sparsebench").iterdir() if f.name != BUILT)
     folders = (_files(folder, files(f"sparsebench.{folder}")) for folder in FOLDERS)
     for path, file in sorted(chain(root, *folders), key=itemgetter(0)):
@@ -52,10 +49,10 @@ def _own_code() -> Iterator[tuple[str, Traversable]]:
 
 
 def plugins(modules: Iterable[str]) -> dict[str, dict[str, str | None]]:
-    """Return the packages of these modules, without ours, each with distribution and digest.
+    """Return the packages of these modules, except ours, with distribution and digest.
 
-    A package is the outermost one that has code: of acme.fast.kernel it is acme, or acme.fast
-    where acme is a namespace. An editable install is told by its files, as any other.
+    The package is the outermost one that has code: for acme.fast.kernel it is acme, or acme.fast if
+    acme is a namespace. An editable install is identified by its files like any other.
     """
     packages = {_package(module) for module in modules} - {"sparsebench"}
     return {package: _facts(package) for package in sorted(packages)}
@@ -68,7 +65,7 @@ def _facts(package: str) -> dict[str, str | None]:
 
 
 def _distribution(package: str) -> Distribution | None:
-    """Return the distribution that has a package; None where none is known."""
+    """Return the distribution that contains a package, or None."""
     inside, names = package.replace(".", "/"), packages_distributions()
     found = [Distribution.from_name(name) for name in {*names.get(package.partition(".")[0], [])}]
     if len(found) > 1:  # a namespace that several share
@@ -77,7 +74,7 @@ def _distribution(package: str) -> Distribution | None:
 
 
 def _package(module: str) -> str:
-    """Return the outermost package of a module that is no namespace, or the module."""
+    """Return the outermost package of a module that is no namespace, or the module itself."""
     parts = module.split(".")
     for number in range(1, len(parts)):
         spec = find_spec(".".join(parts[:number]))
@@ -99,9 +96,9 @@ def _digest(package: str) -> str:
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit and whether the checkout is dirty; None where that is not known.
+    """Return the commit and whether the checkout is dirty; unknown values are None.
 
-    SPARSEBENCH_COMMIT names the commit on a machine that was given the code without its history.
+    SPARSEBENCH_COMMIT names the commit on a machine that has the code without its history.
     """
     if "SPARSEBENCH_COMMIT" in os.environ:
         return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
@@ -110,10 +107,10 @@ def commit() -> dict[str, Any]:
 
 
 def of_checkout(root: Path) -> dict[str, Any] | None:
-    """Return what git says of a checkout: commit and dirty; None where there is none, or no git.
+    """Return commit and dirty by git; None without a checkout or git.
 
-    Dirty is a change to what git tracks, or an untracked file beside the code that measures.
-    Other untracked files, such as the folder of an earlier run, change no number.
+    A checkout is dirty if a tracked file has changed, or if an untracked file lies beside the code
+    that measures. Other untracked files, such as an earlier run, cannot change a number.
     """
     if not (root / ".git").exists():
         return None
@@ -135,7 +132,7 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
 
 
 def _built() -> dict[str, Any] | None:
-    """Return what the build of this wheel wrote down."""
+    """Return what the build of this wheel recorded."""
     file = files("sparsebench") / BUILT
     if not file.is_file():
         return None
@@ -144,7 +141,7 @@ def _built() -> dict[str, Any] | None:
 
 
 def _files(path: str, folder: Traversable) -> Iterator[tuple[str, Traversable]]:
-    """Yield every file of a folder with its path, in order; not what Python compiled."""
+    """Yield every file of a folder with its path, in order, without compiled Python."""
     for item in sorted(folder.iterdir(), key=lambda item: item.name):
         if item.is_dir() and item.name != "__pycache__":
             yield from _files(f"{path}/{item.name}", item)

@@ -1,4 +1,4 @@
-"""The host: what tells it from others, and which of its CPUs are near which of its GPUs.
+"""Identify the host, and place processes on CPUs near their GPUs.
 
     GPU ─ PCI address ─ /sys/bus/pci/devices/ADDRESS/local_cpulist ─> CPUs of its NUMA node
     core ─ topology/thread_siblings_list ─> the hyperthreads of one core stay together
@@ -20,9 +20,9 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def boot() -> str:
-    """Return a digest that is the same in all processes of a host until it starts again.
+    """Return a digest that all processes of a host share until it restarts.
 
-    The kernel draws the number at each start: it says nothing of the host's name.
+    The kernel draws the number at each start, so the digest does not reveal the host's name.
     """
     try:
         return hashlib.sha256(BOOT.read_bytes()).hexdigest()[:12]
@@ -31,13 +31,13 @@ def boot() -> str:
 
 
 def apart(devices: Sequence[str]) -> list[set[int]]:
-    """Return CPUs for each device: near it, and none of two devices where there are enough."""
+    """Return the CPUs for each device: near it, and disjoint if there are enough."""
     here = os.sched_getaffinity(0)
     return shared_out([_near(device) & here or here for device in devices], _cores(here))
 
 
 def draw_near(process: int) -> None:
-    """Let a process that is there already run on the CPUs of this thread alone, all of it."""
+    """Move all threads of a running process to the CPUs of this thread."""
     here = os.sched_getaffinity(0)
     for task in Path(f"/proc/{process}/task").iterdir() if process else ():
         with suppress(OSError):  # a thread that has just ended
@@ -45,36 +45,36 @@ def draw_near(process: int) -> None:
 
 
 def shared_out(near: Sequence[set[int]], cores: Sequence[frozenset[int]]) -> list[set[int]]:
-    """Give each core to one of the devices that it is near, the one with the fewest so far.
+    """Give each core to the device near it that has the fewest so far.
 
-    A device that gets none may take all that are near it.
+    A device that gets no core may use all that are near it.
     """
-    given: list[set[int]] = [set() for _ in near]
+    assigned: list[set[int]] = [set() for _ in near]
     for core in cores:
-        wanting = [number for number, own in enumerate(near) if core & own]
-        if wanting:
-            given[min(wanting, key=lambda number: len(given[number]))] |= core
-    return [own or near[number] for number, own in enumerate(given)]
+        close = [number for number, cpus in enumerate(near) if core & cpus]
+        if close:
+            assigned[min(close, key=lambda number: len(assigned[number]))] |= core
+    return [cpus or near[number] for number, cpus in enumerate(assigned)]
 
 
 def read_list(text: str) -> set[int]:
-    """Return the numbers of a list as the kernel writes it: 0-3,8,10-11."""
+    """Parse a list of numbers as the kernel writes it: 0-3,8,10-11."""
     parts = [part.partition("-") for part in text.strip().split(",") if part.strip()]
     return {n for low, _, high in parts for n in range(int(low), int(high or low) + 1)}
 
 
 def _cores(cpus: set[int]) -> list[frozenset[int]]:
     """Return the CPUs by core."""
-    found = {}
+    cores = {}
     for cpu in sorted(cpus):
         file = CPUS / f"cpu{cpu}/topology/thread_siblings_list"
         siblings = frozenset(_read(file) & cpus) or frozenset({cpu})
-        found[min(siblings)] = siblings
-    return list(found.values())
+        cores[min(siblings)] = siblings
+    return list(cores.values())
 
 
 def _near(device: str) -> set[int]:
-    """Return the CPUs of a GPU's NUMA node; none where they are not known."""
+    """Return the CPUs of a GPU's NUMA node; empty if unknown."""
     if simulated(device) or not device.startswith("cuda"):
         return set()
     address = _address(int(device.partition(":")[2] or "0"), os.environ)
@@ -82,9 +82,9 @@ def _near(device: str) -> set[int]:
 
 
 def _address(number: int, environment: Mapping[str, str]) -> str:
-    """Return the PCI address of a GPU as sysfs writes it: 0000:1b:00.0; "" where NVML has none.
+    """Return the PCI address of a GPU as sysfs writes it, 0000:1b:00.0; "" if NVML has none.
 
-    NVML is asked, and not CUDA: this process stays off the GPUs.
+    NVML is used instead of CUDA because this process must not open the GPUs.
     """
     try:
         import pynvml
@@ -93,19 +93,21 @@ def _address(number: int, environment: Mapping[str, str]) -> str:
     try:
         pynvml.nvmlInit()
         try:
-            seen = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            name = seen[number] if seen else str(number)
+            visible = [
+                name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name
+            ]
+            name = visible[number] if visible else str(number)
             handle = (
                 pynvml.nvmlDeviceGetHandleByIndex(int(name))
                 if name.isdigit()
                 else pynvml.nvmlDeviceGetHandleByUUID(name)
             )
-            found = pynvml.nvmlDeviceGetPciInfo_v3(handle).busId
+            bus_id = pynvml.nvmlDeviceGetPciInfo_v3(handle).busId
         finally:
             pynvml.nvmlShutdown()
     except (pynvml.NVMLError, IndexError):
         return ""
-    text = found.decode() if isinstance(found, bytes) else str(found)
+    text = bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
     domain, _, rest = text.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 

@@ -1,4 +1,4 @@
-"""The device under test and everything around it that a number depends on."""
+"""The device under test, and everything around it that a number depends on."""
 
 import os
 import platform
@@ -13,17 +13,23 @@ from sparsebench.harness.machine.code import code_sha256, commit
 from sparsebench.kernels._common import tuned_table
 
 LIBRARIES = (
-    *("torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"),
-    *("numpy", "scipy", "pandas"),
+    "torch",
+    "triton",
+    "cupy-cuda13x",
+    "nvmath-python",
+    "stanford-stk",
+    "numpy",
+    "scipy",
+    "pandas",
 )
 SWITCHES = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET"
 
 
 def pick(name: str | None) -> torch.device:
-    """Return the device asked for, or the best there is; SuiteError where it is not there."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Return the named device, or the best one. Raises SuiteError if it does not exist."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
-        return torch.device("cuda:0" if found else "cpu")
+        return torch.device("cuda:0" if count else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -33,26 +39,23 @@ def pick(name: str | None) -> torch.device:
     number = name.partition(":")[2] or "0"  # torch keeps 8 bits of it: cuda:256 would be cuda:0
     if device.type == "cpu" and int(number):
         raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
-    if device.type == "cuda" and int(number) >= found:
-        raise SuiteError(f"--device: expected an NVIDIA GPU for {name!r}, found {found} here")
+    if device.type == "cuda" and int(number) >= count:
+        raise SuiteError(f"--device: expected an NVIDIA GPU for {name!r}, found {count} here")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def named(name: str | None) -> str:
-    """Return the name of the device that `pick` finds; that of a simulated one is its own."""
+    """Return the name of the device that `pick` returns; a simulated one keeps its name."""
     return name if name and simulated(name) else str(pick(name))
 
 
 def simulated(name: str) -> bool:
-    """Say whether a device's name is that of a simulated one: `sim` or `sim:FILE.yaml`."""
+    """Return whether a name is that of a simulated device: `sim` or `sim:FILE.yaml`."""
     return name.partition(":")[0] == "sim"
 
 
 def portable(name: str) -> str:
-    """Return a device's name as a run records it, without the path of a file outside this folder.
-
-    --resume then asks for the file.
-    """
+    """Return a device's name as a run records it: a file outside this folder loses its path."""
     kind, _, file = name.partition(":")
     outside = simulated(name) and (Path(file).is_absolute() or ".." in Path(file).parts)
     return f"{kind}:{Path(file).name}" if outside else name
@@ -74,7 +77,7 @@ def slug(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what environment.json holds. It names no host and no user, so it can be published."""
+    """Return environment.json. It names no host and no user, so it can be published."""
     return {
         "device": str(device),
         "gpu": _gpu(device) if device.type == "cuda" else None,
@@ -104,7 +107,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def tuned_tables() -> None:
-    """Raise TableError where a table of tuned configurations cannot be read."""
+    """Raise TableError if a table of tuned configurations cannot be read."""
     for folder in tuned_table.folders().values():
         for file in sorted(folder.glob("sm*.json")):
             tuned_table.read(file)
@@ -124,7 +127,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _nvml(uuid: str) -> dict[str, Any]:
-    """Return driver, clocks and limits, as they are now; {} without nvidia-ml-py."""
+    """Return the driver and the present clocks and limits."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -148,18 +151,21 @@ def _nvml(uuid: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
+            versions[name] = None
     for distribution in distributions():
         name = distribution.metadata["Name"] or ""
         for library in ("cublas", "cusparse", "cusparselt"):
             if name.removesuffix("-cu13").removesuffix("-cu12") == f"nvidia-{library}":
-                found[library] = distribution.version
-    return found
+                versions[library] = distribution.version
+    return versions
 
 
 def _cpu_name() -> str:

@@ -1,18 +1,18 @@
-"""What the GPU did meanwhile: a child process reads NVML while contests run.
+"""Telemetry of the GPU: a child process reads NVML while contests run.
 
     parent   > a line                      at the end of a window
-    child    < {"seconds": ..., ...}       what it read since it was last asked
+    child    < {"seconds": ..., ...}       its readings since the last request
 
-    sm_mhz, memory_mhz                     median while something ran; sm_mhz_min the least
-    power_w, temperature_c                 mean of the power drawn now; highest
-    power_capped_us, thermal_us            for how long NVML says that the SM clock was held down:
-    hardware_us, sync_boost_us             by the power limit, by heat, by the hardware itself (heat
-                                           or power brake: half the clock or less), by its group
+    sm_mhz, memory_mhz                     median while something ran; sm_mhz_min is the least
+    power_w, temperature_c                 mean power; highest temperature
+    power_capped_us, thermal_us            how long NVML reports that the SM clock was limited: by
+    hardware_us, sync_boost_us             the power limit, by heat, by the hardware itself (heat or
+                                           power brake: half the clock or less), by its sync group
     energy_j                               of the whole board
 
-What the GPU does not report is absent. The driver updates its counters about every 100 ms: they say
-little of a shorter window. The child is a process of its own, so that reading costs the
-measuring one nothing; no torch is in it.
+A value that the GPU does not report is absent. The driver updates its counters about every 100 ms,
+so they say little about a shorter window. The child is a process of its own, so that reading costs
+the measuring process nothing, and it does not import torch.
 
 Usage: python -P -m sparsebench.harness.machine.telemetry UUID
 """
@@ -29,7 +29,7 @@ from time import perf_counter
 from sparsebench.harness.machine._nvml import Board, NoNvml, board
 
 COMMAND = (sys.executable, "-P", "-m", "sparsebench.harness.machine.telemetry")
-INTERVAL_S = 0.1  # NVML's sensors are read by the driver about as often (arXiv:2312.02741)
+INTERVAL_S = 0.1  # about as often as the driver reads the sensors (arXiv:2312.02741)
 TIMEOUT_S = 30.0  # a driver without persistence takes seconds to start
 GAUGES: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "sm_mhz": ("sm_mhz", median),
@@ -43,10 +43,10 @@ DIGITS = 6
 
 
 class Telemetry:
-    """The child of one GPU. Where it cannot read, or dies, the run goes on and `log` has a line."""
+    """The child process of one GPU. If it fails, `log` gets a line and the run continues."""
 
     def __init__(self, uuid: str, log: Callable[[str], None]) -> None:
-        """Start the child; it is ready when it is."""
+        """Start the child, without waiting for it."""
         self._log = log
         self._child: subprocess.Popen[str] | None = subprocess.Popen(
             [*COMMAND, uuid],
@@ -58,7 +58,7 @@ class Telemetry:
         )
 
     def window(self) -> dict[str, float]:
-        """Return what was read since the last call, or {} where there is no child any more."""
+        """Return the telemetry since the last call, or {} if the child has ended."""
         if self._child is None:
             return {}
         assert self._child.stdin
@@ -81,12 +81,12 @@ class Telemetry:
         self._end()
 
     def _lost(self) -> dict[str, float]:
-        words = self._end().strip().splitlines() or ["the child process gave no answer"]
-        self._log(f"telemetry: {words[-1]}; rows go without it\n")
+        words = self._end().strip().splitlines() or ["the child process did not answer"]
+        self._log(f"telemetry: {words[-1]}; no more rows have it\n")
         return {}
 
     def _end(self) -> str:
-        """End the child and return what it said on stderr."""
+        """End the child and return its stderr."""
         if self._child is None:
             return ""
         child, self._child = self._child, None
@@ -98,7 +98,7 @@ class Telemetry:
 def telemetry(
     identity: str, log: Callable[[str], None]
 ) -> Iterator[Callable[[], dict[str, float]]]:
-    """Watch a device for as long as the block runs; of what is no GPU there is nothing to tell."""
+    """Watch a GPU while the block runs; any other device gives {}."""
     if not identity.startswith("GPU-"):
         yield lambda: {}
         return
@@ -110,22 +110,24 @@ def telemetry(
 
 
 def summary(readings: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Sum up the readings of a window (Board.reading), in order; the first is the last one's end.
+    """Summarize the readings (Board.reading) of a window, which starts where the last one ended.
 
-    A counter must be in both ends, and gives the difference.
+    A counter gives the difference of the ends, and must be in both.
     """
     first, last = readings[0], readings[-1]
-    found = {"seconds": last["at_s"] - first["at_s"]}
+    window = {"seconds": last["at_s"] - first["at_s"]}
     for name, (source, how) in GAUGES.items():
         values = [reading[source] for reading in readings if source in reading]
         if values:
-            found[name] = how(values)
-    found |= {name: last[name] - first[name] for name in COUNTERS if name in first and name in last}
-    return {name: round(value, DIGITS) for name, value in found.items()}
+            window[name] = how(values)
+    window |= {
+        name: last[name] - first[name] for name in COUNTERS if name in first and name in last
+    }
+    return {name: round(value, DIGITS) for name, value in window.items()}
 
 
 def main() -> int:
-    """Answer until stdin closes; without NVML say so on stderr."""
+    """Answer until stdin closes; report a missing NVML on stderr."""
     try:
         with board(sys.argv[1]) as gpu:
             _answer(gpu)

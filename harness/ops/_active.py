@@ -1,22 +1,23 @@
-"""Hidden units that are seldom on: operands by which `active` of n are, in the mean of tokens.
+"""Sparse activations: operands for which `active` of n hidden units are on, on average over tokens.
 
     g[t, j]  =  sum over i > 0 of x[t, i] w[j, i]  +  b[j]         x[t, 0] = 1,  w[j, 0] = b[j]
 
-    b[j] = -c[j] s, s the sum's standard deviation: P(g > 0) = Q(c[j]) = p[j], the normal tail
+    b[j] = -c[j] s, where s is the sum's standard deviation: P(g > 0) = Q(c[j]) = p[j], the normal
+    tail
 
     skew         p[j]                   tokens
     iid          active / n             independent
     zipf         q / (q + rank[j])      independent; Zipf and Mandelbrot's law, ranks by a hash
-    correlated   active / n             in sequences: x = z + e / 2, z being its sequence's
-    recorded     as trained             weights and tokens out of a file; `active` is counted there
+    correlated   active / n             in sequences: x = z + e / 2, where z is that of its sequence
+    recorded     as trained             weights and tokens from a file, where `active` is counted
 
-Weights are dense, as training leaves them: which units are on, a kernel finds at every call. Biases
-are rounded to the dtype; in bf16 that moves the mean by up to 3 %. Independent tokens share units
-by chance alone, which is a kernel's worst case. Gates of one sequence's tokens correlate by 4/5:
+Weights are dense, as training leaves them: a kernel finds the active units at every call. Biases
+are rounded to the dtype, which in bf16 moves the mean by up to 3 %. Independent tokens share units
+only by chance, which is a kernel's worst case. Gates of tokens in one sequence correlate by 4/5:
 with 0.5 % of the units on, two tokens share 40 % of theirs.
 
-Weights may also be pruned. A pattern then keeps the cells of column 0 first, without keeping more
-cells, and s counts the terms that are left in a row.
+Weights may also be pruned. The pattern then keeps the cells of column 0 first, without keeping more
+cells, and s counts the terms that remain in a row.
 """
 
 from collections.abc import Mapping
@@ -49,28 +50,28 @@ Skew = Literal["iid", "zipf", "correlated", "recorded"]
 
 
 class ActiveFields(Fields):
-    """How many units are on for a token, on average; None leaves it to chance."""
+    """`active` is the mean number of active units for a token; None leaves it to chance."""
 
     active: float | None = Field(default=None, gt=0)
     skew: Skew = "iid"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Refuse what the biases cannot bring about."""
+        """Raise ValueError for fields that the biases cannot achieve."""
         fields = self.model_dump()
         if self.active is None:
-            _expect(self.skew == "iid", "active where there is a skew", "none")
+            _expect(self.skew == "iid", "active with a skew", "none")
             return self
         activation, n = fields["activation"], fields["n"]
-        _expect(activation != "silu", "activation relu or relu2 where active is given", activation)
-        _expect(self.dtype != "fp8", "a dtype of 16 or 32 bits where active is given", self.dtype)
-        known = PATTERNS if self.skew != RECORDED else PATTERNS[:1]
-        wanted = f"pattern {' or '.join(known)} where active is {self.skew}"
-        _expect(self.pattern in known, wanted, self.pattern)
+        _expect(activation != "silu", "activation relu or relu2 with active", activation)
+        _expect(self.dtype != "fp8", "a dtype of 16 or 32 bits with active", self.dtype)
+        allowed = PATTERNS if self.skew != RECORDED else PATTERNS[:1]
+        expected = f"pattern {' or '.join(allowed)} with skew {self.skew}"
+        _expect(self.pattern in allowed, expected, self.pattern)
         width = self.block if isinstance(self.block, int) else self.block[1]
         cells = -(-fields["k"] // (width if self.pattern in IN_BLOCKS else 1))
         room = (1 - self.sparsity) * cells
-        _expect(room >= 1, "a block a row, where active is given, for its bias", f"{room:.3g}")
+        _expect(room >= 1, "at least one block per row, for the bias, with active", f"{room:.3g}")
         _expect(self.active < n, f"active below n, {n}", self.active)
         return self
 
@@ -81,15 +82,15 @@ def _expect(condition: bool, expected: str, found: object) -> None:
 
 
 def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -> None:
-    """Put the biases into column 0 of the weight `gate`, and 1 into that of x; make sequences."""
+    """Write the biases into column 0 of `gate`, and ones into that of x; form sequences."""
     drawn = problem.fields.get("active") is not None and problem["skew"] != RECORDED
     if not drawn or name not in (gate, "x"):
         return
     if name == "x":
         if problem["skew"] == "correlated":
-            own = operand.new_empty(-(-len(operand) // SEQUENCE), operand.shape[1])
-            fill(own, problem.seed, "x of sequences", draw)
-            operand.mul_(0.5).add_(own.repeat_interleave(SEQUENCE, 0)[: len(operand)])
+            shared = operand.new_empty(-(-len(operand) // SEQUENCE), operand.shape[1])
+            fill(shared, problem.seed, "x of sequences", draw)
+            operand.mul_(0.5).add_(shared.repeat_interleave(SEQUENCE, 0)[: len(operand)])
         operand[:, 0] = 1
     else:
         pruned = problem["pattern"] != "dense"
@@ -98,12 +99,12 @@ def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -
 
 
 def keeps_first(problem: Problem, gate: str, name: str) -> bool:
-    """Say whether pruning leaves column 0 of a weight whole, for the biases."""
+    """Return whether pruning keeps column 0 of a weight, for the biases."""
     return name == gate and problem.fields.get("active") is not None
 
 
 def biases(problem: Problem, terms: Tensor | int) -> Tensor:
-    """Return fp64 [n]; `terms` are those of a row beside its bias, of each or of all rows."""
+    """Return the biases, fp64 [n]; `terms` counts those of a row beside its bias."""
     n, k = problem["n"], problem["k"]
     of_x = DEVIATION * (1.25 if problem["skew"] == "correlated" else 1) ** 0.5
     of_w = DEVIATION * unit_scale(k)  # operands.py's
@@ -117,7 +118,7 @@ def biases(problem: Problem, terms: Tensor | int) -> Tensor:
 
 @cache
 def probabilities(active: float, n: int, skew: Skew) -> tuple[float, ...]:
-    """Return how often each unit is on, the most frequent one first."""
+    """Return the probability that each unit is on, in descending order."""
     if skew != "zipf":
         return (active / n,) * n
     low, high = 0.0, float(n) * n  # q, by bisection: at n² all units are on
@@ -128,26 +129,26 @@ def probabilities(active: float, n: int, skew: Skew) -> tuple[float, ...]:
 
 
 def recorded(gate: str, operands: Mapping[str, Tensor]) -> dict[str, float | str]:
-    """Count the units that are on for a token of a file, on average; a draw's may be fewer."""
+    """Count the mean number of active units for a token of a file; a draw may have fewer."""
     on = linear(operands["x"].float(), operands[gate].float()) > 0
     return {"active": float(f"{on.sum(1).double().mean():.4g}"), "skew": RECORDED}
 
 
 def share(problem: Problem) -> float:
-    """Return the part of the units that is on for a token; 1 where that is left to chance."""
+    """Return the fraction of units that are on for a token; 1 if it is left to chance."""
     active = problem.fields.get("active")
     return 1.0 if active is None else float(active / problem["n"])
 
 
 def all_active(problem: Problem) -> Problem:
-    """Return the problem with every unit on: what a dense product computes."""
+    """Return the problem with every unit on, as a dense product computes it."""
     return replace(problem, fields={**problem.fields, "active": None, "skew": "iid"})
 
 
 def share_of_any(problem: Problem) -> float:
-    """Return the part that is on for any token, at least: tokens of a sequence count as one.
+    """Return a lower bound of the fraction of units that are on for any token.
 
-    Recorded ones may all share their units, as far as is known without looking.
+    Tokens of a sequence count as one, and recorded tokens may all share their units.
     """
     if problem.fields.get("active") is None or problem["skew"] == RECORDED:
         return share(problem)

@@ -1,13 +1,13 @@
-"""Attention of a decoding step: one token of m sequences to those in a cache, and to itself.
+"""Attention of a decoding step: one token of m sequences attends to those in a cache and to itself.
 
     q | k | v = Z Wqkv.T                              heads, kv_heads, kv_heads times head_dim
     q, k = turned(unit(q)), turned(unit(k))           RMS norm of each head; rotary embedding
     p = softmax(q (keys and k).T / sqrt(head_dim))
-    O = p (values and v)                              what is added to the stream is O Wo.T
+    O = p (values and v)                              O Wo.T is added to the stream
 
-`attended` is that; `attention_and_variance` also carries the variance of q | k | v to that of O,
-for the op's `spread` (decoder.py). Both take the keys and values of one cache: each of those that
-`by_sequence` returns.
+`attended` computes this; `attention_and_variance` also carries the variance of q | k | v to that of
+O, for the op's `spread` (decoder.py). Both take the keys and values of one cache, an element of
+what `by_sequence` returns.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class _Heads(NamedTuple):
 
 
 def attended(z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return what attention adds to the stream [m, hidden], from the stream's norm."""
+    """Return the summand of the stream [m, hidden], from the stream's norm."""
     heads = _heads(linear(z, wqkv), keys)
     q, k = (_turned(_unit(t), keys.shape[2]) for t in (heads.q, heads.k))
     p, own = _attention(q, k, keys)
@@ -39,9 +39,9 @@ def attended(z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor) 
 def attention_and_variance(
     projected: Tensor, variance: Tensor, keys: Tensor, values: Tensor, fine: float
 ) -> tuple[Tensor, Tensor]:
-    """Return O [m, attended] of rows q | k | v; and the variance of O.
+    """Return O [m, attended] for rows q | k | v, and the variance of O.
 
-    fine  variance of a rounding, relative to the square of what is rounded
+    `fine` is the variance of a rounding, relative to the square of the rounded value.
     """
     heads, by_head, cache = _heads(projected, keys), _heads(variance, keys), keys.shape[2]
     q, k = (_turned(_unit(t), cache) for t in (heads.q, heads.k))
@@ -81,7 +81,7 @@ def _heads(projected: Tensor, keys: Tensor) -> _Heads:
 
 
 def _angles(width: int, position: int, device: torch.device) -> Tensor:
-    """Return fp64 [width / 2]: by how much the pairs of a head are turned at a position."""
+    """Return the angles, fp64 [width / 2], by which the pairs of a head are turned."""
     pair = torch.arange(0, width, 2, dtype=torch.float64, device=device)
     return position * ROTARY ** (-pair / width)
 
@@ -102,7 +102,7 @@ def _turned_of(variance: Tensor, position: int) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights of the cached tokens [m, kv_heads, group, cache], and of its own."""
+    """Return the softmax weights of the cached tokens [m, kv_heads, group, cache] and the token."""
     scores = torch.cat((q @ keys.mT, (q * k).sum(-1, True)), -1) / q.shape[-1] ** 0.5
     p = scores.softmax(-1)
     return p[..., :-1], p[..., -1:]

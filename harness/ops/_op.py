@@ -1,6 +1,6 @@
-"""The contract that every file in harness/ops/ keeps: all that the harness knows of an op.
+"""The contract of every file in harness/ops/: all that the harness knows about an op.
 
-An op file names one OP. Its definition in torch is the oracle (run in fp64), the dense baseline
+An op file defines one OP. Its definition in torch is the oracle (run in fp64), the dense baseline
 (run in the problem's dtype) and the specification.
 """
 
@@ -21,7 +21,7 @@ Block = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_lengt
 
 
 class Fields(BaseModel):
-    """The fields that a problem of any op has; an op adds its sizes."""
+    """The fields of a problem of any op; an op adds its sizes."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -33,14 +33,14 @@ class Fields(BaseModel):
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: its role, its two sizes by name, how it is stored by the problem's dtype.
+    """One operand: its role, the names of its two sizes, and its dtype by the problem's dtype.
 
     A size is a field of the problem, or one of the op's `sizes`.
 
     weight      stored in a contender's format
-    activation  arrives dense at every call
-    pattern     stored as a weight is, for where its elements are: the definition does not take it,
-                and the output, of the same sizes, has an element wherever it stores one
+    activation  passed dense to every call
+    pattern     stored like a weight, but only its indices matter: the definition does not take it,
+                and the output, of the same sizes, has an element where it stores one
     """
 
     role: Literal["weight", "activation", "pattern"]
@@ -50,38 +50,35 @@ class Operand:
 
 @dataclass(frozen=True)
 class Op:
-    """An op.
+    """An op. Functions map their arguments as written here; `problem` is a Problem.
 
     fields        pydantic model of a problem's fields
     operands      by name, in the order of the definition's arguments; at most one is a pattern
-    definition    dense operands in any dtype, but for a pattern, to the output [rows, columns],
-                  of fp8 in bf16; arguments taken by keyword alone are fields of the problem
-    spread        the same arguments in fp64 to the size, per output element, of the values that
-                  rounding acts on: sqrt of the sum of squared terms; errors are held against it
-    depth         the operands of the definition to the most non-zero terms in one of its sums
-    flops         (problem, non-zeros by weight name) to the operations no kernel can avoid
-    fewest_bytes  (problem, non-zeros by weight name, bytes a weight's element) to the bytes
-                  likewise: every non-zero and activation read once, every output written once, no
-                  index at all
-    dense         the problem to that whose flops a dense product has; default: itself
-    recorded      operands out of a file, by name, to the fields that follow from them beside sizes;
-                  default: none, and the op takes none
-    adjust        (problem, operand's name, operand, number of the draw) rewrites an operand that
-                  was drawn, in place and to the same bits on every device; default: leaves it
-    settle        (problem, weights, activations) rewrites activations that follow from other
-                  operands, once all are drawn, in place and to the same bits on every device;
-                  default: none do
-    keeps_first   (problem, weight's name) to whether pruning leaves its column 0 whole; default: no
-    parts         the problem to the rows of an output that is several results, one below the other,
-                  each held against its own size; default: one
-    sizes         a problem's fields to all that operands name as sizes, fields included; default:
-                  the fields
-    example       sizes of a small problem, of fields that not any number suits, for checks of this
-                  contract (harness/testing); default: any numbers suit
-    prunes        (a problem's fields, weight's name) to whether the pattern holds for that weight;
-                  default: it holds for all
-    copies        (a problem's fields, operand's name) to how many of it a kernel holds; default:
-                  one
+    definition    dense operands (without the pattern) in any dtype -> output [rows, columns], in
+                  bf16 for fp8; keyword-only arguments are fields of the problem
+    spread        the same arguments in fp64 -> size, per output element, of the values that
+                  rounding acts on: sqrt of the sum of squared terms; errors are compared with it
+    depth         the definition's operands -> most non-zero terms in one of its sums
+    flops         (problem, non-zeros by weight) -> operations that no kernel can avoid
+    fewest_bytes  (problem, non-zeros by weight, bytes per element of a weight) -> bytes that no
+                  kernel can avoid: every non-zero and activation read once, every output written
+                  once, no index at all
+    dense         problem -> the problem whose flops a dense product has; default: itself
+    recorded      operands of a file, by name -> fields that follow from them beside sizes;
+                  default: the op takes no recorded operands
+    adjust        (problem, name, operand, draw): rewrites a drawn operand in place, to the same
+                  bits on every device; default: no change
+    derive        (problem, weights, activations): rewrites activations that follow from other
+                  operands, once all are drawn, to the same bits on every device; default: none
+    keeps_first   (problem, weight's name) -> whether pruning keeps its column 0; default: no
+    parts         problem -> the rows of each result, if the output has several one below the
+                  other, each judged by its own size; default: one result
+    sizes         a problem's fields -> all sizes that operands name; default: the fields
+    example       sizes of a small problem, for checks of this contract (harness/testing), if not
+                  any number is valid; default: any numbers
+    prunes        (a problem's fields, weight's name) -> whether the pattern applies to that weight;
+                  default: to all
+    copies        (a problem's fields, operand's name) -> how many copies a kernel holds; default: 1
     """
 
     fields: type[Fields]
@@ -94,7 +91,7 @@ class Op:
     dense: Callable[[Problem], Problem] = lambda problem: problem
     recorded: Callable[[Mapping[str, Tensor]], dict[str, float | str]] | None = None
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
-    settle: Callable[[Problem, Mapping[str, Tensor], Mapping[str, Tensor]], None] = lambda *_: None
+    derive: Callable[[Problem, Mapping[str, Tensor], Mapping[str, Tensor]], None] = lambda *_: None
     keeps_first: Callable[[Problem, str], bool] = lambda *_: False
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
     sizes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields
@@ -104,27 +101,27 @@ class Op:
 
     @property
     def defaults(self) -> dict[str, Value]:
-        """Return the defaults of the problem's fields; once published, a default never changes."""
-        known = self.fields.model_fields.items()
-        return {name: info.default for name, info in known if not info.is_required()}
+        """Return the defaults of the problem's fields; a published default never changes."""
+        fields = self.fields.model_fields.items()
+        return {name: info.default for name, info in fields if not info.is_required()}
 
     @property
     def weights(self) -> list[str]:
-        """Name the operands that formats store."""
+        """Return the names of the operands that formats store."""
         return [name for name, operand in self.operands.items() if operand.role != "activation"]
 
     @property
     def activations(self) -> list[str]:
-        """Name the operands that arrive dense at every call."""
+        """Return the names of the operands that are passed dense to every call."""
         return [name for name, operand in self.operands.items() if operand.role == "activation"]
 
     @property
     def pattern(self) -> str | None:
-        """Name the operand whose pattern the output has; None where the output is dense."""
+        """Return the name of the operand whose pattern the output has; None if it is dense."""
         return next((name for name, o in self.operands.items() if o.role == "pattern"), None)
 
     def held_bytes(self, problem: Problem) -> int:
-        """Return the bytes of all that a dense kernel of a problem holds, but for the output."""
+        """Return the bytes that a dense kernel holds for a problem, without the output."""
         fields, sizes = problem.fields, self.sizes(problem.fields)
         return sum(
             self.copies(fields, name)
@@ -134,12 +131,12 @@ class Op:
         )
 
     def rounds(self, dtype: str) -> bool:
-        """Say whether a kernel may round activations to the dtype: they arrive in a wider one."""
+        """Return whether a kernel may round activations to the dtype, because they are wider."""
         return any(self.operands[n].dtypes[dtype] != DTYPES[dtype] for n in self.activations)
 
     @property
     def arguments(self) -> list[str]:
-        """Name the operands that the definition takes."""
+        """Return the names of the operands that the definition takes."""
         return [name for name in self.operands if name != self.pattern]
 
 

@@ -9,30 +9,30 @@
         S += (act(Z Wg.T) * (Z Wu.T)) Wd.T
     Y = norm(S) Wh.T                                  the head
 
-norm is RMS norm times a row of gains [2 layers + 1, hidden]. A head of the cache serves heads /
-kv_heads heads of queries. It holds `context` tokens of each sequence, keys already turned. The
-token of the step comes after them, and attends to itself, too. Qwen3 is such a model.
+norm is RMS norm times a row of gains [2 layers + 1, hidden]. A head of the cache serves
+heads / kv_heads heads of queries. It holds `context` tokens of each sequence, with keys already
+turned. The step's token follows them and also attends to itself. Qwen3 is such a model.
 
-All layers have the values of one layer that is drawn: fp64 has room for one. A kernel keeps a copy
-of it for each layer, so that memory is read as if all were different. Gains are each layer's own.
-Of caches there are `caches`, which layers take in turn: a large model's layer drives them out of
+All layers have the values of one drawn layer, because fp64 has room for one only. A kernel keeps a
+copy of it for each layer, so that memory is read as if all were different. Each layer has its own
+gains. There are `caches` caches, which layers take in turn: a large model's layer evicts them from
 the L2 cache. Weights drawn with zeros, and cached values, are scaled by a power of two, such that
-attention and MLP add about as much to the stream as it has.
+attention and MLP each add about as much to the stream as it holds.
 
-With `active`, that many of a layer's units are on for a sequence, on average, and only those count
-as work (ffn.py). Column 0 of S is 1 in every layer: no row 0 of Wo and Wd has a value. Column 0 of
-Wg is -1: so gains[2 layer + 1, 0] is what the sum of the other columns has to exceed. It follows
-from the operands, layer by layer in fp64 (`settle`), and is then rounded to the dtype, which moves
-the mean by up to 3 %. Wd is scaled up by a power of two, for what few units add is little.
+With `active`, that many units of a layer are on for a sequence, on average, and only those count as
+work (ffn.py). Column 0 of S is 1 in every layer: row 0 of Wo and Wd is zero. Column 0 of Wg is -1,
+so the sum of the other columns must exceed gains[2 layer + 1, 0]. That gain follows from the
+operands, layer by layer in fp64 (`derive`), and is then rounded to the dtype, which moves the mean
+by up to 3 %. Wd is scaled up by a power of two, because few units add little.
 
-    pruned  mlp: the pattern holds for Wg, Wu and Wd; all: for Wqkv and Wo as well; never for Wh
+    pruned  mlp: the pattern applies to Wg, Wu and Wd; all: also to Wqkv and Wo; never to Wh
     fp8     Wqkv, Wo, Wg, Wu, Wd as in ffn.py; all else in bf16. A kernel rounds what it multiplies
             with them to e4m3, at a scale of 1
 
-Errors are carried from layer to layer (`spread`). Those of a right kernel in bf16 are 1.2 % of the
-logits after 8 layers of Qwen3-32B, of a small model 0.5 % after 2 and 1.6 % after 64; the bound is
-4 to 5 times that. In fp8 they are 9 % there, 3 and 4 % in the small one, and the bound is 1.3 to
-2.3 times that. So what is left out of one layer of many is found in bf16, or by few layers.
+Errors are carried from layer to layer (`spread`). Those of a correct kernel in bf16 are 1.2 % of
+the logits after 8 layers of Qwen3-32B, and for a small model 0.5 % after 2 and 1.6 % after 64; the
+bound is 4 to 5 times that. In fp8 they are 9 % there, 3 and 4 % in the small model, and the bound
+is 1.3 to 2.3 times that. So an omission in one layer of many is found in bf16, or with few layers.
 """
 
 from collections.abc import Mapping
@@ -57,14 +57,14 @@ from sparsebench.harness.ops.ffn import SPARSEST_FP8, _meant, act_of, slope_of
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
-LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other is the head's
+LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other one is the head's
 MLP = "wg", "wu", "wd"
 EXAMPLE = {
     **{"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5},
     **{"m": 3, "layers": 1, "context": 5, "caches": 1},
 }
-ROWS = 4096  # of a weight that are squared at a time
-FINE_FP8 = 2.0**-4  # variance of a rounding to bf16, where eps is that of one to e4m3 (check.py)
+ROWS = 4096  # of a weight, squared at a time
+FINE_FP8 = 2.0**-4  # variance of a rounding to bf16 if eps is e4m3's (bench/correctness.py)
 
 
 class DecoderFields(Fields):
@@ -87,7 +87,7 @@ class DecoderFields(Fields):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Refuse heads that cannot be shared out or turned, and what e4m3 cannot hold."""
+        """Raise ValueError for impossible heads, and for values that e4m3 cannot hold."""
         if self.heads % self.kv_heads:
             expected = f"heads a multiple of kv_heads, {self.kv_heads}"
             raise ValueError(f"{expected}, not {self.heads}")
@@ -100,7 +100,7 @@ class DecoderFields(Fields):
         if self.active is None:
             return self
         if self.activation == "silu" or self.dtype == "fp8" or self.pattern != "dense":
-            expected = "relu or relu2, 16 or 32 bits and the pattern dense where active is given"
+            expected = "relu or relu2, 16 or 32 bits and the pattern dense with active"
             raise ValueError(f"{expected}, not {self.activation}, {self.dtype}, {self.pattern}")
         if self.active >= self.intermediate:
             raise ValueError(f"active below intermediate, {self.intermediate}, not {self.active}")
@@ -108,7 +108,7 @@ class DecoderFields(Fields):
 
 
 def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields and what follows from them: columns of projections, rows of caches."""
+    """Return the fields and the derived columns of projections and rows of caches."""
     heads, of_cache, width = fields["heads"], fields["kv_heads"], fields["head_dim"]
     rows = fields.get("caches", 1) * fields["m"] * of_cache * fields["context"]
     return {
@@ -136,7 +136,7 @@ def definition(
     caches: int = 1,
     dtype: str = "bf16",
 ) -> Tensor:
-    """Return Y [m, vocab] in the operands' dtype; of weights stored in fp8 computed in fp32."""
+    """Return Y [m, vocab] in the operands' dtype; weights stored in fp8 are computed in fp32."""
     stored = wg.dtype
     wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
     wh, gains, keys, values, s = (t.to(wg.dtype) for t in (wh, gains, keys, values, x))
@@ -150,10 +150,10 @@ def definition(
     return y.bfloat16() if stored == torch.float8_e4m3fn else y
 
 
-def settle(
+def derive(
     problem: Problem, weights: Mapping[str, Tensor], activations: Mapping[str, Tensor]
 ) -> None:
-    """Write the gains of column 0 before each MLP, where `active` is given."""
+    """Write the gains of column 0 before each MLP, if `active` is set."""
     if problem.fields.get("active") is None:
         return
     wqkv, wo, wg, wu, wd = (weights[name].double() for name in LAYER)
@@ -166,7 +166,7 @@ def settle(
         s = s + attended(z, wqkv, wo, keys[cache], values[cache])
         z = _norm(s, gains[2 * layer + 1].double())
         z[:, 0] = 0
-        unit = (s.square().mean(1, True) + EPSILON).sqrt()  # 1 over what a gain of 1 makes of 1
+        unit = (s.square().mean(1, True) + EPSILON).sqrt()  # inverse of what a gain of 1 makes of 1
         last = (linear(z, wg) * unit).flatten().topk(count + 1).values[-2:]
         gains[2 * layer + 1, 0] = last.mean()
         z = _norm(s, gains[2 * layer + 1].double())
@@ -191,8 +191,8 @@ def spread(
 ) -> Tensor:
     """Carry the variance of every value through the layers, in units of eps², to that of Y.
 
-    What a product multiplies was rounded; so was its result, and the stream after each sum. Errors
-    of different values count as independent, and each step as linear in them.
+    The operands of a product were rounded, and so were its result and the stream after each sum.
+    Errors of different values count as independent, and each step as linear in them.
     """
     wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
     keys, values = (by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
@@ -238,9 +238,9 @@ def depth(
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a sequence and non-zero, and those of attention.
+    """Return one multiply and one add per sequence and non-zero, and those of attention.
 
-    Where Wo has no non-zero, nothing need be attended to.
+    If Wo has no non-zero, attention is not needed.
     """
     off = (1 - share(problem)) * (nnz["wu"] + nnz["wd"])
     multiplied = problem["layers"] * (sum(nnz[name] for name in LAYER) - off) + nnz["wh"]
@@ -260,33 +260,33 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 
 
 def share(problem: Problem) -> float:
-    """Return the part of a layer's units that is on for a sequence; 1 where it is chance."""
+    """Return the fraction of a layer's units that are on for a sequence; 1 if left to chance."""
     active = problem.fields.get("active")
     return 1.0 if active is None else float(active / problem["intermediate"])
 
 
 def all_active(problem: Problem) -> Problem:
-    """Return the problem with every unit on: what a dense product computes."""
+    """Return the problem with every unit on, as a dense product computes it."""
     return replace(problem, fields={**problem.fields, "active": None})
 
 
 def prunes(fields: Mapping[str, Any], weight: str) -> bool:
-    """Say whether the pattern holds for a weight."""
+    """Return whether the pattern applies to a weight."""
     return weight in (MLP if fields["pruned"] == "mlp" else LAYER)
 
 
 def copies(fields: Mapping[str, Any], operand: str) -> int:
-    """Return how many of an operand a kernel holds: each layer has weights of its own."""
+    """Return how many copies of an operand a kernel holds: one per layer for weights."""
     return int(fields["layers"]) if operand in LAYER else 1
 
 
 def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
-    """Scale what is drawn by powers of two, so that each part of the model counts."""
+    """Scale drawn operands by powers of two, so that each part of the model matters."""
     power = 0
     if name == "keys":
-        power = 1  # scores of a deviation near 2: a query finds tokens of its own
+        power = 1  # scores with a deviation near 2, so that a query prefers some tokens
     elif name == "values":
-        power = round(log2(problem["context"]) / 2) - 3  # a mean of many is small
+        power = round(log2(problem["context"]) / 2) - 3  # the mean of many values is small
     elif name in LAYER and prunes(problem.fields, name):
         power = round(-log2(1 - problem["sparsity"]) / 2)
     elif name == "wh" and problem["dtype"] == "fp8":  # drawn as if it were stored in fp8
@@ -304,13 +304,13 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
 
 
 def _square_of_few(part: float) -> float:
-    """Return the mean square of max(g - c, 0), g normal, where c is exceeded by a part of all."""
+    """Return the mean square of max(g - c, 0) for normal g, where P(g > c) is `part`."""
     c = NormalDist().inv_cdf(1 - part)
     return (1 + c * c) * part - c * NormalDist().pdf(c)
 
 
 def _by_squares(x: Tensor, w: Tensor) -> Tensor:
-    """Return x times the squares of w, some rows at a time: those of a head in fp64 are 6.2 GB."""
+    """Return x times the squares of w, ROWS at a time: a head's in fp64 would take 6.2 GB."""
     return torch.cat([linear(x, rows.square()) for rows in w.split(ROWS)], 1)
 
 
@@ -343,7 +343,7 @@ OP = Op(
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,
-    settle=settle,
+    derive=derive,
     adjust=adjust,
     sizes=sizes,
     example=EXAMPLE,

@@ -4,12 +4,12 @@ m tokens, k model width, n hidden units; Wg and Wu [n, k] and Wd [k, n] are the 
 
     activation  silu  z / (1 + exp(-z))      relu  max(z, 0)      relu2  max(z, 0)²
 
-    fp8   Wg, Wu and Wd of float8_e4m3fn, each unit_scale(its columns) times what is stored, so that
-          g, u and Y are about 1; X and Y of bf16. A kernel rounds X, and h = act(g) u, to e4m3, at
-          a scale of 1 and with 448 for what is beyond; its launch holds both. This file does not.
+    fp8   Wg, Wu and Wd in float8_e4m3fn, each unit_scale(its columns) times the stored values, so
+          that g, u and Y are about 1; X and Y in bf16. A kernel rounds X, and h = act(g) u, to e4m3
+          at a scale of 1, clamped at 448, and its launch holds both. This file does not round them.
 
 With `active`, that many units are on for a token, and only those count as work. The sparse operand
-is then h = act(X @ Wg.T), which no format stores (_active.py).
+is then h = act(X @ Wg.T) (_active.py).
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ SPARSEST_FP8 = 0.9
 class FfnFields(ActiveFields):
     """A problem of this op; n is the hidden width.
 
-    No tf32: operands cut off at 10 bits, in two products after one another, shift Y by up to
-    2.8e-3. Rounded to bf16 they scatter it as much, and the check could not tell these apart.
+    tf32 is excluded: operands truncated to 10 bits, in two consecutive products, shift Y by up to
+    2.8e-3. Rounding them to bf16 scatters Y as much, and the check could not tell these apart.
     """
 
     dtype: Literal["fp16", "bf16", "fp32", "fp8"]
@@ -52,9 +52,9 @@ class FfnFields(ActiveFields):
 
     @model_validator(mode="after")
     def _keeps_to_e4m3(self) -> Self:
-        """Refuse an h so small that e4m3 at a scale of 1, whose smallest number is 2^-9, loses it.
+        """Raise ValueError if h is too small for e4m3 at a scale of 1 (smallest number 2^-9).
 
-        With 95 % of the weights zero, its rounding makes up to 1.1 of the bound, with 90 % 0.82.
+        With 95 % of the weights zero, its rounding takes up to 1.1 of the bound, with 90 % 0.82.
         """
         if self.dtype == "fp8" and self.sparsity > SPARSEST_FP8:
             raise ValueError(f"sparsity up to {SPARSEST_FP8} in fp8, not {self.sparsity}")
@@ -64,7 +64,7 @@ class FfnFields(ActiveFields):
 def definition(
     wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, *, activation: str, dtype: str = "bf16"
 ) -> Tensor:
-    """Wg and Wu [n, k], Wd [k, n], X [m, k] to Y [m, k]; weights stored in fp8 in fp32, to bf16."""
+    """Return Y [m, k] for Wg and Wu [n, k], Wd [k, n], X [m, k]; fp8 computes in fp32."""
     stored = wg.dtype
     wg, wu, wd = (_meant(w, dtype) for w in (wg, wu, wd))
     x = x.to(wg.dtype)
@@ -79,7 +79,7 @@ def spread(
 
         S(h)² = (act'(g) u S(g))² + (act(g) S(u))² + h²      S(y)² = (S(h)² + h²) @ (Wd²).T
 
-    In S(h) the last term is the rounding of h itself; in S(y), the terms of the last product.
+    The last term of S(h) is the rounding of h itself; that of S(y), the terms of the last product.
     """
     wg, wu, wd = (_meant(w, dtype) for w in (wg, wu, wd))
     g, u = linear(x, wg), linear(x, wu)
@@ -96,18 +96,18 @@ def depth(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> int:
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a token and non-zero; the n activations count for nothing.
+    """Return one multiply and one add per token and non-zero, without the n activations.
 
-    Of Wu and Wd, what units that are on multiply.
+    In Wu and Wd, only active units count.
     """
     multiplied = nnz["wg"] + share(problem) * (nnz["wu"] + nnz["wd"])
     return float(2 * problem["m"] * multiplied)
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of X, Y and the non-zeros; the hidden units need never leave the chip.
+    """Return the bytes of X, Y and the non-zeros; hidden units may stay on the chip.
 
-    Of Wu and Wd, what belongs to units that are on for any token.
+    In Wu and Wd, only units that are on for any token count.
     """
     m, k = problem["m"], problem["k"]
     read = nnz["wg"] + share_of_any(problem) * (nnz["wu"] + nnz["wd"])
@@ -115,7 +115,7 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 
 
 def _meant(w: Tensor, dtype: str) -> Tensor:
-    """Return the weight that a stored one stands for."""
+    """Return the weight that a stored one represents."""
     if dtype != "fp8":
         return w
     return (w.float() if w.dtype == torch.float8_e4m3fn else w) * unit_scale(w.shape[1])
@@ -133,10 +133,10 @@ def act_of(z: Tensor, activation: str) -> Tensor:
 
 
 def slope_of(z: Tensor, variance: Tensor, activation: str) -> Tensor:
-    """Return act'(z); relu's is 1 somewhat below zero, too, since a rounding may take z across.
+    """Return act'(z); relu's is 1 also slightly below zero, where rounding may change z's sign.
 
-    `variance` is that of z: a right z is within 8 eps of its root (check.py), in bf16 a 16th; an X
-    rounded to e4m3 moves it by a 40th (standard deviation).
+    `variance` is that of z: a correct z is within 8 eps of its root (bench/correctness.py), in bf16
+    a 16th; an X rounded to e4m3 moves it by a 40th (standard deviation).
     """
     match activation:
         case "silu":

@@ -12,11 +12,11 @@
     dWd.T    |         | n     H.T @ dY
              +---------+
 
-The output is one tensor: these five, one below the other. A kernel that cannot write there copies
-all five: (2m + 3n) k elements read and written, 2 % of a dense step of 16,384 tokens. Each of the
-five is checked against its own size (`parts`), since gradients of weights are sums over tokens and
-by far the largest. Weights are dense. With `active`, that many units are on for a token; beyond G
-only those count as work (_active.py).
+The output is one tensor with these five, one below the other. A kernel that cannot write there
+copies all five: (2m + 3n) k elements read and written, 2 % of a dense step of 16,384 tokens. Each
+of the five is judged by its own size (`parts`), because gradients of weights are sums over tokens
+and by far the largest. Weights are dense. With `active`, that many units are on for a token; beyond
+G only those count as work (_active.py).
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
 
 ZERO = 128 * torch.finfo(torch.float32).eps
-"""Of its spread: within it, a sum of thousands of terms in fp32 may have either sign."""
+"""Part of its spread within which a sum of thousands of terms in fp32 may have either sign."""
 
 
 class StepFields(FfnFields):
-    """A problem of this op: dense weights, and an activation whose gradient is zero where it is.
+    """A problem of this op: dense weights, and an activation that is zero where its gradient is.
 
-    No fp32: a gate within its rounding of zero adds a term to dX and dWg or does not, which is a
-    million times what fp32 rounds.
+    fp32 is excluded: a gate within its rounding of zero adds a term to dX and dWg or does not, and
+    that is a million times the rounding of fp32.
     """
 
     dtype: Literal["fp16", "bf16"]
@@ -51,7 +51,7 @@ class StepFields(FfnFields):
 def definition(
     wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, dy: Tensor, *, activation: str
 ) -> Tensor:
-    """Wg and Wu [n, k], Wd [k, n], X and dY [m, k] to the five, [2m + 3n, k]."""
+    """Return the five, [2m + 3n, k], for Wg and Wu [n, k], Wd [k, n], X and dY [m, k]."""
     g, u = linear(x, wg), linear(x, wu)
     act = act_of(g, activation)
     h, dh = act * u, dy @ wd
@@ -69,10 +69,11 @@ def spread(
 ) -> Tensor:
     """Carry the spreads of G, U and dH through H, dG and dU, and of these through the products.
 
-    As in ffn.py, each square has the rounding of what is between two products, and each product's
-    own terms. relu's gradient jumps at zero, where sums in fp32 may have either sign: there all of
-    dG is within the bound. In bf16, at 29 of 5632 units on and 16,384 tokens, that is one of 150
-    rows of dX and one of 50 of dWg, and makes what all of them may differ by 1.2 and 1.3 times it.
+    As in ffn.py, each square has the rounding of the values between two products, and each
+    product's own terms. relu's gradient jumps at zero, where sums in fp32 may have either sign:
+    there all of dG is within the bound. In bf16, with 29 of 5632 units on and 16,384 tokens, this
+    affects one of 150 rows of dX and one of 50 of dWg, and raises their bounds by factors of 1.2
+    and 1.3.
     """
     g, u, dh = linear(x, wg), linear(x, wu), dy @ wd
     var_g, var_u = (linear(x.square(), w.square()) for w in (wg, wu))
@@ -99,7 +100,7 @@ def depth(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, dy: Tensor) -> int:
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add of each of nine products, of units that are on but for G."""
+    """Return one multiply and one add for each of nine products; only active units beyond G."""
     sparse = 2 * nnz["wg"] + 3 * nnz["wu"] + 3 * nnz["wd"]
     return float(2 * problem["m"] * (nnz["wg"] + share(problem) * sparse))
 
@@ -107,7 +108,7 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of X, dY, Y, dX, the weights and their gradients.
 
-    Of Wu and Wd, what belongs to units that are on for any token; the gradients' zeros are written.
+    In Wu and Wd, only units that are on for any token count; gradients are written with zeros.
     """
     m, n, k = problem["m"], problem["n"], problem["k"]
     read = nnz["wg"] + share_of_any(problem) * (nnz["wu"] + nnz["wd"])

@@ -2,11 +2,11 @@
 
 m tokens, n output features, k input features; W is the sparse operand.
 
-    fp8   Y = bf16(X @ W.T), X and W of float8_e4m3fn, sums in fp32
+    fp8   Y = bf16(X @ W.T), X and W in float8_e4m3fn, sums in fp32
 
-A model in fp8 has one scale for each token and one for each output channel, and multiplies finished
-sums by both. Here the scales are 1 and left out: they depend on no format. cuSPARSELt 0.8 takes no
-scale for each channel on Hopper, so with scales the time would include a second kernel there.
+A model in fp8 has one scale per token and one per output channel, and multiplies the finished sums
+by both. Here the scales are 1 and left out, because they do not depend on the format. cuSPARSELt
+0.8 takes no scale per channel on Hopper, so with scales its time would include a second kernel.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ class LinearFields(Fields):
 
 
 class GradientFields(LinearFields):
-    """A problem of one of its gradients: no fp8, since dY is stored in e5m2 where it is used."""
+    """A problem of one of its gradients; without fp8, because fp8 training stores dY in e5m2."""
 
     dtype: Literal["fp16", "bf16", "fp32", "tf32"]
 
 
 def definition(w: Tensor, x: Tensor) -> Tensor:
-    """W [n, k], X [m, k] to Y [m, n]."""
+    """Return Y [m, n] for W [n, k] and X [m, k]."""
     if w.dtype == torch.float8_e4m3fn:
         return torch.nn.functional.linear(x.float(), w.float()).bfloat16()
     return torch.nn.functional.linear(x, w)
@@ -53,7 +53,7 @@ def depth(w: Tensor, x: Tensor) -> int:
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a token and non-zero."""
+    """Return one multiply and one add per token and non-zero."""
     return float(2 * problem["m"] * nnz["w"])
 
 

@@ -14,7 +14,7 @@ from sparsebench.results.record import Problem
 
 
 def definition(w: Tensor, dy: Tensor) -> Tensor:
-    """W [n, k], dY [m, n] to dX [m, k]."""
+    """Return dX [m, k] for W [n, k] and dY [m, n]."""
     return dy @ w
 
 
@@ -29,7 +29,7 @@ def depth(w: Tensor, dy: Tensor) -> int:
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a token and non-zero."""
+    """Return one multiply and one add per token and non-zero."""
     return float(2 * problem["m"] * nnz["w"])
 
 

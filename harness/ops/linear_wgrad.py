@@ -1,8 +1,8 @@
-"""Gradient of a linear layer's weight, at its pattern: dW[n, k] = dY[m, n].T @ X[m, k] where W is.
+"""Gradient of a linear layer's weight at its pattern: dW[n, k] = dY[m, n].T @ X[m, k].
 
-m tokens, n output features, k input features. With Y = X @ W.T and
-a loss L, dY is dL/dY and dW is dL/dW. W gives the pattern; its values are not read. The gradient is
-computed where the format stores W: BSR asks for whole blocks, dense for the full product.
+m tokens, n output features, k input features. With Y = X @ W.T and a loss L, dY is dL/dY and dW is
+dL/dW. W gives the pattern; its values are not read. The gradient is computed where the format
+stores W: whole blocks in BSR, the full product in dense.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from sparsebench.results.record import Problem
 
 
 def definition(dy: Tensor, x: Tensor) -> Tensor:
-    """Take dY [m, n], X [m, k] to the gradient of every element of W, [n, k]."""
+    """Return the gradient of every element of W [n, k], for dY [m, n] and X [m, k]."""
     return dy.t() @ x
 
 
@@ -25,12 +25,12 @@ def spread(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def depth(dy: Tensor, x: Tensor) -> int:
-    """Return the tokens: every sum is over them."""
+    """Return the number of tokens, over which every sum runs."""
     return len(dy)
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a token and element of the pattern."""
+    """Return one multiply and one add per token and element of the pattern."""
     return float(2 * problem["m"] * nnz["w"])
 
 

@@ -4,7 +4,7 @@ m tokens, k model width, n hidden units; Wu [n, k] and Wd [k, n] are the sparse 
 
     activation  silu  z / (1 + exp(-z))      relu  max(z, 0)      relu2  max(z, 0)²
 
-With `active`, that many units are on for a token; of Wd only those count as work (_active.py).
+With `active`, that many units are on for a token; in Wd only those count as work (_active.py).
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from sparsebench.results.record import Problem
 
 
 class MlpFields(FfnFields):
-    """A problem of this op: no fp8, of which no kernel here is."""
+    """A problem of this op; without fp8, for which there is no kernel here."""
 
     dtype: Literal["fp16", "bf16", "fp32"]
 
 
 def definition(wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
-    """Wu [n, k], Wd [k, n], X [m, k] to Y [m, k]."""
+    """Return Y [m, k] for Wu [n, k], Wd [k, n] and X [m, k]."""
     return linear(act_of(linear(x, wu), activation), wd)
 
 
@@ -44,12 +44,12 @@ def depth(wu: Tensor, wd: Tensor, x: Tensor) -> int:
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add a token and non-zero; of Wd, those of units that are on."""
+    """Return one multiply and one add per token and non-zero; in Wd, of active units."""
     return float(2 * problem["m"] * (nnz["wu"] + share(problem) * nnz["wd"]))
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of X, Y and the non-zeros; of Wd, those of units on for any token."""
+    """Return the bytes of X, Y and the non-zeros; in Wd, of units that are on for any token."""
     read = nnz["wu"] + share_of_any(problem) * nnz["wd"]
     return int(itemsize * (read + 2 * problem["m"] * problem["k"]))
 

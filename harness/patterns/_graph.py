@@ -1,10 +1,10 @@
-"""Graphs as masks of blocks: a cell is kept where two nodes are linked, or are the same.
+"""Graphs as masks of blocks: a cell is kept if its nodes are linked, or are the same.
 
-small_world and scale_free, with the diagonal, the fifth of moved links and the dense corner, are
-those of Gray, Radford, Kingma 2017, GPU kernels for block-sparse weights. The dice are the scores
+small_world and scale_free, with the diagonal, the fifth of moved links and the dense corner, follow
+Gray, Radford, Kingma 2017, GPU kernels for block-sparse weights. The dice are the scores
 [nodes, nodes] of the cells, non-negative integers: a hash, or the magnitudes of real weights. All
-arithmetic is of integers, so that a seed is the same graph on every machine; a library's generator
-promises no such thing.
+arithmetic is in integers, so that a seed gives the same graph on every machine, which a library's
+generator does not guarantee.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from sparsebench.harness.patterns._pattern import Rule
 Dice = NDArray[np.integer]
 Mask = NDArray[np.bool_]
 Draw = Callable[[Dice, int], Mask]
-"""Scores and the number of links (of parts, in block_diagonal) to the mask."""
+"""Maps scores and the number of links (in block_diagonal: of parts) to the mask."""
 
 FEWEST_NODES = 3
 
@@ -29,18 +29,18 @@ FEWEST_NODES = 3
 def graph(grid: Grid, draw: Draw, cells: Sequence[int]) -> Rule:
     """Return the rule whose cells score 1 in the graph and 0 elsewhere.
 
-    `cells` are the cells that the graphs with 1, 2, ... links have: one of them is kept.
+    `cells` has the number of cells of the graphs with 1, 2, ... links; one of them is kept.
     """
 
-    def score(grid: Grid, kept: int, own: Score) -> Tensor:
-        dice = own(grid).view(grid.rows, grid.columns).cpu().numpy()
+    def score(grid: Grid, kept: int, base: Score) -> Tensor:
+        dice = base(grid).view(grid.rows, grid.columns).cpu().numpy()
         return torch.from_numpy(draw(dice, 1 + cells.index(kept))).flatten().int()
 
     return Rule(grid, grid.cells, cells, score)
 
 
 def square(name: str, grid: Grid) -> Grid:
-    """Return the grid. Raises SuiteError where its rows and columns are not the same nodes."""
+    """Return the grid. Raises SuiteError unless it is square and large enough."""
     if grid.rows == grid.columns >= FEWEST_NODES:
         return grid
     expected = f"as many rows of blocks as columns, at least {FEWEST_NODES}"

@@ -1,8 +1,8 @@
-"""A pattern to its mask: the harness's side of _pattern.py.
+"""Build the mask of a pattern (_pattern.py).
 
-level     the sparsity that a problem's pattern will have, without building anything
+level     the sparsity that a problem's pattern will have, computed without the mask
 mask      True where an element is kept
-derived   what follows from the pattern, for a suite's `$name`
+derived   values that follow from the pattern, for a suite's `$name`
 """
 
 from collections.abc import Mapping
@@ -18,39 +18,39 @@ from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 TOLERANCE = 0.05
-"""How far, relatively, the density may be from the one asked for."""
+"""Largest relative difference of the density from the requested one."""
 
 
 def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what follows from a problem's pattern (Pattern.derived)."""
+    """Return the values that follow from a problem's pattern (Pattern.derived)."""
     return {} if fields["pattern"] == FILE else _pattern(fields["pattern"]).derived(fields)
 
 
 def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> float:
-    """Return the part of the cells that will be left out, without building anything.
+    """Return the fraction of cells that will be pruned, without building the mask.
 
     `shape` names the fields that are the weight's sizes. Raises SuiteError, with the nearest level,
-    where the density asked for cannot be met. Cut edge blocks count as whole ones: what is achieved
-    in elements is counted when the operands are there.
+    if the requested density cannot be met. Blocks that are cut off at the edge count as whole; the
+    exact sparsity is counted once the operands exist.
     """
-    asked: float = fields["sparsity"]
+    requested: float = fields["sparsity"]
     if fields["pattern"] == FILE:
-        return asked
+        return requested
     rule = _rule(fields, shape)
-    rows, columns = _pruned(rule, asked)
+    rows, columns = _pruned(rule, requested)
     part = rows * columns / rule.grid.cells
-    found = part * (rule.group - _kept(rule, asked)) / rule.group
-    if abs(asked - found) > TOLERANCE * (1 - asked):
+    nearest = part * (rule.group - _kept(rule, requested)) / rule.group
+    if abs(requested - nearest) > TOLERANCE * (1 - requested):
         grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {rule.grid.r}x{rule.grid.c} blocks"
-        what = f"pattern {fields['pattern']}: sparsity {asked:g}"
-        raise SuiteError(f"{what} cannot be met by a {grid}: the nearest level is {found:.6g}")
-    return found
+        wanted = f"pattern {fields['pattern']}: sparsity {requested:g}"
+        raise SuiteError(f"{wanted} cannot be met by a {grid}: the nearest level is {nearest:.6g}")
+    return nearest
 
 
 def mask(
     fields: Mapping[str, Any], shape: tuple[str, str], score: Score, device: torch.device
 ) -> Tensor:
-    """Return a bool matrix: True where an element is kept. Raises SuiteError as `level` does."""
+    """Return a bool matrix, True where an element is kept. Raises SuiteError as `level` does."""
     level(fields, shape)
     rule = _rule(fields, shape)
     grid = rule.grid
@@ -86,13 +86,13 @@ def _pattern(name: str) -> Pattern:
 
 
 def _kept(rule: Rule, sparsity: float) -> int:
-    """Return how many cells of a group are kept: at least one."""
-    asked = rule.group * (1 - sparsity)
+    """Return how many cells of a group are kept, at least one."""
+    requested = rule.group * (1 - sparsity)
     if rule.kept is None:
-        return max(1, round(asked))
-    return min(rule.kept, key=lambda count: abs(count - asked))
+        return max(1, round(requested))
+    return min(rule.kept, key=lambda count: abs(count - requested))
 
 
 def _pruned(rule: Rule, sparsity: float) -> tuple[int, int]:
-    """Return the rows and columns of the grid that the rule holds for."""
+    """Return the rows and columns of the grid to which the rule applies."""
     return rule.front(sparsity) if rule.front else (rule.grid.rows, rule.grid.columns)

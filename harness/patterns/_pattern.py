@@ -1,13 +1,13 @@
-"""The contract that every file in harness/patterns/ keeps: which elements of a weight are kept.
+"""The contract of every file in harness/patterns/: which elements of a weight are kept.
 
-A pattern file names one PATTERN. Its rule says three things of a weight [n, k]:
+A pattern file defines one PATTERN. Its rule determines three things for a weight [n, k]:
 
     grid     the weight cut into blocks of r x c      ## . . ##    cells row by row: 0 1 2 3 ...
     group    the cells, in order, cut into groups     . . ## .     of equal size
     score    every group keeps its best cells         . ## ## ##   the first of equals
 
-The harness turns a rule into a mask (_mask.py). The score of drawn weights is a hash, that of real
-ones their magnitude, so that a pattern is the same bits on every device.
+The harness turns a rule into a mask (_mask.py). The score is a hash for drawn weights and the
+magnitude for real ones, so a pattern has the same bits on every device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from sparsebench.harness.inputs.grid import Grid, Score
 class Weight:
     """The weight to prune: `n` rows, `k` columns, and the block `r` x `c` that the problem names.
 
-    `sizes` are the problem's fields that n and k are: ("n", "k"), or ("k", "n") of an MLP's down.
+    `sizes` names the fields of n and k: ("n", "k"), or ("k", "n") for the down weight of an MLP.
     """
 
     n: int
@@ -45,13 +45,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Rule:
-    """Of every `group` cells keep the best, as many as the sparsity asks for, at least one.
+    """Keep the best of every `group` cells, as many as the sparsity requires, at least one.
 
-    kept   the numbers that can be kept; the nearest is. Default: every number
-    score  (grid, number kept, the weight's own score) to the score in its place: a non-negative
-           integer for each cell. Default: the weight's own
-    front  sparsity to the first rows and columns of the grid that this is the rule of; all cells
-           behind them are kept. Default: the whole grid
+    kept   the numbers of cells that can be kept; the nearest is used. Default: any number
+    score  maps (grid, number kept, the weight's score) to a replacement for that score: a
+           non-negative integer for each cell. Default: the weight's score
+    front  maps the sparsity to the first rows and columns of the grid to which the rule applies;
+           all cells behind them are kept. Default: the whole grid
     """
 
     grid: Grid
@@ -65,9 +65,9 @@ class Rule:
 class Pattern:
     """A pattern.
 
-    rule     the weight to its Rule. Raises SuiteError where the weight cannot have the pattern
-    derived  a problem's fields to what follows from them: a suite writes `$name` for each in the
-             params of a format, so that the format agrees with the pattern. Default: nothing
+    rule     maps the weight to its Rule. Raises SuiteError if the weight cannot have the pattern
+    derived  maps a problem's fields to further values: a suite writes `$name` for them in the
+             params of a format, so that the format agrees with the pattern. Default: none
     """
 
     rule: Callable[[Weight], Rule]

@@ -1,4 +1,4 @@
-"""The best blocks, equally many in every block row.
+"""The best blocks, the same number in every block row.
 
 ## . ## .
 . ## . ##

@@ -1,8 +1,8 @@
-"""Square groups of blocks along the diagonal, of equal sizes but for rounding.
+"""Groups of blocks along the diagonal, of equal size except for rounding.
 
 ## ## . .
-## ## . .       rows and columns in as many parts each; a block is kept where its row and its
-. . ## ##       column are of the same part
+## ## . .       rows and columns are divided into as many parts each; a block is kept if its row
+. . ## ##       and its column are in the same part
 . . ## ##
 """
 
@@ -14,13 +14,13 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
 def rule(weight: Weight) -> Rule:
-    """Cut the grid into the parts that make the density."""
+    """Divide the grid into the number of parts that gives the density."""
     grid = weight.blocks
     return graph(grid, cliques, clique_cells(grid.rows, grid.columns))
 
 
 def clique_cells(rows: int, columns: int) -> list[int]:
-    """Return the cells of 1, 2, ... parts."""
+    """Return the number of cells with 1, 2, ... parts."""
     return [
         int((np.bincount(_part(rows, parts)) * np.bincount(_part(columns, parts))).sum())
         for parts in range(1, min(rows, columns) + 1)
@@ -28,7 +28,7 @@ def clique_cells(rows: int, columns: int) -> list[int]:
 
 
 def cliques(dice: Dice, parts: int) -> Mask:
-    """Return a block-diagonal mask; nothing is drawn."""
+    """Return a block-diagonal mask; the dice are not used."""
     rows, columns = dice.shape
     same: Mask = _part(rows, parts)[:, None] == _part(columns, parts)
     return same

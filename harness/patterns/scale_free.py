@@ -1,7 +1,7 @@
 """The blocks of a graph with hubs, the diagonal and a dense corner.
 
-m = 2             each new node is linked to m older ones, drawn with odds as their links so
-# # # # . #       far; the first m are linked to each other
+m = 2             each new node is linked to m older ones, drawn with odds proportional to their
+# # # # . #       links so far; the first m are linked to each other
 # # # . # .
 # # # # . .       Source: Barabasi, Albert 1999, Emergence of scaling in random networks.
 # . # # # .
@@ -16,13 +16,13 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
 def rule(weight: Weight) -> Rule:
-    """Draw the graph whose links make the density."""
+    """Draw the graph with the number of links that gives the density."""
     grid = square("scale_free", weight.blocks)
     return graph(grid, hubs, hub_cells(grid.rows))
 
 
 def hub_cells(nodes: int) -> list[int]:
-    """Return the cells of a graph with hubs and 1, 2, ... links of each new node."""
+    """Return the number of cells of graphs with 1, 2, ... links for each new node."""
     return [nodes + 2 * m * nodes - m * m - m for m in range(1, nodes)]
 
 

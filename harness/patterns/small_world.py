@@ -8,7 +8,7 @@
     . . . # # #       . . . # # #
     # . . . # #       . . . . # #
 
-Nodes stand in a circle, each linked to its m nearest on both sides. Of all links a fifth, those of
+The nodes form a circle, each linked to its m nearest on both sides. A fifth of all links, those of
 lowest score, move their second end to the unlinked node of highest score. Source: Watts, Strogatz
 1998, Collective dynamics of small-world networks.
 """
@@ -22,13 +22,13 @@ MOVED = 0.2
 
 
 def rule(weight: Weight) -> Rule:
-    """Draw the ring whose links make the density."""
+    """Draw the ring with the number of links that gives the density."""
     grid = square("small_world", weight.blocks)
     return graph(grid, ring, ring_cells(grid.rows))
 
 
 def ring_cells(nodes: int) -> list[int]:
-    """Return the cells of a ring with 1, 2, ... links on each side."""
+    """Return the number of cells of rings with 1, 2, ... links on each side."""
     return [nodes * (2 * m + 1) for m in range(1, (nodes - 1) // 2 + 1)]
 
 

@@ -1,4 +1,4 @@
-"""2 of each 4 in the left columns, the right columns whole: Spense's down.
+"""2 of each 4 in the left columns, the right columns dense: Spense's down projection.
 
 x x . .  x x x x
 . x . x  x x x x

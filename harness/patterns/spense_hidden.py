@@ -1,10 +1,10 @@
-"""Of an MLP: all weights are dense in the same hidden units.
+"""For an MLP: all weights are dense in the same hidden units.
 
     gate and up [n, k]    spense_rows       hidden units are rows
     down [k, n]           spense_columns    hidden units are columns
 
-The fields of an MLP call its hidden units n, those of a decoder `intermediate`. A decoder's
-projections are split along rows.
+The field for hidden units is n in an MLP and `intermediate` in a decoder. A decoder's projections
+are split along rows.
 """
 
 from sparsebench.harness.patterns import spense_columns, spense_rows

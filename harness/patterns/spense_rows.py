@@ -1,4 +1,4 @@
-"""2 of each 4 in the upper rows, the lower rows whole: Spense's gate and up.
+"""2 of each 4 in the upper rows, the lower rows dense: Spense's gate and up projections.
 
 x x . .  . x . x
 x . x .  . . x x

@@ -1,4 +1,4 @@
-"""The best 2 of each 4 elements along k; the block says nothing.
+"""The best 2 of each 4 elements along k; the block is ignored.
 
 x x . .  . x . x
 . x x .  x x . .

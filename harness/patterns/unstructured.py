@@ -1,4 +1,4 @@
-"""The best elements anywhere; the block says nothing.
+"""The best elements anywhere; the block is ignored.
 
 x . . x x .
 . . x . . x

@@ -1,13 +1,13 @@
-"""Operands from files: what `source: {file: GLOB, tensor: GLOB}` of a suite asks for.
+"""Operands from files, as a suite's `source: {file: GLOB, tensor: GLOB}` names them.
 
     file    pattern files or safetensors files below --data
     tensor  their tensors; for an op that takes recorded operands, such as ffn, groups of tensors
 
     sources_of        each file and tensor that match, with the digest of the file
-    fields_of_source  what follows for a problem: sizes, the level of a pattern file
+    fields_of_source  the fields that follow: sizes, and the level of a pattern file
     require_enough    no problem has more tokens than were recorded
 
-Everything that is wrong is a SuiteError, which says where in the suite or in which file.
+Every error is a SuiteError that says where in the suite, or in which file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from sparsebench.results.record import Source
 
 
 def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
-    """Yield None without a source, else one Source a file and tensor that match."""
+    """Yield a Source for each file and tensor that match, or None if there is no source."""
     if written is None:
         yield None
         return
@@ -40,7 +40,7 @@ def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[
 
 
 def _matches(where: str, glob: Any, data: Path) -> list[Path]:
-    """Return the files below the data folder that a glob names, and none outside."""
+    """Return the files below the data folder that a glob matches."""
     outside = not isinstance(glob, str) or PurePath(glob).is_absolute() or ".." in glob.split("/")
     if outside or not glob.strip("/."):
         raise SuiteError(f"{where}: expected a GLOB of files below --data, found {glob!r}")
@@ -57,7 +57,7 @@ def _matches(where: str, glob: Any, data: Path) -> list[Path]:
 
 
 def _tensors(path: Path, wanted: Any, op: Op) -> list[str | None]:
-    """Return the tensors of a safetensors file that match, or [None] for a pattern file."""
+    """Return the tensors of a safetensors file that match; [None] for a pattern file."""
     if wanted is None:
         return [None]
     if not isinstance(wanted, str):
@@ -66,17 +66,14 @@ def _tensors(path: Path, wanted: Any, op: Op) -> list[str | None]:
     matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
     if not matches:
         hint = did_you_mean(wanted, names)
-        one = (
-            f"a group {wanted!r} of {', '.join(op.operands)}"
-            if op.recorded
-            else f"a tensor {wanted!r}"
-        )
-        raise SuiteError(f"{path}: expected {one}, found none like it{hint}")
+        group = f"a group {wanted!r} of {', '.join(op.operands)}"
+        expected = group if op.recorded else f"a tensor {wanted!r}"
+        raise SuiteError(f"{path}: expected {expected}, found no match{hint}")
     return matches
 
 
 def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[str, Any]:
-    """Return the fields that a source gives: the weight's sizes, and a pattern file's level."""
+    """Return the fields that a source determines: sizes, and the level of a pattern file."""
     if source is None:
         return {}
     if op.recorded and source.tensor is not None:
@@ -91,7 +88,7 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
 
 
 def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
-    """Return the sizes of a group's weights, and the fields that follow from its operands."""
+    """Return the sizes of a group's weights, and the fields computed from its operands."""
     assert op.recorded
     tensors = {
         name: sources.load_weights(path, sources.member(source, name)) for name in op.operands
@@ -100,7 +97,7 @@ def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
     for name, operand in op.operands.items():
         found = dict(zip(operand.shape, tensors[name].shape, strict=True))
         if operand.role == "activation":
-            del found[operand.shape[0]]  # tokens: a problem takes as many as it has
+            del found[operand.shape[0]]  # tokens: a problem names its own number
         for field, size in found.items():
             if sizes.setdefault(field, size) != size:
                 expected = f"{sources.member(source, name)} with {field} = {sizes[field]}"
@@ -111,7 +108,7 @@ def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
 def require_enough(
     where: str, op: Op, fields: Mapping[str, Any], source: Source | None, data: Path | None
 ) -> None:
-    """Refuse more tokens than were recorded."""
+    """Raise SuiteError if a problem has more tokens than were recorded."""
     if source is None or not op.recorded:
         return
     path = sources.located(source, data)

@@ -2,7 +2,7 @@
 
 PROBLEMS   points of all sweeps of `problems`     an entry has the product of its lists
 CASES      problems times contenders              a contender has the product of its lists
-SIZE       of a field, a block's side, a seed     what a kernel's 32-bit index can hold
+SIZE       a field, a block's side, a seed        what a kernel's 32-bit index can hold
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ SIZE = 2**31 - 1
 
 
 def require_few_problems(entries: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse more points than PROBLEMS; files of a source come on top."""
+    """Raise SuiteError for more points than PROBLEMS; the files of a source are not counted."""
     count = sum(points(entry) for entry in entries)
     if count > PROBLEMS:
         limit = f"{PROBLEMS} problems (PROBLEMS)"
@@ -27,9 +27,9 @@ def require_few_problems(entries: Iterable[Mapping[str, Any]]) -> None:
 def require_few_cases(
     problems: Iterable[Mapping[str, Any]], contenders: Iterable[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Refuse more cases than CASES: every contender is counted at every problem."""
-    each = sum(prod(points(part) for part in parts) for parts in contenders)
-    count = each * sum(points(entry) for entry in problems)
+    """Raise SuiteError for more cases than CASES, counting every contender at every problem."""
+    per_problem = sum(prod(points(part) for part in parts) for parts in contenders)
+    count = per_problem * sum(points(entry) for entry in problems)
     if count > CASES:
         limit = f"{CASES} cases (CASES)"
         raise SuiteError(f"contenders: expected at most {limit}, found {_count(count)}")
@@ -41,14 +41,14 @@ def points(entry: Mapping[str, Any]) -> int:
 
 
 def require_seeds(where: str, seeds: Iterable[Any]) -> None:
-    """Refuse a seed that is no integer, or that operands cannot be drawn from."""
+    """Raise SuiteError for a seed that is no integer from 0 to SIZE."""
     for seed in seeds:
         if type(seed) is not int or not 0 <= seed <= SIZE:
             raise SuiteError(f"{where}: expected an integer from 0 to {SIZE}, found {seed!r}")
 
 
 def require_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Refuse a size that is larger than SIZE."""
+    """Raise SuiteError for a size above SIZE."""
     for name, value in fields.items():
         for size in value if isinstance(value, list) else [value]:
             if isinstance(size, int | float) and not abs(size) <= SIZE:
@@ -57,7 +57,7 @@ def require_sizes(where: str, fields: Mapping[str, Any]) -> None:
 
 
 def require_values(where: str, point: Mapping[str, Any]) -> None:
-    """Refuse what a contender's parameter or option cannot hold."""
+    """Raise SuiteError for a value that no parameter or option of a contender can have."""
     for name, value in point.items():
         whole = isinstance(value, list) and all(type(item) is int for item in value)
         number = isinstance(value, float) and isfinite(value)

@@ -1,4 +1,4 @@
-"""What a suite will do on a device, without doing it."""
+"""Preview a suite on a device: counts, run-time estimate, and unsupported cases."""
 
 from collections import Counter
 from typing import Any
@@ -13,18 +13,18 @@ from sparsebench.harness.plan.suite import Suite
 from sparsebench.results.provenance import Choices, planned_choices
 from sparsebench.results.record import Contender, Problem
 
-# Measured over the packaged suites on an H200 and on two cores: what a process needs to start, a
-# case in each process, and a case in each one that searches, compilation included.
+# Measured over the packaged suites on an H200 and on two cores: seconds for the start of a process,
+# for a case in each process, and for a case in a process that searches, with compilation.
 START_S = {"cuda": 3.0, "cpu": 3.0, "sim": 3.0}
 CASE_S = {"cuda": 0.06, "cpu": 0.4, "sim": 0.02}
 SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
-AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # among finalists (harness/NOTES.md)
+AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # a search among finalists (harness/NOTES.md)
 
 
 def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) -> dict[str, Any]:
-    """Return counts, an estimate in seconds, and who is unsupported here and why.
+    """Return counts, an estimate in seconds, and the unsupported contenders with reasons.
 
-    Counted are the suite's own cases; the estimate has the A/A pairs in it too.
+    The counts are of the suite's own cases; the estimate includes the A/A pairs.
     """
     contests = only(suite.contests, condition)
     reasons: Counter[tuple[str, str]] = Counter()
@@ -51,7 +51,7 @@ def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) ->
 
 
 def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
-    """Say whether of what a suite compares with its baselines nothing is supported on a device."""
+    """Return whether a device supports no contender of a suite but its baselines."""
     compared = [
         (contest.problem, contender)
         for contest in only(suite.contests, condition)
@@ -62,7 +62,7 @@ def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
 
 
 def _unsupported(problem: Problem, contender: Contender, device: str) -> str | None:
-    """Say why a contender cannot run on a device; nothing is unsupported on a simulated one."""
+    """Return why a contender cannot run on a device, or None; a simulated device runs all."""
     return None if simulated(device) else unsupported(problem, contender, torch.device(device))
 
 

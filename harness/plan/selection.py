@@ -1,10 +1,23 @@
-"""Which contests a run measures: what is asked for, and the A/A pairs that every run has.
+"""Which contests a run measures: those selected, and the A/A pairs that every run has.
 
 --only "sparsity=0.8|0.9 kernel=bsr_triton"    every named field has one of its values
 --only "kernel!=cusparse_csr|cusparse_bsr"     or none of them
 --only "m!=16 m!=64"                           a field named twice has to meet both
---only "op=linear_dgrad"                       op, format, kernel, case are fields, too
---shard 2/4                                    the second of four parts, by a draw
+--only "op=linear_dgrad"                       op, format, kernel and case are fields, too
+--shard 2/4                                    the second of four parts, drawn at random
+
+A/A pairs time the same kernel twice, which shows how far apart equal things come out here:
+
+    references   five contests that every run has, dense against dense:
+                 launch    almost no work: the cost of launching
+                 memory    one token: reading the weights is the work
+                 compute   as many tokens as features: multiplying is the work
+                 between   two lengths of call between the first and the others (results/noise.py)
+    twins        in one of TWIN_EVERY problems of a suite, every contender competes twice
+
+The ceilings of a run are measured on `memory` and `compute` as well (bench/device_ceilings.py). A
+reference that is faster than a ceiling raises it (results/ceilings.py). A twin is prepared anew: it
+has its own packing, output and addresses, as another contender would have.
 """
 
 import random
@@ -19,31 +32,30 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
 
-Wanted = tuple[str, Sequence[str]]
-"""A field, with ! for none of them, and the values that are asked for."""
+Condition = tuple[str, Sequence[str]]
+"""A field, with ! for \"none of them\", and its values."""
 
 
 def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
-    asked = with_twins(only(suite.contests, condition), suite.name)
-    whole = references(device) + asked
+    whole = references(device) + with_twins(only(suite.contests, condition), suite.name)
     return part(whole, shard) if shard else whole
 
 
 def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
-    """Return the contests of one shard, "2/4"; every contest is in one of the four."""
+    """Return the contests of one shard, such as "2/4"; every contest is in one of the four."""
     written = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
     number, of = (int(written[1]), int(written[2])) if written else (0, 0)
     if not 1 <= number <= of <= len(contests):
-        expected = f"a shard as 2/4, of {len(contests)} at most, one a problem"
+        expected = f"a shard such as 2/4, of at most {len(contests)}, the number of problems"
         raise SuiteError(f"--shard: expected {expected}; found {shard!r}")
     drawn = random.Random("shards").sample(range(len(contests)), len(contests))
     return [contests[place] for place in sorted(drawn[number - 1 :: of])]
 
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
-    """Keep what `field=value field=this|that` asks for; a contest's baselines stay with it."""
-    wanted = _wanted(condition)
+    """Keep the cases that meet `field=value field=this|that`, with their baselines."""
+    conditions = _parsed(condition)
     known = {
         "case",
         "format",
@@ -51,19 +63,19 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
         "op",
         *(name for c in contests for name in c.problem.fields),
     }
-    for name, values in wanted:
+    for name, values in conditions:
         if name.removesuffix("!") not in known or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(known))}"
-            found = f"{name}={'|'.join(values)}"
-            raise SuiteError(f"--only: expected {expected}; found {found!r}")
-    for name, value in [(name, value) for name, values in wanted for value in values]:
+            written = f"{name}={'|'.join(values)}"
+            raise SuiteError(f"--only: expected {expected}; found {written!r}")
+    for name, value in [(name, value) for name, values in conditions for value in values]:
         one = [(name.removesuffix("!"), [value])]
         if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
             expected = f"at least one case of {name}={value}"
             raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
     kept = []
     for contest in contests:
-        chosen = [c for c in contest.contenders if _meets(contest.problem, c, wanted)]
+        chosen = [c for c in contest.contenders if _meets(contest.problem, c, conditions)]
         if chosen:
             left = (c for c in contest.contenders if c.baseline or c in chosen)
             kept.append(Contest(contest.problem, tuple(left)))
@@ -73,16 +85,16 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
 
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:
-    """Say whether a case is one of those that a condition, written as for `only`, asks for."""
-    return _meets(problem, contender, _wanted(condition))
+    """Return whether a case meets a condition that is written as for `only`."""
+    return _meets(problem, contender, _parsed(condition))
 
 
-def _wanted(condition: str) -> list[Wanted]:
+def _parsed(condition: str) -> list[Condition]:
     parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
     return [(name, value.split("|")) for name, value in parts]
 
 
-def _meets(problem: Problem, contender: Contender, wanted: Iterable[Wanted]) -> bool:
+def _meets(problem: Problem, contender: Contender, conditions: Iterable[Condition]) -> bool:
     facts: dict[str, Any] = {
         **problem.fields,
         "op": problem.op,
@@ -92,11 +104,11 @@ def _meets(problem: Problem, contender: Contender, wanted: Iterable[Wanted]) -> 
     }
 
     def meets(name: str, values: Sequence[str]) -> bool:
-        told = name.removesuffix("!")
-        among = told in facts and text(facts[told]) in map(text, values)
-        return among is (told == name)
+        field = name.removesuffix("!")
+        among = field in facts and text(facts[field]) in map(text, values)
+        return among is (field == name)
 
-    return all(meets(name, values) for name, values in wanted)
+    return all(meets(name, values) for name, values in conditions)
 
 
 def text(value: Any) -> str:
@@ -109,7 +121,7 @@ def text(value: Any) -> str:
         return str(value)
 
 
-SEED = 2**31 - 1  # of the references, so that no problem of a suite is one of them
+SEED = 2**31 - 1  # of the references: no suite has it
 TWIN_EVERY = 20  # 5 % of the problems; at least one
 
 LAUNCH = {"cuda": (1, 64, 64, "bf16"), "cpu": (1, 64, 64, "fp32")}  # m, n, k, dtype

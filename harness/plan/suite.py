@@ -1,4 +1,4 @@
-"""A suite file to its contests: every problem with every contender.
+"""Read a suite file into its contests: every problem with every contender.
 
     schema: sparsebench/suite@1
     title: Which block size pays?
@@ -11,20 +11,20 @@
         block: [16, [32, 64]]        # 16x16 and 32x64
         sparsity: [0.5, 0.9]
     contenders:
-      - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: of the problem, or
-                                     # $dense_fraction, $split: as a spense pattern has them
+      - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: the problem's, or
+                                     # $dense_fraction, $split of a spense pattern
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
-      - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only where a field is so
-      - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd's alone
+      - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only at these values
+      - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd alone
       - {format: dense, kernel: acme.int8, error: {at_most: 0.01, why: its weights have 8 bits}}
-    baselines:                       # the first that is supported here is the one
+    baselines:                       # the first that is supported is used
       - {format: dense, kernel: cublas}
-    scopes: [kernel, op, chain]      # device time; as called from Python; of a layer among others
-                                     # in one graph (bench/timing.py). Default: [kernel]
+    scopes: [kernel, op, chain]      # device time; as called from Python; a layer inside a chain
+                                     # (bench/timing.py). Default: [kernel]
     caches: [cold, hot]              # default: [cold]
 
-`source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem a match.
-Of an op that takes recorded operands, such as ffn, `tensor` matches groups: `NAME` where a file has
+`source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem per match.
+For an op with recorded operands, such as ffn, `tensor` matches groups: `NAME` if a file has
 NAME.wg, NAME.wu, NAME.wd and NAME.x (_from_files.py). Sweeps are counted before they are expanded
 (_limits.py).
 """
@@ -71,7 +71,7 @@ class _Model(BaseModel):
 
 
 class AllowedError(_Model):
-    """The relative error ||Y - R|| / ||R|| that a contender may have, and the reason."""
+    """The largest relative error ||Y - R|| / ||R|| that a contender may have, and why."""
 
     at_most: float = Field(gt=0.0, lt=1.0)
     why: str = Field(min_length=1, max_length=200, pattern=r"\S")
@@ -104,9 +104,9 @@ class SuiteFile(_Model):
 
 @dataclass(frozen=True)
 class Contest:
-    """One problem and all who compete at it, baselines first.
+    """One problem and its contenders, baselines first.
 
-    A `reference` contest is not the suite's: it tells the noise floor (references.py).
+    A `reference` contest is not the suite's: it measures the noise floor (selection.py).
     """
 
     problem: Problem
@@ -116,7 +116,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite, read and expanded."""
+    """A suite with its contests."""
 
     name: str
     title: str
@@ -126,7 +126,7 @@ class Suite:
 
 
 def read(name: str, data: Path | None = None) -> Suite:
-    """Read a suite by path, or one of the package's by name; SuiteError says what is wrong."""
+    """Read a suite by its path, or a packaged one by its name. Raises SuiteError."""
     return expand(*_text(name), data)
 
 
@@ -172,7 +172,7 @@ def _text(name: str) -> tuple[str, str]:
 
 
 def parse(where: str, text: str, model: type[Model]) -> Model:
-    """Read YAML into a model; SuiteError says where and what is wrong."""
+    """Read YAML into a model. Raises SuiteError."""
     return _validate(where, model, files.from_yaml(where, text, SuiteError))
 
 
@@ -227,7 +227,7 @@ def _sweep(value: Any) -> list[Any]:
 
 
 def _axis(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the settings that an axis runs through; a mapping sets several fields at once."""
+    """Return the settings of an axis; a mapping sets several fields at once."""
     return [item if isinstance(item, dict) else {name: item} for item in _sweep(value)]
 
 
@@ -237,7 +237,7 @@ def _fields(
     settings: tuple[dict[str, Any], ...],
     source: Source | None,
 ) -> dict[str, Any]:
-    """Merge one point of the sweep and check it. Raises SuiteError where its level is not met."""
+    """Merge one point of the sweep and check it. Raises SuiteError."""
     merged: dict[str, Any] = {}
     for setting in settings:
         both = merged.keys() & setting.keys()
@@ -247,7 +247,7 @@ def _fields(
     fields = _validate(where, op.fields, merged).model_dump()
     require_sizes(where, fields)
     if source is None and fields.get("skew") == RECORDED:
-        raise SuiteError(f"{where}.skew: expected {RECORDED!r} just where there is a source")
+        raise SuiteError(f"{where}.skew: expected {RECORDED!r} only with a source")
     try:
         sources.agree(fields["pattern"], source)
         for weight in op.weights:
@@ -278,7 +278,7 @@ def _require_kernels(written: SuiteFile) -> None:
 
 
 def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
-    """Refuse an entry for an op or a value that no problem has: it would compete nowhere."""
+    """Raise SuiteError for an entry that matches no problem."""
     ops = {problem.op for problem in problems}
     for group in ("contenders", "baselines"):
         for number, entry in enumerate(getattr(written, group)):
@@ -298,7 +298,7 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
 
 
 def _competes(entry: ContenderEntry, problem: Problem) -> bool:
-    """Say whether an entry is for a problem: of its op, and with a value that `at` names."""
+    """Return whether an entry applies to a problem, by its `op` and `at`."""
     if entry.op not in (None, problem.op):
         return False
     fields = problem.fields
@@ -316,7 +316,9 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
         for number, entry in enumerate(written.contenders)
         for contender in _contenders(f"contenders[{number}]", entry, problem, baseline=False)
     ]
-    by_case = {Case(problem, c).id: c for c in [*others, *baselines]}  # a baseline counts once
+    by_case = {
+        Case(problem, c).id: c for c in [*others, *baselines]
+    }  # a baseline that is also a contender counts once
     unique = [c for c in baselines + others if by_case.pop(Case(problem, c).id, None)]
     if not unique:
         named = ", ".join(f"{name}={value}" for name, value in problem.fields.items())
@@ -348,14 +350,14 @@ def _contenders(
 def _known(
     where: str, given: Mapping[str, Any], known: set[str], of_one: Collection[str] = ()
 ) -> None:
-    """Refuse a name that is neither known nor that of one weight's parameter."""
+    """Raise SuiteError for an unknown name; `of_one` are parameters of single weights."""
     for name in given.keys() - known - set(of_one):
         takes, hint = ", ".join(sorted(known)) or "nothing", did_you_mean(name, {*known, *of_one})
         raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
 
 
 def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
-    """Run through the sweeps, `$field` replaced by the problem's, or by what follows from them."""
+    """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
     known = {**problem.fields, **derived(problem.fields)}
     for values in product(*(_sweep(value) for value in given.values())):
         point = dict(zip(given, values, strict=True))

@@ -1,18 +1,19 @@
-"""A GPU that is not there: what a call takes by a formula, and noise as measured on a real one.
+"""A simulated GPU: the time of a call by a formula, with noise as measured on a real GPU.
 
     time    = max(launch, bytes / bandwidth, FLOPs / rate) / efficiency(contender)
     sample  = time x exp(regret + process + drift + step + noise)
 
-    regret    of what a search settled on, over the best; pinned with the choice. Half-normal, or
-              that of one of WAYS, spread evenly, each of which a process times with an error
+    regret    of a search's choice over the best one; pinned with the choice. Half-normal, or that
+              of one of WAYS, spread evenly, which a process times with an error
     process   of one contender in one process: normal
-    drift     of the process's time line, so that it moves all contenders of a block alike: AR(1)
-    step      likewise: the clock changes at a random moment of a contest, in some of them
-    noise     of one sample: normal; the shorter the call, the larger
+    drift     of the process's time line, so it moves all contenders of a block alike: AR(1)
+    step      likewise: in some contests the clock changes at a random moment
+    noise     of one sample: normal; larger for shorter calls
 
-Every draw comes from a seed. A YAML file describes the device; defaults are an NVIDIA H200's. Over
-ten processes with clocks not locked, samples had an interquartile range of 6.3 % at 4.5 µs,
-2.5 % at 18 µs and 0.5 % above 100 µs. Ratios differed by 0.3 to 0.6 %. Drift and steps are assumed.
+Every draw comes from a seed. A YAML file describes the device; the defaults are an NVIDIA H200's.
+Over ten processes with clocks not locked, its samples had an interquartile range of 6.3 % at 4.5
+µs, 2.5 % at 18 µs and 0.5 % above 100 µs. Ratios differed by 0.3 to 0.6 %. Drift and steps are
+assumed.
 
     schema: sparsebench/sim@1
     seed: 7
@@ -39,10 +40,11 @@ from sparsebench.results.record import Contender
 
 IQR_OF_SD = 1.349  # interquartile range of a normal distribution, in standard deviations
 SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
-# Of a search, in regrets: how slow the slowest of its ways is, and the sd of what is found of one.
-# At a regret of 1 % 33 of 48 are within 10 % of the fastest; of cuBLAS's on an H200, 12 to 40.
+# A search has WAYS choices; in units of the regret, the slowest is SLOWEST above the fastest, and
+# BLUR is the error of timing one. At a regret of 1 %, 33 of 48 are within 10 % of the fastest;
+# among cuBLAS's choices on an H200, 12 to 40 are.
 WAYS, SLOWEST, BLUR = 48, 15.0, 2.1
-EFFICIENCY = 0.3, 0.9  # between these, by a hash of its label, is a contender that no one named
+EFFICIENCY = 0.3, 0.9  # range, by a hash of the label, for a contender that the spec does not name
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Array = NDArray[np.float64]
@@ -53,12 +55,12 @@ class _Model(BaseModel):
 
 
 class Fault(_Model):
-    """What goes wrong in the cases that meet `when`, written as for --only; in one process or all.
+    """A planned fault of the cases that meet `when` (as for --only), in one process or all.
 
-    crash          the process dies           hang        it never answers
+    crash          the process dies           hang        the process never answers
     out_of_memory  the case does not fit      failed      it raises
-    wrong          its output is no product   throttle    its whole contest gets slower midway
-    slow_start     its first block takes longer
+    wrong          the output is wrong        throttle    the whole contest slows down midway
+    slow_start     the first block takes longer
     """
 
     when: str
@@ -79,13 +81,13 @@ class Rates(_Model):
 class Spec(_Model):
     """A simulated GPU. Sizes of noise are relative: 0.01 is 1 %.
 
-    launch_us   least time of a call, of device time; host_us: the same, as called from Python;
-                next_us: of a layer that follows another in one graph (assumed)
-    noise       µs of a call to the interquartile range of its samples; between, a line over log µs
-    drift       standard deviation of the drift, which is forgotten over `drift_samples`
-    step        size of a clock step; step_odds: the part of contests that have one
+    launch_us   least device time of a call; host_us: the same, as called from Python; next_us: of a
+                layer that follows another in one graph (assumed)
+    noise       interquartile range of samples by µs of a call, interpolated over log µs
+    drift       standard deviation of the drift, with a memory of `drift_samples`
+    step        size of a clock step; step_odds: fraction of contests with one
     process     standard deviation, over processes, of the log ratio of two contenders
-    regret      standard deviation, over searches, of the log time of what a search settles on
+    regret      standard deviation, over searches, of the log time of the choice
     efficiency  by a contender's label; a twin has its original's
     """
 
@@ -117,7 +119,7 @@ class Spec(_Model):
 
 
 def read(device: str) -> Spec:
-    """Return the spec of `sim` (all defaults) or `sim:FILE.yaml`; SuiteError says what is wrong."""
+    """Return the spec of `sim` (all defaults) or `sim:FILE.yaml`. Raises SuiteError."""
     file = device.partition(":")[2]
     if not file:
         return Spec()
@@ -131,7 +133,7 @@ def read(device: str) -> Spec:
 def call_us(
     spec: Spec, contender: Contender, dtype: str, flops: float, read_bytes: float, scope: str
 ) -> float:
-    """Return what a call takes without noise: the formula's first line."""
+    """Return the time of a call without noise: the formula's first line."""
     least_us = {"op": spec.host_us, CHAIN: spec.next_us}.get(scope, spec.launch_us)
     memory_us = read_bytes / spec.bandwidth_gb_per_s / 1e3
     rate: float = getattr(spec.matrix_tflops, dtype)
@@ -140,19 +142,19 @@ def call_us(
 
 
 def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
-    """Return by how much the log time of what searches settled on is above the best."""
+    """Return by how much the log times of searches' choices exceed the best."""
     return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
 
 
 def ways(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
-    """Return log times [*shape, WAYS], over the fastest, of what a search may settle on."""
+    """Return log times [*shape, WAYS], over the fastest, of the choices of a search."""
     times: Array = draw.uniform(0, SLOWEST * spec.regret, (*shape, WAYS))
     least: Array = times.min(axis=-1, keepdims=True)
     return times - least
 
 
 def blurred(spec: Spec, times: Array, draw: np.random.Generator) -> Array:
-    """Return what one search finds of these log times."""
+    """Return these log times as one search measures them."""
     return times + draw.normal(0, BLUR * spec.regret, times.shape)
 
 
@@ -167,8 +169,8 @@ def samples(
 ) -> Array:
     """Return µs [processes, contenders, blocks, per_block] of one contest, contenders in turn.
 
-    `times_us` is what a call of each takes without noise. Every block goes through all contenders
-    in an order drawn anew, `per_block` samples each, as on a real device (timing.py).
+    `times_us` are their times without noise. Every block runs all contenders in a new random order,
+    `per_block` samples each, as on a real device (timing.py).
     """
     times = np.asarray(times_us, dtype=np.float64)
     shape = processes, blocks, len(times), per_block
@@ -201,7 +203,7 @@ def _time_line(spec: Spec, draw: np.random.Generator, processes: int, length: in
 
 
 def _noise(spec: Spec, times_us: Array) -> Array:
-    """Return the standard deviation of a sample's logarithm, by what a call takes."""
-    known = sorted(spec.noise.items())
-    iqr = np.interp(np.log(times_us), np.log([us for us, _ in known]), [iqr for _, iqr in known])
+    """Return the standard deviation of a sample's logarithm, by the time of a call."""
+    points = sorted(spec.noise.items())
+    iqr = np.interp(np.log(times_us), np.log([us for us, _ in points]), [iqr for _, iqr in points])
     return np.asarray(iqr / IQR_OF_SD)

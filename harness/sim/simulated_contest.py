@@ -1,14 +1,14 @@
-"""One problem, all its contenders, on the simulated GPU: no operands, no kernels.
+"""One problem with all its contenders on the simulated GPU: no operands, no kernels.
 
-    non-zeros    elements x (1 - sparsity asked for)
-    work         of a contender in format dense: all elements; of any other: the non-zeros
-    time         by clock.py; hot, what the L2 cache holds is not read
+    non-zeros    elements x (1 - requested sparsity)
+    work         of a contender in format dense: all elements; in any other: the non-zeros
+    time         by gpu_model.py; a hot call does not read what the L2 cache holds
     faults       as planned; every other case runs and is right, and none is unsupported
 
-    search       what a contender settled on, of several ways, is its choice: pinned, it is taken
-                 again; a later process times the finalists of what an earlier one has timed
+    search       the choice is one of several ways. A pinned choice is taken again; a later process
+                 times the finalists of what an earlier one has timed
 
-Draws depend on the seed, the problem and the process alone. So a resumed run has the same rows as
+Draws depend only on the seed, the problem and the process. So a resumed run has the same rows as
 one that was never stopped.
 """
 
@@ -59,7 +59,7 @@ HOT = {"sm_mhz_min": THROTTLED * COOL["sm_mhz"], "temperature_c": 92.0}
 
 @dataclass(frozen=True)
 class Work:
-    """What a problem asks for, in the fields of its rows; and the bytes of its output."""
+    """The work of a problem, in the fields of its rows, and the bytes of its output."""
 
     sparsity: float
     nnz: int
@@ -77,7 +77,7 @@ def run(
     options: ContestOptions,
     announce: Callable[[str, str], None],
 ) -> list[Row]:
-    """Return the rows of every contender, unless a planned crash or hang comes before."""
+    """Return the rows of every contender, unless a planned crash or hang comes first."""
     work = _work(problem)
     rows = [_row(spec, Case(problem, contender), work, options) for contender in contenders]
     for number, row in enumerate(rows):
@@ -87,7 +87,7 @@ def run(
             print("a planned crash", file=sys.stderr, flush=True)
             os._exit(CRASH_CODE)
         if "hang" in faults:
-            sys.stdin.read()  # ends with the parent: it says nothing more before it has an answer
+            sys.stdin.read()  # ends with the parent, which waits for an answer
         for fault in sorted(faults & ENDS.keys()):
             rows[number] = replace(row, status=ENDS[fault], detail=f"planned: {fault}")
     announce("", "timing")
@@ -117,7 +117,7 @@ def _work(problem: Problem) -> Work:
 
 
 def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
-    """Return a case's row as far as it is known before anything is timed."""
+    """Return a case's row without times."""
     choice, candidates = _search(spec, case, options)
     known = asdict(work)
     held = known.pop("output_bytes") + _stored(case, work)
@@ -149,7 +149,7 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
 def _search(
     spec: Spec, case: Case, options: ContestOptions
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what a contender settles on in a process, and what it timed; a twin as its original.
+    """Return a contender's choice in a process, and what it timed; a twin's is its original's.
 
     Times are of a call that takes 100 µs by the fastest way. All contenders of a problem have the
     same ways, so that equal ones stay equal.
@@ -193,7 +193,7 @@ def _faults(spec: Spec, row: Row) -> set[str]:
 def _time(
     spec: Spec, rows: Sequence[Row], work: Work, options: ContestOptions, scope: str, cache: str
 ) -> list[Row]:
-    """Return the rows for one scope and cache state; those that are still running have samples."""
+    """Return the rows for one scope and cache state; the correct ones have samples."""
     rows = [replace(row, scope=scope, cache=cache) for row in rows]
     running = [row for row in rows if row.status is Status.OK]
     if not running:
@@ -223,7 +223,7 @@ def _call_us(spec: Spec, row: Row, work: Work) -> float:
 
 
 def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row:
-    """Put samples, bound and energy into a row; what is faster than the bound has no samples."""
+    """Put samples, bound and energy into a row; a row faster than the bound has no samples."""
     times_us = tuple(round(float(us), 3) for us in taken.flat)
     typical_us = median(times_us)
     if options.energy and row.scope != CHAIN:
@@ -241,7 +241,7 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
 
 
 def _telemetry(taken: Array, throttled: bool) -> dict[str, float]:
-    """Return what NVML would have told of the contest (telemetry.py)."""
+    """Return the telemetry of the contest as NVML would report it (telemetry.py)."""
     window_us = float(taken.sum())
     hot = HOT | {"thermal_us": window_us / 2} if throttled else {}
     return {"seconds": window_us / 1e6, **COOL, **hot}

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from sparsebench.reports.tables import Cell, Table
+from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Written
-from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.claims.schema import ClaimFile
+from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.formatting import rounded
 
 STYLES = {
@@ -22,7 +23,7 @@ WORDS = frozenset({"claim", "statement", "source", "test", "verdict", "basis", "
 WORDS |= {"tends to", "GPU"}
 
 
-def listed(claims: Iterable[Written]) -> Table:
+def listed(claims: Iterable[ClaimFile]) -> Table:
     """Return a line per claim: name, statement, source and number of tests."""
     lines = [
         [w.name, w.claim.title, f"{w.claim.source.kind}, {w.claim.source.date}", _tests(w)]
@@ -39,7 +40,7 @@ def bounded(claims: Iterable[PlannedClaim]) -> Table:
         for test in claim.claim.tests:
             bounds = claim.bounds.get(test.name, {}).values()
             most = "–" if not bounds else _range(min(bounds), max(bounds))
-            beyond = test.name in claim.beyond
+            beyond = test.name in claim.unreachable
             answer: Cell = ("no", "bad") if beyond else "yes" if bounds else ("?", "quiet")
             proxy = " (proxy)" if test.proxy else ""
             lines.append([claim.name, answer, most, test.name + proxy, test.sentence])
@@ -63,7 +64,7 @@ def judged(verdicts: Iterable[Verdict]) -> Table:
             ("SIMULATED " if verdict.simulated else "") + verdict.device.removeprefix("NVIDIA "),
             (str(verdict.word), STYLES[verdict.word]),
             str(verdict.basis),
-            str(verdict.leans or ""),
+            str(verdict.tendency or ""),
             verdict.why,
         ]
         for verdict in judged_claims
@@ -77,6 +78,6 @@ def _range(low: float, high: float) -> str:
     return "–".join(dict.fromkeys(f"{end:.3g}" for end in (low, high))) + SIGNS["x"]
 
 
-def _tests(written: Written) -> str:
+def _tests(written: ClaimFile) -> str:
     tests = written.claim.tests
     return str(len(tests)) if tests else "none"

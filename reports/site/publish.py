@@ -228,7 +228,7 @@ def _asked(site: Site) -> str:
         [
             claim.name,
             claim.claim.model_dump_json(),
-            {n: sorted(ids) for n, ids in claim.wanted.items()},
+            {n: sorted(ids) for n, ids in claim.problems.items()},
         ]
         for claim in site.claims
     ]

@@ -17,7 +17,6 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from tests.emulation.triton_interpreter import assert_passes, has_interpreter
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -87,11 +86,6 @@ def test_ceilings_of_older_runs_are_read_and_the_highest_bandwidth_bounds() -> N
     older = {k: v for k, v in asdict(CEILINGS).items() if k not in ("write_gb_per_s", "by")}
     assert Ceilings.from_json(older) == CEILINGS
     assert replace(CEILINGS, write_gb_per_s=2000.0).bandwidth == 2000.0
-
-
-@has_interpreter
-def test_streams_read_write_and_copy_every_element() -> None:
-    assert_passes(Path(__file__).parents[1] / "kernels" / "streams_interpreted.py")
 
 
 def reference(bound_by: str, replicate: int, cache: str = "cold") -> Row:

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.harness.doctor import examination as doctor
-from sparsebench.harness.doctor import findings
-from sparsebench.harness.doctor import host_checks as host
-from sparsebench.harness.doctor import timing_checks as crosscheck
+from sparsebench.harness.doctor import examination, findings, host_checks, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
 from sparsebench.harness.machine._nvml import NoNvml, board
 from tests.emulation.fake_nvml import pynvml
@@ -64,31 +61,36 @@ READINGS: list[tuple[Finding, Level]] = [
     (findings.persistence(False), NOTE),
     (findings.l2(60 * 2**20), OK),
     (findings.l2(0), WARNING),
-    (host.load(0.1, 2), OK),
-    (host.load(1.2, 2), NOTE),
-    (host.load(2.0, 2), WARNING),
-    (host.governor("performance"), OK),
-    (host.governor(None), OK),
-    (host.governor("powersave"), NOTE),
-    (host.threads(2, 2), OK),
-    (host.threads(8, 2), WARNING),
-    (host.timer(40), OK),
-    (host.timer(15_000_000), WARNING),
-    (host.versions({"torch": "2.13.0", "triton": None}, {"torch": "2.13.0", "triton": "3"}), OK),
-    (host.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}), NOTE),
-    (host.versions({"torch": "2.11.0"}, {}), NOTE),
-    (host.cuda(13000, "13.0"), OK),
-    (host.cuda(12080, "12.6"), OK),
-    (host.cuda(12080, "13.0"), NOTE),
-    (crosscheck.floor("compute", [log(1.004), log(0.995), 0.0]), OK),
-    (crosscheck.floor("compute", [log(1.02)]), NOTE),
-    (crosscheck.floor("compute", [0.0, log(0.95)]), WARNING),
-    (crosscheck.floor("launch", [log(1.048)]), OK),
-    (crosscheck.nothing(4.5), OK),
-    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 191.0}, 4.0), OK),
-    (crosscheck.agreement({"graph": 200.0, "events": 207.0, "CUPTI": 198.0}, 4.0), WARNING),
-    (crosscheck.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 189.0}, 4.0), WARNING),
-    (crosscheck.agreement({"graph": 5.0, "events": 9.0, "CUPTI": 1.5}, 4.0), OK),
+    (host_checks.load(0.1, 2), OK),
+    (host_checks.load(1.2, 2), NOTE),
+    (host_checks.load(2.0, 2), WARNING),
+    (host_checks.governor("performance"), OK),
+    (host_checks.governor(None), OK),
+    (host_checks.governor("powersave"), NOTE),
+    (host_checks.threads(2, 2), OK),
+    (host_checks.threads(8, 2), WARNING),
+    (host_checks.timer(40), OK),
+    (host_checks.timer(15_000_000), WARNING),
+    (
+        host_checks.versions(
+            {"torch": "2.13.0", "triton": None}, {"torch": "2.13.0", "triton": "3"}
+        ),
+        OK,
+    ),
+    (host_checks.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}), NOTE),
+    (host_checks.versions({"torch": "2.11.0"}, {}), NOTE),
+    (host_checks.cuda(13000, "13.0"), OK),
+    (host_checks.cuda(12080, "12.6"), OK),
+    (host_checks.cuda(12080, "13.0"), NOTE),
+    (timing_checks.floor("compute", [log(1.004), log(0.995), 0.0]), OK),
+    (timing_checks.floor("compute", [log(1.02)]), NOTE),
+    (timing_checks.floor("compute", [0.0, log(0.95)]), WARNING),
+    (timing_checks.floor("launch", [log(1.048)]), OK),
+    (timing_checks.nothing(4.5), OK),
+    (timing_checks.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 191.0}, 4.0), OK),
+    (timing_checks.agreement({"graph": 200.0, "events": 207.0, "CUPTI": 198.0}, 4.0), WARNING),
+    (timing_checks.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 189.0}, 4.0), WARNING),
+    (timing_checks.agreement({"graph": 5.0, "events": 9.0, "CUPTI": 1.5}, 4.0), OK),
 ]
 
 
@@ -110,13 +112,13 @@ def test_what_was_found_is_in_numbers() -> None:
     assert findings.slowed_down({"seconds": 2.0, "power_capped_us": 5e5}).found == (
         "by power 25 % of the time"
     )
-    assert crosscheck.floor("memory", [log(1.02), log(0.99)]).found == (
+    assert timing_checks.floor("memory", [log(1.02), log(0.99)]).found == (
         "2 pairs, 2 % apart at most"
     )
-    assert crosscheck.agreement({"graph": 20.0, "events": 21.0}, 4.0).found == (
-        "graph 20 µs; events 21 µs (+5.0 %); CUPTI tells nothing here"
+    assert timing_checks.agreement({"graph": 20.0, "events": 21.0}, 4.0).found == (
+        "graph 20 µs; events 21 µs (+5.0 %); CUPTI reports nothing here"
     )
-    assert host.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}).found == (
+    assert host_checks.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}).found == (
         "torch 2.11.0 (tested: 2.13.0)"
     )
 
@@ -129,8 +131,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, **told: Any) -> None:
 def test_a_healthy_gpu_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch)
     with board("GPU-fake") as gpu:
-        found = [*doctor._shown(gpu, LOAD, gpu.reasons()), *doctor._set(gpu)]
-        found.append(findings.others(doctor._others(gpu), doctor._busy_percent(gpu)))
+        found = [*examination._shown(gpu, LOAD, gpu.reasons()), *examination._set(gpu)]
+        found.append(findings.others(examination._others(gpu), examination._busy_percent(gpu)))
     assert len(found) == 10
     assert {finding.level for finding in found} == {OK}, found
 
@@ -140,7 +142,7 @@ def test_settings_of_a_gpu_are_judged_in_its_units(monkeypatch: pytest.MonkeyPat
     clocks = {"ApplicationsClock": 1410, "DefaultApplicationsClock": 1980, "PersistenceMode": 0}
     fake(monkeypatch, tell=settings | clocks)
     with board("GPU-fake") as gpu:
-        found = doctor._set(gpu)
+        found = examination._set(gpu)
     assert [finding.found for finding in found] == [
         "1410 MHz, default 1980", "450 W, default 700", "ECC is off", "on", "off",
     ]  # fmt: skip
@@ -150,7 +152,7 @@ def test_a_slice_of_a_gpu_is_found_and_warned_of(monkeypatch: pytest.MonkeyPatch
     fake(monkeypatch, sliced=True, untold=["MigMode", "EccMode", "PowerManagementLimit"])
     with board("GPU-fake") as gpu:
         assert gpu.slice
-        (found,) = [each for each in doctor._set(gpu) if each.check == "MIG"]
+        (found,) = [each for each in examination._set(gpu) if each.check == "MIG"]
     assert (found.level, found.found) == (WARNING, "on")
     with (
         pytest.raises(NoNvml, match="expected a GPU GPU-other, found: Not Found"),
@@ -164,27 +166,27 @@ def test_our_own_process_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with board("GPU-fake") as gpu:
         ours, other = SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=4711)
         monkeypatch.setitem(gpu.nvml.TOLD, "ComputeRunningProcesses_v3", [ours, other])
-        assert doctor._others(gpu) == [4711]
+        assert examination._others(gpu) == [4711]
 
 
 def test_a_silent_driver_is_a_note_and_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, untold=["ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3"])
     with board("GPU-fake") as gpu:
-        assert doctor._others(gpu) is None
+        assert examination._others(gpu) is None
 
 
 def test_this_machine_can_be_read() -> None:
-    assert host.read_load() >= 0
-    assert 1 <= host.read_cores() <= (os.cpu_count() or 1)
-    assert 0 < host.read_tick_ns() < 1e6
-    assert host.read_versions()["torch"] == torch.__version__.partition("+")[0]
-    assert "torch" in host.read_pins()
+    assert host_checks.read_load() >= 0
+    assert 1 <= host_checks.read_cores() <= (os.cpu_count() or 1)
+    assert 0 < host_checks.read_tick_ns() < 1e6
+    assert host_checks.read_versions()["torch"] == torch.__version__.partition("+")[0]
+    assert "torch" in host_checks.read_pins()
 
 
 def test_a_call_and_its_twin_are_timed_on_the_host_clock() -> None:
-    pairs = crosscheck.read_pairs(torch.device("cpu"))
+    pairs = timing_checks.read_pairs(torch.device("cpu"))
     assert pairs.keys() == {"launch", "memory", "compute"}
-    assert all(len(logs) == crosscheck.PAIRS for logs in pairs.values())
+    assert all(len(logs) == timing_checks.PAIRS for logs in pairs.values())
     assert all(abs(log) < 2 for logs in pairs.values() for log in logs)
 
 
@@ -200,7 +202,7 @@ def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> No
 
 @pytest.mark.gpu
 def test_a_gpu_is_examined_and_its_clocks_agree() -> None:
-    found = {finding.check: finding for finding in doctor.examine(torch.device("cuda:0"))}
+    found = {finding.check: finding for finding in examination.examine(torch.device("cuda:0"))}
     assert {"other work on the GPU", "slowed down under load", "SM clock under load"} < set(found)
     assert found["a sample of nothing"].level is OK
-    assert sum(check.startswith("clocks, ") for check in found) == len(crosscheck.LADDER)
+    assert sum(check.startswith("clocks, ") for check in found) == len(timing_checks.LADDER)

@@ -71,7 +71,7 @@ def test_a_big_smtx_is_read_in_a_moment(tmp_path: Path) -> None:
         ("2, 2, 1\n0 1\n0\n", "expected 3 row offsets; found 2"),
         ("2, 2, 2\n0 1 2\n0\n", "expected 2 column indices; found 1"),
         ("2, 2, 1\n1 1 1\n0\n", "expected row offsets that rise from 0 to 1; found 1 to 1"),
-        ("2, 2, 1\n0 2 1\n0\n", "found 0 to 1, 1 of them falling"),
+        ("2, 2, 1\n0 2 1\n0\n", "found 0 to 1, decreasing 1 times"),
         ("2, 2, 1\n0 1 1\n2\n", "expected column indices below 2; found 2"),
         (
             "2, 2, 1\n0 1 1\n99999999999999999999\n",

@@ -1,7 +1,6 @@
 """The Triton kernels: right in Triton's interpreter, and refused where Triton cannot run."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +12,8 @@ from sparsebench.kernels._common.triton import precision_of
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.results.record import Problem
-from tests.emulation.triton_interpreter import assert_passes, has_interpreter
-from tests.tools.marks import sampled
 
 KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad]
-
-
-@has_interpreter
-@pytest.mark.parametrize("which", sampled(["not exhaustive", "exhaustive"]))
-def test_every_product_is_right_in_tritons_interpreter(which):
-    assert_passes(Path(__file__).with_name("triton_interpreted.py"), "-m", which)
 
 
 @pytest.mark.parametrize("module", KERNELS)

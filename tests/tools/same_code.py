@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 
 from sparsebench.errors import FormatError, SparsebenchError, SuiteError, Unsupported
+from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import bound, one_line
 from sparsebench.harness.bench.operands import DenseOperands, operands
-from sparsebench.harness.catalog import load_format, load_kernel, load_op
+from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results import store
 from sparsebench.results.record import Row
@@ -54,11 +55,11 @@ def digest(row: Row, dense: DenseOperands) -> str | None:
     problem, contender = row.case.problem, row.case.contender
     op, kernel = load_op(problem.op), load_kernel(contender.kernel)
     packed = {
-        name: load_format(contender.format).from_dense(weight, **contender.params_of(name))
+        name: weights_format(contender.format).from_dense(weight, **contender.params_of(name))
         for name, weight in dense.weights.items()
     }
     pattern = packed.pop(op.pattern) if op.pattern else None
-    pattern = None if contender.format == "dense" else pattern
+    pattern = None if isinstance(pattern, Dense) else pattern
     definition = bound(op.definition, problem)
     given = Operands(problem, packed, dense.activations, definition, row.choice, pattern)
     if reason := kernel.refusal(problem, given.device):

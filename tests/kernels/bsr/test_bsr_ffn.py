@@ -18,7 +18,6 @@ from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.results.record import Problem, Value
 from tests.compiling.nvcc import hopper
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("ffn")
@@ -55,12 +54,6 @@ def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
 # ---- in Triton's interpreter ----
 
 
-@compiled
-@has_interpreter
-def test_the_layer_is_right_in_tritons_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_", "-W", "default")
-
-
 # Blocks that divide n and k, that do not, and a layer with few units on.
 LAYERS: list[tuple[Any, ...]] = [
     (20, 128, 96, "fp16", 32, {"activation": "silu"}),
@@ -70,7 +63,7 @@ LAYERS: list[tuple[Any, ...]] = [
 ]
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("m", "n", "k", "dtype", "block", "more"), LAYERS)
 def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
     asked = problem(m, n, k, dtype, block, **more)
@@ -86,7 +79,6 @@ def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
 # ---- on paper ----
 
 
-@compiled
 @pytest.mark.parametrize(("n", "block"), [(64, [16, 32]), (56, [16, 32])])
 def test_gate_and_up_are_stacked(n: int, block: list[int]) -> None:
     torch.manual_seed(0)
@@ -96,14 +88,12 @@ def test_gate_and_up_are_stacked(n: int, block: list[int]) -> None:
     assert torch.equal(both.to_dense(), torch.cat((gate, up)))
 
 
-@compiled
 def test_gate_and_up_of_unlike_blocks_are_refused() -> None:
     gate, up = (Bsr.from_dense(torch.ones(64, 64), block=side) for side in (16, 32))
     with pytest.raises(Unsupported, match="gate and up of the same blocks, found 16x16 and 32x32"):
         bsr_ffn.stacked(gate, up)
 
 
-@compiled
 def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     these, _ = given(problem(4, 64, 32, "fp32", 16))
     asked: list[Any] = []
@@ -137,7 +127,6 @@ def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.Mo
         bsr_ffn.fastest(these, "down", w, x, True)
 
 
-@compiled
 @pytest.mark.parametrize(
     ("dtype", "reason"),
     [("bf16", "needs an NVIDIA GPU, found cpu"), ("fp8", "expected fp16, bf16, fp32 or tf32")],

@@ -26,7 +26,6 @@ from sparsebench.kernels.bsr import decoder_bsr
 from sparsebench.kernels.dense import _decoder, _decoder_glue, _gemm, decoder_dense
 from sparsebench.results.record import Problem
 from tests.compiling.triton_kernels import complaint_about
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("decoder")
@@ -99,13 +98,7 @@ def assert_right_twice(these: Operands, weights: Mapping[str, Tensor], prepare: 
     return launch
 
 
-@compiled
-@has_interpreter
-def test_steps_are_right_in_the_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_")
-
-
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "fields",
     [
@@ -119,13 +112,13 @@ def test_an_interpreted_step_is_right(fields: Any) -> None:
     assert_right(*given(problem(**fields)), decoder_dense.prepare)
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_an_interpreted_choice_is_taken_again() -> None:
     launch = assert_right_twice(*given(problem()), decoder_dense.prepare)
     assert [*launch.choice] == ["qkv", "o", "gate_up", "down", "head", "attention"]
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("parts", [2, 3])
 def test_interpreted_attention_is_right_in_several_parts(
     parts: int, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +128,7 @@ def test_interpreted_attention_is_right_in_several_parts(
     assert_right(*given(problem(layers=1)), decoder_dense.prepare)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("pruned", ["mlp", "all"])
 def test_an_interpreted_step_of_blocks_is_right(pruned: str) -> None:
     size = {"m": 1, "hidden": 64, "intermediate": 96}
@@ -146,7 +139,7 @@ def test_an_interpreted_step_of_blocks_is_right(pruned: str) -> None:
     assert launch.choice["down"]["kernel"] == "bsr_triton"
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_an_interpreted_step_that_mixes_up_layers_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     these, weights = given(problem(layers=3, caches=3))
     real = _decoder.normed
@@ -158,7 +151,6 @@ def test_an_interpreted_step_that_mixes_up_layers_is_wrong(monkeypatch: pytest.M
     assert "error" in str(verdict(decoder_dense.prepare(these), these, weights).reason)
 
 
-@compiled
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_attention_compiles_without_a_spill(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +172,6 @@ def test_attention_compiles_without_a_spill(
     assert complaint_about(source, capability, {"num_warps": warps}) is None
 
 
-@compiled
 def test_copies_have_memory_of_their_own() -> None:
     weight = Dense.from_dense(torch.randn(4, 8))
     copy = _decoder.copied(weight)
@@ -192,7 +183,6 @@ class _Small:
     total_memory = 10**9
 
 
-@compiled
 def test_a_model_that_is_too_large_is_told_before_it_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -208,7 +198,6 @@ def test_a_model_that_is_too_large_is_told_before_it_is_built(
     assert _decoder.unsupported_size(problem(), CUDA) is None
 
 
-@compiled
 def test_contenders_refuse_a_model_that_no_longer_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     these, _ = given(problem())
     monkeypatch.setattr(Operands, "device", CUDA)

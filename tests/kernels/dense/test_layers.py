@@ -20,7 +20,6 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _gemm, _layers, cublas
 from sparsebench.results.record import Problem
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = [(3, 40, 24), (33, 272, 136)]
@@ -78,7 +77,6 @@ def assert_right_twice(operands: Operands, prepare: Any) -> None:
     assert_right(again, operands)
 
 
-@compiled
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -90,7 +88,6 @@ def test_a_layer_without_a_gate_is_two_products(
     assert [*_layers.mlp(operands).choice] == ["up", "down"]
 
 
-@compiled
 def test_a_choice_of_one_library_is_the_definition_by_that_library() -> None:
     operands = given(problem("mlp", SIZES[0], "fp32", "relu"), CPU)
     launch = cublas.prepare(replace(operands, pinned={"library": "cublaslt"}))
@@ -98,7 +95,6 @@ def test_a_choice_of_one_library_is_the_definition_by_that_library() -> None:
     assert_right(launch, operands)
 
 
-@compiled
 def test_between_products_memory_is_read_and_written_in_16_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,13 +110,7 @@ def test_between_products_memory_is_read_and_written_in_16_bytes(
     assert ptx.count("st.global.v4") == ptx.count("st.global") > 0
 
 
-@compiled
-@has_interpreter
-def test_layers_are_right_in_the_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_")
-
-
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_an_interpreted_training_step_is_six_products(
@@ -132,7 +122,7 @@ def test_an_interpreted_training_step_is_six_products(
     assert names == ["gate_up", "dh", "y", "dx", "dw", "dwd"]
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_interpreted_gate_and_up_are_one_product_or_two() -> None:
     operands = given(problem("ffn", SIZES[0], "fp16", "silu"), CPU)
     for pair in _layers.PAIRS:

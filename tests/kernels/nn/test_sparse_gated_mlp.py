@@ -20,7 +20,6 @@ from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module
 from sparsebench.kernels.twell import _autograd, _gather, _index, _overflow
 from tests.compiling.triton_kernels import complaint_about
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 from tests.tools.marks import sampled
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -154,7 +153,6 @@ CASES = [
 # ---- the module, on a CPU ----
 
 
-@compiled
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize(("m", "n", "k", "slots", "rarity"), CASES)
 def test_output_and_gradients_are_those_of_dense_layers(m, n, k, slots, rarity, activation):
@@ -163,7 +161,6 @@ def test_output_and_gradients_are_those_of_dense_layers(m, n, k, slots, rarity, 
         assert_near(step(mlp, x, share), dense_step(mlp, x, share), 1e-5)
 
 
-@compiled
 def test_inputs_of_any_shape_and_layout_are_taken():
     mlp, x = drawn(24, 40, 16, 8)
     flat = mlp(x)
@@ -174,7 +171,6 @@ def test_inputs_of_any_shape_and_layout_are_taken():
     assert (y.shape, l1.item()) == ((0, 16), 0.0)
 
 
-@compiled
 def test_a_loss_of_the_l1_term_alone_has_a_gradient():
     mlp, x = drawn(12, 40, 16, 8)
     found = torch.autograd.grad(mlp(x, l1=True)[1], [*mlp.parameters()])
@@ -192,7 +188,6 @@ def three_linears(mlp: SparseGatedMLP) -> dict[str, Tensor]:
     return {**state, "down.weight": state.pop("down.weight_t").t()}
 
 
-@compiled
 def test_a_state_dict_of_three_linear_layers_loads():
     mlp, x = drawn(7, 40, 16, 8)
     assert {n: w.shape for n, w in mlp.state_dict().items()} == {
@@ -208,7 +203,6 @@ def test_a_state_dict_of_three_linear_layers_loads():
             assert all(w.is_contiguous() for w in other.parameters())
 
 
-@compiled
 def test_a_state_dict_without_down_is_missing_it():
     mlp, _ = drawn(7, 40, 16, 8)
     state = mlp.state_dict()
@@ -217,7 +211,6 @@ def test_a_state_dict_without_down_is_missing_it():
         SparseGatedMLP(16, 40).load_state_dict(state)
 
 
-@compiled
 def test_weights_their_gradients_and_states_are_contiguous():
     mlp, x = drawn(7, 40, 16, 8)
     mlp(x).sum().backward()
@@ -229,7 +222,6 @@ def test_weights_their_gradients_and_states_are_contiguous():
         assert (each.shape, each.is_contiguous()) == ((40, 16), True)
 
 
-@compiled
 def test_weights_of_down_are_drawn_as_those_of_nn_linear():
     mlp = SparseGatedMLP(16, 400)
     for drawn_again in (False, True):
@@ -239,7 +231,6 @@ def test_weights_of_down_are_drawn_as_those_of_nn_linear():
         assert 0.95 * 400**-0.5 < largest <= 400**-0.5
 
 
-@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_autocast_gives_what_dense_layers_give(dtype):
     mlp, x = drawn(9, 40, 16, 8, dtype=dtype)
@@ -258,7 +249,6 @@ def units_on(mlp: SparseGatedMLP, x: Tensor) -> int:
     return -(-on // max(1, len(x)))
 
 
-@compiled
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize(("m", "n", "k", "slots", "rarity"), CASES)
 def test_a_layer_that_is_told_to_be_dense_is(m, n, k, slots, rarity, activation):
@@ -268,7 +258,6 @@ def test_a_layer_that_is_told_to_be_dense_is(m, n, k, slots, rarity, activation)
         assert_near(step(mlp, x, share), dense_step(mlp, x, share), 1e-5)
 
 
-@compiled
 def test_a_layer_told_to_be_dense_stores_what_dense_layers_store():
     mlp, x = drawn(64, 40, 16, 8)
     mlp.sparse = False
@@ -287,7 +276,6 @@ def test_a_layer_told_to_be_dense_stores_what_dense_layers_store():
     assert kept(mlp) == kept(Dense(mlp)) == 4  # X, act(G), U and H
 
 
-@compiled
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize(("m", "n", "k", "slots", "rarity"), CASES)
 def test_a_layer_counts_its_active_units(m, n, k, slots, rarity, sparse):
@@ -298,7 +286,6 @@ def test_a_layer_counts_its_active_units(m, n, k, slots, rarity, sparse):
         assert int(mlp.active) == units_on(mlp, given)
 
 
-@compiled
 def test_the_count_is_not_in_the_state_and_keeps_its_dtype():
     mlp, x = drawn(12, 600, 16, 8, rarity=-5.0)
     mlp(x)
@@ -306,7 +293,6 @@ def test_the_count_is_not_in_the_state_and_keeps_its_dtype():
     assert int(copy.deepcopy(mlp).bfloat16().active) == int(mlp.active) == units_on(mlp, x) > 512
 
 
-@compiled
 @pytest.mark.parametrize(
     ("active", "slots", "sparse"),
     [(0, 88, True), (59, 88, True), (60, 88, False), (20, 20, True), (21, 20, False)],
@@ -320,7 +306,6 @@ def test_a_layer_adapts_to_what_is_faster(active, slots, sparse):
     assert f"slots={slots} of 5632, sparse={sparse}" in repr(mlp)
 
 
-@compiled
 def test_a_layer_adapts_again_as_units_become_inactive():
     mlp, x = drawn(30, 512, 16, 8, rarity=0.5)
     mlp(x)
@@ -341,7 +326,6 @@ def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [t.detach().clone().contiguous().requires_grad_() for t in (x, *weights)]
 
 
-@compiled
 @pytest.mark.parametrize("squared", [True, False])
 def test_the_operator_has_right_derivatives(squared):
     def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -358,7 +342,6 @@ def test_the_operator_has_right_derivatives(squared):
     assert_near(torch.autograd.grad(loss, given), expected, 1e-6)
 
 
-@compiled
 @pytest.mark.parametrize("slots", [1, 24])
 def test_the_operators_are_what_torch_compile_expects(slots):
     given = operands(torch.float32)
@@ -369,7 +352,6 @@ def test_the_operators_are_what_torch_compile_expects(slots):
     torch.library.opcheck(_autograd.gated_mlp_backward, (dy, torch.ones(6), *plain, packed, True))
 
 
-@compiled
 def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
     mlp, x = drawn(12, 40, 16, 8)
     compiler = CompileCounterWithBackend("aot_eager")
@@ -384,7 +366,6 @@ def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
     assert compiler.frame_count == 2
 
 
-@compiled
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -398,7 +379,6 @@ def test_wrong_sizes_and_settings_of_a_layer_are_refused(options, message):
         SparseGatedMLP(16, 40, **options)
 
 
-@compiled
 def test_weights_and_inputs_of_other_sizes_are_refused():
     gate, down = torch.zeros(40, 16), torch.zeros(16, 40)
     with pytest.raises(FormatError, match=r"down: expected \[16, 40\], found \[40, 16\]"):
@@ -416,7 +396,6 @@ def test_weights_and_inputs_of_other_sizes_are_refused():
         _autograd.gated_mlp(torch.zeros(2, 16), gate, gate[:32], gate, False, 4)
 
 
-@compiled
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -431,12 +410,10 @@ def test_sizes_beyond_the_indices_are_unsupported(sizes, message):
         _index.require_room(*sizes)
 
 
-@compiled
 def test_the_largest_sizes_of_the_indices_are_supported():
     _index.require_room(2**10, 2**16, 2**14)  # units by units would be 2^32
 
 
-@compiled
 def test_stored_for_backward_is_a_small_part_of_what_dense_layers_store():
     n, m = 5632, 16384
     x = torch.empty(m, 2048, dtype=torch.bfloat16, device="meta")
@@ -447,14 +424,6 @@ def test_stored_for_backward_is_a_small_part_of_what_dense_layers_store():
 # ---- its kernels, in Triton's interpreter ----
 
 
-@compiled
-@has_interpreter
-@pytest.mark.parametrize("which", sampled(["not exhaustive", "exhaustive"]))
-def test_the_kernels_are_right_in_tritons_interpreter(which: str) -> None:
-    # Triton 3.6's interpreter makes scalars in a way that numpy 2.3 warns of.
-    assert_passes(__file__, "-W", "default", "-k", "interpreted_", "-m", which)
-
-
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Fill new memory with NaN, and the highest number of integers."""
@@ -463,7 +432,7 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("m", "n", "k", "slots", "rarity", "dtype", "activation"),
@@ -482,7 +451,7 @@ def test_interpreted_kernels_are_right(m, n, k, slots, rarity, dtype, activation
     assert int(mlp.active) == units_on(mlp, x)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("shape", sampled([[7, 40], [130, 72], [300, 8], [5, 33000]], 1))
 def test_interpreted_index_lists_each_unit_twice(shape):
@@ -502,7 +471,7 @@ def test_interpreted_index_lists_each_unit_twice(shape):
     assert torch.equal(by_unit[1][place], rows)
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_interpreted_index_that_does_not_fit_writes_nothing():
     g = torch.ones(5, 40)
     programs, active = _index.listing(g, 199)
@@ -529,7 +498,7 @@ def assert_nan_as_in_dense(mlp: SparseGatedMLP, x: Tensor) -> None:
     assert l1.isnan()
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("slots", [40, 1])
 def test_interpreted_nan_is_where_dense_layers_have_it(slots):
     mlp, x = drawn(30, 40, 16, slots)
@@ -537,7 +506,7 @@ def test_interpreted_nan_is_where_dense_layers_have_it(slots):
     assert_nan_as_in_dense(mlp, x)
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_interpreted_refusals_say_what_is_expected():
     mlp, x = drawn(5, 24, 12, 4, dtype=torch.float32)
     with pytest.raises(Unsupported, match="multiples of 8, found 24 hidden and 12 in features"):
@@ -605,7 +574,6 @@ def source_of(program: BoundKernel) -> tuple[ASTSource, dict[str, Any]]:
     return ASTSource(program.kernel, signature, values, aligned), options
 
 
-@compiled
 @pytest.mark.parametrize("sizes", [(2**24, 8, 8), (8, 2**16, 8), (8, 8, 2**23)])
 def test_grids_fit_what_a_launch_may_have(sizes, monkeypatch):
     monkeypatch.setattr(_overflow, "before_hopper", lambda device: False)
@@ -616,7 +584,6 @@ def test_grids_fit_what_a_launch_may_have(sizes, monkeypatch):
         assert max(others, default=0) < 2**16, program.kernel
 
 
-@compiled
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("capability", "dtype"),

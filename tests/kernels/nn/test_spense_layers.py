@@ -31,7 +31,6 @@ from sparsebench.kernels.spense import _written_out, spense_ffn, spense_wgmma
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.results.record import Contender, Problem, Status
 from tests.compiling.nvcc import hopper
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
@@ -253,7 +252,6 @@ def test_what_fp8_cannot_hold_is_refused():
         layer(x.to(BF16))
 
 
-@compiled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_layers_compile_into_one_graph(dtype: torch.dtype, dynamic: bool):
@@ -360,13 +358,7 @@ def assert_written_out(n, k, fraction, split, dtype, device):
     assert torch.equal(written_out(layer.spense), layer.to_dense().weight)
 
 
-@compiled
-@has_interpreter
-def test_a_hybrid_is_written_out_in_the_interpreter():
-    assert_passes(__file__, "-k", "hybrid_written_out_by_the_interpreter")
-
-
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
 def test_a_hybrid_written_out_by_the_interpreter_is_w(n, k, fraction, split, tokens, dtype):
@@ -380,7 +372,6 @@ def test_a_hybrid_is_written_out_on_a_gpu(n, k, fraction, split, tokens, dtype):
     assert_written_out(n, k, fraction, split, dtype, "cuda")
 
 
-@compiled
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_writing_out_compiles_for_every_gpu(capability, sparse, tmp_path, monkeypatch):
@@ -502,7 +493,6 @@ def test_a_suite_gives_down_a_split_of_its_own():
         assert hybrid.params_of("wd") == {"dense_fraction": 0.5, "split": "columns"}
 
 
-@compiled
 def test_down_is_converted_by_a_split_of_its_own():
     params = {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
     contender = Contender("spense", "reference", params)
@@ -527,13 +517,7 @@ def assert_activates(m: int, n: int, activation: str, dtype: Any, device: str) -
         torch.testing.assert_close(program(), right, rtol=2**-7, atol=1e-6, equal_nan=True)
 
 
-@compiled
-@has_interpreter
-def test_the_activation_is_right_in_the_interpreter():
-    assert_passes(__file__, "-k", "interpreted_")
-
-
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("activation", [*ACT])
 @pytest.mark.parametrize(("m", "n"), [(1, 8), (19, 328), (5, 512), (33, 200)])
 def test_interpreted_activations_are_right(m, n, activation):
@@ -582,7 +566,6 @@ def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: 
     return Launch(run, {"by": operands.pinned or list(w.shape)}, "code")
 
 
-@compiled
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
 def test_feed_forward_layers_join_gate_and_up(fraction, activation, monkeypatch):
@@ -596,7 +579,6 @@ def test_feed_forward_layers_join_gate_and_up(fraction, activation, monkeypatch)
     assert again.choice == {name: {"by": choice} for name, choice in launch.choice.items()}
 
 
-@compiled
 @pytest.mark.parametrize("activation", [*ACT])
 def test_the_activation_compiles_to_loads_of_16_bytes(activation, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -15,7 +15,6 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseLinear, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of
-from tests.emulation.triton_interpreter import assert_passes, has_interpreter
 
 N, K = 64, 48
 
@@ -122,11 +121,7 @@ def test_what_a_tool_writes_is_what_the_next_call_multiplies(name):
     assert_right(layer, x)
 
 
-@has_interpreter
-def test_the_triton_kernels_follow_the_pattern_of_an_average_too():
-    assert_passes(__file__, "-k", "average_of_a_model")
-
-
+@pytest.mark.interpreted(also_compiled=True)
 def test_an_average_of_a_model_follows_its_pattern():
     """The audit's reproduction: outputs were off by 19.8 after update_parameters."""
     x, layer = torch.randn(5, K), layer_of()

@@ -23,7 +23,6 @@ from sparsebench.kernels.spense import decoder_spense, spense_wgmma
 from sparsebench.kernels.spense.spense_ffn import parted
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -103,13 +102,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
     return made
 
 
-@compiled
-@has_interpreter
-def test_steps_of_hybrid_weights_are_right_in_the_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_")
-
-
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("pruned", ["mlp", "all"])
 def test_an_interpreted_step_has_a_copy_of_pruned_weights_for_each_layer(
     pruned: str, products: list[_Product]
@@ -126,7 +119,6 @@ def test_an_interpreted_step_has_a_copy_of_pruned_weights_for_each_layer(
     assert decoder_spense.prepare(again).choice == launch.choice
 
 
-@compiled
 def test_the_suite_stores_pruned_weights_half_dense_and_the_others_dense() -> None:
     for contest in read("decoder").contests:
         asked = contest.problem

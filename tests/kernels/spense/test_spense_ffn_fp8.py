@@ -31,7 +31,6 @@ from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.compiling.nvcc import hopper
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -89,7 +88,6 @@ def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
 # ---- operands and contests ----
 
 
-@compiled
 def test_weights_are_e4m3_activations_bf16_and_the_bits_never_change() -> None:
     drawn = operands(problem(n=512, k=256), OP, CPU, None)
     assert {w.dtype for w in drawn.weights.values()} == {E4M3}
@@ -97,7 +95,6 @@ def test_weights_are_e4m3_activations_bf16_and_the_bits_never_change() -> None:
     assert drawn.digest == "4f9674750a555ad2"
 
 
-@compiled
 def test_a_contest_is_right_on_a_cpu() -> None:
     asked = problem(m=2, n=512, k=256, pattern="spense_hidden", sparsity=0.25)
     contenders = [
@@ -119,7 +116,6 @@ def test_a_contest_is_right_on_a_cpu() -> None:
     assert rows[3].stored_bytes == 3 * 512 * 256 * (1 + 5 / 8) / 2
 
 
-@compiled
 def test_a_simulated_contest_counts_activations_of_16_bits() -> None:
     work = sim_contest._work(problem())
     assert work.output_bytes == 2 * 16 * 512
@@ -133,7 +129,6 @@ REFUSED = {
 }
 
 
-@compiled
 @pytest.mark.parametrize("written", REFUSED)
 def test_what_fp8_is_too_imprecise_for_is_refused(written: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
@@ -168,7 +163,6 @@ def layer(
     return (outer * (of_h(cublas.ACTIVATIONS[activation](g) * u) @ wd.T)).bfloat16()
 
 
-@compiled
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.9])
 def test_layers_of_rounded_activations_are_right(activation: str, sparsity: float) -> None:
@@ -207,7 +201,6 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@compiled
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_layers_are_caught(what: str, activation: str) -> None:
@@ -218,7 +211,6 @@ def test_wrong_layers_are_caught(what: str, activation: str) -> None:
 # ---- the baselines ----
 
 
-@compiled
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 def test_cublas_multiplies_step_by_step(activation: str) -> None:
     asked = problem(n=512, k=256, activation=activation)
@@ -230,7 +222,6 @@ def test_cublas_multiplies_step_by_step(activation: str) -> None:
         assert_right(launch, asked, drawn)
 
 
-@compiled
 def test_cublas_saturates_what_it_rounds() -> None:
     these, drawn = given(problem(m=1, n=32, k=32))
     x, beyond = drawn.activations["x"], cublas.in_fp8(these, True)
@@ -243,7 +234,6 @@ def test_cublas_saturates_what_it_rounds() -> None:
     assert beyond(**drawn.weights, x=x).isnan().all()
 
 
-@compiled
 def test_its_steps_are_one_graph_to_torch_compile() -> None:
     these, drawn = given(problem(n=256, k=128))
     run = torch.compile(cublas.in_fp8(these, True), fullgraph=True, backend="aot_eager")
@@ -251,7 +241,6 @@ def test_its_steps_are_one_graph_to_torch_compile() -> None:
     assert torch.equal(run(**arguments), cublas.in_fp8(these, True)(**arguments))
 
 
-@compiled
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
@@ -267,12 +256,6 @@ def test_a_cpu_is_unsupported(kernel: Any, reason: str) -> None:
 
 
 # ---- Triton ----
-
-
-@compiled
-@has_interpreter
-def test_layers_are_right_in_the_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_")
 
 
 @pytest.fixture
@@ -293,7 +276,7 @@ def same_bits(found: Tensor, right: Tensor) -> bool:
     return torch.equal(found.view(torch.uint8), right.view(torch.uint8))
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("casts")
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (19, 200), (33, 384)])
 def test_interpreted_inputs_are_rounded_whatever_their_stride(m: int, k: int) -> None:
@@ -309,7 +292,7 @@ def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scales[:, None]).clamp(-448, 448).to(E4M3), scales
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("casts")
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (19, 200), (33, 384)])
 def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
@@ -322,7 +305,7 @@ def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
         assert same_bits(found, right)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("casts")
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 @pytest.mark.parametrize(("dtype", "sizes"), [("fp8", (19, 400, 144)), ("fp16", (5, 136, 72))])
@@ -357,7 +340,7 @@ def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: 
     return Launch(run, {"tuned": tuned})
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("casts")
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_interpreted_hybrid_layers_are_right(fraction: float, monkeypatch: Any) -> None:
@@ -382,7 +365,6 @@ def ptx(function: Any, pointers: dict[str, str], constants: dict[str, Any]) -> s
     return text
 
 
-@compiled
 def test_casts_saturate_and_memory_is_read_in_16_bytes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tiles = {"TOKENS": elementwise.TOKENS, "FEATURES": elementwise.FEATURES}

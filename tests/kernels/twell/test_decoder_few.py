@@ -22,7 +22,6 @@ from sparsebench.kernels.dense import _decoder, _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
-from tests.emulation.triton_interpreter import assert_passes, compiled, has_interpreter, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -93,13 +92,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
     return made
 
 
-@compiled
-@has_interpreter
-def test_steps_of_few_units_are_right_in_the_interpreter() -> None:
-    assert_passes(__file__, "-k", "interpreted_")
-
-
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("fields", [{}, {"m": 5, "activation": "relu2", "layers": 2}], ids=str)
 def test_an_interpreted_step_has_weights_for_each_layer(
     fields: dict[str, Any], layers: list[_Layer]
@@ -115,7 +108,6 @@ def test_an_interpreted_step_has_weights_for_each_layer(
         assert len({getattr(layer, name).data_ptr() for layer in layers}) == count
 
 
-@compiled
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -140,7 +132,6 @@ def test_what_cannot_run_is_said(
     assert said in str(decoder_few.unsupported(problem(**fields), CUDA))
 
 
-@compiled
 def test_the_suite_has_a_model_for_it() -> None:
     mine = [
         contest.problem

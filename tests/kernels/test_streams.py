@@ -1,12 +1,11 @@
-"""Streams of memory in Triton's interpreter: run by test_ceilings.
-
-Not collected by itself: TRITON_INTERPRET=1 must be set before triton is imported.
-"""
+"""The kernels that read, write and copy memory, in Triton's interpreter."""
 
 import pytest
 import torch
 
 from sparsebench.kernels._common import streams
+
+pytestmark = pytest.mark.interpreted
 
 SIZE = 2**16
 

@@ -1,8 +1,4 @@
-"""Products of the Triton kernels in Triton's interpreter: run by test_triton_kernels.
-
-Not collected by itself: TRITON_INTERPRET=1 must be set before triton is imported, and then no
-kernel of the process can be compiled.
-"""
+"""Products of the block-sparse Triton kernels, in Triton's interpreter."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,6 +14,8 @@ from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.results.record import Problem
 from tests.tools.marks import sampled
+
+pytestmark = pytest.mark.interpreted
 
 EPSILON = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # half an ulp of 1
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sparsebench.harness.doctor import other_work as fitness
+from sparsebench.harness.doctor import other_work
 from sparsebench.harness.doctor.findings import Level
 from sparsebench.harness.doctor.other_work import Spent, before, host, read_spent
 
@@ -45,10 +45,10 @@ def test_this_machine_is_looked_at() -> None:
 )
 def test_our_own_worker_is_none_of_the_others(listed: list[int], others: list[int]) -> None:
     """Its id may be of another namespace: then one of those listed is ours."""
-    assert fitness._others(listed, 7) == others
+    assert other_work._others(listed, 7) == others
 
 
 def test_a_gpu_without_nvml_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = fitness.gpu("GPU-1", 7)
+    found = other_work.gpu("GPU-1", 7)
     assert found.level is Level.NOTE
