@@ -114,7 +114,8 @@ def test_without_a_driver_there_is_one_line_and_nothing_more(start: Start) -> No
     assert [child.window(), child.window()] == [{}, {}]
     (line,) = log
     assert line == (
-        "telemetry: NVML: expected NVIDIA's driver, found: Driver Not Loaded; no more rows have it\n"
+        "telemetry: NVML: expected NVIDIA's driver, found: "
+        "Driver Not Loaded; no more rows have it\n"
     )
 
 
