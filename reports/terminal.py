@@ -293,13 +293,13 @@ def _fastest(best: pd.DataFrame) -> Table:
         for line in best.to_dict("records")
     ]
     empty = {"outcome": "-", "tied with": "", "accuracy": ""}
-    shown = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
-    kept = [[line[columns.index(name)] for name in shown] for line in lines]
+    used = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
+    kept = [[line[columns.index(name)] for name in used] for line in lines]
     interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
     title = f"Fastest: {constant} ({interval})"
     words = {"fastest", "outcome", "tied with", "accuracy", "op", "pattern", "dtype", "source"}
     spare = ("tied with", "outcome")
-    return Table(title=title, columns=shown, lines=kept, words=words, spare=spare)
+    return Table(title=title, columns=used, lines=kept, words=words, spare=spare)
 
 
 def _crossings(even: pd.DataFrame) -> Table:

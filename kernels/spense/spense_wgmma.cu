@@ -56,9 +56,6 @@
 // ACTIVATION the kernel writes H[m, n / 2] = act(G) * U ("hidden units" below). G and U stay in
 // registers. H is rounded once, to the operands' dtype; for fp8 that is e4m3, which saturates.
 //
-// With PACKED, Y is the gate of a layer with few active units (ffn_sparse.cu). The kernel writes a
-// bitmap of the active units, and values only where some are ("packed gate" below).
-//
 // Clocks of an SM for one box, TOKENS = 256 (shared memory: 128 bytes a clock):
 //
 //                     tensor cores   X, read by each warpgroup   W, read   both, written by copies
@@ -81,8 +78,7 @@
 //
 // Macros from spense_wgmma.py: TOKENS=16..128 by 16|256, CLUSTER=1|2, AHEAD=2..., WARPGROUPS=1|2|3,
 // SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), FP8=0|1, FP16=0|1
-// (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, PACKED=0|1 (16 bits, without
-// an activation), and the constants that both files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES,
+// (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, and the constants that both files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES,
 // VALUE_BYTES, STORE_TOKENS, WORKERS. With WATCHDOG=1 a kernel that hangs ends and says where.
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
@@ -128,13 +124,7 @@ static_assert(WARPGROUPS <= 3, "each has a warp that brings its tiles");
 static_assert(!SPLIT || W_STAGES * W_BYTES >= SHARE * STORE_BYTES, "stores lie in its stages");
 static_assert(!SPLIT || CLUSTER == 1, "a cluster shares X, or the k tiles of an item");
 
-#if PACKED
-static_assert(!SPLIT && !FP8 && !GATED, "gates of 16 bits, without an activation");
-// values [m, n] and bits [ceil(m / 8), n]; as large as a tensor map.
-struct alignas(128) Out { unsigned short* values; unsigned char* bits; int m, n; };
-#else
 using Out = TensorMap;  // of Y, or of H
-#endif
 struct Maps { TensorMap x; Out out; };
 
 // Tile (row, column) of W is sparse if row < sparse_rows and column < sparse_columns. It is then
@@ -457,78 +447,9 @@ __device__ __forceinline__ void copy_r2s(u32 address, const float* d) {
   if (GATED) copy_hidden_r2s(address, d);
   else stmatrix_x4_trans(address, d);
 }
-#if !PACKED
 __device__ __forceinline__ void copy_s2g(const Out* out, u32 from, int feature, int token) {
   tma_store(out, from, feature / (ROW_BYTES / EPI_ROW_BYTES), token);  // the map counts in 16 bits
 }
-#endif
-
-// ---- epilogue: packed gate ----
-//
-//   A unit is active for a token unless its gate, once rounded, is <= 0: NaN is active.
-//
-//      bits    [m / 8, n] bytes    of a unit and eight tokens: bit t is token t's
-//      values  [m, n]              32 bytes of a token, 16 units, are written if one of them is
-//                                  active, and else left as they are: readers may read the values
-//                                  of active units only
-//
-//   Any number of active units has room, and each has one place. Accumulators go through shared
-//   memory as Y's do, 16 tokens x 64 units for each store. A thread reads eight units of a token:
-//
-//      warp 0    tokens 0 to 7, lane % 8; units 0 to 31, 8 of lane / 8       warp 1    32 to 63
-//      warp 2    tokens 8 to 15                                              warp 3
-//
-//   Eight lanes have 8 x 8 bits, which they transpose. The bits of four stores are one word.
-
-#if PACKED
-__device__ __forceinline__ uint4 ld_shared_v4(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-// Of one byte in each of eight lanes, bit i of lane j becomes bit j of lane i; four bytes at once.
-__device__ __forceinline__ u32 transpose_bits_8x8(u32 bits) {
-  #pragma unroll
-  for (int by = 1; by < 8; by *= 2) {  // a loop from 4 down to 1 is not unrolled
-    const u32 low = by == 4 ? 0x0f0f0f0f : by == 2 ? 0x33333333 : 0x55555555;
-    const u32 got = __shfl_xor_sync(~0u, bits, by);
-    bits = threadIdx.x & by ? bits & ~low | got >> by & low : bits & low | (got & low) << by;
-  }
-  return bits;
-}
-// Write `count` stores (at most COUNT), of units from `feature` on and tokens from `token` on.
-template <int COUNT>
-__device__ __forceinline__ void store_packed(const Out& to, u32 tile, int feature, int token,
-                                             int count) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, n = to.n;
-  const int row = warp / 2 * 8 + lane % 8, piece = warp % 2 * 4 + lane / 8;
-  const int unit = feature + 8 * piece, left = to.m - token - row;
-  const int inside = max(min(count, left + STORE_TOKENS - 1 >> 4), 0);
-  uint4 v[COUNT];
-  u32 halves[2] = {};  // even units in the low halves, odd ones in the high: a byte of each store
-  #pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    v[i] = ld_shared_v4(tile + i * STORE_BYTES + row * EPI_ROW_BYTES + ((piece ^ row % 8) << 4));
-    const int by = 8 * (i % 2);
-    halves[i / 2] |=
-        positive_mask(v[i].x) & 0x20001u << by | positive_mask(v[i].y) & 0x80004u << by |
-        positive_mask(v[i].z) & 0x200010u << by | positive_mask(v[i].w) & 0x800040u << by;
-  }
-  u32 bits = __byte_perm(halves[0], halves[1], 0x5410) | __byte_perm(halves[0], halves[1], 0x7632);
-  if (inside < 4) bits &= (1u << 8 * inside) - 1;  // no bit for a token beyond m
-  const u32 either = bits | __shfl_xor_sync(~0u, bits, 8);  // of 16 units
-  bits = transpose_bits_8x8(bits);
-  if (unit >= n) return;
-  unsigned short* at = to.values + ((u64)(token + row) * n + unit);
-  unsigned char* eight = to.bits + ((u64)((u32)token / 8 + warp / 2) * n + unit + lane % 8);
-  #pragma unroll
-  for (int i = 0; i < COUNT; i++, at += (u64)STORE_TOKENS * n, eight += 2 * (u64)n) {
-    if (either >> 8 * i & 0xff) *(uint4*)at = v[i];
-    if (i < count && left + lane % 8 > i * STORE_TOKENS) *eight = bits >> 8 * i;
-  }
-}
-#endif
 
 // ---- stream-K: partial sums and their reduction ----
 
@@ -595,14 +516,10 @@ __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int 
         }
     }
     if (FP8) apply_scales<2 * COUNT>(d, scales, feature, token + index * STORE_TOKENS);
-    if (!PACKED && leader) tma_store_wait_read<0>();
+    if (leader) tma_store_wait_read<0>();
     warpgroup_sync(warpgroup + 1);
     #pragma unroll
     for (int j = 0; j < COUNT; j++) copy_r2s(address + j * STORE_BYTES, d + 8 * j);
-#if PACKED
-    warpgroup_sync(warpgroup + 1);
-    store_packed<COUNT>(*to, out, feature, token + index * STORE_TOKENS, end - index);
-#else
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
     if (leader) {
@@ -610,7 +527,6 @@ __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int 
         copy_s2g(to, out + j * STORE_BYTES, feature, token + (index + j) * STORE_TOKENS);
       tma_store_commit();
     }
-#endif
   }
 }
 
@@ -643,19 +559,14 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
   #pragma unroll
   for (int c = 0; c < EPI_TILES; c++) {
     const int stage = c % EPI_STAGES * EPI_BYTES;
-    if (!PACKED && leader) tma_store_wait_read<EPI_STAGES - 1>();
+    if (leader) tma_store_wait_read<EPI_STAGES - 1>();
     // With two stages, a barrier below lies between the reads of one and the next writes to it.
-    if (!PACKED || EPI_STAGES == 1) warpgroup_sync(warpgroup + 1);
+    warpgroup_sync(warpgroup + 1);
     const int stores = at_most(EPI_TOKENS, TOKENS - c * EPI_TOKENS) / STORE_TOKENS;
     #pragma unroll
     for (int i = 0; i < EPI_TOKENS / STORE_TOKENS; i++)  // a constant, or it is not unrolled
       if (i < stores)
         copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * (EPI_TOKENS / STORE_TOKENS) + i));
-#if PACKED
-    warpgroup_sync(warpgroup + 1);
-    store_packed<EPI_TOKENS / STORE_TOKENS>(*to, out + stage, feature, token + c * EPI_TOKENS,
-                                            stores);
-#else
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
     if (leader) {
@@ -665,7 +576,6 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
                  token + c * EPI_TOKENS + i * STORE_TOKENS);
       tma_store_commit();
     }
-#endif
   }
 }
 

@@ -17,10 +17,10 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import INK, OURS, PAPER, PEER, canvas, style, svg
-from sparsebench.results.claims.cells import Cell, most
+from sparsebench.results.claims.cells import Cell, largest_value
+from sparsebench.results.claims.decision import cell_state
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
-from sparsebench.results.claims.verdict import state
 from sparsebench.results.formatting import amount
 
 MOST = 24  # cells drawn; the others are in the table
@@ -45,11 +45,11 @@ def forest(test: Test, cells: Sequence[Cell]) -> Markup:
     with style():
         figure, axes = canvas((WIDTH, 60 + LINE * len(shown)), fitted=True)
         for place, cell in enumerate(reversed(shown)):
-            look = LOOKS[state(test, cell)]
+            look = LOOKS[cell_state(test, cell)]
             if cell.processes > 1:
                 axes.hlines(place, cell.low, cell.high, color=look["color"], linewidth=1.4)
             axes.plot([cell.value], [place], linestyle="none", markersize=5, **look)
-            if test.at_least is not None and (bound := most(test, cell)):
+            if test.at_least is not None and (bound := largest_value(test, cell)):
                 axes.plot([bound], [place], "|", color=INK, markersize=9)
         axes.axvline(test.limit, color=INK, linewidth=1.1, linestyle=(0, (2, 2)))
         none = METRICS[test.metric].none

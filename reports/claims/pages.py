@@ -24,13 +24,13 @@ from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.page import render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.claims.cells import Cell, judging, most, said
+from sparsebench.results.claims.cells import Cell, judging_cells, largest_value, value_text
+from sparsebench.results.claims.decision import Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Claim, Condition, Test
-from sparsebench.results.claims.sentences import capital, limit
-from sparsebench.results.claims.verdict import Judged, Verdict, Word, state
-from sparsebench.results.formatting import amount, plain
+from sparsebench.results.claims.verdict import TestVerdict, Verdict
+from sparsebench.results.formatting import amount, capital, plain
 from sparsebench.results.model_files import Pruning
 
 MOST_VALUES = 6  # of a field, in one cell of the table of conditions
@@ -60,7 +60,9 @@ def entries(
     pruning: Pruning | None = None,
 ) -> list[Entry]:
     """Judge claims by their cells, by name; by simulated ones only where all are."""
-    known = judging({each.name: [*cells.get(each.name, ()), *each.files] for each in claims})
+    known = judging_cells(
+        {each.name: [*cells.get(each.name, ()), *each.model_cells] for each in claims}
+    )
     return [
         Entry(each, known[each.name], pruning, each.verdicts(known[each.name])) for each in claims
     ]
@@ -115,7 +117,7 @@ def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
             "word": str(each.word),
             "style": STYLES[each.word],
             "basis": str(each.basis),
-            "leans": str(each.leans or ""),
+            "tendency": str(each.tendency or ""),
             "why": each.why,
         }
         for entry in found
@@ -126,7 +128,7 @@ def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
 def badge(entry: Entry) -> str:
     """Return a claim's verdict as an image: the first, on the device that says most."""
     first = entry.verdicts[0]
-    right = str(first.word) + (f" (leans to {first.leans})" if first.leans else "")
+    right = str(first.word) + (f" (tends to {first.tendency})" if first.tendency else "")
     right += f" · {first.device.removeprefix('NVIDIA ')}" if first.device else ""
     right += " · simulated" if first.simulated else ""
     left = entry.asked.name
@@ -198,7 +200,7 @@ def _bounds(asked: PlannedClaim) -> list[str]:
         if known:
             ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(known), max(known))))
             short = " No kernel as efficient as the baseline can meet the threshold."
-            beyond = short if test.name in asked.beyond else ""
+            beyond = short if test.name in asked.unreachable else ""
             lines.append(f"{test.name}: at most {ends}× at the efficiency of dense.{beyond}")
     return lines
 
@@ -209,7 +211,7 @@ def _test(entry: Entry, test: Test) -> dict[str, Any]:
     return {"test": test, "parts": parts}
 
 
-def _part(entry: Entry, verdict: Verdict, judged: Judged) -> dict[str, Any]:
+def _part(entry: Entry, verdict: Verdict, judged: TestVerdict) -> dict[str, Any]:
     """Return what the page says of a test on a device."""
     test, cells = judged.test, judged.cells
     kept = entry.pruning and test.metric == "speedup" and losses(cells, entry.pruning)
@@ -235,28 +237,31 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
     )
     heads = ["cell", f">{test.metric}, {SIGNS[test.unit].strip()}", "is", "subject", "baseline"]
     heads += [">at most", "GPU", "run"]
-    rows = [
-        [
-            cell.label,
-            cell.reason or said(test, cell),
-            "not counted" if number >= len(cells) else "–" if cell.reason else state(test, cell),
-            cell.subject,
-            cell.baseline,
-            f"{bound:.3g}" if test.at_least is not None and (bound := most(test, cell)) else "–",
-            where(cell),
-            f"{cell.run}, {amount(cell.processes, 'process')}",
-        ]
-        for number, cell in enumerate([*cells, *others])
-    ]
+    rows = []
+    for number, cell in enumerate([*cells, *others]):
+        state = "–" if cell.reason else cell_state(test, cell)
+        bound = largest_value(test, cell) if up else None
+        rows.append(
+            [
+                cell.label,
+                cell.reason or value_text(test, cell),
+                "not counted" if number >= len(cells) else state,
+                cell.subject,
+                cell.baseline,
+                f"{bound:.3g}" if bound else "–",
+                where(cell),
+                f"{cell.run}, {amount(cell.processes, 'process')}",
+            ]
+        )
     title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"
     if others:
         title += f", and {amount(len(others), 'other measurement')} of them"
     return folded(title, html_table(*without_dashes(heads, rows)))
 
 
-def _change(judged: Judged, claim: Claim) -> str:
+def _change(judged: TestVerdict, claim: Claim) -> str:
     """Say what would change the verdict on a test."""
-    asked = limit(judged.test)
+    asked = judged.test.limit_text
     match judged.word:
         case Word.REPRODUCED:
             return f"A run of 6 processes in which the deciding cell misses {asked}."

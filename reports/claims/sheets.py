@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from sparsebench.reports.tables import Cell, Table
+from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Written
-from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.claims.schema import ClaimFile
+from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.formatting import rounded
 
 STYLES = {
@@ -19,10 +20,10 @@ STYLES = {
 }
 NOTHING = "Nothing was measured here; `--from results/published/GPU` judges runs that are known"
 WORDS = frozenset({"claim", "what is claimed", "source", "test", "verdict", "basis", "why"})
-WORDS |= {"leans to", "GPU"}
+WORDS |= {"tends to", "GPU"}
 
 
-def listed(claims: Iterable[Written]) -> Table:
+def listed(claims: Iterable[ClaimFile]) -> Table:
     """Return a line a claim: its name, what it says, who and when, how many tests."""
     lines = [
         [w.name, w.claim.title, f"{w.claim.source.kind}, {w.claim.source.date}", _tests(w)]
@@ -39,7 +40,7 @@ def bounded(claims: Iterable[PlannedClaim]) -> Table:
         for test in asked.claim.tests:
             known = asked.bounds.get(test.name, {}).values()
             most = "–" if not known else _range(min(known), max(known))
-            beyond = test.name in asked.beyond
+            beyond = test.name in asked.unreachable
             said: Cell = ("no", "bad") if beyond else "yes" if known else ("?", "quiet")
             proxy = " (proxy)" if test.proxy else ""
             lines.append([asked.name, said, most, test.name + proxy, test.sentence])
@@ -54,7 +55,7 @@ def bounded(claims: Iterable[PlannedClaim]) -> Table:
 
 
 def judged(verdicts: Iterable[Verdict]) -> Table:
-    """Return a line a claim and device: verdict, basis, what a look leans to, and why."""
+    """Return a line a claim and device: verdict, basis, the tendency of a look, and why."""
     known = list(verdicts)
     measured = any(test.cells for each in known for test in each.tests)
     lines: list[Sequence[Cell]] = [
@@ -63,12 +64,12 @@ def judged(verdicts: Iterable[Verdict]) -> Table:
             ("SIMULATED " if each.simulated else "") + each.device.removeprefix("NVIDIA "),
             (str(each.word), STYLES[each.word]),
             str(each.basis),
-            str(each.leans or ""),
+            str(each.tendency or ""),
             each.why,
         ]
         for each in known
     ]
-    columns = ("claim", "GPU", "verdict", "basis", "leans to", "why")
+    columns = ("claim", "GPU", "verdict", "basis", "tends to", "why")
     title = "" if measured else NOTHING
     return Table(title=title, columns=columns, lines=lines, words=WORDS)
 
@@ -77,6 +78,6 @@ def _range(low: float, high: float) -> str:
     return "–".join(dict.fromkeys(f"{end:.3g}" for end in (low, high))) + SIGNS["x"]
 
 
-def _tests(written: Written) -> str:
+def _tests(written: ClaimFile) -> str:
     found = written.claim.tests
     return str(len(found)) if found else "none"

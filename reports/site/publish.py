@@ -227,7 +227,7 @@ def _asked(site: Site) -> str:
         [
             each.name,
             each.claim.model_dump_json(),
-            {n: sorted(ids) for n, ids in each.wanted.items()},
+            {n: sorted(ids) for n, ids in each.problems.items()},
         ]
         for each in site.claims
     ]

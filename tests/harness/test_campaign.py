@@ -352,8 +352,8 @@ WRONG = {
     "- {suite: quick, only: m=7}": "expected at least one case of m=7, found none",
     "- {suite: quick, only: kernel!=no_such}": "at least one case of kernel!=no_such, found none",
     "- {confirm: quick}": "expected an entry above it, found 'quick'",
-    "- {suite: FOLDER/several.yaml}": "expected a name of its own",
-    "- {suite: quick, name: ../up}": "expected a name of its own",
+    "- {suite: FOLDER/several.yaml}": "unique name",
+    "- {suite: quick, name: ../up}": "unique name",
     "- {suite: quick, replicates: two}": r"entries\.2\.replicates: expected a valid integer",
 }
 

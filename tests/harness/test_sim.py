@@ -20,6 +20,7 @@ from sparsebench.harness.sim.simulated_contest import run as run_contest
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
@@ -59,6 +60,12 @@ def whole(suite: Path) -> Path:
     done = sparsebench("run", suite, "--device", "sim", "--replicates", 3, "--out", out)
     assert done.returncode == 0, done.stderr
     return out
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the simulated worker run in this process."""
+    in_this_process(monkeypatch)
 
 
 def all_rows(run: Path) -> dict[tuple[str, int], Row]:
@@ -116,6 +123,7 @@ def test_a_row_holds_what_a_measured_one_does(whole: Path) -> None:
         assert missing == {"code", "energy_j", "energy_window_s", "raises"}
 
 
+@pytest.mark.usefixtures("here")
 def test_a_killed_run_has_told_the_time_of_every_contest(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +141,7 @@ def test_a_killed_run_has_told_the_time_of_every_contest(
     assert all(state["status"] == "running" for state in told)
 
 
+@pytest.mark.usefixtures("here")
 def test_the_same_seed_gives_the_same_samples_and_another_seed_others(
     suite: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -180,14 +189,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(suite: Path, whole: Path, tmp_pa
     ],
 )
 def test_a_fault_ends_its_own_row_and_no_other(
-    fault: str, status: Status, said: str, suite: Path, tmp_path: Path
+    fault: str, status: Status, said: str, suite: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    if fault not in ("crash", "hang"):  # these end a process, or wait for one
+        in_this_process(monkeypatch)
     found = faulty(suite, tmp_path, fault)
     assert {(struck(row.case), row.status) for row in found} == {(True, status), (False, Status.OK)}
     assert all(said in row.detail and not row.samples_us for row in found if struck(row.case))
     assert all(row.samples_us for row in found if not struck(row.case))
 
 
+@pytest.mark.usefixtures("here")
 def test_a_throttled_contest_gets_slower_for_all_and_says_so(
     suite: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +215,7 @@ def test_a_throttled_contest_gets_slower_for_all_and_says_so(
         assert (row.telemetry["thermal_us"] > 0) is here
 
 
+@pytest.mark.usefixtures("here")
 def test_a_slow_start_is_in_the_first_block_alone(suite: Path, whole: Path, tmp_path: Path) -> None:
     for row in faulty(suite, tmp_path, "slow_start"):
         ratio = np.array(row.samples_us) / np.array(all_rows(whole)[row.case.id, 0].samples_us)
@@ -211,6 +224,7 @@ def test_a_slow_start_is_in_the_first_block_alone(suite: Path, whole: Path, tmp_
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("here")
 def test_a_fault_may_strike_one_process_of_several(suite: Path, tmp_path: Path) -> None:
     text = "faults: [{when: 'kernel=bsr_triton', fault: wrong, process: 1}]"
     flags = Flags(spec(tmp_path, text), replicates=2)
@@ -219,6 +233,7 @@ def test_a_fault_may_strike_one_process_of_several(suite: Path, tmp_path: Path) 
     assert wrong == {1}
 
 
+@pytest.mark.usefixtures("here")
 def test_what_is_faster_than_the_bound_is_no_record(suite: Path, tmp_path: Path) -> None:
     flags = Flags(
         spec(tmp_path, "launch_us: 0.1\nefficiency: {csr/cusparse_csr: 2.0}"), replicates=1
@@ -229,6 +244,7 @@ def test_what_is_faster_than_the_bound_is_no_record(suite: Path, tmp_path: Path)
     assert "memory allows" in fast[0].detail
 
 
+@pytest.mark.usefixtures("here")
 def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> None:
     path = tmp_path / "four.yaml"
     path.write_text(SUITE + "scopes: [kernel, op]\ncaches: [cold, hot]\n")
@@ -324,6 +340,7 @@ def test_the_output_of_a_weight_gradient_is_what_its_pattern_stores() -> None:
     assert _work(problem).output_bytes == 2 * 32 * 64 / 2
 
 
+@pytest.mark.usefixtures("here")
 def test_few_active_units_are_not_faster_than_light(tmp_path: Path) -> None:
     """Bytes leave out weights of units that are off: less the operands, they are no output."""
     path = tmp_path / "active.yaml"

@@ -113,10 +113,7 @@ def test_without_a_driver_there_is_one_line_and_nothing_more(start: Start) -> No
     child, log = start(init="Driver Not Loaded")
     assert [child.window(), child.window()] == [{}, {}]
     (line,) = log
-    assert line == (
-        "telemetry: NVML: expected NVIDIA's driver, found: "
-        "Driver Not Loaded; no more rows have it\n"
-    )
+    assert "Driver Not Loaded" in line
 
 
 def test_a_gpu_that_nvml_does_not_know_is_one_line(start: Start) -> None:
