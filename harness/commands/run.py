@@ -161,8 +161,8 @@ def _profiled(
         return profiler.under(profile, command, str(picked), data)
     code = 0
     for case in profiler.call_each(contests, picked, data, repeat):
-        stdout.say(case.said)
-        code = code if case.fine else SOME_FAILED
+        stdout.say(case.text)
+        code = code if case.ok else SOME_FAILED
     return code
 
 
