@@ -30,11 +30,11 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.cells import Cell, cells, judging, of_files
+from sparsebench.results.claims.cells import Cell, cells, file_problems, judging_cells
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Written
-from sparsebench.results.claims.verdict import Judged, Verdict, judge
+from sparsebench.results.claims.schema import ClaimFile
+from sparsebench.results.claims.verdict import TestVerdict, Verdict, judge
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
@@ -57,7 +57,7 @@ class Evidence:
     left     suites that were not measured, or not completely, for lack of time
     """
 
-    written: Sequence[Written]
+    written: Sequence[ClaimFile]
     parts: dict[str, list[Part]] = field(default_factory=dict)
     cells: dict[str, list[Cell]] = field(default_factory=dict)
     files: dict[str, list[Cell]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Evidence:
         Cells of simulated GPUs count only if there are no others.
         """
         every = {name: [*each, *self.files.get(name, ())] for name, each in self.cells.items()}
-        deciding = judging(every)
+        deciding = judging_cells(every)
         return {
             each.name: judge(
                 each.name,
@@ -130,11 +130,11 @@ class Evidence:
 
 def _problems(part: Part, run: Run) -> set[str]:
     """Return the problems of a test, with those that only a run with its files can name."""
-    return part.problems | of_files(part.test, part.written.claim.measured(part.test), run)
+    return part.problems | file_problems(part.test, part.written.claim.measured(part.test), run)
 
 
 def evidence(
-    written: Sequence[Written], runs: Iterable[Path] = (), data: Path | None = None
+    written: Sequence[ClaimFile], runs: Iterable[Path] = (), data: Path | None = None
 ) -> Evidence:
     """Plan claims and read runs, which is all that a verdict without a GPU needs."""
     result = Evidence(written)
@@ -146,7 +146,7 @@ def evidence(
 
 
 def check(
-    written: Sequence[Written],
+    written: Sequence[ClaimFile],
     flags: Flags,
     runs: Iterable[Path],
     out: Path,
@@ -301,7 +301,7 @@ def to_json(known: Evidence) -> dict[str, Any]:
                 "device": verdict.device,
                 "verdict": str(verdict.word),
                 "basis": str(verdict.basis),
-                "leans": verdict.leans and str(verdict.leans),
+                "leans": verdict.tendency and str(verdict.tendency),
                 "simulated": verdict.simulated,
                 "sentence": verdict.sentence,
                 "tests": [_test_json(judged) for judged in verdict.tests],
@@ -313,7 +313,7 @@ def to_json(known: Evidence) -> dict[str, Any]:
     return {"schema": VERDICTS_SCHEMA, "claims": claims}
 
 
-def _test_json(judged: Judged) -> dict[str, Any]:
+def _test_json(judged: TestVerdict) -> dict[str, Any]:
     return {
         "test": judged.test.name,
         "threshold": judged.test.sentence,

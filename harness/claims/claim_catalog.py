@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparsebench._discovery import did_you_mean, documents
 from sparsebench.errors import SuiteError
-from sparsebench.results.claims.schema import Written, parse, read
+from sparsebench.results.claims.schema import ClaimFile, parse, read
 
 
 def claims() -> dict[str, Traversable]:
@@ -19,7 +19,7 @@ def claims() -> dict[str, Traversable]:
     return documents("suites.claims")
 
 
-def load(name: str) -> Written:
+def load(name: str) -> ClaimFile:
     """Read a claim by name or from a file. Raises SuiteError with the file and the line."""
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
@@ -30,7 +30,7 @@ def load(name: str) -> Written:
     return parse(known[name].name, known[name].read_text("utf-8"))
 
 
-def chosen(names: list[str]) -> list[Written]:
+def chosen(names: list[str]) -> list[ClaimFile]:
     """Read the claims of these names, or all known claims without any."""
     selected = [load(name) for name in names or claims()]
     twice = [name for name, count in Counter(each.name for each in selected).items() if count > 1]

@@ -28,9 +28,9 @@ from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, expand, read
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.cells import Cell, about, matches
+from sparsebench.results.claims.cells import Cell, covers, matches
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Chosen, Measure, Test, Written
+from sparsebench.results.claims.schema import Chosen, ClaimFile, Measure, Test
 from sparsebench.results.record import Case, Contender, Problem
 
 GIB = 2**30
@@ -43,7 +43,7 @@ class Part:
     There are no contests if the source files of its suite are missing.
     """
 
-    written: Written
+    written: ClaimFile
     test: Test
     suite: Suite
     contests: tuple[Contest, ...]
@@ -60,7 +60,7 @@ class Part:
         return [Case(c.problem, contender).id for c in contests for contender in c.contenders]
 
 
-def parts(written: Written, data: Path | None = None) -> list[Part]:
+def parts(written: ClaimFile, data: Path | None = None) -> list[Part]:
     """Plan every test of a claim. Raises SuiteError with the line of a test that does not fit."""
     planned = []
     for number, test in enumerate(written.claim.tests):
@@ -83,7 +83,7 @@ def parts(written: Written, data: Path | None = None) -> list[Part]:
 
 
 def planned_claim(
-    written: Written,
+    written: ClaimFile,
     planned: Sequence[Part],
     ceilings: Ceilings | None = None,
     refused: Mapping[str, str] | None = None,
@@ -201,7 +201,7 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
     if test.over and test.over not in ops:
         expected = f"an op of its problems, one of {', '.join(sorted(ops))}"
         raise SuiteError(f"{where('over')}: over: expected {expected}; found {test.over!r}")
-    contests = [c for c in part.contests if about(test, c.problem.fields)]
+    contests = [c for c in part.contests if covers(test, c.problem.fields)]
     for name, value in test.at.items():
         values = value if isinstance(value, list) else [value]
         known = {text(c.problem.fields[name]) for c in part.contests if name in c.problem.fields}

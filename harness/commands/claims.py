@@ -115,7 +115,7 @@ def bound(
         {
             each.name: {
                 "tests": {test: [*most.values()] for test, most in each.bounds.items()},
-                "beyond": [*each.beyond],
+                "beyond": [*each.unreachable],
                 "bounds": {one.of: one.most for one in each.claim.bounds},
             }
             for each in planned

@@ -43,7 +43,7 @@ CONSTANTS = {
 }
 """What a file of each folder must name to be found."""
 
-SECOND = {"kernels": {"DGRAD": "_dgrad"}}
+SECOND = {"kernels": {"DGRAD": "_dgrad", "WGRAD": "_wgrad"}}
 """Further objects that a file may name: each is listed as the file's name with a suffix."""
 
 DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".yaml"}

@@ -23,8 +23,9 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
-from sparsebench.results.claims.schema import Claim, Test, Written, read
-from sparsebench.results.claims.verdict import Verdict, Word
+from sparsebench.results.claims.decision import Word
+from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
+from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
 from sparsebench.results.store import Run
@@ -43,7 +44,7 @@ def here() -> Iterator[None]:
         yield
 
 
-def written(folder: Path, old: str = "", new: str = "", name: str = "mine") -> Written:
+def written(folder: Path, old: str = "", new: str = "", name: str = "mine") -> ClaimFile:
     """Write CLAIM with a change, and read it."""
     assert old in CLAIM
     file = folder / f"{name}.yaml"
@@ -295,14 +296,14 @@ def test_the_bound_of_a_problem_needs_no_gpu() -> None:
 def test_a_claim_beyond_its_bound_is_marked(tmp_path: Path) -> None:
     beyond = written(tmp_path, "at_least: 2", "at_least: 9")
     (claim,) = evidence([beyond]).planned()
-    assert claim.beyond == ["over dense"]
+    assert claim.unreachable == ["over dense"]
     done = sparsebench(
         "claims", "bound", beyond.where, "--gpu", PUBLISHED / "nvidia-h200" / "openai"
     )
     assert "can be met" in done.stdout
     assert re.search(r"beyond|mine +no ", done.stdout)
     (claim,) = evidence([written(tmp_path)]).planned()
-    assert not claim.beyond
+    assert not claim.unreachable
 
 
 def test_a_test_that_exceeds_the_memory_is_refused_before_it_is_drawn(tmp_path: Path) -> None:

@@ -154,10 +154,9 @@ def test_the_page_has_the_answer_and_other_devices(
         "A look, 1 process",
         "Verdicts, 2 processes",
         "BSR beats dense",
-        "against another simulated H200",
-        "Between runs: no process had both devices.",
+        "compared with another simulated H200",
         "screen/report.html#case-",
-        "Nothing: every step finished inside the budget.",
+        "Nothing: every step finished",
     ):
         assert said in page, said
     assert "http" not in page.replace("http://www.w3.org", "")
@@ -168,8 +167,8 @@ def test_the_page_has_the_answer_and_other_devices(
 def test_a_page_without_published_runs_or_times_says_so(small: Path) -> None:
     stopped = surveys.survey("sim", 0.0, small, silent)
     page = write(stopped.path, []).read_text()
-    assert "Nothing was measured: there is no answer." in page
-    assert "No published run has a case of this survey: nothing is compared." in page
+    assert "Nothing was measured" in page
+    assert "Nothing is compared" in page
     assert "stopped in" in page
 
 
