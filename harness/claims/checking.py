@@ -1,64 +1,63 @@
-"""Claims checked: what is missing is measured, what is promising is confirmed, all is judged.
+"""A check of claims: measure what is missing, confirm what is promising, and judge.
 
     claims ─> parts ─> cells in the runs that were given
-                    ─> what has no cell, by suite ─> a run a suite          DIR/SUITE
-                                                     (costs.py says how long it takes)
-                    ─> the best cell of each `exists` ─> measured alone     DIR/SUITE-confirmed
-           ─> verdicts                                                      DIR/verdicts.json
+                    ─> problems without a cell, by suite ─> a run for each suite   DIR/SUITE
+                    ─> the best cell of each `exists` ─> measured alone  DIR/SUITE-confirmed
+           ─> verdicts                                                   DIR/verdicts.json
 
-A confirming run has fresh processes, FEWEST or more, and begins from the suite of its screening
-(harness/run/repeat.py). A check of fewer processes is a look, and confirms nothing.
+A confirming run has FEWEST fresh processes or more, and starts from the suite of its screening
+(run/repeat.py). A check with fewer processes is a look, and confirms nothing.
 
-A check has a time to end at. No run starts after it, nothing is confirmed, and a run that it cut
-short is gone on with by the next check into the same folder.
+After `options.until` no run starts and nothing is confirmed. The next check into the same folder
+resumes a run that was cut short.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
-from sparsebench.harness.claims.claim_plan import Part, asked, parts, refused
+from sparsebench.harness.claims.claim_plan import Part, parts, planned_claim, refused
 from sparsebench.harness.machine.device import simulated
-from sparsebench.harness.run.measure import Progress, RunOptions, measure
+from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite
 from sparsebench.harness.run.repeat import Engine, again, whole
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.cells import Cell, cells, judging, of_files
+from sparsebench.results.claims.cells import Cell, cells, file_problems, judging_cells
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Written
-from sparsebench.results.claims.verdict import Judged, Verdict, judge
+from sparsebench.results.claims.schema import ClaimFile
+from sparsebench.results.claims.verdict import TestVerdict, Verdict, judge
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
+CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
 Wanted = tuple[Part, set[str]]
-"""A test with those of its problems that have no cell."""
+"""A test, and its problems that have no cell."""
 
 
 @dataclass
 class Evidence:
-    """The plan of some claims and the cells that are known of them.
+    """The plan of some claims, and their cells in runs and files.
 
-    parts    of each claim, by its name
-    cells    likewise, over all runs that were read
-    files    likewise, over all files of commands
-    refused  by claim and test, why it was not run
-    runs     paths of the runs, by the name that cells have
-    left     suites that the time did not reach, or not all of
+    parts    of each claim, by name
+    cells    of each claim, over all runs that were read
+    files    of each claim, over the JSON files of train-lm and whole
+    refused  why a test was not run, by claim and test
+    runs     paths of the runs, by their name in cells
+    left     suites that were not measured, or not completely, for lack of time
     """
 
-    written: Sequence[Written]
+    written: Sequence[ClaimFile]
     parts: dict[str, list[Part]] = field(default_factory=dict)
     cells: dict[str, list[Cell]] = field(default_factory=dict)
     files: dict[str, list[Cell]] = field(default_factory=dict)
@@ -67,43 +66,37 @@ class Evidence:
     left: list[str] = field(default_factory=list)
 
     def read(self, paths: Iterable[Path]) -> None:
-        """Add the cells of runs and of files of commands; ResultError if one cannot be read."""
+        """Add the cells of runs and JSON files. Raises ResultError if one cannot be read."""
         for path in paths:
             if path.suffix == ".json":
-                self._read_file(path)
+                file = read_model_file(path)
+                for each in self.written:
+                    for test in each.claim.tests:
+                        more = model_cells(test, file, path.stem)
+                        self.files.setdefault(each.name, []).extend(more)
                 continue
             run = store.read(path)
             name = path.name if path.name not in self.runs else f"{path.parent.name}/{path.name}"
             if name in self.runs:
                 raise SuiteError(f"{path}: expected each run once, found {name} twice")
             self.runs[name] = path
-            there = {row.case.problem.id for row in run.rows}
-            touched = [(part, ids) for part in self.all_parts if (ids := _in(part, run) & there)]
-            if not touched:
-                continue
-            found = analyse(run)
-            for part, ids in touched:
-                own = cells(part.test, ids, run, found)
-                self.cells[part.written.name] += [replace(cell, run=name) for cell in own]
-
-    def _read_file(self, path: Path) -> None:
-        """Add the cells of a file that train-lm or whole wrote."""
-        found = read_model_file(path)
-        for each in self.written:
-            own = [
-                cell for test in each.claim.tests for cell in model_cells(test, found, path.stem)
-            ]
-            self.files.setdefault(each.name, []).extend(own)
+            problems = {row.case.problem.id for row in run.rows}
+            tested = [(part, _problems(part, run) & problems) for part in self.all_parts]
+            if any(ids for _, ids in tested):
+                analysis = analyse(run)
+                for part, ids in tested:
+                    new = cells(part.test, ids, run, analysis) if ids else ()
+                    self.cells[part.written.name] += [replace(cell, run=name) for cell in new]
 
     @property
     def all_parts(self) -> list[Part]:
         """Return the parts of every claim."""
-        return [part for own in self.parts.values() for part in own]
+        return [part for parts in self.parts.values() for part in parts]
 
-    def asked(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
-        """Return the claims as reports read them; with ceilings, bounded for that device."""
+    def planned(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
+        """Return the claims for reports; ceilings add the bounds of their device."""
         return [
-            asked(
+            planned_claim(
                 written,
                 self.parts[written.name],
                 ceilings,
@@ -114,14 +107,17 @@ class Evidence:
         ]
 
     def verdicts(self) -> dict[str, list[Verdict]]:
-        """Return the verdicts on each claim, one a device; simulated ones only where all are."""
-        known = {name: [*own, *self.files.get(name, ())] for name, own in self.cells.items()}
-        known = judging(known)
+        """Return the verdicts on each claim, one per device.
+
+        Cells of simulated GPUs count only if there are no others.
+        """
+        every = {name: [*each, *self.files.get(name, ())] for name, each in self.cells.items()}
+        deciding = judging_cells(every)
         return {
             each.name: judge(
                 each.name,
                 each.claim,
-                known[each.name],
+                deciding[each.name],
                 {part.test.name: part.problems for part in self.parts[each.name]},
                 self._refused(each.name),
             )
@@ -129,210 +125,200 @@ class Evidence:
         }
 
     def _refused(self, name: str) -> dict[str, str]:
-        return {test: why for (claim, test), why in self.refused.items() if claim == name}
+        return {test: reason for (claim, test), reason in self.refused.items() if claim == name}
 
 
-def _in(part: Part, run: Run) -> set[str]:
-    """Return the ids of problems that are a test's where a run has them."""
-    return part.problems | of_files(part.test, part.written.claim.measured(part.test), run)
+def _problems(part: Part, run: Run) -> set[str]:
+    """Return the problems of a test, with those that only a run with its files can name."""
+    return part.problems | file_problems(part.test, part.written.claim.measured(part.test), run)
 
 
 def evidence(
-    written: Sequence[Written], runs: Iterable[Path] = (), data: Path | None = None
+    written: Sequence[ClaimFile], runs: Iterable[Path] = (), data: Path | None = None
 ) -> Evidence:
-    """Plan claims and read runs: all that a verdict without a GPU needs."""
-    found = Evidence(written)
+    """Plan claims and read runs, which is all that a verdict without a GPU needs."""
+    result = Evidence(written)
     for each in written:
-        found.parts[each.name] = parts(each, data)
-        found.cells[each.name] = []
-    found.read(runs)
-    return found
+        result.parts[each.name] = parts(each, data)
+        result.cells[each.name] = []
+    result.read(runs)
+    return result
 
 
 def check(
-    written: Sequence[Written],
+    written: Sequence[ClaimFile],
     flags: Flags,
     runs: Iterable[Path],
-    to: Path,
-    progress: Progress,
+    out: Path,
+    options: RunOptions,
     engine: Engine | None = None,
-    until: float = inf,
-    planned: Callable[[Evidence], None] = lambda found: None,
+    planned: Callable[[Evidence], None] = lambda known: None,
 ) -> Evidence:
-    """Measure what no run has, confirm what is promising, and write it all below `to`.
+    """Measure what no run has, confirm promising cells, and write everything below `out`.
 
-    A check that was stopped is gone on with: runs that are below `to` already count. `engine` may
-    measure a run in pieces. `until` is a moment of time.monotonic(), as measure.py has it.
-    `planned` hears what is known, and so what is missing, before anything is measured.
+    Runs that are below `out` count, and stopped ones are resumed. `engine` may measure a run in
+    pieces. `planned` is called with what is known before anything is measured.
     """
-    engine = engine or measure
-    options = RunOptions(progress=progress, until=until)
-    found = evidence(written, [*runs, *_begun(to)], flags.data)
-    for part in found.all_parts:
+    known = evidence(written, [*runs, *(run for run in _runs(out) if _finished(run))], flags.data)
+    for part in known.all_parts:
         if reason := refused(part, flags.device):
-            found.refused[part.written.name, part.test.name] = reason
-    planned(found)
-    found.read(_stopped(to, flags, options, engine))
-    for wanted in missing(found, flags.device):
-        if monotonic() >= until:
-            found.left.append(wanted[0][0].suite.name)
-            continue
-        try:
-            found.read([_measured(wanted, flags, to, options, engine)])
-        except NoMeter as error:
-            why = {(part.written.name, part.test.name): str(error) for part, _ in wanted}
-            found.refused |= why
-    found.left += [path.name for path in _unfinished(to)]
-    if flags.replicates >= FEWEST and not found.left:
-        for screening, chosen in _promising(found).items():
-            found.read([_confirmed(found, screening, chosen, flags, to, options, engine)])
-    to.mkdir(parents=True, exist_ok=True)
-    store.write_json(to / "verdicts.json", to_json(found))
-    return found
+            known.refused[part.written.name, part.test.name] = reason
+    planned(known)
+    _Check(known, flags, out, options, engine or measure).run()
+    out.mkdir(parents=True, exist_ok=True)
+    store.write_json(out / "verdicts.json", to_json(known))
+    return known
 
 
-def to_json(found: Evidence) -> dict[str, Any]:
-    """Return the verdicts with their cells."""
-    return {
-        "schema": VERDICTS_SCHEMA,
-        "claims": {
-            name: [
-                {
-                    "device": verdict.device,
-                    "verdict": str(verdict.word),
-                    "basis": str(verdict.basis),
-                    "leans": verdict.leans and str(verdict.leans),
-                    "simulated": verdict.simulated,
-                    "sentence": verdict.sentence,
-                    "tests": [_test_json(judged) for judged in verdict.tests],
-                }
-                for verdict in verdicts
-            ]
-            for name, verdicts in found.verdicts().items()
-        },
-    }
+@dataclass(frozen=True)
+class _Check:
+    """Measures what claims need, and adds the cells to the evidence."""
+
+    known: Evidence
+    flags: Flags
+    out: Path
+    options: RunOptions
+    engine: Engine
+
+    def run(self) -> None:
+        known = self.known
+        known.read([self._resumed(path) for path in self._unfinished()])
+        for wanted in missing(known, self.flags.device):
+            if monotonic() >= self.options.until:
+                known.left.append(wanted[0][0].suite.name)
+                continue
+            try:
+                known.read([self._measured(wanted)])
+            except NoMeter as error:
+                for part, _ in wanted:
+                    known.refused[part.written.name, part.test.name] = str(error)
+        known.left += [path.name for path in self._unfinished()]
+        if self.flags.replicates >= FEWEST and not known.left:
+            for screening, chosen in self._promising().items():
+                known.read([self._confirmed(screening, chosen)])
+
+    def _unfinished(self) -> list[Path]:
+        """Return the screening runs that were stopped; `_confirmed` resumes the others."""
+        runs = [run for run in _runs(self.out) if not _finished(run)]
+        return [run for run in runs if "confirms" not in store.read(run).state]
+
+    def _resumed(self, path: Path) -> Path:
+        """Resume a stopped run if there is time."""
+        if monotonic() < self.options.until:
+            run = store.read(path)
+            before = run.state["flags"]
+            kept = {name: before[name] for name in ("only", "replicates", "energy")}
+            suite = own_suite(run, self.flags.data)
+            self.engine(suite, replace(self.flags, **kept), None, path, self.options)
+        return path
+
+    def _measured(self, wanted: list[Wanted]) -> Path:
+        """Measure the missing cases of one suite."""
+        suite = wanted[0][0].suite
+        ids = dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))
+        energy = measures_energy(wanted[0][0])
+        flags = replace(self.flags, only=f"case={'|'.join(ids)}", energy=energy)
+        names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
+        path = next(self.out / name for name in names if not (self.out / name).exists())
+        return self.engine(suite, flags, path, None, self.options)
+
+    def _promising(self) -> dict[str, list[Cell]]:
+        """Return the cells that a confirming run would decide, by the run that screened them."""
+        chosen: dict[str, dict[tuple[str, ...], Cell]] = {}
+        for verdicts in self.known.verdicts().values():
+            for judged in (judged for verdict in verdicts for judged in verdict.tests):
+                if cell := judged.confirm:
+                    chosen.setdefault(cell.run, {}).setdefault(cell.case_ids, cell)
+        return {run: list(cells.values()) for run, cells in chosen.items()}
+
+    def _confirmed(self, screening: str, chosen: Sequence[Cell]) -> Path:
+        """Measure chosen cells of a run again, alone, in fresh processes.
+
+        The name is numbered if a run has confirmed other cells, or came out unreliable.
+        """
+        path = self.known.runs[screening]
+        names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
+        out = next(self.out / name for name in names if not _finished(self.out / name))
+        run = whole(path)
+        ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
+        rows = {row.case.id: row for row in run.rows}
+        named = [{"case_id": i, "scope": rows[i].scope, "cache": rows[i].cache} for i in ids]
+        origin = {
+            "manifest_sha256": bundle.identity(path),
+            "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
+            "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
+        }
+        return again(
+            run,
+            self.flags.device,
+            self.flags.data,
+            out,
+            replace(self.options, origin={"confirms": origin}),
+            self.engine,
+            only=f"case={'|'.join(ids)}",
+            replicates=self.flags.replicates,
+        )
 
 
-def _test_json(judged: Judged) -> dict[str, Any]:
-    kept = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
-    return {
-        "test": judged.test.name,
-        "threshold": judged.test.sentence,
-        "verdict": str(judged.word),
-        "basis": str(judged.basis),
-        "why": judged.why,
-        "deciding": [{n: cell.to_json()[n] for n in kept} for cell in judged.deciding],
-    }
-
-
-def missing(found: Evidence, device: str) -> list[list[Wanted]]:
-    """Return, by suite, the parts that have problems without a cell on such a device, and those.
-
-    Parts that ask for energy are apart: it takes seconds a case.
-    """
-    by_suite: dict[tuple[str, bool], list[Wanted]] = {}
-    for part in found.all_parts:
-        name = part.written.name
-        if (name, part.test.name) in found.refused:
-            continue
-        own = [cell for cell in found.cells[name] if cell.test == part.test.name]
-        known = {cell.problem for cell in own if cell.simulated == simulated(device)}
-        if left := part.problems - known:
-            by_suite.setdefault((part.suite.text, measures_energy(part)), []).append((part, left))
-    return list(by_suite.values())
-
-
-def _measured(
-    wanted: list[Wanted], flags: Flags, to: Path, options: RunOptions, engine: Engine
-) -> Path:
-    """Run what is missing of one suite."""
-    suite = wanted[0][0].suite
-    ids = dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))
-    given = replace(flags, only=f"case={'|'.join(ids)}", energy=measures_energy(wanted[0][0]))
-    names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
-    path = next(to / name for name in names if not (to / name).exists())
-    return engine(suite, given, path, None, options)
-
-
-def measures_energy(part: Part) -> bool:
-    """Say whether a test asks for energy, and its runs need a window of seconds a case."""
-    return part.test.metric == "energy_saved"
-
-
-def _begun(to: Path) -> list[Path]:
-    """Return the runs that an earlier check finished in a folder."""
-    return [file.parent for file in sorted(to.glob("*/run.json")) if _finished(file.parent)]
+def _runs(folder: Path) -> list[Path]:
+    return sorted(file.parent for file in folder.glob("*/run.json"))
 
 
 def _finished(path: Path) -> bool:
     return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
-def _unfinished(to: Path) -> list[Path]:
-    """Return the runs in a folder that were stopped; a confirming one is `_confirmed`'s."""
-    return [
-        path
-        for path in sorted(file.parent for file in to.glob("*/run.json"))
-        if (state := store.read(path).state)["status"] != "finished" and "confirms" not in state
-    ]
+def missing(known: Evidence, device: str) -> list[list[Wanted]]:
+    """Return, for each suite, the parts with problems that have no cell on such a device.
 
-
-def _stopped(to: Path, flags: Flags, options: RunOptions, engine: Engine) -> Iterator[Path]:
-    """Go on with the stopped runs of an earlier check while there is time, and yield all."""
-    for path in _unfinished(to):
-        if monotonic() < options.until:
-            run = store.read(path)
-            before = run.state["flags"]
-            kept = {name: before[name] for name in ("only", "replicates", "energy")}
-            engine(own_suite(run, flags.data), replace(flags, **kept), None, path, options)
-        yield path
-
-
-def _promising(found: Evidence) -> dict[str, list[Cell]]:
-    """Return, by the run that screened them, the cells that a confirming run would decide."""
-    chosen: dict[str, dict[tuple[str, ...], Cell]] = {}
-    for verdicts in found.verdicts().values():
-        for judged in (judged for verdict in verdicts for judged in verdict.tests):
-            if judged.confirm:
-                by_run = chosen.setdefault(judged.confirm.run, {})
-                by_run.setdefault(judged.confirm.case_ids, judged.confirm)
-    return {run: list(by_ids.values()) for run, by_ids in chosen.items()}
-
-
-def _confirmed(
-    found: Evidence,
-    screening: str,
-    chosen: Sequence[Cell],
-    flags: Flags,
-    to: Path,
-    options: RunOptions,
-    engine: Engine,
-) -> Path:
-    """Measure chosen cells of a run again, alone, in fresh processes.
-
-    Where a run has confirmed others of its cells, or came out unreliable, the next has a number.
+    Parts about energy are separate, because energy takes seconds per case.
     """
-    path = found.runs[screening]
-    names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
-    out = next(to / name for name in names if not _finished(to / name))
-    run = whole(path)
-    ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
-    rows = {row.case.id: row for row in run.rows}
-    named = [{"case_id": i, "scope": rows[i].scope, "cache": rows[i].cache} for i in ids]
-    origin: Mapping[str, Any] = {
-        "confirms": {
-            "manifest_sha256": bundle.identity(path),
-            "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
-            "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
+    by_suite: dict[tuple[str, bool], list[Wanted]] = {}
+    for part in known.all_parts:
+        name = part.written.name
+        if (name, part.test.name) in known.refused:
+            continue
+        measured = {
+            cell.problem
+            for cell in known.cells[name]
+            if cell.test == part.test.name and cell.simulated == simulated(device)
         }
+        if left := part.problems - measured:
+            by_suite.setdefault((part.suite.text, measures_energy(part)), []).append((part, left))
+    return list(by_suite.values())
+
+
+def measures_energy(part: Part) -> bool:
+    """Return whether a test is about energy, so that its runs need an energy window a case."""
+    return part.test.metric == "energy_saved"
+
+
+def to_json(known: Evidence) -> dict[str, Any]:
+    """Return the verdicts with their cells."""
+    claims = {
+        name: [
+            {
+                "device": verdict.device,
+                "verdict": str(verdict.word),
+                "basis": str(verdict.basis),
+                "leans": verdict.tendency and str(verdict.tendency),
+                "simulated": verdict.simulated,
+                "sentence": verdict.sentence,
+                "tests": [_test_json(judged) for judged in verdict.tests],
+            }
+            for verdict in verdicts
+        ]
+        for name, verdicts in known.verdicts().items()
     }
-    return again(
-        run,
-        flags.device,
-        flags.data,
-        out,
-        replace(options, origin=origin),
-        engine,
-        only=f"case={'|'.join(ids)}",
-        replicates=flags.replicates,
-    )
+    return {"schema": VERDICTS_SCHEMA, "claims": claims}
+
+
+def _test_json(judged: TestVerdict) -> dict[str, Any]:
+    return {
+        "test": judged.test.name,
+        "threshold": judged.test.sentence,
+        "verdict": str(judged.word),
+        "basis": str(judged.basis),
+        "why": judged.why,
+        "deciding": [{n: cell.to_json()[n] for n in CELL_FIELDS} for cell in judged.deciding],
+    }

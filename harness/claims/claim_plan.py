@@ -1,10 +1,11 @@
-"""A claim to the contests that would show it: each test with its problems and contenders.
+"""From a claim to the contests that test it: each test with its problems and contenders.
 
     test ─> its suite, expanded ─> contests at its fields ─> subjects and baselines in them
 
-Whatever cannot be met by the suite is an error with the line of the claim. What this machine cannot
-run, or has no memory for, is a reason, before anything is drawn. A suite of files below --data has
-no contest without them: its cells are then those of the runs that are given.
+If the suite cannot provide what a test needs, the error names the line of the claim. If this
+machine cannot run a test or has too little memory, the reason is known before anything is drawn. A
+suite that reads files from --data has no contests without them; its cells then come from the runs
+that are given.
 """
 
 from collections import Counter
@@ -27,9 +28,9 @@ from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, expand, read
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.claims.cells import Cell, about, matches
+from sparsebench.results.claims.cells import Cell, covers, matches
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Chosen, Measure, Test, Written
+from sparsebench.results.claims.schema import Chosen, ClaimFile, Measure, Test
 from sparsebench.results.record import Case, Contender, Problem
 
 GIB = 2**30
@@ -37,71 +38,70 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Part:
-    """A test of a claim, and what has to be run for it.
+    """A test of a claim, with the contests of its subjects and baselines.
 
-    contests  with the subjects and baselines alone; none where its files are not here
+    There are no contests if the source files of its suite are missing.
     """
 
-    written: Written
+    written: ClaimFile
     test: Test
     suite: Suite
     contests: tuple[Contest, ...]
 
     @property
     def problems(self) -> set[str]:
-        """Return the ids of its problems."""
+        """Return the ids of the problems."""
         return {contest.problem.id for contest in self.contests}
 
     def cases(self, problems: Iterable[str]) -> list[str]:
         """Return the ids of the cases of some problems."""
-        asked = set(problems)
-        mine = [contest for contest in self.contests if contest.problem.id in asked]
-        return [Case(c.problem, contender).id for c in mine for contender in c.contenders]
+        ids = set(problems)
+        contests = [contest for contest in self.contests if contest.problem.id in ids]
+        return [Case(c.problem, contender).id for c in contests for contender in c.contenders]
 
 
-def parts(written: Written, data: Path | None = None) -> list[Part]:
-    """Plan every test of a claim; SuiteError names the line of what its suite does not have."""
-    found = []
+def parts(written: ClaimFile, data: Path | None = None) -> list[Part]:
+    """Plan every test of a claim. Raises SuiteError with the line of a test that does not fit."""
+    planned = []
     for number, test in enumerate(written.claim.tests):
-        if test.of_file:  # nothing is to be run
+        if test.of_file:  # there is nothing to run
             continue
-        own = ("tests", number, "measure") if test.measure else ("measure",)
+        place = ("tests", number, "measure") if test.measure else ("measure",)
         measure = test.measure or written.claim.measure
         assert measure
         name = f"{written.name}-{number + 1}" if test.measure else written.name
         if measure.data and data is None and measure.suite in suites():
-            found.append(Part(written, test, Suite(measure.suite, "", "", ()), ()))
+            planned.append(Part(written, test, Suite(measure.suite, "", "", ()), ()))
             continue
-        with _placed(written.at(*own)):
-            asked = measure.model_dump_json(exclude={"only", "energy", "data"})
-            suite = _suite("" if measure.suite else name, asked, data)
+        with _placed(written.at(*place)):
+            contents = measure.model_dump_json(exclude={"only", "energy", "data"})
+            suite = _suite("" if measure.suite else name, contents, data)
             contests = only(suite.contests, measure.only)
         part = Part(written, test, suite, tuple(contests))
-        found.append(_narrowed(part, number, measure))
-    return found
+        planned.append(_narrowed(part, number, measure))
+    return planned
 
 
-def asked(
-    written: Written,
-    planned: Iterable[Part],
+def planned_claim(
+    written: ClaimFile,
+    planned: Sequence[Part],
     ceilings: Ceilings | None = None,
     refused: Mapping[str, str] | None = None,
     files: Sequence[Cell] = (),
 ) -> PlannedClaim:
-    """Return a planned claim as reports and sites read it, with its bounds."""
-    own = list(planned)
-    found = {part.test.name: bounds(part, ceilings) for part in own}
-    beyond = [part.test.name for part in own if out_of_reach(part, found[part.test.name])]
-    wanted = {part.test.name: part.problems for part in own}
-    return PlannedClaim(written, wanted, found, beyond, refused or {}, files)
+    """Return a planned claim with its bounds, for reports and sites."""
+    limits = {part.test.name: bounds(part, ceilings) for part in planned}
+    beyond = [part.test.name for part in planned if out_of_reach(part, limits[part.test.name])]
+    problems = {part.test.name: part.problems for part in planned}
+    return PlannedClaim(written, problems, limits, beyond, refused or {}, files)
 
 
 def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
-    """Return how many times as fast as dense a kernel of equal efficiency can be, at most.
+    """Return the largest speed-up over dense of a kernel with the same efficiency.
 
-    Without ceilings the larger of the ratios of FLOPs and of bytes: no device allows more. With
-    them the ratio of both bounds, none of which is below an empty launch. No index counts, but for
-    2:4 a bit an element: no tensor core multiplies it with fewer.
+    Without ceilings this is the larger of the ratios of FLOPs and of bytes, which holds on every
+    device. With them it is the ratio of both bounds, neither of which is below an empty launch.
+    Indices are not counted, except a bit per element for 2:4, which tensor cores need.
     """
     op, dtype, whole = load_op(problem.op), problem["dtype"], elements(problem)
     fields = op.sizes(problem.fields)
@@ -114,7 +114,7 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
         (op.flops(given, nnz), op.fewest_bytes(given, nnz, itemsize))
         for given, nnz in ((op.dense(problem), whole), (problem, kept))
     )
-    if problem["pattern"].startswith(("two_four", "spense")):  # half of the 2:4 part are zeros
+    if problem["pattern"].startswith(("two_four", "spense")):  # half of the 2:4 part is zeros
         zeros = [op.copies(fields, name) * (whole[name] - kept[name]) for name in whole]
         sparse_bytes += 2 * sum(zeros) // 8
     sides = [(dense, dense_bytes), (sparse, sparse_bytes)]
@@ -127,7 +127,7 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
 
 
 def elements(problem: Problem) -> dict[str, int]:
-    """Return how many elements each weight of a problem has."""
+    """Return the number of elements of each weight of a problem."""
     op = load_op(problem.op)
     sizes = op.sizes(problem.fields)
     shapes = {name: op.operands[name].shape for name in op.weights}
@@ -135,25 +135,25 @@ def elements(problem: Problem) -> dict[str, int]:
 
 
 def bounds(part: Part, ceilings: Ceilings | None = None) -> dict[str, float]:
-    """Return `most` by problem, of a test whose baseline is dense and whose metric is a time's."""
+    """Return `most` of each problem, for a test of time against a dense baseline; {} for others."""
     test = part.test
     timed = test.metric in ("speedup", "of_ideal") and test.over is None
-    bases = [base for contest in part.contests for base in _those(test.baseline, contest)]
+    bases = [base for contest in part.contests for base in _matching(test.baseline, contest)]
     if not timed or test.at_least is None or any(base.format != "dense" for base in bases):
         return {}
     return {c.problem.id: most(c.problem, ceilings) for c in part.contests}
 
 
-def out_of_reach(part: Part, found: Mapping[str, float]) -> bool:
-    """Say whether no kernel as efficient as the baseline can meet a test."""
-    if not found or part.test.metric != "speedup":
+def out_of_reach(part: Part, limits: Mapping[str, float]) -> bool:
+    """Return whether no kernel with the efficiency of the baseline can pass a test."""
+    if not limits or part.test.metric != "speedup":
         return False
-    short = [most < part.test.limit for most in found.values()]
+    short = [most < part.test.limit for most in limits.values()]
     return any(short) if part.test.quantifier == "for_all" else all(short)
 
 
 def refused(part: Part, device: str) -> str:
-    """Say why a test cannot be run on a device; "" where it can."""
+    """Return why a test cannot run on a device; "" if it can."""
     if simulated(device) or not part.contests:
         return ""
     here = torch.device(device)
@@ -162,36 +162,36 @@ def refused(part: Part, device: str) -> str:
         if reason := too_large(part, memory):
             return reason
     for who, chosen in (("baseline", part.test.baseline), ("subject", part.test.subject)):
-        pairs = [(c.problem, k) for c in part.contests for k in _those(chosen, c)]
-        why = Counter(f"{k.kernel}: {r}" for p, k in pairs if (r := unsupported(p, k, here)))
-        if why.total() == len(pairs):
-            return f"no {who} is supported here: {why.most_common(1)[0][0]}"
+        pairs = [(c.problem, k) for c in part.contests for k in _matching(chosen, c)]
+        reasons = Counter(f"{k.kernel}: {r}" for p, k in pairs if (r := unsupported(p, k, here)))
+        if reasons.total() == len(pairs):
+            return f"no {who} is supported here: {reasons.most_common(1)[0][0]}"
     return ""
 
 
 def too_large(part: Part, memory: int) -> str:
-    """Say whether what a dense kernel holds in the smallest problem is larger than a memory."""
+    """Return why the smallest problem, stored dense, does not fit a memory; "" if it does."""
     problems = [contest.problem for contest in part.contests]
     sizes = [load_op(problem.op).held_bytes(problem) for problem in problems]
     if min(sizes) <= memory:
         return ""
-    needs = f"its smallest problem has {min(sizes) / GIB:.3g} GiB"
-    return f"it does not fit the memory: {needs}, the device {memory / GIB:.3g} GiB"
+    needs = f"its smallest problem needs {min(sizes) / GIB:.3g} GiB"
+    return f"it does not fit the memory: {needs}, the device has {memory / GIB:.3g} GiB"
 
 
 @cache
 def _suite(name: str, measure: str, data: Path | None) -> Suite:
-    """Expand what a claim measures, given as JSON: a suite by name, or one written in the claim."""
-    asked = Measure.model_validate_json(measure)
-    if asked.suite is not None:
-        return read(asked.suite, data)
-    listed = asked.model_dump(exclude={"suite", "only", "energy", "data"})
-    written = {"schema": "sparsebench/suite@1", "title": f"What the claim {name} needs", **listed}
+    """Expand the suite that a claim names, or the one written in the claim; `measure` is JSON."""
+    given = Measure.model_validate_json(measure)
+    if given.suite is not None:
+        return read(given.suite, data)
+    listed = given.model_dump(exclude={"suite", "only", "energy", "data"})
+    written = {"schema": "sparsebench/suite@1", "title": f"Contests of the claim {name}", **listed}
     return expand(f"{name}.yaml", yaml.safe_dump(written, sort_keys=False, width=100), data)
 
 
 def _narrowed(part: Part, number: int, measure: Measure) -> Part:
-    """Keep the contests of a test, and the contenders in them that it asks for."""
+    """Keep the contests of a test, and its subjects and baselines in them."""
     test, suite = part.test, part.suite
 
     def where(key: str) -> str:
@@ -201,23 +201,23 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
     if test.over and test.over not in ops:
         expected = f"an op of its problems, one of {', '.join(sorted(ops))}"
         raise SuiteError(f"{where('over')}: over: expected {expected}; found {test.over!r}")
-    contests = [c for c in part.contests if about(test, c.problem.fields)]
+    contests = [c for c in part.contests if covers(test, c.problem.fields)]
     for name, value in test.at.items():
         values = value if isinstance(value, list) else [value]
         known = {text(c.problem.fields[name]) for c in part.contests if name in c.problem.fields}
-        lost = [each for each in values if text(each) not in known]
-        if lost:
+        missing = [each for each in values if text(each) not in known]
+        if missing:
             expected = f"{name} of a problem of {suite.name}, one of {', '.join(sorted(known))}"
-            raise SuiteError(f"{where('at')}: at.{name}: expected {expected}; found {lost[0]!r}")
+            raise SuiteError(f"{where('at')}: at.{name}: expected {expected}; found {missing[0]!r}")
     if not contests:
         raise SuiteError(f"{where('at')}: at: expected a problem with all of these, found none")
     kept = []
     for who, chosen in (("subject", test.subject), ("baseline", test.baseline)):
-        if not any(_those(chosen, contest) for contest in contests):
+        if not any(_matching(chosen, contest) for contest in contests):
             expected = f"a contender of {suite.name} at these problems"
             raise SuiteError(f"{where(who)}: {who}: expected {expected}, found none like it")
     for contest in contests:
-        sides = [_those(chosen, contest) for chosen in (test.subject, test.baseline)]
+        sides = [_matching(chosen, contest) for chosen in (test.subject, test.baseline)]
         both = [contender for contender in sides[0] if contender in sides[1]]
         if both:
             expected = "no contender that is subject and baseline"
@@ -237,8 +237,8 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
     return replace(part, contests=tuple(kept))
 
 
-def _those(chosen: Chosen, contest: Contest) -> list[Contender]:
-    """Return the contenders of a contest that are chosen."""
+def _matching(chosen: Chosen, contest: Contest) -> list[Contender]:
+    """Return the contenders of a contest that match a choice."""
     return [
         each
         for each in contest.contenders
@@ -248,7 +248,7 @@ def _those(chosen: Chosen, contest: Contest) -> list[Contender]:
 
 @contextmanager
 def _placed(where: str) -> Iterator[None]:
-    """Put a place in front of what goes wrong inside."""
+    """Prefix errors with the place of a measure in the claim."""
     try:
         yield
     except SuiteError as error:

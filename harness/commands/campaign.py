@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsebench.errors import ResultError
+from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
     GATE_FAILED,
     SOME_FAILED,
@@ -20,16 +21,6 @@ from sparsebench.harness.commands._console import (
     print_json,
     stdout,
     wide,
-)
-from sparsebench.harness.commands._options import (
-    Budget,
-    Data,
-    Device,
-    Json,
-    Peers,
-    PublishedRuns,
-    Timeout,
-    budget_s,
 )
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
@@ -52,10 +43,10 @@ Names = Annotated[
 @campaign.command()
 def plan(
     file: File = "published",
-    gpu: PublishedRuns = None,
-    data: Data = None,
+    gpu: opt.PublishedRuns = None,
+    data: opt.Data = None,
     names: Names = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Estimate the GPU time of each entry and of all of them, and compare it with the budget."""
     from sparsebench.harness.costs.estimates import campaign_estimates
@@ -91,19 +82,19 @@ def plan(
 def run(
     out: Folder,
     file: File = "published",
-    budget: Budget = None,
-    device: Device = None,
+    budget: opt.Budget = None,
+    device: opt.Device = None,
     devices: Devices = "",
-    data: Data = None,
+    data: opt.Data = None,
     names: Names = None,
-    timeout: Timeout = 120.0,
-    peers: Peers = None,
+    timeout: opt.Timeout = 120.0,
+    peers: opt.Peers = None,
 ) -> None:
     """Measure the rest of a campaign until the budget ends; the same command resumes it."""
     from sparsebench.harness.shared_runs.campaign_file import campaign as read
     from sparsebench.harness.shared_runs.campaign_sitting import Sitting
 
-    until = monotonic() + budget_s(budget) if budget else inf
+    until = monotonic() + opt.budget_s(budget) if budget else inf
     requested, sharing = read(file), Sharing(devices)
     first = sharing.first(device)
     entries = requested.named(names or [])
@@ -120,7 +111,7 @@ def run(
 
 @campaign.command()
 def status(
-    out: Folder, file: File = "published", names: Names = None, as_json: Json = False
+    out: Folder, file: File = "published", names: Names = None, as_json: opt.Json = False
 ) -> None:
     """Show how far each entry of a campaign is, without a GPU."""
     from sparsebench.harness.shared_runs.campaign_file import campaign as read

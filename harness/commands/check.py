@@ -7,32 +7,24 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import print_json, stdout
-from sparsebench.harness.commands._options import (
-    Data,
-    Device,
-    Json,
-    Only,
-    Peers,
-    Replicates,
-    SuiteName,
-)
 
 
 def check(
-    suite: SuiteName,
-    device: Device = None,
-    data: Data = None,
-    only: Only = "",
-    replicates: Replicates = 3,
+    suite: opt.SuiteName,
+    device: opt.Device = None,
+    data: opt.Data = None,
+    only: opt.Only = "",
+    replicates: opt.Replicates = 3,
     gpu: Annotated[
         Path | None,
         typer.Option(
             help="Estimate for the GPU of these runs, such as results/published/nvidia-h200."
         ),
     ] = None,
-    peers: Peers = None,
-    as_json: Json = False,
+    peers: opt.Peers = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Estimate the run time of a suite, and list unsupported cases."""
     from sparsebench.harness.costs.estimates import preview

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
     BAD_INPUT,
     measuring,
@@ -17,16 +18,6 @@ from sparsebench.harness.commands._console import (
     stderr,
     stdout,
     wide,
-)
-from sparsebench.harness.commands._options import (
-    Budget,
-    Data,
-    Device,
-    Json,
-    Peers,
-    PublishedRuns,
-    Timeout,
-    budget_s,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +48,7 @@ Losses = Annotated[
 
 
 @claims.command("list")
-def list_(names: Names = None, as_json: Json = False) -> None:
+def list_(names: Names = None, as_json: opt.Json = False) -> None:
     """List the known claims and what each one says."""
     from sparsebench.harness.claims.claim_catalog import chosen
     from sparsebench.reports.claims.sheets import listed
@@ -78,7 +69,7 @@ def schema() -> None:
 
 
 @claims.command()
-def lint(names: Names = None, data: Data = None) -> None:
+def lint(names: Names = None, data: opt.Data = None) -> None:
     """Check the fields of claims, and the suites and contenders that they name."""
     from sparsebench.harness.claims.claim_catalog import claims as known
     from sparsebench.harness.claims.claim_catalog import load
@@ -108,15 +99,15 @@ def bound(
         Path | None,
         typer.Option(help="A run whose ceilings are the bounds, such as results/published/…"),
     ] = None,
-    data: Data = None,
-    as_json: Json = False,
+    data: opt.Data = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Compute the best possible result of each claim, and which tests no kernel can meet."""
     from sparsebench.harness.claims.checking import evidence
     from sparsebench.harness.claims.claim_catalog import chosen
     from sparsebench.reports.claims.sheets import bounded
 
-    planned = evidence(chosen(names or []), data=data).asked(_ceilings(gpu))
+    planned = evidence(chosen(names or []), data=data).planned(_ceilings(gpu))
     if not as_json:
         wide().print(bounded(planned))
         return
@@ -124,7 +115,7 @@ def bound(
         {
             each.name: {
                 "tests": {test: [*most.values()] for test, most in each.bounds.items()},
-                "beyond": [*each.beyond],
+                "beyond": [*each.unreachable],
                 "bounds": {one.of: one.most for one in each.claim.bounds},
             }
             for each in planned
@@ -135,25 +126,25 @@ def bound(
 @claims.command()
 def check(
     names: Names = None,
-    device: Device = None,
+    device: opt.Device = None,
     runs: Runs = None,
-    data: Data = None,
+    data: opt.Data = None,
     replicates: Annotated[
         int,
         typer.Option(help="Fresh processes: 1 to 5 for a look, 8 for a verdict.", min=1, max=1000),
     ] = 8,
-    timeout: Timeout = 120.0,
+    timeout: opt.Timeout = 120.0,
     out: Annotated[Path | None, typer.Option("--out", help="Folder to write. Default: runs/…")] = (
         None
     ),
-    budget: Budget = None,
+    budget: opt.Budget = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Only print the missing runs and their estimated time.")
     ] = False,
-    gpu: PublishedRuns = None,
+    gpu: opt.PublishedRuns = None,
     losses: Losses = None,
-    peers: Peers = None,
-    as_json: Json = False,
+    peers: opt.Peers = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure what is missing for claims, confirm the promising results, and judge.
 
@@ -167,10 +158,11 @@ def check(
     from sparsebench.harness.costs.estimates import left_out, looks
     from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import named
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
-    until = monotonic() + budget_s(budget) if budget else inf
+    until = monotonic() + opt.budget_s(budget) if budget else inf
     selected = chosen(names or [])
     times = times_on(gpu) if gpu else None
     picked = (device or "cuda:0") if plan else named(device)  # --plan needs no device here
@@ -189,7 +181,8 @@ def check(
     flags = Flags(picked, data, timeout, replicates)
     out = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-claims"
     with measuring("claims check --out") as show:
-        result = measure(selected, flags, _runs(runs), out, show, until=until, planned=print_plan)
+        options = RunOptions(progress=show, until=until)
+        result = measure(selected, flags, _runs(runs), out, options, planned=print_plan)
     if result.left:
         rest = f"`sparsebench claims check --out {out}` measures the rest"
         stderr.say(f"not completely measured: {', '.join(result.left)}; {rest}")
@@ -206,9 +199,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for a page and a badge per claim.")
     ] = None,
-    data: Data = None,
+    data: opt.Data = None,
     losses: Losses = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
     from sparsebench.harness.claims.checking import evidence, to_json
@@ -229,7 +222,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
     wide().print(judged(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
-    pages = entries(result.asked(), result.cells, pruning)
+    pages = entries(result.planned(), result.cells, pruning)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def publish(
             pass
 
     names = listing()
-    claims = evidence(chosen([]), files or ()).asked()
+    claims = evidence(chosen([]), files or ()).planned()
     site = Site(
         address(base_url), names["formats"], names["kernels"], version("sparsebench"), claims
     )

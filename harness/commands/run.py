@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
     SOME_FAILED,
     measuring,
@@ -14,23 +15,6 @@ from sparsebench.harness.commands._console import (
     stdout,
     warn,
     wide,
-)
-from sparsebench.harness.commands._options import (
-    Data,
-    Debug,
-    Device,
-    Energy,
-    Json,
-    Markdown,
-    Only,
-    Open,
-    Out,
-    Peers,
-    Profile,
-    Repeat,
-    Replicates,
-    Timeout,
-    refuse_beside_resume,
 )
 from sparsebench.harness.commands._sharing import (
     Devices,
@@ -57,26 +41,26 @@ FIXED_BY_PLAN = "device", "data", "timeout"
 def run(
     context: typer.Context,
     suite: Annotated[str | None, typer.Argument(help="A suite's name, or a file.yaml.")] = None,
-    device: Device = None,
-    data: Data = None,
-    out: Out = None,
+    device: opt.Device = None,
+    data: opt.Data = None,
+    out: opt.Out = None,
     resume: Annotated[Path | None, typer.Option(help="Resume a run that was stopped.")] = None,
-    only: Only = "",
-    timeout: Timeout = 120.0,
-    replicates: Replicates = 3,
-    energy: Energy = False,
-    peers: Peers = None,
-    repeat: Repeat = 0,
-    profile: Profile = "",
+    only: opt.Only = "",
+    timeout: opt.Timeout = 120.0,
+    replicates: opt.Replicates = 3,
+    energy: opt.Energy = False,
+    peers: opt.Peers = None,
+    repeat: opt.Repeat = 0,
+    profile: opt.Profile = "",
     devices: Devices = "",
     slurm: Slurm = "",
     submit: Submit = "",
     shards: Shards = 0,
     shard: Shard = "",
-    debug: Debug = False,
-    as_json: Json = False,
-    markdown: Markdown = False,
-    browse: Open = False,
+    debug: opt.Debug = False,
+    as_json: opt.Json = False,
+    markdown: opt.Markdown = False,
+    browse: opt.Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     sharing = Sharing(devices, slurm, submit, shards)
@@ -85,13 +69,13 @@ def run(
     if resume:
         if repeat or profile:
             raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
-        refuse_beside_resume(context, FIXED_BY_RUN)
+        opt.refuse_beside_resume(context, FIXED_BY_RUN)
         early_start.start(device, 1, 1)
         from sparsebench.harness.shared_runs import sharing as shared
         from sparsebench.harness.shared_runs.shared_folder import is_shared
 
         if is_shared(resume):
-            refuse_beside_resume(context, FIXED_BY_PLAN)
+            opt.refuse_beside_resume(context, FIXED_BY_PLAN)
             from sparsebench.harness.run.measure import RunOptions
 
             with measuring() as show:
@@ -177,8 +161,8 @@ def _profiled(
         return profiler.under(profile, command, str(picked), data)
     code = 0
     for case in profiler.call_each(contests, picked, data, repeat):
-        stdout.say(case.said)
-        code = code if case.fine else SOME_FAILED
+        stdout.say(case.text)
+        code = code if case.ok else SOME_FAILED
     return code
 
 
@@ -201,7 +185,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     else:
         wide().print(Answer(measured, analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page, found=analysis)  # after the answer, which need not wait for the page
+    build(measured, page, analysis=analysis)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
     if browse:

@@ -1,7 +1,6 @@
-"""Which kernels run on a device, and why the others do not; nothing is built.
+"""Which kernels run on a device, and why the others do not; nothing is compiled.
 
-A kernel is asked about every problem that a packaged suite gives it, as a run would ask. It runs
-here if it supports one of them.
+A kernel runs here if it supports at least one of its problems in the packaged suites.
 """
 
 from collections import Counter
@@ -17,7 +16,7 @@ from sparsebench.harness.plan.suite import read
 
 @dataclass(frozen=True)
 class Probed:
-    """A kernel: how many cases it has, how many it supports here, why not most of the others."""
+    """A kernel: its cases, those supported here, and the most frequent reason for the others."""
 
     kernel: str
     cases: int
@@ -26,24 +25,24 @@ class Probed:
 
 
 def probe(device: torch.device) -> list[Probed]:
-    """Ask every kernel of the packaged suites that need no files, by name."""
-    asked, supported = Counter[str](), Counter[str]()
+    """Check every kernel of the packaged suites that need no files."""
+    cases, supported = Counter[str](), Counter[str]()
     reasons: dict[str, Counter[str]] = {}
     for name in sorted(suites()):
         try:
             contests = read(name).contests
-        except SuiteError:  # it takes its operands from files: --data
+        except SuiteError:  # its operands come from files below --data
             continue
         for contest in contests:
             for contender in contest.contenders:
                 kernel = contender.kernel
                 reason = unsupported(contest.problem, contender, device)
-                asked[kernel] += 1
+                cases[kernel] += 1
                 supported[kernel] += not reason
                 reasons.setdefault(kernel, Counter()).update([reason] if reason else [])
     return [
-        Probed(kernel, asked[kernel], supported[kernel], _most(reasons[kernel]))
-        for kernel in sorted(asked)
+        Probed(kernel, cases[kernel], supported[kernel], _most(reasons[kernel]))
+        for kernel in sorted(cases)
     ]
 
 

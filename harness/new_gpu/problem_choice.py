@@ -1,10 +1,11 @@
-"""Which problems of a screening decide: the best format of each shape, and the break-even points.
+"""The order of the screening, and the problems of it that decide.
 
-    winners       of each op and shape the problem at DECIDED sparsity, or at its sparsest
-    break-evens   of each contender that crosses the baseline: the two levels around the crossing
-    close ones    where winner and runner-up are nearest to each other
+    winners       the problem at DECIDED sparsity of each op and shape, or the sparsest
+    break-evens   for each contender that crosses the baseline, the two levels around the crossing
+    close races   where winner and runner-up are nearest to each other
 
-One process chooses; another run measures them anew, so that luck in the first is in no number.
+One process chooses; another run measures the chosen problems again, so that a lucky result of the
+first is in no number.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -21,9 +22,9 @@ DECIDED = 0.9  # the sparsity that block-sparse papers and this project's headli
 
 
 def deciding(cases: pd.DataFrame) -> dict[str, list[str]]:
-    """Return problem ids, the most decisive first, each with the cases to measure again.
+    """Return the ids of problems, most decisive first, with the cases to measure again.
 
-    Those are the winner and the runner-up, or the contender that breaks even there; the baseline is
+    These are the winner and the runner-up, or the contender that breaks even; the baseline is
     in every contest anyway.
     """
     raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
@@ -34,7 +35,7 @@ def deciding(cases: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def _best(raced: pd.DataFrame) -> Iterator[tuple[str, str]]:
-    """Yield winner and runner-up of one problem a shape."""
+    """Yield winner and runner-up of one problem for each shape."""
     for _, shape in raced.groupby(_shape(raced), sort=False, dropna=False):
         levels = shape.level.dropna().unique()
         nearest = min(levels, key=lambda level: (abs(level - DECIDED), level)) if len(levels) else 0

@@ -2,14 +2,14 @@
 
 schema: sparsebench/campaign@1
 title: Everything that is published
-replicates: 8                    # processes of an entry that says nothing else
-budget: 120m                     # of one GPU, for all of it: `campaign plan` holds it against that
+replicates: 8                    # processes of an entry that does not give its own
+budget: 120m                     # of one GPU for everything; `campaign plan` checks it
 entries:                         # each becomes a run DIR/NAME, in this order
-  - suite: quick                 # its name is that of the suite
+  - suite: quick                 # named after the suite
   - {name: sparsity-slow, suite: sparsity, only: kernel=cusparse_csr, replicates: 1}
-  - {suite: dlmc, data: dlmc}    # source files are in the folder dlmc of --data
+  - {suite: dlmc, data: dlmc}    # source files are in the folder dlmc below --data
   - {suite: decoder, energy: true}
-  - {confirm: quick, cases: 2}   # the largest speed-ups of that entry, alone; `only` chooses
+  - {confirm: quick, cases: 2}   # the largest speed-ups of that entry, alone; `only` selects
   - {reproduce: quick}           # with its choices, on another card of the kind
   - {name: quick-elsewhere, suite: quick, apart: quick}   # on another card, with its own search
   - claims: []                   # all claims, or those named, judged by every run above
@@ -19,12 +19,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparsebench._discovery import did_you_mean, documents
+from sparsebench._discovery import did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.duration import seconds
 from sparsebench.harness.plan.selection import only
@@ -59,27 +60,26 @@ class Entry(BaseModel):
 
     @property
     def of(self) -> str:
-        """Return the entry that it starts from; "" where it starts from none."""
+        """Return the entry that it confirms or reproduces, or ""."""
         return self.confirm or self.reproduce or ""
 
     @property
     def elsewhere(self) -> str:
-        """Return the entry whose cards measure no part of this one; "" where any card may."""
+        """Return the entry whose cards must not measure this one, or ""."""
         return self.reproduce or self.apart
 
     def read(self, data: Path | None) -> Suite:
-        """Return its suite; SuiteError where that cannot be had here."""
+        """Read its suite. Raises SuiteError."""
         assert self.suite
         return read(self.suite, self.folder(data))
 
     def readable(self, data: Path | None) -> bool:
-        """Say whether it has a suite that can be read here: with source files, if it takes any."""
+        """Return whether it has a suite whose source files, if any, are here."""
         folder = self.folder(data)
-        files = not self.data or (folder is not None and folder.is_dir())
-        return self.suite is not None and files
+        return bool(self.suite) and (not self.data or (folder is not None and folder.is_dir()))
 
     def folder(self, data: Path | None) -> Path | None:
-        """Return the folder of its source files, below --data."""
+        """Return the folder of its source files below --data."""
         return data / self.data if data and self.data else None
 
 
@@ -97,7 +97,7 @@ class CampaignFile(BaseModel):
 
 @dataclass(frozen=True)
 class Campaign:
-    """A campaign, read: every entry has a name and a number of processes."""
+    """A campaign whose entries all have a name and a number of processes."""
 
     where: str
     title: str
@@ -110,34 +110,32 @@ class Campaign:
         return [entry.name for entry in self.entries]
 
     def named(self, names: Sequence[str]) -> list[Entry]:
-        """Return the entries of these names, in the campaign's order; all of them without any."""
+        """Return the entries of these names in the campaign's order, or all without any."""
         for name in names:
             if name not in self.names:
-                known, hint = ", ".join(self.names), did_you_mean(name, self.names)
-                raise SuiteError(f"{self.where}: expected one of {known}; found {name!r}{hint}")
+                message = unknown("the name of an entry", name, self.names)
+                raise SuiteError(f"{self.where}: {message}")
         return [entry for entry in self.entries if not names or entry.name in names]
 
     def above(self, entry: Entry) -> list[Entry]:
-        """Return what has to be whole before an entry can begin."""
+        """Return the entries that have to be whole before an entry can begin."""
         if entry.kind == "claims":
             return [*self.entries[: self.names.index(entry.name)]]
         return [other for other in self.entries if other.name in (entry.of, entry.apart)]
 
 
-def campaigns() -> dict[str, Any]:
-    """Return the file of every campaign of the package by its name."""
+def campaigns() -> dict[str, Traversable]:
+    """Return the file of every campaign in the package, by name."""
     return documents("suites.campaigns")
 
 
 def campaign(name: str) -> Campaign:
-    """Read a campaign by name or by file; SuiteError says where and what is wrong."""
-    known = campaigns()
-    if name in known:
-        return _read(known[name].name, known[name].read_text("utf-8"))
+    """Read a campaign by name or from a file. Raises SuiteError with the place of an error."""
+    packaged = campaigns()
+    if name in packaged:
+        return _read(packaged[name].name, packaged[name].read_text("utf-8"))
     if not name.endswith((".yaml", ".yml")):
-        hint = did_you_mean(name, known)
-        found = f"found {name!r}{hint}"
-        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; {found}")
+        raise SuiteError(unknown("a file.yaml or a known campaign", name, packaged))
     return _read(name, files.text(Path(name), files.YAML_BYTES, SuiteError))
 
 
@@ -150,24 +148,23 @@ def _read(where: str, text: str) -> Campaign:
         if len(kinds) != 1:
             found = " and ".join(kinds) or "none"
             raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {found}")
-        entry = entry.model_copy(
-            update={
-                "name": entry.name or _name(entry),
-                "replicates": entry.replicates or written.replicates,
-            }
-        )
-        before = [other.name for other in entries]
-        if not NAME.fullmatch(entry.name) or entry.name in before:
-            expected = "a name of its own of a to z, 0 to 9 and -"
-            raise SuiteError(f"{place}: expected {expected}; found {entry.name!r}")
-        for name in filter(None, (entry.of, entry.apart)):
-            if name not in before:
-                found = f"found {name!r}{did_you_mean(name, before)}"
+        name, replicates = entry.name or _name(entry), entry.replicates or written.replicates
+        entry = entry.model_copy(update={"name": name, "replicates": replicates})
+        before = {other.name: other.kind for other in entries}
+        if not NAME.fullmatch(name) or name in before:
+            expected = "a unique name of a to z, 0 to 9 and -"
+            raise SuiteError(f"{place}: expected {expected}; found {name!r}")
+        for other in filter(None, (entry.of, entry.apart)):
+            if other not in before:
+                found = f"found {other!r}{did_you_mean(other, before)}"
                 raise SuiteError(f"{place}: expected an entry above it, {found}")
-            if entries[before.index(name)].kind == "claims":
-                raise SuiteError(f"{place}: expected the name of a run, found {name}, the claims")
+            if before[other] == "claims":
+                raise SuiteError(f"{place}: expected the name of a run, found {other}, the claims")
         if entry.suite and not entry.data:
-            _chooses(place, entry)
+            try:
+                only(entry.read(None).contests, entry.only)  # fails now, before any GPU time
+            except SuiteError as error:
+                raise SuiteError(f"{place}: {error}") from error
         entries.append(entry)
     return Campaign(where, written.title, seconds(f"{where}: budget", written.budget), entries)
 
@@ -178,11 +175,3 @@ def _name(entry: Entry) -> str:
     if entry.of:
         return f"{entry.of}-{'confirmed' if entry.confirm else 'again'}"
     return Path(str(entry.suite)).stem
-
-
-def _chooses(place: str, entry: Entry) -> None:
-    """Refuse a suite that is not there, and a selection of nothing: before any GPU time."""
-    try:
-        only(entry.read(None).contests, entry.only)
-    except SuiteError as error:
-        raise SuiteError(f"{place}: {error}") from error

@@ -238,4 +238,4 @@ class Sitting:
                 reproduce(self.out / entry.of, device, data, out, options, engine)
             case _:
                 runs = [self.out / e.name for e in self.campaign.above(entry)]
-                check(chosen(entry.claims or []), flags, runs, out, progress, engine)
+                check(chosen(entry.claims or []), flags, runs, out, options, engine)

@@ -1,13 +1,12 @@
-"""Runs that have parts of one plan, joined into one sealed run.
+"""Runs that hold parts of one plan, joined into one sealed run.
 
-    whole files ─> one suite, one set of flags ─> one kind of GPU, one code ─> no contest twice,
+    whole files ─> one suite, one set of flags ─> one kind of GPU, one code ─> each contest once,
     none missing ─> all rows, each with its GPU ─> environment with every GPU ─> sealed
 
 A contest is never split: all contenders of a problem in one process come from one run, and a run is
-of one GPU. A shard is one of the runs. Where processes of a problem ran on two GPUs, the report
-says so (reports/build.py).
+from one GPU. If processes of a problem ran on two GPUs, the report says so (reports/build.py).
 
-    environment.json   what all shards share; `devices`: of each GPU the rest, its host by number
+    environment.json   what all runs share; `devices` has the rest for each GPU, hosts by number
     run.json           `shards`: GPU, host and SHA-256 of the manifest of each run
 """
 
@@ -31,9 +30,14 @@ from sparsebench.results.consistency import check_consistency
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
-KEPT = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all
+KEPT = (
+    "suite",
+    "reproduces",
+    "confirms",
+    "choices",
+)  # of run.json, the same in all runs
 LOGS = "worker.log", "failures.log"
-OWN = "device", "data", "shard", "timeout_s"  # flags that parts of a plan may differ in
+OWN = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
 
 
 def merge(
@@ -44,11 +48,11 @@ def merge(
     plugins: bool = False,
     whole: bool = True,
 ) -> Path:
-    """Join runs into a new one at `out` and return it; nothing is written where that cannot be.
+    """Join runs into a new one at `out` and return it.
 
-    Raises ResultError for a run that is changed, of another suite, code or kind of GPU, and for
-    contests that are there twice or not at all. `plugins` allows the suite to import modules of
-    other packages. Unless the plan must be `whole`, what is missing makes the run `interrupted`.
+    `plugins` allows the suite to import modules of other packages. If the plan need not be `whole`,
+    missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
+    was changed, its suite, code or kind of GPU differs, or a contest is missing or there twice.
     """
     _each_run_once(paths)
     runs = [_opened(path) for path in paths]
@@ -86,14 +90,14 @@ def merge(
         for name in LOGS:
             logs = [run / name for run in paths if (run / name).exists()]
             if logs:
-                said = "".join(log.read_text("utf-8", "replace") for log in logs)
-                (fresh / name).write_text(said)
+                text = "".join(log.read_text("utf-8", "replace") for log in logs)
+                (fresh / name).write_text(text)
         bundle.seal_files(fresh, sorted(bundle.REQUIRED))
     return out
 
 
 def _each_run_once(paths: Iterable[Path]) -> None:
-    """Refuse a bundle that is given twice, under one name or two."""
+    """Raise ResultError for a bundle that is given twice, even under two names."""
     seen: dict[str, Path] = {}
     for path in paths:
         if (identity := bundle.identity(path)) in seen:
@@ -105,13 +109,12 @@ def _opened(path: Path) -> Run:
     bundle.verify(path)
     run = store.read(path)
     if run.state.get("shards"):
-        expected = "a run of one GPU"
-        raise ResultError(f"{path}: expected {expected}, found one that is merged already")
+        raise ResultError(f"{path}: expected a run of one GPU, found a merged one")
     return run
 
 
 def _of_one_plan(first: Run, other: Run) -> None:
-    """Refuse runs that are not parts of one plan; ResultError names the first difference."""
+    """Raise ResultError with the first difference of runs that are not of one plan."""
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
         raise ResultError(f"{other.path}: expected the suite of {first.path}, found another")
     require_equal_facts(
@@ -120,8 +123,9 @@ def _of_one_plan(first: Run, other: Run) -> None:
     for name in ("flags", *KEPT[1:]):
         expected, found = (_compared(run.state.get(name)) for run in (first, other))
         if expected != found:
-            said = f"{name} {expected} as in {first.path}"
-            raise ResultError(f"{other.path}: expected {said}, found {found}")
+            raise ResultError(
+                f"{other.path}: expected {name} {expected} as in {first.path}, found {found}"
+            )
     expected, found = ((run.path / bundle.LOCK).read_text() for run in (first, other))
     if expected != found:
         both = zip(expected.splitlines(), found.splitlines(), strict=False)
@@ -136,7 +140,7 @@ def _compared(value: Any) -> Any:
 
 
 def _each_contest_once(runs: Iterable[Run]) -> None:
-    """Refuse a contest that two runs have: a shard that is given twice."""
+    """Raise ResultError for a contest that two runs have."""
     seen: dict[tuple[int, str], Run] = {}
     for run in runs:
         rows = [*run.reference, *run.rows]
@@ -148,7 +152,7 @@ def _each_contest_once(runs: Iterable[Run]) -> None:
 
 
 def _readable(paths: Iterable[Path]) -> None:
-    """Refuse more rows than a run may have: nobody could read it."""
+    """Raise ResultError for more rows than a run may have to be readable."""
     count = sum(len(bundle.content(path, bundle.ROWS)) for path in paths)
     if count > files.ROWS_BYTES:
         limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
@@ -156,18 +160,21 @@ def _readable(paths: Iterable[Path]) -> None:
 
 
 def _joined(runs: Sequence[Run], out: Path) -> Run:
-    """Return the merged run as it would be read."""
+    """Return the merged run as it will be read."""
     hosts = {host: number for number, host in enumerate(dict.fromkeys(map(_host, runs)), start=1)}
+    common = _shared([run.environment for run in runs])
     devices: dict[str, dict[str, Any]] = {}
     shards = []
     for run in runs:
         device = device_id(run.environment)
         host = hosts[_host(run)]
-        devices.setdefault(device, {"uuid": device, "host": host, **_own(run, runs)})
+        devices.setdefault(
+            device, {"uuid": device, "host": host, **_without(run.environment, common)}
+        )
         manifest = bundle.identity(run.path)
         shards.append({"device": device, "host": host, "manifest_sha256": manifest})
     environment = {
-        **_shared([run.environment for run in runs]),
+        **common,
         "ceilings": _highest([run.environment["ceilings"] for run in runs]),
         "devices": list(devices.values()),
     }
@@ -183,7 +190,7 @@ def _joined(runs: Sequence[Run], out: Path) -> Run:
 
 
 def _state(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what run.json says: seconds are of all GPUs together, `wall_s` is between the ends."""
+    """Return run.json: `seconds` of all GPUs, and `wall_s` from the first start to the last end."""
     first = runs[0].state
     began = [datetime.fromisoformat(run.state["started"]) for run in runs]
     taken = [timedelta(seconds=run.state["seconds"]) for run in runs]
@@ -209,7 +216,7 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _missing(joined: Run, suite: Suite) -> list[tuple[int, str]]:
-    """Return the contests, process and problem, that no run has."""
+    """Return the contests that no run has, as process and problem."""
     flags = joined.state["flags"]
     asked = planned(suite, flags["device"], flags["only"])
     found = {(row.replicate, row.case.problem.id) for row in [*joined.reference, *joined.rows]}
@@ -218,7 +225,7 @@ def _missing(joined: Run, suite: Suite) -> list[tuple[int, str]]:
 
 
 def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], joined: Run) -> str:
-    """Say what is missing, by shard where runs have the numbers of theirs."""
+    """Return the error for missing contests, with the missing shards if runs have numbers."""
     shards = {str(run.state["flags"].get("shard", "")) for run in runs} - {""}
     of = {int(shard.partition("/")[2]) for shard in shards}
     lost = [f"{n}/{max(of)}" for n in range(1, max(of, default=0) + 1)]
@@ -236,7 +243,7 @@ def _host(run: Run) -> str:
 
 
 def _shared(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the facts that all have in common, at every depth."""
+    """Return the facts that all environments have in common, at every depth."""
     first, *others = environments
     found: dict[str, Any] = {}
     for name, value in first.items():
@@ -248,35 +255,29 @@ def _shared(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _own(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the facts of a run that not all have in common."""
-    common = _shared([other.environment for other in runs])
-    return _without(run.environment, common)
-
-
 def _without(facts: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    """Return the facts that are not common to all."""
+    rest = {}
     for name, value in facts.items():
         if name not in common:
-            found[name] = value
+            rest[name] = value
         elif isinstance(value, Mapping) and value != common[name]:
-            found[name] = _without(value, common[name])
-    return found
+            rest[name] = _without(value, common[name])
+    return rest
 
 
 def _highest(ceilings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the highest ceilings of several GPUs: a bound of their rows is no lower than this."""
-    known = [Ceilings.from_json(each) for each in ceilings]
-    first = known[0]
-    names = {name for each in known for name in each.matrix_tflops}
-    written = [each.write_gb_per_s for each in known if each.write_gb_per_s is not None]
+    """Return the highest ceilings of several GPUs, which bound the rows of each of them."""
+    every = [Ceilings.from_json(each) for each in ceilings]
+    names = sorted({name for each in every for name in each.matrix_tflops})
+    written = [each.write_gb_per_s for each in every if each.write_gb_per_s is not None]
     highest = replace(
-        first,
-        read_gb_per_s=max(each.read_gb_per_s for each in known),
-        copy_gb_per_s=max(each.copy_gb_per_s for each in known),
+        every[0],
+        read_gb_per_s=max(each.read_gb_per_s for each in every),
+        copy_gb_per_s=max(each.copy_gb_per_s for each in every),
         write_gb_per_s=max(written) if written else None,
-        matrix_tflops={n: max(e.matrix_tflops.get(n, 0.0) for e in known) for n in sorted(names)},
-        launch_us=min(each.launch_us for each in known),
-        age_s=max(each.age_s for each in known),
+        matrix_tflops={n: max(e.matrix_tflops.get(n, 0.0) for e in every) for n in names},
+        launch_us=min(each.launch_us for each in every),
+        age_s=max(each.age_s for each in every),
     )
     return asdict(highest)

@@ -15,8 +15,8 @@
 //   at piece p ^ r % 8        in rows of 128 bytes,
 //   at piece p ^ r / 2 % 4    in rows of 64 bytes,
 //   at piece p ^ r / 4 % 2    in rows of 32 bytes.
-// So the eight rows that a tensor core reads at once lie in different banks. A tile starts where
-// the pattern repeats: at a multiple of 1024, 512 or 256 bytes.
+// So the eight rows that a tensor core reads at once lie in different banks. A tile starts at a
+// multiple of 1024, 512 or 256 bytes, where the pattern repeats.
 //
 // Macros: FP16=0|1 (0 is bf16). WATCHDOG=1 ends a kernel that hangs, and prints where it waited.
 // Source: PTX ISA 9.0, mbarrier, cp.async.bulk.tensor, wgmma; CUTLASS 4, include/cute/arch.
@@ -79,7 +79,7 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int colum
                "[%0], [%1, {%3, %4}], [%2];"
                :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
 }
-// With an L2 policy: what is to go first, what last.
+// With an L2 policy, which says what is evicted first or last.
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row,
                                          u32 barrier, u64 policy) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -109,7 +109,7 @@ POLICY(evict_last)
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
 }
-// Into every CTA of the mask `ctas`, at the same address, counted by each CTA's own barrier.
+// Load into every CTA of the mask `ctas`, at the same address, counted by each CTA's barrier.
 __device__ __forceinline__ void tma_load_multicast(unsigned short ctas, u32 to,
                                                    const TensorMap* map, int column, int row,
                                                    u32 barrier) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void fence_proxy_async() {
 }
 
 // ---- programmatic dependent launch ----
-// A kernel that is launched early (Loaded.early) starts when the kernel before it in the stream
+// A kernel that is launched early (Loaded.early) starts when its predecessor in the stream
 // calls launch_dependent_grids, or ends. It reads and writes memory that other kernels use only
 // after wait_on_dependent_grids.
 
@@ -168,7 +168,7 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-__device__ __forceinline__ void cluster_sync_relaxed() {  // and has nothing to show
+__device__ __forceinline__ void cluster_sync_relaxed() {  // without writes to publish
   cluster_arrive_relaxed();
   cluster_wait();
 }
@@ -186,7 +186,7 @@ __device__ __forceinline__ void st_async(u32 to, float4 v, u32 barrier) {
                :: "r"(to), "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// In four neighbouring lanes, word t of lane q goes to word q of lane t. wgmma leaves a lane two of
+// In four neighbouring lanes, word t of lane q goes to word q of lane t. wgmma gives a lane two of
 // each eight columns; after the transpose a lane has eight columns of one row, 16 bytes to store.
 __device__ __forceinline__ void quad_transpose(u32 (&words)[4]) {
   #pragma unroll
@@ -204,7 +204,7 @@ __device__ __forceinline__ void quad_transpose(u32 (&words)[4]) {
 
 // ---- wgmma ----
 // A thread holds N / 2 sums, and the instruction names each register: WGMMA(64, a, b, 0, 0) adds to
-// `float d[32]`. The last two arguments are 1 where A or B is transposed (read by columns).
+// `float d[32]`. The last two arguments are 1 if A or B is transposed (read by columns).
 
 #if FP16
 #define TYPE "f16"

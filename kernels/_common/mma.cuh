@@ -1,5 +1,5 @@
 // Device functions of the kernels that use mma (compute capability 8.0 and newer): one PTX
-// instruction each, under its name. Define TYPE, "f16" or "bf16", first. Macro: FP16=0|1.
+// instruction each, with its name. Define TYPE, "f16" or "bf16", first. Macro: FP16=0|1.
 // Source: PTX ISA 9.0, mma.m16n8k16, mma.m16n8k8, ldmatrix, movmatrix, cp.async.
 
 #pragma once
@@ -17,7 +17,7 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&v)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");
 }
-// The same, transposed: of each matrix, lane l gets column l / 4 of rows 2 (l % 4) and the next.
+// The same, transposed: lane l gets column l / 4 of rows 2 (l % 4) and the next of each matrix.
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&v)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address) : "memory");

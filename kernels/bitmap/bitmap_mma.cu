@@ -1,8 +1,8 @@
 // Y[m, n] = X[m, k] @ W[n, k].T, W with zeros anywhere (formats/bitmap.py), for few tokens.
-// W is loaded as records, and decoded into the registers of the tensor core (mma.sync).
+// W is loaded as records and decoded into the registers of the tensor core (mma.sync).
 //
-//   A CTA has some rows of tiles of W, 16 features each: ROW_WARPS x GROUP of them at a time. Its
-//   warps are ROW_WARPS x PARTS, and one that loads X. The PARTS share k: part p has the tiles p,
+//   A CTA has some rows of tiles of W, 16 features each: ROW_WARPS x GROUP of them at a time. It has
+//   ROW_WARPS x PARTS warps and one that loads X. The PARTS divide k: part p has the tiles p,
 //   p + PARTS, ... With GROUP = 1, ROW_WARPS = 3, PARTS = 2:
 //
 //        W                                                X.T
@@ -15,34 +15,33 @@
 //        | warp 2 | warp 5 | ...                          | ...  |
 //        +--------+--------+- ...                         +------+
 //
-//   Records: each warp has a ring of STAGES x GROUP of its own, which its own lanes fill by bulk
-//   copies. At the end parts 1 and on give their sums to part 0, by shared memory, always added in
-//   the same order: equal inputs give equal bits.
+//   Each warp has a ring of STAGES x GROUP records, which its own lanes fill by bulk copies. At the
+//   end parts 1 and on give their sums to part 0 through shared memory, always added in the same
+//   order, so equal inputs give equal bits.
 //
-//   With SPLIT CTAs in a cluster, all of the same rows, these share k first: CTA c has parts c PARTS
-//   to c PARTS + PARTS - 1 of SPLIT x PARTS. It reads so much less of X. At the end CTA 0 gets the
-//   others' sums, by st_async, and adds them in order. Then a CTA has one block of rows alone.
+//   With SPLIT the CTAs of a cluster have the same rows and divide k first: CTA c has parts c PARTS
+//   to c PARTS + PARTS - 1 of SPLIT x PARTS, so it reads 1 / SPLIT of X. At the end CTA 0 receives
+//   the sums of the others by st_async and adds them in order. A CTA then has one block of rows.
 //
 // W is operand A: 16 features x 16 columns of k. Lane 4 g + q holds rows g and g + 8. Its columns
-// are 8 q .. 8 q + 7 of each strip of 32, four of them an instruction: so it reads its own part of
-// X.T as 8 columns of token g. (The order of k within an instruction is free.)
+// are 8 q .. 8 q + 7 of each strip of 32, four of them per instruction, so it reads its part of X.T
+// as 8 columns of token g. (The order of k within an instruction is free.)
 //
-// The decode, of 4 elements of a row, which are two registers of A:
+// The decode of 4 elements of a row, which are two registers of A:
 //
-//     bits 4 ──> entry (shared memory, 16 x 8 bytes) ── how many, two selectors, is it full
+//     bits 4 ──> entry (shared memory, 16 x 8 bytes) ── count, two selectors, is it full
 //     position ──> three words of the lane's stream (its own bank) ── shift ──> 4 values, W0 W1
 //     not full: the last value becomes zero      a = prmt(W0, W1, selector)
 //
-// Fewer than 4 elements never need the last value, so it is free to be the zero. The position then
-// moves on by how many. Lanes drift apart, and still no two read the same bank.
+// Fewer than 4 elements never need the last value, so it can be the zero. The position then advances
+// by the count. Lanes drift apart, but no two read the same bank.
 //
-// Before that, each lane copies its tail, what its stream has beyond the words that lie side by
-// side, below these words: then word j of a lane is at row j.
+// Before that, each lane copies its tail, the part of its stream after the words that lie side by
+// side, below these words, so that word j of a lane is at row j.
 //
 // Macros from bitmap_mma.py: TOKENS=8|16|32|64, GROUP, ROW_WARPS, PARTS, STAGES, X_STAGES, SPLIT,
-// TABLE=0|1 (the decode without it is described below),
-// VALUE_BYTES=2|1, FP16=0|1: what the tensor core multiplies (0 is bf16); 1 where W is fp8, whose Y
-// is bf16.
+// TABLE=0|1 (the decode without a table is described below), VALUE_BYTES=2|1, and FP16=0|1, the type
+// that the tensor core multiplies (0 is bf16; 1 also for fp8, whose Y is bf16).
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -57,8 +56,8 @@ constexpr int TABLE_BYTES = 128, BARRIERS = WARPS * STAGES + 2 * X_STAGES + 1;
 constexpr int BARRIER_BYTES = (8 * BARRIERS + 15) / 16 * 16;
 constexpr int OF_PART = ROW_WARPS * GROUP * NB * 32;  // sums of a part, of 16 bytes
 constexpr int CLUSTER_BYTES = (SPLIT - 1) * OF_PART * 16;
-// Rows of X, apart by a quarter or a half more than a multiple of 128 bytes: lanes that read together
-// hit all banks.
+// The pitch of rows of X is a multiple of 128 bytes plus a quarter or a half of that, so that lanes
+// that read together hit all banks.
 constexpr int X_ROW = COLUMNS * VALUE_BYTES, X_STEP = X_ROW + 32 * VALUE_BYTES;
 #if VALUE_BYTES == 2
 using Piece = uint4;  // 8 columns of X
@@ -66,8 +65,8 @@ using Piece = uint4;  // 8 columns of X
 using Piece = uint2;
 #endif
 
-// `tiles` along k. `workers`, CTAs or clusters, share the rows of tiles; so many more have the next
-// TOKENS tokens.
+// `tiles` along k. `workers`, CTAs or clusters, divide the rows of tiles; as many more workers have
+// the next TOKENS tokens.
 struct Weights { const char* records; const int* offsets; int row_tiles, tiles, workers; };
 struct Activations { const char* x; u64 stride; int m, k; };  // bytes of a row
 
@@ -105,8 +104,8 @@ __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
   return v;
 }
-// The upper half as the lower one. The sum is exact: the halves are selectors, which are finite and
-// normal as fp16. A shift would take the integer pipe.
+// Move the upper half to the lower one. The sum is exact, because the halves are selectors, which
+// are finite and normal as fp16. A shift would use the integer pipe.
 __device__ __forceinline__ u32 upper_half(u32 v) {
   u32 upper;
   asm("{\n.reg .b16 l, h;\n.reg .b32 t;\nmov.b32 {l, h}, %1;\nmov.b32 t, {h, h};\n"
@@ -152,11 +151,11 @@ struct Stream { u32 base, position; };
 
 // ---- the table: for the 4 bits of 4 elements ----
 //
-//     16 bits   16 x how many elements << 16 | selector of elements 0 and 1
-//               0xffff << 16 if all four     | selector of elements 2 and 3
-//     8 bits    8 x how many elements << 16  | selector of all four
+//     16 bits   16 x number of elements << 16 | selector of elements 0 and 1
+//               0xffff << 16 if all four      | selector of elements 2 and 3
+//     8 bits    8 x number of elements << 16  | selector of all four
 //
-// A selector names bytes: in 16 bits of four values, in 8 bits of four values and of a zero. Of an
+// A selector names bytes: in 16 bits of four values, in 8 bits of four values and of a zero. For an
 // element that is zero it names value 3, which is not needed then, or the zero.
 
 #if VALUE_BYTES == 2
@@ -218,19 +217,19 @@ __device__ __forceinline__ void decode(u32 (&a)[4], Stream& s, const Word& word,
 
 #else
 
-// Without a table. Byte `at` of a word has the bits of an instruction: 4 elements of row g, then 4 of
-// row g + 8. A population count finds the value that follows a boundary P among them. What is before P
-// is counted from P back, what is behind it from P on: so two elements of a register depend on their
-// own two bits alone, and on how many values are between them and P.
+// Without a table. Byte `at` of a word has the bits of an instruction: 4 elements of row g, then 4
+// of row g + 8. A population count finds the value after a boundary P among them. Values before P
+// are counted backwards from P and values after it forwards, so the two elements of a register
+// depend only on their own two bits and on the number of values between them and P.
 //
 //     16 bits   values v[-4] .. v[3] around P, five words and four shifts:  F' N' | N F
 //               a pair beside P   prmt(N, 0, selector)
-//               the pair beyond   prmt(prmt(N and F, by how many the first has), 0, selector)
+//               the pair beyond   prmt(prmt(N and F, by the count of the first), 0, selector)
 //     8 bits    P is in the middle of each 4 elements:  v[-2] v[-1] | v[0] v[1]
 //               all four          prmt(two words, shifted, 0, selector)
 //
-// A permute is a table of eight bytes, too, which four nibbles index at once: it makes the selectors,
-// two bytes each, of nibbles 0 b1 b0 and 1 b1 b0, or 0 b1 b0 and 1 b3 b2.
+// A permute is also a table of eight bytes that four nibbles index at once. It makes the selectors,
+// two bytes each, from nibbles 0 b1 b0 and 1 b1 b0, or 0 b1 b0 and 1 b3 b2.
 
 __device__ __forceinline__ Stream stream_at(u32 base) {
   return {base, VALUE_BYTES == 2 ? 0u : -16u};  // in 8 bits a window begins two values before P
@@ -296,7 +295,7 @@ __device__ __forceinline__ void decode(u32 (&a)[4], Stream& s, const Word& word,
 }
 #endif
 
-// Put the lane's tail below the words that lie side by side. Returns the lane's word 0.
+// Copy the lane's tail below the words that lie side by side. Returns the address of word 0.
 __device__ __forceinline__ u32 join_tail(u32 record) {
   constexpr int AT_ONCE = 4;
   const int lane = threadIdx.x % 32;
@@ -306,7 +305,7 @@ __device__ __forceinline__ u32 join_tail(u32 record) {
   const u32 words = record + WORDS_AT + ((all + 3) / 4 * 16) + 4 * lane;
   u32 to = words + 128 * full, from = record + WORDS_AT + 4 * begin;
   for (int left = end - begin; left > 0; left -= AT_ONCE, from += 4 * AT_ONCE) {
-    u32 v[AT_ONCE];  // what is beyond the tail is overwritten, or never selected
+    u32 v[AT_ONCE];  // words past the tail are overwritten or never selected
     #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) v[i] = load_32(from + 4 * i);
     #pragma unroll
@@ -339,7 +338,7 @@ __device__ __forceinline__ Range rows_of(int worker, const Weights& w) {
 
 // A warp's ring of items, each GROUP records in slots of `room` bytes. Lanes load in turn: lane l
 // loads record l % GROUP of every (32 / GROUP)th item from l / GROUP on, whose offsets it holds. So
-// the first 32 / GROUP items wait for memory once, not one after the other.
+// the first 32 / GROUP items wait for memory at the same time.
 struct Loader {
   static constexpr int TURNS = 32 / GROUP;
   u32 slots, barriers;
@@ -376,9 +375,9 @@ struct Loader {
   }
 };
 
-// The warp of X: all steps of all blocks, into a ring that the other warps empty together. A warp's
-// instruction copies a row of a tile, 32 pieces of 16 bytes, or two in fp8. (Bulk copies of 512 bytes
-// took 75 clocks each.) Beyond the end of X it writes zeros: W's zeros meet them.
+// The warp that loads X: all steps of all blocks, into a ring that the other warps empty together.
+// One instruction of the warp copies a row of a tile, 32 pieces of 16 bytes, or two rows in fp8.
+// (Bulk copies of 512 bytes took 75 clocks each.) Past the end of X it writes zeros.
 __device__ __forceinline__ void load_x(const Activations& x, int total, int first_part, int first,
                                        int tokens, int steps, u32 ring, u32 full) {
   constexpr int PIECES = X_ROW / 16, AT_ONCE = 32 / PIECES;
@@ -400,7 +399,7 @@ __device__ __forceinline__ void load_x(const Activations& x, int total, int firs
     cp_async_arrive(full + 8 * stage);
     if (++stage == X_STAGES) stage = 0, parity ^= 1;
   }
-  cp_async_commit();  // no thread ends before its copies
+  cp_async_commit();  // no thread may end before its copies
   cp_async_wait<0>();
 }
 
@@ -457,10 +456,10 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
     return load_x(x, steps, rank * PARTS, first, tokens, blocks * steps, x_ring, x_full);
   }
   for (int i = 0; i < STAGES; i++) loader.load(w);
-  if (SPLIT > 1) cluster_sync_relaxed();  // all have their mbarriers
+  if (SPLIT > 1) cluster_sync_relaxed();  // all mbarriers are initialised
   const u32 x_at = x_ring + (part * tokens + lane / 4) * X_STEP + lane % 4 * 8 * VALUE_BYTES;
-  // A lane's part of X. Beyond the last token it is of another token: its sums are not written. With
-  // many sums two instructions are decoded ahead, and little of X is kept: registers.
+  // A lane's part of X. Past the last token it reads another token, whose sums are not written. With
+  // many sums two instructions are decoded ahead, and little of X is kept, to save registers.
   constexpr int AHEAD = NB * GROUP > 8 ? 2 : 1, B_KEPT = AHEAD == 2 ? 2 : NB;
   uint4 b[B_KEPT] = {};
   int stage = 0, parity = 0, x_stage = 0, x_parity = 0;

@@ -1,4 +1,4 @@
-"""The launch of bsr_wgrad and bsr_triton_wgrad: a kernel writes blocks, the output is a matrix."""
+"""The launch of a weight gradient: the kernel writes blocks, and the output is a matrix."""
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ class Gradient:
     matrix: Bsr = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the matrix once: the kernel writes into the same blocks in every launch."""
+        """Build the matrix once: the kernel writes into the same blocks in every launch."""
         object.__setattr__(self, "matrix", replace(self.pattern, values=self.kernel.out))
 
     def __call__(self) -> Bsr:

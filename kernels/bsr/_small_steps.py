@@ -1,4 +1,4 @@
-"""Decides for bsr_small.cu which block rows are multiplied together, and in what steps.
+"""Decide for bsr_small.cu which block rows are multiplied together, and in which steps.
 
     row     a block row of W (a block column, for dX): 16 or 32 features of Y
     unit    32 features: a row of 32, or two of 16, so that Y is written in rows of 64 bytes
@@ -7,16 +7,16 @@
     strip   32 columns of X, the depth of the products
     step    up to four strips, and all blocks of the group there; it fills one stage
     share   the blocks of a step in the rows of one warpgroup
-    place   where in the strips of a step a block is: 0 to 7 for blocks of 16, 0 to 3 for 32
+    place   position of a block in the strips of a step: 0 to 7 for blocks of 16, 0 to 3 for 32
 
         strips     0   1   2   3   4        a step: strips 0, 1 and 3 (2 and 4 are not touched)
         row 0      #.  ..  ..  .#  ..         row 0: places 0 and 5
         row 1      ..  .#  ..  ##  ..         row 1: places 3, 4 and 5
 
-A strip costs 64 bytes a token, however many rows use it, and these loads are the limit. So a
-group begins with the unit of most strips, and the unit that adds the fewest joins it. For uniform
-random blocks, n = k = 4096, groups of 256 features touch this part of the strips (in brackets:
-groups in the order of W):
+A strip costs 64 bytes per token, however many rows use it, and these loads are the bottleneck. So a
+group starts with the unit that has the most strips, and repeatedly adds the unit that needs the
+fewest new ones. For uniform random blocks, n = k = 4096, groups of 256 features touch this part of
+the strips (in brackets: groups in the order of W):
 
     blocks of 32    80 %: 0.72 (0.83)    90 %: 0.46 (0.57)    95 %: 0.24 (0.31)
     blocks of 16    90 %: 0.89 (0.96)    95 %: 0.70 (0.81)    98 %: 0.37 (0.48)
@@ -35,26 +35,26 @@ from sparsebench.kernels.bsr._wgmma_pairs import checked
 
 STRIP, STRIPS = 32, 4  # columns of X in a strip; strips in a step
 UNIT = 32  # features
-ROOMS = 5, 12, 24  # KB of blocks in a step: six, five or four stages with 32 KB of X
-SHARE = 64 // 3  # blocks of a share, at most: 3 bits each in 64
+ROOMS = 5, 12, 24  # KB of blocks in a step: 6, 5 or 4 stages with 32 KB of X
+SHARE = 64 // 3  # blocks of a share at most: 3 bits each in 64
 NO_STRIP = 0xFFFF
 READ_AHEAD = 64  # steps past the end, which producers read but do not use
 LAST, END = 1 << 8, 1 << 9  # flags of a step: the last of an item, of a worker
 
 # The cost of a step (handing over a stage) and of an item (storing 256 x 128 of Y), in bytes that
-# TMA loads in that time (67 B/ns an SM). Measured, roughly.
+# TMA loads in that time (67 B/ns per SM). Rough measurements.
 HAND_OVER, STORING = 4_000, 40_000
 
 
 @dataclass(frozen=True)
 class Lists:
-    """What a CTA does for each group, for any token.
+    """The work of a CTA for each group, for any token.
 
-    units   int32 [groups, features / 32]: numbers of units; -1 where there is none
-    first   [groups + 1]: first step of each group, which has at least one; it may load nothing
-    steps   int32 [steps, 2 + warpgroups, 4]: struct Step, still without token and flags
+    units   int32 [groups, features / 32]: numbers of units, or -1
+    first   [groups + 1]: first step of each group; each has at least one, which may load nothing
+    steps   int32 [steps, 2 + warpgroups, 4]: struct Step without token and flags
     order   [blocks]: the stored block at each position of the packed W
-    strips  [groups]: strips that are loaded;  blocks  [groups]: likewise
+    strips, blocks  [groups]: how many are loaded
     room    KB of blocks that a step holds at most
     """
 
@@ -67,7 +67,7 @@ class Lists:
     room: int
 
     def costs(self, rows: int, block: int) -> Ints:
-        """Return what each group costs a CTA for a tile of `rows` of X, in bytes of loads."""
+        """Return the cost of each group for a tile of `rows` of X, in bytes of loads."""
         loads = self.strips * (rows * STRIP * 2) + self.blocks * (2 * block * block)
         costs: Ints = loads + HAND_OVER * np.diff(self.first) + STORING
         return costs
@@ -77,14 +77,15 @@ class Lists:
 class Layout:
     """How a kernel holds the blocks of a step.
 
-    rows        block rows of a group;  warpgroups: they share them evenly
-    unit        block rows that stay together, neighbours in W
-    across      blocks side by side in a strip
-    strips      in a step, at most
-    block_bytes of a block of W
-    rooms       KB of blocks that a step may hold
-    parity      a place is twice the strip's, and 1 in an odd column
-    groups      at least; with as few as hold all rows, the last round of items may be short
+    rows         block rows of a group
+    warpgroups   share the rows evenly
+    unit         neighbouring block rows that stay together
+    across       blocks side by side in a strip
+    strips       in a step, at most
+    block_bytes  of a block of W
+    rooms        KB of blocks that a step may hold
+    parity       a place is twice the strip's, plus 1 in an odd column
+    groups       at least; if there are no more than hold all rows, the last round may be short
     """
 
     rows: int
@@ -112,13 +113,13 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
 
 
 def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: Layout) -> Lists:
-    """Return the lists of blocks in row `owner` and column `depth`, of so many units and strips."""
+    """Return the lists for blocks in rows `owner` and columns `depth`."""
     warpgroups, across, unit_rows = layout.warpgroups, layout.across, layout.unit
     height = layout.rows // warpgroups
     strip, half = np.divmod(depth, across)
     unit, within = np.divmod(owner, unit_rows)
     united = _united(unit, strip, units, strips, layout.rows // unit_rows, layout.groups)
-    # Neighbours in a group share strips: one goes to each warpgroup, so that none waits.
+    # Neighbours in a group share strips. Each goes to another warpgroup, so that none waits.
     united = united.reshape(len(united), -1, warpgroups).swapaxes(1, 2).reshape(len(united), -1)
     group, seat = np.empty((2, united.max() + 1), np.int64)
     group[united[united >= 0]], seat[united[united >= 0]] = np.nonzero(united >= 0)
@@ -156,7 +157,7 @@ def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: Layout) ->
 
 
 def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
-    """Return the steps, worker by worker, and where each worker's start.
+    """Return the steps, worker by worker, and the first step of each worker.
 
     int32 [steps + READ_AHEAD, 2 + warpgroups, 4] and [workers + 1]. The steps cover every group
     and every tile of tokens.
@@ -165,7 +166,7 @@ def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[I
 
 
 def worked(lists: Lists, costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints]:
-    """Return the steps and bounds of `work` for groups of other costs."""
+    """Return the steps and bounds of `work` for groups with these costs."""
     group, token, starts = assigned(costs, m, tokens, workers)
     lengths = np.diff(lists.first)[group]
     ends = lengths.cumsum()
@@ -182,7 +183,7 @@ def worked(lists: Lists, costs: Ints, m: int, tokens: int, workers: int) -> tupl
 def cut(w: Bsr, side: int, depth: int | None = None) -> Bsr:
     """Return the matrix in blocks of `side` rows, a divisor of r, and `depth` columns, one of c.
 
-    Square blocks unless `depth` is given. The part of an edge block outside of W is dropped.
+    Blocks are square unless `depth` is given. The part of an edge block outside W is dropped.
     """
     (r, c), (n, k), depth = w.block, w.shape, depth or side
     down, across = r // side, c // depth
@@ -202,22 +203,22 @@ def cut(w: Bsr, side: int, depth: int | None = None) -> Bsr:
 
 
 def swizzle(block: int) -> Ints:
-    """Return the order of the 16-byte pieces of a block [block, block] that TMA would write."""
+    """Return the order in which TMA would write the 16-byte pieces of a block [block, block]."""
     row, piece = np.ogrid[:block, : block // 8]
     pieces: Ints = row * (block // 8) + (piece ^ row // (64 // block) % (block // 8))
     return pieces.reshape(-1)
 
 
 def sources(order: Tensor, pieces: Tensor) -> Tensor:
-    """Return, for each 16-byte piece of the packed W, its number among those of the values: int32.
+    """Return the position in the values of each 16-byte piece of the packed W: int32.
 
-    Blocks come in the order of the steps, the pieces of a block in the order of `swizzle`.
+    Blocks are in the order of the steps, and the pieces of a block in the order of `swizzle`.
     """
     return (order[:, None] * len(pieces) + pieces).flatten().int()
 
 
 def gathered(values: Tensor, source: Tensor) -> Tensor:
-    """Return the blocks packed by `sources`; one block of zeros where W stores none."""
+    """Return the blocks packed by `sources`; one block of zeros if W stores none."""
     blocks, r, c = values.shape
     if not blocks:
         return values.new_zeros(1, r, c)
@@ -227,10 +228,10 @@ def gathered(values: Tensor, source: Tensor) -> Tensor:
 
 
 def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int, groups: int) -> Ints:
-    """Group the units by the strips that they share: [groups, size], -1 where there is none.
+    """Group the units by the strips that they share: [groups, size], filled up with -1.
 
-    A group has at most `size`, and all have as many, give or take one. It begins with the unit of
-    most strips. The unit that adds the fewest joins it, again and again.
+    A group has at most `size` units, and sizes differ by at most one. It starts with the unit that
+    has the most strips, and repeatedly adds the unit that needs the fewest new ones.
     """
     groups = max(groups, -(-units // size))
     touched = np.zeros((units, strips), np.bool_)
@@ -248,13 +249,13 @@ def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int, groups:
 
 
 def _room(there: Ints, layout: Layout) -> int:
-    """Return the least room that holds the blocks of any strip, and of 1.25 mean steps.
+    """Return the smallest room that holds the blocks of any strip and of 1.25 mean steps.
 
     `there` counts blocks by group and strip.
     """
     mean = there.sum() / max(np.count_nonzero(there), 1) * layout.strips
-    wanted = max(int(there.max()), 1.25 * mean) * layout.block_bytes / 1024
-    return next((room for room in layout.rooms if room >= wanted), layout.rooms[-1])
+    needed = max(int(there.max()), 1.25 * mean) * layout.block_bytes / 1024
+    return next((room for room in layout.rooms if room >= needed), layout.rooms[-1])
 
 
 def _steps(there: Ints, most: int, strips: int) -> tuple[Ints, Ints, Ints]:

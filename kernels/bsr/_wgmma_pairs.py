@@ -1,4 +1,4 @@
-"""Decides for bsr_wgmma.cu which 64 rows of W are multiplied together, and over which columns.
+"""Decide for bsr_wgmma.cu which 64 rows of W are multiplied together, and over which columns.
 
     slice   64 rows of W (for dX, 64 columns); its 64 x 64 tiles lie in one block row
     group   two slices, the halves, which share the X tile of each step; the second may be missing
@@ -7,12 +7,12 @@
         columns touched     slice a   0 . 2 3 . .        steps of the group (a, b)
                             slice b   . . 2 3 . 5        0: a   2: a b   3: a b   5: b
 
-Loads are the limit. A step loads an X tile (256 tokens: 32 KB), whether one half uses it or both,
-and 8 KB of W for each half. So slices with many columns in common are paired. The slices of one
-block row come first: they have all columns in common. Of the rest, the pair that shares the most is
-taken, again and again (greedy matching). For uniform random blocks of 64, n = k = 4096, 90 %
-sparsity, that makes 335 steps; pairs by length make 387, the best matching 331. In a band, pairs
-are neighbours.
+Loads are the bottleneck. A step loads an X tile (256 tokens: 32 KB), whether one half uses it or
+both, and 8 KB of W for each half. So slices with many columns in common are paired. The slices of
+one block row come first: they have all columns in common. Of the rest, the pair that shares the
+most is taken repeatedly (greedy matching). For uniform random blocks of 64, n = k = 4096, at 90 %
+sparsity, that makes 335 steps; pairs by length make 387, and the best matching 331. In a banded
+matrix, pairs are neighbours.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ READ_AHEAD = 32  # steps past the end, which producers read but do not use
 class Groups:
     """Pairs of slices with their steps.
 
-    slices  [groups, 2]: NO_SLICE where there is no second one
-    first   [groups + 1]: first step of each group, which has at least one; it may load nothing
+    slices  [groups, 2]: NO_SLICE if there is no second one
+    first   [groups + 1]: first step of each group; each has at least one, which may load nothing
     steps   int32 [steps + READ_AHEAD, 4]: struct Step. Column of X; for each half the row among
             the stored blocks; for each half, in 16 bits, the column in the block. -1: no load
     """
@@ -67,7 +67,7 @@ def groups_of(w: Bsr, transposed: bool = False) -> Groups:
 
 
 def packed(pairs: Ints) -> Ints:
-    """Put two numbers below 2^16 into one int32, the first in the low half."""
+    """Pack two numbers below 2^16 into one int32, the first in the low half."""
     both: Ints = (pairs[:, 0] | pairs[:, 1] << 16).astype(np.uint32).view(np.int32)
     return both
 
@@ -76,9 +76,10 @@ def packed(pairs: Ints) -> Ints:
 class _Tiles:
     """W's stored 64 x 64 tiles, [tiles] each.
 
-    owner, place    the slice it is in, and which 64 columns of X it multiplies
-    row, column     where it is in the stored blocks, stacked [blocks * r, c]
-    slices, places  how many there are;  height: slices in a block row
+    owner, place    its slice, and the 64 columns of X that it multiplies
+    row, column     its position in the stored blocks, stacked [blocks * r, c]
+    slices, places  their numbers in W
+    height          slices in a block row
     """
 
     owner: Ints
@@ -99,14 +100,14 @@ def _tiles(w: Bsr, transposed: bool) -> _Tiles:
     owner, place = np.broadcast_arrays(*((across, down) if transposed else (down, across)))
     sizes, height = ((k, n), c) if transposed else ((n, k), r)
     slices, places = (-(-size // SIDE) for size in sizes)
-    kept = (owner < slices) & (place < places)  # tiles of an edge block outside of W are dropped
+    kept = (owner < slices) & (place < places)  # tiles of an edge block outside W are dropped
     return _Tiles(
         *(owner[kept], place[kept], row[kept], column[kept]), slices, places, height // SIDE
     )
 
 
 def _pairs(tiles: _Tiles) -> Ints:
-    """Pair the slices of each block row, and those left over by the places that they share."""
+    """Pair the slices of each block row, and the remaining ones by the places that they share."""
     lead = np.arange(tiles.slices)
     lead = lead[lead % tiles.height % 2 == 0]
     whole = (lead % tiles.height < tiles.height - 1) & (lead < tiles.slices - 1)
@@ -130,7 +131,7 @@ def _pairs(tiles: _Tiles) -> Ints:
 def matched(touched: NDArray[np.float32]) -> Ints:
     """Pair the rows of [rows, places] greedily, most places in common first: int [pairs, 2].
 
-    An odd number of rows leaves one over.
+    If the number of rows is odd, one remains unpaired.
     """
     shared = touched @ touched.T
     one, other = np.triu_indices(len(touched), 1)
@@ -144,7 +145,7 @@ def matched(touched: NDArray[np.float32]) -> Ints:
 
 
 def checked(w: Bsr) -> tuple[Ints, Ints]:
-    """Return block row and block column of each block. Raises FormatError for arrays of no BSR."""
+    """Return block row and column of each block. Raises FormatError if the index is invalid."""
     (n, k), (r, c) = w.shape, w.block
     offsets, columns = w.offsets.cpu().numpy(), w.columns.cpu().numpy()
     rows, width, blocks = -(-n // r), -(-k // c), len(w.values)

@@ -1,12 +1,12 @@
-"""Decides for bsr_wgmma.cu which worker multiplies what: items of unequal lengths on 132 SMs.
+"""Assign the work of bsr_wgmma.cu to workers: items of unequal lengths on 132 SMs.
 
     item    a group of slices (_wgmma_pairs.py) and a tile of tokens
     worker  a CTA, or a cluster of two with twice the tokens; as many as the GPU holds
 
-Items are assigned longest first (_common/work_list.py). In a worker's list tokens ascend, so that
-X is read from memory during the whole launch. If all workers began with different tokens, the first
-items would wait 8 us for X (90 % sparsity, n = k = m = 4096). An item is never split, so a hub row
-that is longer than a worker's fair share limits the balance.
+Items are assigned longest first (_common/work_list.py). In a worker's list, tokens ascend, so that
+X is read from memory during the whole launch. If all workers started with different tokens, the
+first items would wait 8 us for X (90 % sparsity, n = k = m = 4096). An item is never split, so a
+row that is longer than a worker's fair share limits the balance.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ STORING = 3  # steps that take as long as storing an item
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each worker does.
+    """The work of each worker.
 
     items   int32 [items + READ_AHEAD, 4]: struct Item. First step, number of steps, first token,
             two slices of 16 bits
@@ -39,7 +39,7 @@ class Schedule:
 
 
 def schedule(groups: Groups, m: int, tokens: int, workers: int) -> Schedule:
-    """Assign every group and tile of `tokens` of m tokens; no worker is left without an item."""
+    """Assign every group and tile of `tokens` of m tokens; every worker gets an item."""
     steps = np.diff(groups.first)
     group, token, starts = assigned(steps + STORING, m, tokens, workers)
     items = np.zeros((len(group) + READ_AHEAD, 4), np.int32)

@@ -1,12 +1,12 @@
-"""Decides for bsr_wgrad_small.cu which cells of dW are summed together, and which worker sums what.
+"""Decide for bsr_wgrad_small.cu which cells of dW are summed together, and by which worker.
 
     strip   32 columns of dY or of X           cell   32 x 32 of dW: a strip of dY x a strip of X
-    unit    two strips of dY x two of X, or one: what an instruction sums, up to four cells
+    unit    two strips of dY x two of X, or one: up to four cells, which an instruction sums
     item    up to 2 * `units` units; a step loads each strip that one of them reads
     piece   an item, or every second, third, ... of its steps
 
 Strips lie side by side, and a block is in all cells that it touches; cells without a block are left
-out. Where blocks are 24 wide, each has a strip of its own, so that no block is in two.
+out. If blocks are 24 wide, each has a separate strip, so that no block is in two.
 
              strips of X  0 1 2 3 4 5 6 7      an item takes few strips of X, and the strips of dY
     strip of dY  0        # . # . . # . .      in which these have the most cells
@@ -14,12 +14,12 @@ out. Where blocks are 24 wide, each has a strip of its own, so that no block is 
                  2        # . # . . # . #      dY 0 2 3, X 0 2 5 7: 9 cells for 7 loads, as units
                  3        # . # . # . . .      (0, 2) x (0, 2), (3) x (0, 2), (0, 2) x (5, 7)
 
-Loads are the limit, and an item of 32 cells loads 12 strips if it is a rectangle without a hole. So
-items are made greedily. The strip of X with the most cells left comes first, then the strip that
-has the most cells where those before it have some, until ACROSS of the strips are of X; those most
-alike are in units together. Strips of dY are taken by the number of cells there, while units are
-left. The same strips of X make further items while these load at most 1 / WORSE as much for a cell
-as the first did. Uniform random cells, 128 x 128:
+Loads are the bottleneck, and an item of 32 cells loads 12 strips if it is a rectangle without a
+hole. So items are built greedily. The strip of X with the most cells left comes first, then the
+strip with the most cells in the rows of those before it, until ACROSS of the strips are of X; the
+most similar ones form units together. Strips of dY are taken by the number of their cells while
+units are left. The same strips of X make further items as long as these load at most 1 / WORSE as
+much per cell as the first did. Uniform random cells, 128 x 128:
 
                                              strips that a cell loads        cells in a unit
     units of a warpgroup, strips at most     50 %   80 %   90 %   95 %       sparsity as before
@@ -43,27 +43,27 @@ from sparsebench.kernels.bsr._wgmma_pairs import checked, matched
 from sparsebench.kernels.bsr._wgrad_schedule import SHORTEST, Piece, shared_out
 
 WIDTH = 32  # of a strip
-PIECE = 8  # side of what has one place in the values
+PIECE = 8  # side of the squares that have one position in the values
 ROW_BYTES = 2 * WIDTH
-ALIGNED = 16  # columns, 32 bytes: from where they are not, loads take twice as long
-ACROSS = 0.45  # of an item's strips are of X
-AHEAD = 2  # rows looked at for one that is taken
+ALIGNED = 16  # columns, 32 bytes: loads that start elsewhere take twice as long
+ACROSS = 0.45  # part of an item's strips that are of X
+AHEAD = 2  # rows to examine for each one that is taken
 EVEN = 0x5555555555555555
 WORSE = 0.95
-# Costs are in loads of a strip of 64 tokens: each takes TMA 61 ns on one SM.
+# Costs are in loads of a strip of 64 tokens: TMA takes 61 ns for one on one SM.
 PRODUCTS = 1.2  # of a unit in a step, used or not: 73 ns
 PARTIAL = 18  # a unit of a partial sum, 16 KB, written and read
-AT_A_TIME = 64  # tokens that costs are of
+AT_A_TIME = 64  # tokens that costs refer to
 
 
 @dataclass(frozen=True)
 class Item:
-    """What one worker sums at a time.
+    """The cells that one worker sums at a time.
 
-    dy, x  strips that are loaded, in this order
-    units  two positions in `dy` and two in `x`, the first no later than the second; a unit of one
-           strip has it twice. Then a bit for each cell that the item has: first and second strip
-           of dY with the first of X, and with the second
+    dy, x  strips to load, in this order
+    units  two positions in `dy` and two in `x`, in ascending order; a unit of one strip has it
+           twice. Then a bit for each cell that the item has: first and second strip of dY with
+           the first of X, then with the second
     """
 
     dy: list[int]
@@ -78,10 +78,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Cells:
-    """Where W has blocks, in strips.
+    """The blocks of W, in strips.
 
     dy, x    first column of each strip, of dY and of X
-    places   [strips of dY, 4, strips of X, 4]: of each 8 x 8 in the values, / 8; -1: in no block
+    places   [strips of dY, 4, strips of X, 4]: position of each 8 x 8 in the values, / 8, or -1
     """
 
     dy: Ints
@@ -90,20 +90,20 @@ class Cells:
 
     @property
     def there(self) -> NDArray[np.bool_]:
-        """Say for [strips of dY, strips of X] which cells have a part of a block."""
+        """Return which cells contain a part of a block: bool [strips of dY, strips of X]."""
         return np.asarray((self.places >= 0).any((1, 3)))
 
 
 @dataclass(frozen=True)
 class Work:
-    """What bsr_wgrad_small.cu reads.
+    """The arrays that bsr_wgrad_small.cu reads.
 
     loads     int32 [pieces, room + 4]          struct Loads of each piece, worker by worker
     sums      int32 [pieces, 2, 8 + 2 * units]  struct Sums of each half
     places    int32 [2 * units, 8, 4]           struct Places of each unit with its first
                                                 strip of X, and with the second
     starts    int32 [workers + 1]               first piece of each worker
-    partials  number of partial sums, of the items that are cut
+    partials  number of partial sums of the items that are cut
     last      predicted end of the last worker, in loads of a strip
     """
 
@@ -116,7 +116,7 @@ class Work:
 
 
 def room_of(strips: int) -> int:
-    """Return the room in a stage: each of four warps loads as many strips."""
+    """Return the room in a stage: each of four warps loads the same number of strips."""
     return -(-strips // 4) * 4
 
 
@@ -139,7 +139,7 @@ def work_of(
 ) -> Work:
     """Divide the sums over m tokens, in steps of `depth`, among workers.
 
-    `units` to a warpgroup: 12, 8 or 4.
+    A warpgroup has `units` units: 12, 8 or 4.
     """
     steps = -(-m // depth)
     lists, last = _shared_out(items, m, depth, units, workers)
@@ -154,7 +154,7 @@ def work_of(
     loads = np.zeros((len(pieces), room + 4), np.int32)
     loads[:, :room] = _boxes(cells, items, room)[of_item]
     loads[:, room : room + 3] = np.stack([share, count, parts], 1)
-    # What all pieces of an item add is 2^31 together.
+    # All pieces of an item together add 2^31.
     adds = np.where((share > 0) | (parts == 1), 1, 2**31 - (parts - 1))
     sums = _halves(items, depth, units)[of_item]
     sums[:, :, 1:6] = np.stack([count, first[of_item], share, parts, adds], 1)[:, None]
@@ -162,7 +162,7 @@ def work_of(
 
 
 def _boxes(cells: Cells, items: list[Item], room: int) -> Ints:
-    """Return [items, room] the first column of each strip, * 2, + 1 if it is of dY."""
+    """Return the first column of each strip, * 2, + 1 if it is of dY: [items, room]."""
     boxes = np.full((len(items), room), -1, np.int32)
     for mine, item in zip(boxes, items, strict=True):
         mine[: item.loads] = [*(cells.dy[item.dy] * 2 + 1), *(cells.x[item.x] * 2)]
@@ -170,7 +170,7 @@ def _boxes(cells: Cells, items: list[Item], room: int) -> Ints:
 
 
 def _halves(items: list[Item], depth: int, units: int) -> Ints:
-    """Return [items, 2] struct Sums, but for what depends on the piece.
+    """Return struct Sums without the fields that depend on the piece: [items, 2].
 
     The first half of an item has as many units as the second, or one more.
     """
@@ -184,21 +184,21 @@ def _halves(items: list[Item], depth: int, units: int) -> Ints:
     at = 8 + 2 * (np.arange(len(half)) - firsts[half])
     units_of = [(a, b, len(i.dy) + c, len(i.dy) + d) for i in items for a, b, c, d, _ in i.units]
     strips = np.array(units_of, np.int64).reshape(-1, 4) * (depth * ROW_BYTES >> 4)
-    # The low words of two descriptors (hopper.cuh, smem_descriptor).
+    # The low words of two descriptors (smem_descriptor in hopper.cuh).
     halves[half, at] = strips[:, 0] | strips[:, 1] - strips[:, 0] << 16
     halves[half, at + 1] = strips[:, 2] | strips[:, 3] - strips[:, 2] << 16
     return halves.reshape(len(items), 2, halves.shape[1])
 
 
 def _places(cells: Cells, items: list[Item]) -> Ints:
-    """Return [2 * units, 8, 4] the places of each 8 x 8 of the items' units."""
+    """Return the position of each 8 x 8 of the items' units: [2 * units, 8, 4]."""
     strips = [(i.dy[a], i.dy[b], i.x[c], i.x[d], has) for i in items for a, b, c, d, has in i.units]
     *four, has = np.array(strips, np.int64).reshape(-1, 5).T
-    found = np.empty((len(strips), 2, 2, 4, 4), np.int32)
+    places = np.empty((len(strips), 2, 2, 4, 4), np.int32)
     for at in range(4):
         mine = cells.places[four[at % 2], :, four[2 + at // 2]]
-        found[:, at // 2, at % 2] = np.where((has >> at & 1)[:, None, None], mine, -1)
-    return found.reshape(-1, 8, 4)
+        places[:, at // 2, at % 2] = np.where((has >> at & 1)[:, None, None], mine, -1)
+    return places.reshape(-1, 8, 4)
 
 
 def cells_of(w: Bsr) -> Cells:
@@ -216,9 +216,9 @@ def cells_of(w: Bsr) -> Cells:
 
 
 def _strips(side: int, blocks: int) -> tuple[Ints, tuple[Ints, Ints]]:
-    """Return the first column of each strip; and, [strips, 4], the block of each 8 and where in it.
+    """Return the first column of each strip, and block and offset of each 8 columns: [strips, 4].
 
-    8 columns that are another strip's, or beyond all blocks, have the block -1.
+    The block is -1 if the 8 columns belong to another strip or are beyond all blocks.
     """
     if alone := WIDTH // 2 < side < WIDTH:
         firsts = np.arange(0, side * blocks, side) // ALIGNED * ALIGNED
@@ -259,29 +259,29 @@ def items_of(there: NDArray[np.bool_], units: int, strips: int) -> list[Item]:
 def _alike(left: NDArray[np.float32], cells: NDArray[np.float32], most: int) -> list[int]:
     """Return up to `most` strips of X that have cells in the same strips of dY.
 
-    Two that are most alike are neighbours, and units have both.
+    The two most similar ones are neighbours, so that units have both.
     """
     weights, there = np.full(len(left), 0.1, np.float32), (cells > 0).astype(np.float32)
-    found: list[int] = []
+    strips: list[int] = []
     for _ in range(min(most, int(there.sum()))):
         best = int((there * (weights @ left)).argmax())
-        found.append(best)
+        strips.append(best)
         there[best] = 0
         weights += left[:, best]
-    paired = matched(left[:, found].T).reshape(-1).tolist()
-    alone = set(range(len(found))) - set(paired)
-    return [found[at] for at in (*paired, *alone)]
+    paired = matched(left[:, strips].T).reshape(-1).tolist()
+    alone = set(range(len(strips))) - set(paired)
+    return [strips[at] for at in (*paired, *alone)]
 
 
 def _pairs(mask: int) -> int:
-    """Return a bit for each pair of bits, where one of them is set."""
+    """Return a bit for each pair of bits of which one is set."""
     return (mask | mask >> 1) & EVEN
 
 
 def _filled(rows: list[int], masks: dict[int, int], units: int, most: int) -> tuple[list[int], int]:
-    """Take rows while units are left, at most `most`; return them, and how many cells they have.
+    """Take rows while units are left, at most `most`; return them and the number of their cells.
 
-    A second row with cells in a pair of columns needs no unit of its own.
+    A second row with cells in a pair of columns needs no further unit.
     """
     taken, number, odd = [], 0, 0
     for row in rows[: AHEAD * most]:
@@ -298,7 +298,7 @@ def _filled(rows: list[int], masks: dict[int, int], units: int, most: int) -> tu
 
 
 def _item(dy: list[int], x: list[int], masks: dict[int, int]) -> Item:
-    """Make units of two rows and a pair of columns, without columns that have no cell."""
+    """Make units of two rows and a pair of columns; leave out columns without a cell."""
     used = 0
     for row in dy:
         used |= masks[row]

@@ -31,7 +31,7 @@ PRODUCTS = {"bsr_wgmma": bsr_wgmma, "bsr_small": bsr_small, "bsr_triton": bsr_tr
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Choose a kernel for each product, which gets `tuned`. Raises Unsupported."""
+    """Choose a kernel for each product; `tuned` is passed on to it. Raises Unsupported."""
     wg, wu, wd = (_bsr(operands, name) for name in ("wg", "wu", "wd"))
     both, x = stacked(wg, wu), operands.activations["x"]
     gate_up = fastest(operands, "gate_up", both, x, tuned)
@@ -58,7 +58,7 @@ def stacked(gate: Bsr, up: Bsr) -> Bsr:
 def fastest(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> Launch:
     """Return X @ W.T by the fastest kernel, or by the pinned one."""
     pinned = operands.pinned and operands.pinned[name]
-    own = replace(operands, weights={"w": w}, activations={"x": x}, pinned=pinned)
+    operands_of_product = replace(operands, weights={"w": w}, activations={"x": x}, pinned=pinned)
     launches: list[Launch] = []
     reasons = []
     for kernel in [pinned["kernel"]] if pinned else PRODUCTS:
@@ -67,16 +67,16 @@ def fastest(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> L
         try:
             if reason:
                 raise Unsupported(reason)
-            launch = module.KERNEL.prepare(own, tuned=tuned)
+            launch = module.KERNEL.prepare(operands_of_product, tuned=tuned)
         except Unsupported as error:
             reasons.append(f"{kernel}: {error}")
         else:
             launches.append(replace(launch, choice={"kernel": kernel, **launch.choice}))
     if not launches:
         raise Unsupported(f"{name}: {'; '.join(reasons)}")
-    found = search(launches, x.device)
-    best = launches[found.best]
-    kernels = found.lines([{"kernel": launch.choice["kernel"]} for launch in launches], of=name)
+    result = search(launches, x.device)
+    best = launches[result.best]
+    kernels = result.lines([{"kernel": launch.choice["kernel"]} for launch in launches], of=name)
     configurations = lines_of(f"{name}, {best.choice['kernel']}", best)
     return replace(best, candidates=[*kernels, *configurations])
 

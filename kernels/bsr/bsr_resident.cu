@@ -1,8 +1,8 @@
 // Y[m, n] = X[m, k] @ W[n, k].T for W in blocks of any even size up to 64, by mma (compute
-// capability 8.0 and newer), where k is small: a tile of X, all of its columns, stays in shared
+// capability 8.0 and newer), for small k: a tile of X with all of its columns stays in shared
 // memory.
 //
-//   CTA: TOKENS tokens of Y       SHARE warps: a block row at a time, of a list that all share out
+//   CTA: TOKENS tokens of Y       SHARE warps: one block row at a time, from a list of all rows
 //
 //      X tile, loaded once           W, a block row                       Y
 //     +---------------------+      +----+----+----+----+
@@ -10,22 +10,22 @@
 //     | TOKENS              |      +----+----+----+----+
 //     +---------------------+        block: registers, straight from memory
 //
-// A step of the usual kernels finds a block's column, then loads the columns of X there. Here no
-// load waits for an index: X comes whole, and the blocks of a row are contiguous. So a launch takes
-// little longer than its longest chain: bounds of a row, first block, products, store. Where all rows
-// have as many blocks, the bounds are known, and nothing waits for them, either. And a block
-// may start at any even column: the registers of mma are read from the X tile by words.
+// In other kernels, a step reads a block's column and then loads the columns of X there. Here no
+// load waits for an index: X is loaded whole, and the blocks of a row are contiguous. So a launch
+// takes little longer than its longest chain: bounds of a row, first block, products, store. If all
+// rows have the same number of blocks, the bounds are computed, and nothing waits for them. A block
+// may start at any even column because the registers of mma are read from the X tile word by word.
 //
-//   mma m16n8k16    A  16 tokens x 16 of k, four words of the X tile a lane
-//                   B  16 of k x 8 features, two words a lane: the host packs them in this order
+//   mma m16n8k16    A  16 tokens x 16 of k, four words of the X tile per lane
+//                   B  16 of k x 8 features, two words per lane: the host packs them in this order
 //   the last 8 or fewer of a block's columns take m16n8k8
 //
-// Columns between a block's end and the end of its last product are zeros in W, and read as zeros
-// of X: a NaN beside a block stays out of it. Rows of the X tile are PITCH bytes apart, an odd
-// multiple of 16, so the eight rows that a warp reads at once lie in different banks.
+// Columns between a block's end and the end of its last product are zeros in W and are read as
+// zeros of X, so a NaN beside a block does not reach it. Rows of the X tile are PITCH bytes apart,
+// an odd multiple of 16, so the eight rows that a warp reads at once are in different banks.
 //
-// With SHARE > 1 each of these warps has a part of the row's blocks, one after the other in memory.
-// The first one adds the sums of the others, in order: equal inputs give equal bits.
+// With SHARE > 1, each of these warps has a contiguous part of the row's blocks. The first one adds
+// the sums of the others in order: equal inputs give equal bits.
 //
 // Macros: R, C (a block's sides, even) TOKENS=16..128 WARPS SHARE=1|2|4, FP16=0|1.
 // Source: PTX ISA 9.0, mma.m16n8k16, mma.m16n8k8, cp.async, bar.sync.
@@ -44,13 +44,14 @@ constexpr int DEEP = (C + 7) / 16, REST = C - 16 * DEEP;     // products 16 deep
 constexpr bool SHALLOW = REST > 0;
 constexpr int WORDS = NT * (2 * DEEP + SHALLOW);             // of a block in a lane
 constexpr int ROWS = WARPS / SHARE;                          // that a CTA has at a time
-// Blocks that are loaded at a time; twice as many are in flight, in registers. More makes more code,
-// which comes cold from memory, too: 12 blocks of 10 x 10 at a time took 0.4 us longer (NOTES.md).
+// Blocks that are loaded at a time; twice as many are in flight, in registers. More blocks need
+// more code, which is also read cold: 12 blocks of 10 x 10 at a time took 0.4 us longer (NOTES.md).
 constexpr int FIT = (WARPS < 16 ? 64 : 24) / (WORDS + 1);
 constexpr int AHEAD = FIT > 4 ? 4 : FIT > 0 ? FIT : 1;
 
 struct Row { int number, begin, end, unused; };  // a block row, its blocks
-// `slots` rows at a time, of all CTAs. `each`: blocks of every row, or -1 if rows differ.
+// All CTAs together multiply `slots` rows at a time. `each`: blocks of every row; -1 if rows
+// differ.
 struct Weights { const u32* blocks; const int* columns; const Row* order; int rows, slots, each; };
 
 __device__ __forceinline__ void cp_async_16(u32 to, const void* from) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
   return pair;
 }
 
-// Start to load the tile of X. Rows beyond m are not loaded; their products are not stored.
+// Start loading the tile of X. Rows beyond m are not loaded, and their products are not stored.
 __device__ __forceinline__ void load_x(const char* x, long long row_bytes, int tokens, int k,
                                        int pitch, u32 tile) {
   const int pieces = k / 8;  // of 16 bytes in a row
@@ -72,11 +73,11 @@ __device__ __forceinline__ void load_x(const char* x, long long row_bytes, int t
   cp_async_commit();
 }
 
-struct Block { int column; u32 words[WORDS]; };  // a block column; -1 is no block
+struct Block { int column; u32 words[WORDS]; };  // a block column; -1: no block
 
 __device__ __forceinline__ Block load_block(const Weights& w, int at, int end) {
   Block block;
-  block.column = at < end ? __ldg(w.columns + at) : -1;  // used late: a use here would wait for it
+  block.column = at < end ? __ldg(w.columns + at) : -1;  // a use here would wait for it
   const u32* from = w.blocks + ((u64)at * 32 + threadIdx.x % 32) * WORDS;
   #pragma unroll
   for (int i = 0; i < WORDS; i++) block.words[i] = 0;
@@ -102,7 +103,7 @@ __device__ __forceinline__ Block load_block(const Weights& w, int at, int end) {
   return block;
 }
 
-// Bring the blocks from `at` on into L2, 128 bytes a lane at a time.
+// Prefetch the blocks from `at` on into L2, 128 bytes per lane at a time.
 __device__ __forceinline__ void prefetch(const Weights& w, int at, int end) {
   const char* from = (const char*)(w.blocks + (u64)at * 32 * WORDS);
   #pragma unroll 1
@@ -114,7 +115,7 @@ __device__ __forceinline__ u32 word_of(const char* from, bool there) {
   return there ? *(const u32*)from : 0;
 }
 
-// Add the products of a block. `mine` is where this lane's words start: token lane / 4, column
+// Add the products of a block. `mine` is the address of this lane's words: token lane / 4, column
 // 2 * (lane % 4).
 __device__ __forceinline__ void multiply(float (&sums)[MT][NT][4], const Block& block,
                                          const char* mine, int k, int pitch) {
@@ -163,13 +164,13 @@ __device__ __forceinline__ void store(const float (&sums)[MT][NT][4], char* y, i
       }
 }
 
-// All warps of a row: one barrier for each row of the CTA.
+// Synchronise all warps of a row: there is one barrier for each row of the CTA.
 __device__ __forceinline__ void row_sync(int row) {
   asm volatile("bar.sync %0, %1;" :: "r"(1 + row), "n"(32 * SHARE) : "memory");
 }
 
-// The first warp of a row gets the sums of the others. `given` is the row's part of shared memory:
-// 16 bytes for each lane, product and warp but the first.
+// Pass the sums of a row's warps to the first one. `given` is the row's part of shared memory: 16
+// bytes for each lane, product and warp except the first.
 __device__ __forceinline__ void join(float (&sums)[MT][NT][4], float4* given, int row, int part) {
   given += threadIdx.x % 32;
   if (part > 0)

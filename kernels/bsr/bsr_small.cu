@@ -3,7 +3,7 @@
 //
 //   work item: TOKENS tokens x FEATURES of Y      step: up to four strips, 32 of k each
 //
-//        X, strips                 W, what these rows have there         sums, in registers
+//        X, strips                 W, the blocks of these rows           sums, in registers
 //      +--------+--------+ ..    row 0      [ ]                          row 0  row 1  ...
 //      | 64     |        |       row 1    [ ]  [ ]                      +------+------+ ..
 //      | tokens |        |   x     ...                        +=        | 64 x |      |
@@ -12,13 +12,13 @@
 //      +--------+--------+ ..                                           | 64 x |      |
 //                                                                       +------+------+ ..
 //
-// Blocks are not padded: for every 64 tokens a block of 16 is one wgmma, a block of 32 is two.
+// Blocks are not padded: for every 64 tokens, a block of 16 is one wgmma and a block of 32 is two.
 // Tokens are wgmma's M, which is always 64; features are its N, any multiple of 8. Loads of X are
-// the limit: with blocks this small some row touches nearly every strip. So as many rows as the
-// registers hold (256 features) share the strips. Each warpgroup multiplies some of the rows with
-// all tokens. So it reads a step's list once for several products.
+// the bottleneck: with blocks this small, some row touches nearly every strip. So as many rows as
+// the registers hold (256 features) share the strips. Each warpgroup multiplies some of the rows
+// with all tokens, so it reads the list of a step once for several products.
 //
-// The pipeline: one producer warpgroup, WARPGROUPS consumer warpgroups; one CTA an SM.
+// The pipeline: one producer warpgroup, WARPGROUPS consumer warpgroups, and one CTA per SM.
 //
 //    warp 0    strips 0, 1 --+
 //    warp 1    strips 2, 3 --+     +---------+---------+-- --+     +--> warpgroup 0: rows 0, 1, ...
@@ -26,33 +26,33 @@
 //    warp 3    note ---------+     +---------+---------+-- --+     +--> warpgroup 1: the next rows
 //
 //   A stage holds the strips, the chunk and a note. The note has the number of blocks of each row
-//   (4 bits) and the place of each block (3 bits), in the order of the chunk. The host packs W, so
+//   (4 bits) and the place of each block (3 bits), in the order of the chunk. The host packs W so
 //   that a chunk is contiguous: blocks in this order, swizzled as TMA would (hopper.cuh). A
 //   warpgroup keeps the products of one step in flight. Its warps release a stage when the products
 //   of the next step are issued. After an item's last step they store the sums from registers: four
-//   lanes transpose theirs, and write 64 bytes of a token together (a unit of 32 features).
+//   lanes transpose their sums and write 64 bytes of a token together (a unit of 32 features).
 //
-// It is launched before the kernel before it in the stream has ended, and lets the next one start
-// as early (griddepcontrol). A CTA that finds its SM free makes the barriers ready, reads its list
-// and asks for blocks of W. The warps that load X first wait until the kernel before has ended and
-// its writes are seen. So
-//    X          may be what that kernel writes
-//    Y          may be what it reads: no CTA stores before a stage is full, for which X is needed
-//    W, lists   are this launch's own memory, which kernels and copies of torch write
-//               (bsr_small.plan, bind). They do not call launch_dependents; then no kernel starts
-//               before they have ended and their writes are seen, and none need wait for them. A
-//               kernel of ours that does call it writes to no other kernel's W
-//    freed      memory, which the next kernel writes: an ordinary one starts when this one has
-//               ended, one like this writes after its wait
-// Every CTA waits. So when a kernel has ended, all kernels before it have.
+// The kernel is launched before the previous one in the stream has ended, and lets the next one
+// start as early (griddepcontrol). A CTA whose SM is free initialises the barriers, reads its list
+// and requests blocks of W. The warps that load X first wait until the previous kernel has ended
+// and its writes are visible. Therefore
+//    X          may be the output of that kernel
+//    Y          may be its input: no CTA stores before a stage is full, which needs X
+//    W, lists   belong to this launch; kernels and copies of torch write them (plan and bind).
+//               Those do not call launch_dependents, so no kernel starts before they have ended and
+//               their writes are visible, and no wait is needed. Our kernels that do call it do not
+//               write another kernel's W
+//    freed      memory may be written by the next kernel: an ordinary one starts when this one has
+//               ended, and one like this writes after its wait
+// Every CTA waits. So when a kernel has ended, all kernels before it have ended too.
 //
-// With one tile of tokens (ONCE) every CTA reads X, and only one a block of W: in the L2 cache W
-// goes first, X last. A box of X then has as many rows as there are tokens. What was in the rows
-// below is multiplied too, for tokens that nobody stores.
+// With one tile of tokens (ONCE), every CTA reads X, and only one reads a block of W: the L2 cache
+// evicts W first and X last. A box of X then has as many rows as there are tokens. The rows below
+// it are multiplied too, but their results are not stored.
 //
-// A strip is 32 wide, so a row of it has 64 bytes. TMA takes 0.95 ns a row on one SM, for 32 bytes
-// as for 64; 64 bytes a row are 8.8 TB/s over all SMs, which is L2's rate. Loads and stores take
-// 90 % of the time or more from 80 % sparsity in blocks of 32, and 90 % in blocks of 16, on
+// A strip is 32 wide, so a row has 64 bytes. TMA takes 0.95 ns per row on one SM, for 32 bytes as
+// for 64; 64 bytes per row are 8.8 TB/s over all SMs, which is the rate of L2. Loads and stores
+// take at least 90 % of the time from 80 % sparsity in blocks of 32, and from 90 % in blocks of 16
 // (NOTES.md).
 //
 // Source: PTX ISA 9.0, griddepcontrol, createpolicy.
@@ -68,7 +68,7 @@ constexpr int MOST_BYTES = STRIPS * 32 * FEATURES * 2;
 constexpr int W_BYTES = MOST_BYTES < ROOM * 1024 ? MOST_BYTES : ROOM * 1024;
 using Pipeline = Strips<STRIP_BYTES, W_BYTES>;
 
-// What is copied first, in an argument: read from memory, it comes 0.6 to 1 us later.
+// The first copies, as an argument: read from memory, they would start 0.6 to 1 us later.
 struct First { u64 strips; u32 tile_and_blocks; int first; };  // tile of tokens: upper 24 bits
 struct Firsts { First of[WORKERS]; };
 
@@ -99,14 +99,13 @@ __device__ __forceinline__ void load_x(const TensorMap& x, const Pipeline& pipe,
   }
 }
 
-// Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list while step j is
-// under way.
+// Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list meanwhile.
 __device__ __forceinline__ void producer(const TensorMap& x, const char* w, const Step* steps,
                                          const First& first, Step mine, int at, int end,
                                          Pipeline pipe, int warp, int m) {
   const int lane = threadIdx.x % 32, rows = ONCE ? m : TOKENS;
   if (warp < 2) wait_on_dependent_grids();
-  if (lane == 0) {  // the first step: copies need not wait until `mine` has come
+  if (lane == 0) {  // the first step: these copies do not wait for `mine`
     Step step;
     step.blocks = first.tile_and_blocks & 0xff;
     step.token = (first.tile_and_blocks >> 8) * TOKENS;
@@ -175,7 +174,7 @@ __device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w_tile, u
 }
 
 // Store the sums. A warp has 16 of each 64 tokens. A lane holds two neighbouring features of a
-// token; after the transpose, eight.
+// token, and eight after the transpose.
 __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int width,
                                          const Item& item) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -211,12 +210,12 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
   launch_dependent_grids();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
-  Step mine;  // asked for while the barriers are made ready
+  Step mine;  // requested while the barriers are initialised
   if (warpgroup == WARPGROUPS) {
     mine = steps[at + threadIdx.x % 32];
     if (warp < 2) prefetch_map(&x);
   }
-  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where tiles may start
+  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   Pipeline pipe{{opaque(tiles), opaque(smem_address(notes))},
                 {opaque(smem_address(full)), opaque(smem_address(empty)), 0, 0}};
   if (threadIdx.x == 0) {
@@ -228,7 +227,7 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
   }
   __syncthreads();
   if (warpgroup == WARPGROUPS) {
-    pipe.phase = 1;  // all stages are free at first
+    pipe.phase = 1;  // at first, all stages are free
     producer(x, w, steps, firsts.of[blockIdx.x], mine, at, end, pipe, warp, m);
   } else {
     Sums sums;

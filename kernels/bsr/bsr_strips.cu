@@ -1,5 +1,5 @@
 // Y[m, n] = X[m, k] @ W[n, k].T for W in blocks whose sides are multiples of 8 (24, 40, 48, ...),
-// by wgmma and TMA (Hopper). dX = dY @ W is the same product over the turned pattern.
+// by wgmma and TMA (Hopper). dX = dY @ W is the same product over the transposed pattern.
 //
 //   work item: TOKENS tokens x 2 x ROWS rows of tiles     step: up to STRIPS strips, DEPTH of k each
 //
@@ -12,36 +12,36 @@
 //      | 64     |        |        tile: HEIGHT features x DEPTH of k
 //
 // A tile is a block, or an equal part of a larger one (of 96 x 96, a tile is 96 x 48). Features are
-// wgmma's N, which may be any multiple of 8; so no feature is padded.
+// wgmma's N, which may be any multiple of 8, so no feature is padded.
 //
 // wgmma's K is 16, and TMA reads rows that start at a multiple of 32 bytes up to 2.5 times as fast.
-// So where DEPTH is an odd multiple of 8, a strip is BOX = DEPTH + 8 columns, from a multiple of 16
-// on. The blocks of odd columns start eight columns later. What a product reads of W before or
-// after its tile are zeros of shared memory. (So a NaN of X in the eight columns beside a block is
-// seen.)
+// So if DEPTH is an odd multiple of 8, a strip is BOX = DEPTH + 8 columns that start at a multiple
+// of 16. Blocks in odd columns start eight columns later. Before or after its tile, a product reads
+// zeros of W from shared memory. (Therefore a NaN of X in the eight columns beside a block reaches
+// the result.)
 //
 //      DEPTH = 24:     | strip 0: 0 to 31      |
 //                      | tile 0: 0 to 23 |     |
 //                              | strip 1: 16 to 47     |
 //                              | zeros | tile 1: 24 .. |
 //
-// With ACROSS = 2 strips are 32 columns from multiples of 32, wherever blocks begin. Then a tile is
-// 16 of k, from a multiple of 16 on, with zeros where there is no block. No column comes twice, and
-// a strip's rows of 64 bytes lie in one line of 128.
+// With ACROSS = 2, strips are 32 columns at multiples of 32, wherever blocks begin. Then a tile is
+// 16 of k at a multiple of 16, with zeros where there is no block. No column is loaded twice, and a
+// strip's rows of 64 bytes lie in one line of 128.
 //
 //      ACROSS = 2:     | strip 0: 0 to 31      | strip 1: 32 to 63     |
 //      blocks of 24:   | block 0         | block 1         | ..
 //      their tiles:    | 0: 16     | 0: 8, 1: 8| 1: 16     | ..          (in other rows: not united)
 //
-// Loads of X are the limit (NOTES.md). So as many rows as the registers hold share the strips, and
-// each of the two warpgroups multiplies half of these rows with all tokens.
+// Loads of X are the bottleneck (NOTES.md). So as many rows as the registers hold share the strips,
+// and each of the two warpgroups multiplies half of these rows with all tokens.
 //
 //   X    rows of 64 or 128 bytes, swizzled by TMA
 //   W    tiles as the host packs them, without swizzle: 8 x 8 elements are 128 contiguous bytes,
 //        [DEPTH / 8][HEIGHT / 8][8 features][8 of k]
-//   note the number of tiles of each row (4 bits), the place of each tile (3 bits): its strip, times
-//        ACROSS, and which of it; where DEPTH is an odd multiple of 8, twice the strip, and 1 in an
-//        odd column
+//   note the number of tiles of each row (4 bits) and the place of each tile (3 bits): its strip
+//        times ACROSS, plus its position in the strip. If DEPTH is an odd multiple of 8: twice the
+//        strip, plus 1 in an odd column
 //
 // The pipeline is that of bsr_small.cu (strips.cuh): warps 0 and 1 of the producers load strips,
 // warp 2 tiles, warp 3 writes the note; a consumer keeps the products of one step in flight.
@@ -56,7 +56,8 @@ constexpr bool SKEW = DEPTH % 16 != 0;
 constexpr int READ = SKEW ? DEPTH + 8 : DEPTH;    // columns that a product of a tile reads
 constexpr int BOX = ACROSS * READ;                // of a strip
 constexpr int APART = ACROSS > 1 ? BOX : DEPTH;   // from strip to strip
-// Columns of a strip's boxes, and bytes from row to row in them. More than 64 columns take two.
+// Columns of a strip's boxes, and the bytes between their rows. More than 64 columns take two
+// boxes.
 constexpr int FIRST = BOX > 64 ? (BOX + 31) / 32 * 16 : BOX, SECOND = BOX - FIRST;
 constexpr int PITCH = FIRST > 32 ? 128 : FIRST > 16 ? 64 : 32;
 constexpr int PITCH_2 = SECOND > 32 ? 128 : SECOND > 16 ? 64 : SECOND ? 32 : 0;
@@ -75,7 +76,7 @@ __device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, cons
   if (bytes) bulk_load(pipe.w(), w + (u64)step.first * TILE_BYTES, bytes, pipe.full_barrier());
 }
 
-// Load every second strip from `first` on.
+// Load every second strip, starting with `first`.
 __device__ __forceinline__ void load_x(const Maps& x, const Pipeline& pipe, const Step& step,
                                        int first) {
   int strips[2], bytes = 0;
@@ -96,8 +97,7 @@ __device__ __forceinline__ void load_x(const Maps& x, const Pipeline& pipe, cons
   }
 }
 
-// Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list while step j is
-// under way.
+// Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list meanwhile.
 __device__ __forceinline__ void producer(const Maps& x, const char* w, const Step* steps,
                                          int at, int end, Pipeline pipe, int warp) {
   const int lane = threadIdx.x % 32;
@@ -123,13 +123,13 @@ __device__ __forceinline__ void producer(const Maps& x, const char* w, const Ste
 
 using Sums = float[ROWS][TILES][HEIGHT / 2];
 
-// Return the descriptor of 16 of k of a tile: the first eight are at `at`, the others at `next`.
+// Return the descriptor of 16 of k of a tile: the first eight at `at`, the others at `next`.
 __device__ __forceinline__ u64 tile_descriptor(u32 at, u32 next) {
   return (u64)(at >> 4 | (next - at) >> 4 << 16) | (u64)(128 >> 4) << 32;
 }
 
 // Eight columns of zeros. A descriptor counts upwards from its first eight columns to the others,
-// so there are some below all tiles and some above.
+// so there are zeros below all tiles and above them.
 struct Zeros { u32 below, above; };
 
 __device__ __forceinline__ void wgmma_k16(float (&d)[HEIGHT / 2], u64 x, u64 w) {
@@ -151,7 +151,8 @@ __device__ __forceinline__ void wgmma_tile(float (&sums)[TILES][HEIGHT / 2], u64
   }
 }
 
-// Return the offset of a place in the strips, in units of 16 bytes. A tile beside another is 16 of k.
+// Return the offset of a place in the strips, in units of 16 bytes. A tile beside another is 16 of
+// k.
 __device__ __forceinline__ u32 strip_offset(u32 place) {
   constexpr int STRIP = STRIP_BYTES >> 4;
   return ACROSS > 1 ? place / ACROSS * STRIP + place % ACROSS * (32 >> 4) : (place >> SKEW) * STRIP;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void wgmma_step(Sums& sums, u32 x_tile, u32 w, Zeros 
 }
 
 // Store the sums. A warp has 16 of each 64 tokens. A lane holds two neighbouring features of a
-// token; after the transpose of four pieces, eight.
+// token, and eight after the transpose of four pieces.
 __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int width,
                                          const Item& item) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -234,7 +235,7 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (warpgroup == WARPGROUPS) {
     if (WARPGROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    pipe.phase = 1;  // all stages are free at first
+    pipe.phase = 1;  // at first, all stages are free
     const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
     producer(x, w, steps, at, end, pipe, warp);
   } else {

@@ -12,9 +12,9 @@ W stays as the forward pass stores it. An index by columns lists the blocks of a
 
 TMA loads blocks that are whole tiles, one after the other. Other blocks are read through pointers.
 Short ones are gathered: 64 / r make a tile, each in a slot whose height is the next power of two.
-Masks fill slots and narrow blocks up to a tile, and nothing is padded in memory. Columns of dY that
-no block of the column touches are not read, so a NaN there stays out of dX. As in bsr_triton, the
-index is loaded a step ahead, and long block columns start first.
+Masks fill up slots and narrow blocks, and nothing is padded in memory. Columns of dY that no block
+of the column touches are not read, so a NaN there does not reach dX. As in bsr_triton, the index is
+loaded a step ahead, and long block columns start first.
 """
 
 from dataclasses import dataclass
@@ -50,22 +50,22 @@ from sparsebench.kernels._common.triton import (
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
-# By width of a tile: (tokens, stages), the default first. Every combination is tried, in both
-# orders of programs. Taken from the winners of bsr_triton's sweep on an H200.
+# Tokens and stages by the width of a tile, the default first. Every combination is tried in both
+# orders of programs. They won bsr_triton's sweep on an H200.
 BY_BOXES = {
     16: ((256, 128), (5, 3)),
     32: ((256, 128), (5, 3)),
     64: ((256, 128), (5, 3)),
     128: ((128, 64), (3, 5)),
 }
-# By width of a tile: (tokens, warps), the default first.
+# (tokens, warps) by the width of a tile, the default first.
 BY_POINTERS = {
     16: ((128, 4), (256, 8), (64, 4)),
     32: ((128, 4), (256, 8), (64, 4)),
     64: ((128, 4), (64, 4), (128, 8)),
     128: ((128, 8), (64, 4), (64, 8)),
 }
-SHORT = 64  # blocks of fewer rows do not fill a step by themselves
+SHORT = 64  # blocks with fewer rows do not fill a step
 FEW_TOKENS = 64
 NARROW = 32, 16, 64, 128  # widths for few tokens: narrow tiles make more programs
 FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4))  # tokens, features, warps: no tensor cores
@@ -152,7 +152,7 @@ def configurations(
 
 
 def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[Config]:
-    """Return the configurations of BY_BOXES, with as many stages as fit one SM."""
+    """Return the configurations of BY_BOXES, with as many stages as fit on one SM."""
     heights, pipelines = BY_BOXES[width]
     configs = (
         Config(
@@ -169,11 +169,11 @@ def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[
 
 
 def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> BoundKernel:
-    """Return the kernel of dX [m, k]; `index` is index_of(w), if it exists already."""
+    """Return the kernel of dX [m, k]; `index` is index_of(w) if it exists already."""
     index = index or index_of(w)
     (m, n), (_, k), (r, c) = dy.shape, w.shape, w.block
     dx = dy.new_empty(m, k)
-    blocks = w.values if len(w.values) else w.values.new_zeros(1, r, c)  # TMA wants an address
+    blocks = w.values if len(w.values) else w.values.new_zeros(1, r, c)  # TMA needs an address
     token_tiles = triton.cdiv(m, config.tokens)
     column_tiles = len(index.order) * triton.cdiv(c, config.features)
     args = (
@@ -205,7 +205,7 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
 
 
 def unsupported_by_tma(dy: Tensor, w: Bsr) -> str | None:
-    """Say why TMA cannot read W and dY and write dX, or None."""
+    """Return why TMA cannot read W and dY and write dX, or None."""
     r, c = w.block
     if (whole_tile(r), whole_tile(c)) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles"
@@ -216,8 +216,8 @@ def unsupported_by_tma(dy: Tensor, w: Bsr) -> str | None:
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
     """Transpose the index; take a table's configuration, or compile and time a few.
 
-    With `path`, no other path is taken. Without it, blocks of fewer than SHORT rows that TMA can
-    load are tried by pointers too. Raises Unsupported.
+    `path` forces one path. Without it, blocks of fewer than SHORT rows that TMA can load are also
+    tried by pointers. Raises Unsupported.
     """
     dy, w = operands.activations["dy"], operands.weights["w"]
     assert isinstance(w, Bsr)

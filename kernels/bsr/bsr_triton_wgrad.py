@@ -17,8 +17,9 @@ blocks are gathered through pointers into a tile 64 to 256 wide. Each has a slot
 next power of two, and masks fill the rest. A block wider or higher than a tile is computed tile by
 tile.
 
-Few blocks make few programs. Then tokens are split into parts: the sums of each part are written in
-fp32, and a second kernel adds them in a fixed order. So every call gives the same bits.
+If there are few blocks, there are few programs. Then the tokens are split into parts: the sums of
+each part are written in fp32, and a second kernel adds them in a fixed order. So every call gives
+the same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ LEAST = 64  # M of wgmma: narrower blocks are gathered
 
 Tile = tuple[int, int, int, int]  # width, tokens (in 16 bits), warps, most stages
 # Tiles of strips by their height, the default first. A thread has at most 32 elements of X: in odd
-# rows each needs an address of its own, and more do not fit the registers.
+# rows each needs a separate address, and more do not fit into the registers.
 STRIPS: dict[int, tuple[Tile, ...]] = {
     16: ((128, 64, 8, 4), (256, 32, 8, 4), (128, 32, 4, 4), (64, 32, 4, 4)),
     32: ((128, 64, 8, 3), (256, 32, 8, 4), (128, 32, 4, 4), (64, 32, 4, 4)),
@@ -66,7 +67,7 @@ STRIPS: dict[int, tuple[Tile, ...]] = {
 BOXES: tuple[Tile, ...] = ((128, 64, 4, 3), (128, 64, 4, 4), (128, 32, 4, 5), (128, 64, 8, 4))
 FP32: tuple[Tile, ...] = ((64, 32, 4, 3), (64, 32, 8, 3), (32, 32, 4, 3))  # no tensor cores
 
-PROGRAMS_A_CORE = 2  # the aim of splitting
+PROGRAMS_A_CORE = 2  # the target of splitting
 FEWEST_TOKENS = 256  # of a part
 PARTS = 16  # at most
 SUMMED = 1024  # elements of a program of the second kernel
@@ -104,7 +105,7 @@ class Strips:
 
 
 def strips_of(pattern: Bsr, config: Config) -> Strips:
-    """Cut every block row into strips, from the index alone. Waits for the device."""
+    """Cut every block row into strips; needs only the index. Waits for the device."""
     length = strip_length(pattern.block, config)
     counts = (pattern.offsets.diff() + length - 1) // length
     firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -150,9 +151,9 @@ def configurations(
     return list(dict.fromkeys([*configs, replace(configs[0], parts=other)]))
 
 
-def _parts(m: int, wanted: int) -> int:
-    """Return the largest power of two up to `wanted` that leaves a part FEWEST_TOKENS."""
-    most = min(wanted, PARTS, m // FEWEST_TOKENS)
+def _parts(m: int, most: int) -> int:
+    """Return the largest power of two up to `most` that leaves a part FEWEST_TOKENS."""
+    most = min(most, PARTS, m // FEWEST_TOKENS)
     return 1 << (max(1, most).bit_length() - 1)
 
 
@@ -202,7 +203,7 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
 
 
 def unsupported_by_tma(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | None:
-    """Say why TMA cannot read dY and X, or None."""
+    """Return why TMA cannot read dY and X, or None."""
     r, c = block
     if (whole_tile(r), max(LEAST, whole_tile(c))) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles {LEAST} wide"

@@ -16,10 +16,10 @@
 //
 // The two slices are the halves of a block 128 high, or two block rows 64 high. They share the X
 // tile of each step. A half without a block there skips the step, so a NaN in a column that a row
-// does not touch stays out of that row. W is the left operand A, because wgmma's M is 64. So the
-// sums are features x tokens, and the epilogue transposes them.
+// does not touch does not reach that row. W is the left operand A because wgmma's M is 64.
+// Therefore the sums are features x tokens, and the epilogue transposes them.
 //
-// The pipeline: 12 warps; one CTA an SM, for the whole launch.
+// The pipeline: 12 warps, and one CTA per SM for the whole launch.
 //
 //    warp 8    X tile, note ---+     +---------+---------+-- --+     +--> warpgroup 0, warps 0 to 3
 //                              +---> | stage 0 | stage 1 | ... | ----+    rows of half 0
@@ -28,37 +28,39 @@
 //                 |               full: the bytes have landed -------+         |
 //                 +-------------- empty: both warpgroups have released it <----+
 //
-//   A stage holds an X tile, two W tiles, and a note: which halves multiply, whether this is the
-//   item's last step, where its sums go. A warpgroup keeps the products of one step in flight. It
-//   releases a stage when the products of the next step are issued. After the last step it stores
-//   its half, 64 tokens at a time: stmatrix.trans writes the sums to shared memory as rows of
-//   tokens, TMA copies them to Y. Two buffers alternate. The producers run ahead meanwhile.
+//   A stage holds an X tile, two W tiles, and a note that says which halves multiply, whether this
+//   is the item's last step, and where its sums go. A warpgroup keeps the products of one step in
+//   flight. It releases a stage when the products of the next step are issued. After the last step
+//   it stores its half, 64 tokens at a time: stmatrix.trans writes the sums to shared memory as
+//   rows of tokens, and TMA copies them to Y. Two buffers alternate, and the producers run ahead
+//   meanwhile.
 //
 // Tiles have rows of 128 bytes (64 elements) and the 128-byte swizzle (hopper.cuh), so there are no
-// bank conflicts. TMA reads zeros outside of a matrix, and does not write there. The next 16 of k
-// are 32 bytes on in a row (K-major). With TRANSPOSED, the tile [64 of n x 64 of k] is MN-major
-// (imm-trans-a), and the next 16 of n are 16 rows on, 2048 bytes. SBO is 1024 bytes in both cases.
+// bank conflicts. TMA reads zeros outside a matrix and does not write there. The next 16 of k are
+// 32 bytes further in a row (K-major). With TRANSPOSED, the tile [64 of n x 64 of k] is MN-major
+// (imm-trans-a), and the next 16 of n are 16 rows, or 2048 bytes, further. SBO is 1024 bytes in
+// both cases.
 //
 // Cost of a step, TOKENS = 256:
 //    products  2 x 64 x 256 x 64 multiply-adds, 4.2 MFLOP: 700 ns of an SM at the 790 TFLOP/s that
 //              cuBLAS reaches on an H200
 //    loads     48 KB (X 32, W 16): 740 ns of an SM at 8.8 TB/s, the rate of TMA from L2 to the
 //              shared memory of all SMs, by boxes or bulk copies
-// So loads are the limit. Half the tokens would need 32 KB for half the products. With CLUSTER = 2
-// each CTA loads half of each W tile and multicasts it to both: 40 KB. Measured at n = k = m =
-// 4096, bf16, 50 % of blocks of 128: 102 us (dense, cuBLAS: 168). Without the loads it takes
-// 84.7 us, without the products 93.8, without both 39.
+// So loads are the bottleneck. Half the tokens would need 32 KB for half the products. With CLUSTER
+// = 2 each CTA loads half of each W tile and multicasts it to both: 40 KB. Measured at n = k = m =
+// 4096, bf16, 50 % of blocks of 128: 102 us (dense, cuBLAS: 168). Without the loads it takes 84.7
+// us, without the products 93.8, without both 39.
 //
-// Decisions that cost or saved most:
+// The decisions with the largest effect:
 //  - The branch around the products depends on a value from memory. The value goes through
-//    __shfl_sync, so that ptxas knows that a warp agrees. Otherwise ptxas serialises wgmma (warning
-//    C7518): it waits for each product.
-//  - Two producer warps, in which each lane loads the steps that it read. One warp that passed
-//    steps on by shuffles took 380 clocks a step, twice as long; a TMA alone takes 170.
+//    __shfl_sync, so that ptxas knows that it is the same in the whole warp. Otherwise ptxas
+//    serialises wgmma (warning C7518): it waits for each product.
+//  - In each of two producer warps, every lane loads the steps that it read. One warp that passed
+//    steps on by shuffles took 380 clocks per step, twice as long; a TMA alone takes 170.
 //  - The arrival on another CTA's barrier has no .release.cluster, which cost 45 %.
-//  - It starts before the kernel before it has ended, and waits before its first copy: W lies in
-//    the caller's memory, and any kernel may have written it. 1.2 us less in a row of layers.
-//  - Items are assigned by length (_wgmma_schedule.py). A fixed order, in which CTA 0 always had
+//  - The kernel starts before the previous one has ended, and waits before its first copy: W is the
+//    caller's memory, which any kernel may have written. Saves 1.2 us in a chain of layers.
+//  - Items are assigned by length (_wgmma_schedule.py). A fixed order, in which CTA 0 always got
 //    the longest, cost 12 %.
 //
 // Macros: TOKENS=256|128|64 CLUSTER=1|2 TRANSPOSED=0|1, the other constants of
@@ -162,8 +164,8 @@ __device__ __forceinline__ void load_w(const Maps& maps, const Pipeline& pipe, S
   }
 }
 
-// Lane j of either warp loads steps j, j + 32, ... of an item. The next steps and items are read
-// while these are under way.
+// Lane j of either warp loads steps j, j + 32, ... of an item. It reads the next steps and items
+// meanwhile.
 __device__ __forceinline__ void producer(const Maps& maps, const First& first, const Step* steps,
                                          const Item* items, Pipeline pipe, bool loads_x) {
   const int lane = threadIdx.x % 32, worker = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
@@ -207,7 +209,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const First& first, c
 __device__ __forceinline__ Note mainloop(float (&d)[TOKENS / 2], Pipeline& pipe, int half) {
   #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
-  int in_use = -1;  // stage that products in flight read
+  int in_use = -1;  // the stage that products in flight read
   for (;;) {
     pipe.consumer_wait();
     const Note note = ld_shared(pipe.note());
@@ -221,7 +223,7 @@ __device__ __forceinline__ Note mainloop(float (&d)[TOKENS / 2], Pipeline& pipe,
       wgmma_wait<0>();
       if (in_use >= 0) consumer_release(pipe, in_use);
       in_use = -1;
-      // wgmma synchronises the four warps. Without it, one may not have read the note yet.
+      // wgmma synchronises the four warps; without it, a warp may not have read the note yet.
       warpgroup_sync(half + 1);
       consumer_release(pipe, pipe.stage);
     }
@@ -257,7 +259,7 @@ __device__ __forceinline__ void epilogue(const float (&d)[TOKENS / 2], const Ten
   }
 }
 
-// ---- the kernel: 132 / CLUSTER workers, each with its own list of items ----
+// ---- the kernel: 132 / CLUSTER workers, each with a list of items ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
@@ -269,7 +271,7 @@ multiply_blocks(const __grid_constant__ Maps maps, const __grid_constant__ First
   extern __shared__ char shared[];
   __shared__ Note notes[STAGES];
   __shared__ u64 full[STAGES], empty[STAGES];
-  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where tiles may start
+  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   Pipeline pipe{tiles, smem_address(notes), smem_address(full), smem_address(empty), 0, 0};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -283,7 +285,7 @@ multiply_blocks(const __grid_constant__ Maps maps, const __grid_constant__ First
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    pipe.phase = 1;  // all stages are free at first
+    pipe.phase = 1;  // at first, all stages are free
     if (warp < 2) producer(maps, first, steps, items, pipe, warp == 0);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");

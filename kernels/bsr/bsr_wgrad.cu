@@ -10,7 +10,7 @@
 //   slice b  | dy1    |          +----+----+----+----+         | b0 | b1 | b2 | b3 |  half 1
 //            +--------+                                        +----+----+----+----+
 //
-// Each of two warpgroups sums a half: a slice of 64 rows x four columns of 64, in 128 registers a
+// Each of two warpgroups sums a half: a slice of 64 rows x four columns of 64, in 128 registers per
 // thread. One m64n256k16 reads a tile of dY and four of X, which are neighbours in shared memory.
 // With WIDE = 2 a half has two columns, and the instruction is m64n128k16. The halves may differ in
 // slice and columns; they share the tiles that both read (_wgrad_schedule.py).
@@ -19,17 +19,17 @@
 //          |--half 0-|          |   |         half 1 reads four from its own first tile on
 //                |--half 1-|    0   1
 //
-// A half with fewer than four columns multiplies what lies in their place, and does not store it: a
-// column of the product depends on that column of X alone. Both operands are [DEPTH tokens x 64]
-// and MN-major (imm-trans-a, imm-trans-b). The next 16 tokens are 16 rows on, 2048 bytes; SBO is
-// 1024 bytes, LBO is a tile. TMA reads zeros beyond m, n and k. They add nothing, and a block
-// stores zeros outside of W.
+// A half with fewer than four columns multiplies whatever is in their place and does not store it:
+// a column of the product depends only on that column of X. Both operands are [DEPTH tokens x 64]
+// and MN-major (imm-trans-a, imm-trans-b). The next 16 tokens are 16 rows, or 2048 bytes, further;
+// SBO is 1024 bytes, and LBO is a tile. TMA reads zeros beyond m, n and k. They add nothing, and a
+// block stores zeros outside W.
 //
-// A tile of HEIGHT x WIDTH, less than 64 x 64 where a block's sides are no multiples of 64, takes the
-// place of one of 64 x 64; the rest of the product is not stored. A box starts at a multiple of 16
+// If a block's sides are not multiples of 64, a tile of HEIGHT x WIDTH takes the place of one of
+// 64 x 64, and the rest of the product is not stored. A box starts at a multiple of 16
 // columns, so a tile of 40 or 56 may start eight columns later.
 //
-// The pipeline: 12 warps; one CTA an SM, for the whole launch.
+// The pipeline: 12 warps, and one CTA per SM for the whole launch.
 //
 //    warp 8     tiles 0, 4, 8 ---+    +---------+---------+-- --+     +--> warpgroup 0: half 0
 //    warp 9     tiles 1, 5    ---+--> | stage 0 | stage 1 | ... | ----+
@@ -38,12 +38,12 @@
 //                 ^                 full: the bytes have landed ------+         |
 //                 +---------------- empty: both warpgroups have released it <---+
 //
-// Few items would leave SMs idle. So an item may be cut between workers (split-K): a piece is an
-// item, or every second, third, ... of its steps. All workers then go through the tokens at the
-// same pace, and find in L2 what one of them loaded from memory. With ranges of tokens instead, dY
-// and X were loaded from memory several times, and 90 % took 53 us (NOTES.md). A worker
-// sums its pieces one after the other. A whole item goes from registers to the blocks: four lanes
-// of a row transpose four 8 x 8 matrices, and each stores 16 bytes. split_k.cuh adds up pieces.
+// If there are few items, SMs would idle. So an item may be cut between workers (split-K): a piece
+// is an item, or every second, third, ... of its steps. All workers then go through the tokens at
+// the same pace and find in L2 what another loaded from memory. With ranges of tokens instead, dY
+// and X were loaded from memory several times, and 90 % took 53 us (NOTES.md). A worker sums its
+// pieces one after the other. A whole item goes from registers to the blocks: four lanes of a row
+// transpose four 8 x 8 matrices, and each stores 16 bytes. split_k.cuh adds up pieces.
 //
 // Cost of a step of 64 tokens:
 //    products  eight tiles of dW, 4.2 MFLOP: 700 ns of an SM at the 790 TFLOP/s that cuBLAS
@@ -75,7 +75,7 @@ __device__ __forceinline__ constexpr int box_of(int side) { return side + side %
 
 // The host writes these (Work in _wgrad_schedule.py): for each piece one Loads and two Sums.
 struct alignas(16) Loads {
-  int boxes[BOXES];  // first column of each tile in a stage, + 1 if of dY; -1 is not loaded
+  int boxes[BOXES];  // first column of each tile in a stage, + 1 if it is of dY; -1: not loaded
   int step, count;   // first step, number of steps
   int stride;        // between steps
 };
@@ -83,7 +83,7 @@ struct alignas(16) Sums {
   int dy, x, count;      // the half's first tiles in a stage; number of steps
   int tiles;             // of dW: up to four; an empty half has none
   Part part;
-  int out[4];            // where each tile is in the values and in its boxes (tiles_of)
+  int out[4];            // position of each tile in the values and in its boxes (tiles_of)
 };
 
 // ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
@@ -117,7 +117,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
 
 // ---- consumers ----
 
-// Begin the products of a step.
+// Start the products of a step.
 __device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pipe, int dy, int x) {
   constexpr int STEP = 16 * ROW_BYTES >> 4;
   const u64 a = smem_descriptor(pipe.box(dy));
@@ -129,7 +129,7 @@ __device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pip
 }
 
 // Release the stages of a piece in which this half has no tiles. One thread waits for each stage,
-// and the others wait for that thread: a thread a round ahead would misread the phase.
+// and the others wait for that thread: a thread that is a round ahead would misread the phase.
 __device__ __forceinline__ void skip_piece(Pipeline& pipe, int count, int half) {
   for (; count > 0; count--) {
     if (threadIdx.x % GROUP == 0) pipe.consumer_wait();
@@ -139,8 +139,8 @@ __device__ __forceinline__ void skip_piece(Pipeline& pipe, int count, int half) 
   warpgroup_sync(half + 1);
 }
 
-// Store a unit: four times 64 x 8 sums. Of these a thread holds columns 2 * (thread % 4) and the
-// next, in row thread / 4 of its warp's 16 and in the row eight below.
+// Store a unit: four times 64 x 8 sums. A thread holds columns 2 * (thread % 4) and the next one,
+// in row thread / 4 of its warp's 16 and in the row eight below.
 __device__ __forceinline__ void store_unit(const float* s, char* values, int out, int unit,
                                            int width) {
   const int lane = threadIdx.x % 32;
@@ -154,14 +154,14 @@ __device__ __forceinline__ void store_unit(const float* s, char* values, int out
     for (int i = 0; i < 4; i++)
       words[i] = pack_pair(s[4 * i + 2 * below], s[4 * i + 2 * below + 1]);
     quad_transpose(words);
-    if ((u32)(row + 8 * below) >= HEIGHT || (u32)column >= WIDTH) continue;  // no part of the tile
+    if ((u32)(row + 8 * below) >= HEIGHT || (u32)column >= WIDTH) continue;  // outside the tile
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
   }
 }
 
-// Multiply the pieces of a worker, by one warpgroup. The next piece's Sums are read meanwhile.
+// Multiply the pieces of a worker by one warpgroup. It reads the next piece's Sums meanwhile.
 __device__ __forceinline__ void consumer(const Sums* list, int begin, int end, Pipeline pipe,
                                          int half, char* values, int width, float* partials,
                                          u32* counters) {
@@ -199,14 +199,14 @@ __device__ __forceinline__ void consumer(const Sums* list, int begin, int end, P
   }
 }
 
-// ---- the kernel: a worker an SM, each with its own list of pieces ----
+// ---- the kernel: one worker per SM, each with a list of pieces ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* sums,
            const int* starts, char* values, int width, float* partials, u32* counters) {
   extern __shared__ char shared[];
   __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
-  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // where tiles may start
+  const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   Pipeline pipe{{tiles}, {smem_address(full), smem_address(empty), 0, 0}};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Pipeline::STAGES; i++) {
@@ -221,7 +221,7 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
   const int end = __shfl_sync(~0u, starts[blockIdx.x + 1], 0);
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    pipe.phase = 1;  // all stages are free at first
+    pipe.phase = 1;  // at first, all stages are free
     if (threadIdx.x % 32 == 0) producer(maps, loads, begin, end, pipe, warp);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");

@@ -1,7 +1,7 @@
 // dW = dY[m, n].T @ X[m, k] at W's stored blocks of any multiple of 8, by wgmma and TMA (Hopper).
 //
 //   strip   32 columns of dY or of X             cell   strip of dY x strip of X, 32 x 32 of dW
-//   unit    two strips of dY x two of X: one m64n64k16 for 16 tokens, 32 sums a thread
+//   unit    two strips of dY x two of X: one m64n64k16 for 16 tokens, 32 sums per thread
 //   item    up to 2 * UNITS units, and the strips that they read; all tokens
 //
 //                          x0   x1   x2   x3              units, as dY strips x X strips
@@ -10,10 +10,10 @@
 //                   dy2 |  ##                   (2,3)x(0,1)                   warpgroup 1
 //                   dy3 |  ##   ##   ##
 //
-// Any two strips are an operand: LBO is the distance from one to the other. So an item is gathered
-// from where cells of W are dense, and few empty cells are multiplied (_wgrad_small_schedule.py).
-// A unit with one strip reads it twice, and a missing unit reads the first strips; what they sum
-// is not stored.
+// Any two strips form an operand: LBO is the distance from one to the other. So an item is gathered
+// from places where cells of W are dense, and few empty cells are multiplied
+// (_wgrad_small_schedule.py). A unit with one strip reads it twice, and a missing unit reads the
+// first strips; the kernel does not store these sums.
 //
 // A step loads DEPTH tokens of all strips of an item, and both warpgroups read any of them:
 //
@@ -22,15 +22,15 @@
 //                    ...                   |    +---------+---------+-- --+    +--> warpgroup 1
 //
 // A strip is [DEPTH tokens x 32], rows of 64 bytes, MN-major for both operands. The next 16 tokens
-// are 16 rows on, 1024 bytes; SBO is 512. TMA reads zeros beyond m, n and k. They add nothing, and
-// a block stores zeros outside of W.
+// are 16 rows, or 1024 bytes, further; SBO is 512. TMA reads zeros beyond m, n and k. They add
+// nothing, and a block stores zeros outside W.
 //
 // A cell need not be a block. Blocks of 16 lie in cells of 32 with their neighbours, and blocks of
-// 48 in four cells. For each 8 x 8 of a unit a table has its place in the values, or none. Four
+// 48 in four cells. For each 8 x 8 of a unit, a table has its position in the values, or -1. Four
 // lanes of a row transpose four 8 x 8 matrices, and each stores 16 bytes.
 //
-// Few items would leave SMs idle. So an item may be cut between workers, each of which takes every
-// second, third, ... step; split_k.cuh adds up their sums in a fixed order.
+// If there are few items, SMs would idle. So an item may be cut between workers, each of which
+// takes every second, third, ... step; split_k.cuh adds up their sums in a fixed order.
 //
 // Cost of a step of 64 tokens, UNITS = 6:
 //    products  48 cells, 6.3 MFLOP: 1050 ns of an SM at the 790 TFLOP/s of cuBLAS on an H200. A
@@ -66,7 +66,7 @@ struct alignas(16) Sums {
   uint2 operands[UNITS];  // low words of the descriptors of A and B in a stage at address 0
 };
 static_assert(UNITS % 2 == 0, "the host's rows of Sums have no padding");
-struct alignas(16) Places { int at[8][4]; };  // of each 8 x 8 in the values, / 8; or -1
+struct alignas(16) Places { int at[8][4]; };  // position of each 8 x 8 in the values, / 8, or -1
 
 // ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void wgmma_unit(float* d, u64 dy, u64 x) {
   WGMMA(64, dy, x, 1, 1);
 }
 
-// Begin the products of a step.
+// Start the products of a step.
 __device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pipe,
                                            const uint2 (&operands)[UNITS]) {
   constexpr u32 STEP = 16 * ROW_BYTES >> 4;
@@ -127,8 +127,8 @@ __device__ __forceinline__ int2 places_of(const Places* places) {
   return {places->at[row][column], places->at[row + 1][column]};
 }
 
-// Store 64 x 32 sums, four times 64 x 8. Of these a thread holds columns 2 * (thread % 4) and the
-// next, in row thread / 4 of its warp's 16 and in the row eight below.
+// Store 64 x 32 sums, four times 64 x 8. A thread holds columns 2 * (thread % 4) and the next one,
+// in row thread / 4 of its warp's 16 and in the row eight below.
 __device__ __forceinline__ void store_sums(const float* s, char* values, int2 places, int width) {
   #pragma unroll
   for (int below = 0; below < 2; below++) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_sums(const float* s, char* values, int2 pl
   }
 }
 
-// Multiply the pieces of a worker, by one warpgroup.
+// Multiply the pieces of a worker by one warpgroup.
 __device__ __forceinline__ void consumer(const Sums* list, const Places* places, int begin, int end,
                                          Pipeline pipe, int half, char* values, int width,
                                          float* partials, u32* counters) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void consumer(const Sums* list, const Places* places,
   }
 }
 
-// ---- the kernel: a worker an SM, each with its own list of pieces ----
+// ---- the kernel: one worker per SM, each with a list of pieces ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* sums,
@@ -190,7 +190,7 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
            float* partials, u32* counters) {
   extern __shared__ char shared[];
   __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
-  const u32 strips = (smem_address(shared) + 1023) & ~1023u;  // where strips may start
+  const u32 strips = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   Pipeline pipe{{strips}, {smem_address(full), smem_address(empty), 0, 0}};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Pipeline::STAGES; i++) {
@@ -204,7 +204,7 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
   const int begin = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    pipe.phase = 1;  // all stages are free at first
+    pipe.phase = 1;  // at first, all stages are free
     if (threadIdx.x % 32 == 0) producer(maps, loads, begin, end, pipe, warp);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

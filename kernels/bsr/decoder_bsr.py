@@ -1,8 +1,8 @@
 """A decoding step of block-sparse weights: bsr_wgmma, bsr_small or bsr_triton for each product.
 
-kernels/dense/_decoder.py draws the step and has the rest: norms, attention, the head, and the
-projections where the MLP alone is pruned (the problem's `pruned`), dense by their fastest way. Gate
-and up are one product, and act one more kernel, as in bsr_ffn.py.
+kernels/dense/_decoder.py draws the step and has the rest: norms, attention, the head, and, if only
+the MLP is pruned (the problem's `pruned`), dense projections by their fastest call. Gate and up are
+one product, and act is one more kernel, as in bsr_ffn.py.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Choose a kernel for each product, which gets `tuned`. Raises Unsupported."""
+    """Choose a kernel for each product; `tuned` is passed on to it. Raises Unsupported."""
     return _decoder.prepare(operands, partial(_part, operands, tuned))
 
 
@@ -41,7 +41,7 @@ def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor])
 
 
 def _product(operands: Operands, name: str, w: Bsr, inputs: Sequence[Tensor], tuned: Tuned) -> Part:
-    """Search for the first layer; the others take what was found, each with its own copy."""
+    """Search for the first layer; the others take its choice, each with a copy of the weights."""
     first = bsr_ffn.fastest(operands, name, w, inputs[0], tuned)
     known = replace(operands, pinned={name: first.choice})
     rest = [bsr_ffn.fastest(known, name, copied(w), x, tuned) for x in inputs[1:]]
@@ -60,7 +60,7 @@ def _bsr(operands: Operands, name: str) -> Bsr:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the step cannot run here, or None."""
+    """Return why the step cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return "expected fp16, bf16 or fp32, found fp8"
     share = 1 - problem["sparsity"]

@@ -1,4 +1,4 @@
-// A ring of stages in shared memory, between the warps that copy and those that multiply; for
+// A ring of stages in shared memory, between the warps that copy and those that multiply. Used by
 // bsr_small.cu, bsr_strips.cu, bsr_wgrad.cu and bsr_wgrad_small.cu.
 //
 //                      +---------+---------+-- --+
@@ -7,7 +7,7 @@
 //          |             full: the bytes have landed          |
 //          +------------ empty: all consumers have released it
 //
-// Every thread has a position in the ring: a stage, and the parity of its barriers' phase.
+// Every thread has a position in the ring: a stage and the parity of its barriers' phase.
 
 #pragma once
 #include "hopper.cuh"
@@ -16,7 +16,7 @@ template <int STAGES_> struct Ring {
   static constexpr int STAGES = STAGES_;
   u32 full, empty;  // shared memory: an mbarrier for each stage
   int stage;
-  u32 phase;        // of a consumer 0 at first, of a producer 1: all stages are free
+  u32 phase;        // starts at 0 in a consumer and at 1 in a producer: all stages are free
   __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
   __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
   __device__ __forceinline__ void consumer_wait() const {

@@ -1,4 +1,4 @@
-// Partial sums of work items that are cut between workers (split-K), for bsr_wgrad.cu and
+// Partial sums of work items that are cut between workers (split-K). Used by bsr_wgrad.cu and
 // bsr_wgrad_small.cu.
 //
 // A piece of an item is every second, third, ... of its steps. The sums of a piece go to `partials`
@@ -7,13 +7,13 @@
 //       worker 0    [ item 0, steps 0, 2, 4, ... ]   then  adds up units 0 to 3 of item 0
 //       worker 1    [ item 0, steps 1, 3, 5, ... ]   then  adds up units 4 to 7 of item 0
 //
-// After its last piece a worker adds up its share of each item of which it has a piece. It takes a
-// unit, 64 rows x 32 columns, at a time, and always adds in the order of the pieces: every launch
-// gives equal bits. The wait for other workers ends: all run at the same time, one an SM, and none
-// waits before its own partials are written. Each half of an item, what a warpgroup sums, has a
-// counter. Its first piece adds 2^31 less the number of the other pieces, and each of these adds 1.
-// So the highest bit flips when all have arrived, and the rest is zero again: the next launch needs
-// no reset.
+// After its last piece, a worker adds up its share of each item of which it has a piece. It takes
+// one unit, 64 rows x 32 columns, at a time and always adds in the order of the pieces: every
+// launch gives equal bits. The wait for other workers cannot deadlock: all run at the same time,
+// one per SM, and none waits before its partial sums are written. Each half of an item (the part
+// that a warpgroup sums) has a counter. The first piece adds 2^31 minus the number of the other
+// pieces, and each of these adds 1. So the highest bit flips when all have arrived, and the other
+// bits are zero again: the next launch needs no reset.
 //
 // A partial sum of 128 KB written and read takes an SM about 6 us.
 
@@ -29,13 +29,13 @@ struct Part {
   u32 adds;              // what the piece adds to the item's counter
 };
 
-// Return where partial sum p of a thread is: SUMS / 4 times 16 bytes, coalesced over the threads.
+// Return the address of a thread's partial sum p: SUMS / 4 times 16 bytes, coalesced over threads.
 template <int SUMS>
 __device__ __forceinline__ float* partial_address(float* partials, int p, int half) {
   return partials + (2LL * p + half) * SUMS * GROUP + threadIdx.x % GROUP * 4;
 }
 
-// Write the first `units` of a partial sum and count it. Thread 0 returns the counter's former
+// Write the first `units` of a partial sum and count it. Thread 0 returns the counter's previous
 // value.
 template <int SUMS>
 __device__ __forceinline__ u32 store_partial(const float (&d)[SUMS], int units, float* partials,
@@ -67,8 +67,9 @@ __device__ __forceinline__ void wait_for_partials(const u32* counter, u32 before
   }
 }
 
-// Add up this piece's share of its item's units, and call store(sums, unit). `before` is the former
-// value of any counter of this launch: the highest bits of all counters are equal between launches.
+// Add up this piece's share of its item's units and call store(sums, unit). `before` is the
+// previous value of any counter of this launch: between launches, the highest bits of all counters
+// are equal.
 template <int SUMS, class Store>
 __device__ __forceinline__ void reduce_partials(float* partials, const u32* counters, u32 before,
                                                 const Part& part, int units, int half,

@@ -1,16 +1,17 @@
-// What bsr_small.cu and bsr_strips.cu share: the steps that the host lists (_small_steps.py), the
-// ring of stages with their notes, and the loop of consumers. A block is a tile in bsr_strips.cu.
+// Shared by bsr_small.cu and bsr_strips.cu: the steps that the host lists (_small_steps.py), the
+// ring of stages with their notes, and the loop of the consumers. A block is a tile in
+// bsr_strips.cu.
 //
 //   stage   | strip 0 | strip 1 | .. | blocks, in the order of the products |   and a note
 //
-// The producers' loops stand in each kernel: shared, ptxas ordered their moves in another way.
+// Each kernel has its own producer loop: if it is shared, ptxas orders its moves differently.
 //
 // Macros: WARPGROUPS, STRIPS, RING_BYTES, WORKERS, LAST, END.
 
 #pragma once
 #include "ring.cuh"
 
-// A share is what one warpgroup multiplies in a step.
+// A share: the blocks that one warpgroup multiplies in a step.
 struct alignas(16) Share {
   u32 counts;  // blocks of each row, 4 bits each
   int first;   // the share's first block in the chunk (8 bits), and the flags LAST and END
@@ -27,8 +28,8 @@ __device__ __forceinline__ void st_shared(u32 to, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Branches depend on these values. The shuffles tell ptxas that the lanes of a warp agree.
-// Otherwise it serialises wgmma: it waits for each product.
+// Branches depend on these values. The shuffles tell ptxas that all lanes of a warp have the same
+// value. Otherwise it serialises wgmma: it waits for each product.
 __device__ __forceinline__ uint4 ld_shared(u32 from) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -37,7 +38,7 @@ __device__ __forceinline__ uint4 ld_shared(u32 from) {
                __shfl_sync(~0u, v.w, 0)};
 }
 
-// Keep an address in a register. Otherwise ptxas computes it at every step, from the CTA's number.
+// Keep an address in a register. Otherwise ptxas recomputes it from the CTA's number at every step.
 __device__ __forceinline__ u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
@@ -45,10 +46,10 @@ __device__ __forceinline__ u32 opaque(u32 v) {
 
 __device__ constexpr int stages_of(int bytes) { return RING_BYTES / bytes < 8 ? RING_BYTES / bytes : 8; }
 
-// Where the ring is in shared memory.
+// The addresses of the ring in shared memory.
 struct Buffers { u32 tiles, notes; };
 
-// The ring: in a stage STRIPS strips, and W_BYTES for blocks.
+// The ring: a stage has STRIPS strips, and W_BYTES for blocks.
 template <int STRIP_BYTES, int W_BYTES>
 struct Strips : Buffers, Ring<stages_of(STRIPS * STRIP_BYTES + W_BYTES)> {
   static constexpr int STAGE_BYTES = STRIPS * STRIP_BYTES + W_BYTES;
@@ -72,7 +73,8 @@ __device__ __forceinline__ void write_note(const Pipeline& pipe, const Step& ste
 
 // ---- consumers ----
 
-// Where the sums of a work item go. Lane j holds the number of seat j, a row or a unit; -1: none.
+// The destination of a work item's sums. Lane j holds the number of seat j, a row or unit; -1:
+// none.
 struct Item { int token, seat_of_lane; bool last; };
 
 template <class Pipeline>
@@ -80,8 +82,9 @@ __device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage
   if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty + 8 * stage);
 }
 
-// Add up the products of the next work item of the list; return where its sums go.
-// multiply(strips, blocks, share) begins the products of a step: one group, which stays in flight.
+// Add up the products of the next work item in the list; return the destination of its sums.
+// multiply(strips, blocks, share) starts the products of a step as one group, which stays in
+// flight.
 template <int SEATS, class Sums, class Pipeline, class Multiply>
 __device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgroup,
                                          const int* seats, const Multiply& multiply) {
@@ -92,7 +95,7 @@ __device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgro
   const uint4 note = ld_shared(pipe.note());
   Item item{(int)note.y, 0, false};
   if (lane < SEATS) item.seat_of_lane = seats[(note.z * WARPGROUPS + warpgroup) * SEATS + lane];
-  int in_use = -1;  // stage that products in flight read
+  int in_use = -1;  // the stage that products in flight read
   for (;;) {
     pipe.consumer_wait();
     const uint4 share = ld_shared(pipe.share(warpgroup));

@@ -1,5 +1,5 @@
-// What bsr_wgrad.cu and bsr_wgrad_small.cu share: the ring of stages, each with DEPTH tokens of
-// boxes of dY and of X (tiles, or strips), and the loop of consumers.
+// Shared by bsr_wgrad.cu and bsr_wgrad_small.cu: the ring of stages, each with DEPTH tokens of
+// boxes of dY and of X (tiles or strips), and the loop of the consumers.
 //
 //    warp 8    boxes 0, 4, 8 ... --+    +---------+---------+-- --+    +--> warpgroup 0: half 0
 //    warp 9    boxes 1, 5 ...    --+--> | stage 0 | stage 1 | ... | ---+
@@ -31,14 +31,14 @@ __device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage
   if (threadIdx.x % GROUP == 0) mbarrier_arrive(pipe.empty + 8 * stage);
 }
 
-// Add up the products of one half of a piece. multiply() begins those of a step, as one group,
-// which stays in flight.
+// Add up the products of one half of a piece. multiply() starts those of a step as one group, which
+// stays in flight.
 template <int SUMS, class Pipeline, class Multiply>
 __device__ __forceinline__ void mainloop(float (&d)[SUMS], Pipeline& pipe, int count,
                                          const Multiply& multiply) {
   #pragma unroll
   for (int i = 0; i < SUMS; i++) d[i] = 0.f;
-  int in_use = -1;  // stage that products in flight read
+  int in_use = -1;  // the stage that products in flight read
   for (; count > 0; count--) {
     pipe.consumer_wait();
     multiply();

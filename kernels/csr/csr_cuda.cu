@@ -1,6 +1,6 @@
-// Y[m, n] = X[m, k] @ W[n, k].T for W in CSR, on CUDA cores, by a panel of X in shared memory.
+// Y[m, n] = X[m, k] @ W[n, k].T for W in CSR, on CUDA cores, with a panel of X in shared memory.
 //
-//   CTA: TOKENS tokens x a group of rows of W; the columns of W in chunks, one after the other
+//   CTA: TOKENS tokens x a group of rows of W, over the columns of W in chunks, one by one
 //
 //       X                          panel: a chunk of columns, transposed        sums
 //     +----+-----------+----+      column 0    | t0 t1 t2 ..  TOKENS |        row  t0 t1 t2 ..
@@ -8,28 +8,28 @@
 //     |    | x TOKENS  |    |  ->    ...                                +=     1  |
 //     +----+-----------+----+      zeros       | 0  0  0  ..         |         .. |
 //
-//   A team of WAYS rows, or pieces of long rows, goes to the ways of a warp: LANES lanes each, which
-//   have all tokens of one non-zero, 16 bytes a lane. The pieces of a team have equally many steps:
+//   A team of WAYS rows, or pieces of long rows, goes to the ways of a warp. The LANES lanes of a way
+//   have all tokens of a non-zero, 16 bytes per lane. The pieces of a team have equally many steps:
 //
 //       step     way 0     way 1     way 2     way 3        a lane's load is two non-zeros of its
 //        0      nz 0, 1   nz 0, 1   nz 0, 1   nz 0, 1       piece: (place in the panel, value)
 //        1      nz 2, 3   ...
 //
-//   After its last step a way adds what it has to the piece's sums. At the end the CTA adds up the
+//   After its last step a way adds its sums to those of the piece. At the end the CTA adds up the
 //   pieces of each row, and writes the tokens with the rows of W contiguous.
 //
-// The host (_panels.py) packs the non-zeros in the order of the steps. What fills a step points at a
-// column of zeros. Teams are made and dealt by length.
+// The host (_panels.py) packs the non-zeros in the order of the steps. Padding points at a column of
+// zeros. Teams are made and dealt by length.
 // The limit is shared memory: SIZE bytes for each non-zero and token (NOTES.md).
 //
-// Macros: THREADS, CTAS (of an SM), and panel.cuh's.
+// Macros: THREADS, CTAS (of an SM), and those of panel.cuh.
 
 #include "panel.cuh"
 
 constexpr int COUNT = VECTORS * VECTOR;  // sums of a lane
 constexpr int STRIDE = TOKENS + 4;       // of the sums: 16 bytes of 8 rows are in other banks
 constexpr int WARPS = THREADS / 32;
-constexpr int UNROLL = FP32 || VECTORS == 1 ? 2 : 1;  // steps: what 64 registers hold
+constexpr int UNROLL = FP32 || VECTORS == 1 ? 2 : 1;  // steps that 64 registers have room for
 
 #if FP32
 using Pair = uint4;  // place, value, place, value
@@ -71,7 +71,7 @@ multiply_rows(const Element* x, long long x_stride, int m, int k, const Pair* pa
     const Start* start = starts + (group * chunks + c) * WARPS;
     if (c) __syncthreads();
     load_panel(shared, x, x_stride, token, m, c * chunk, min(chunk, k - c * chunk), k, [&] {
-      if (c) return;  // while the first columns come:
+      if (c) return;  // while the first columns are loaded:
       const Start first = start[0], end = start[chunks * WARPS];
       const int row = bounds[group], next_row = bounds[group + 1];
       for (int i = threadIdx.x; i < sums_bytes / 16; i += THREADS)

@@ -9,12 +9,12 @@
 //      ..                        ..                                              all TOKENS
 //
 //   A way (8 lanes) multiplies an item: each lane reads its tokens of the row once, and those of the
-//   8 columns. Then the lanes exchange halves of their sums, and lane i has all of non-zero i.
+//   8 columns. Then the lanes exchange halves of their sums, and lane i has the sum of non-zero i.
 //
-// One tile of tokens: these are the values. Else the CTA adds up the tiles of its part in `sums`,
-// and a second kernel adds up the parts, always in this order.
+// If there is one tile of tokens, these sums are the values. Otherwise the CTA adds up the tiles of
+// its part in `sums`, and a second kernel adds up the parts, always in this order.
 //
-// Macros: THREADS, CTAS (of an SM), and panel.cuh's, with LANES = 8.
+// Macros: THREADS, CTAS (of an SM), and those of panel.cuh, with LANES = 8.
 
 #include "panel.cuh"
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ float exchanged(float f, int by) {
   return __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(f), by));
 }
 
-// Of two sums a lane keeps one and gives the other to its partner; add what the partner gives.
+// A lane keeps one of two sums, gives the other to its partner, and adds what it receives.
 __device__ __forceinline__ float halved(float low, float high, int lane, int by) {
   const bool upper = lane & by;
   return (upper ? high : low) + exchanged(upper ? low : high, by);
@@ -47,14 +47,14 @@ sum_products(const Element* dy, long long dy_stride, int n, const Element* x, lo
     if (token > first) __syncthreads();
     load_panel(shared, x, x_stride, token, m, range.column, min(chunk, k - range.column), k,
                [&] {
-                 if (token > first) return;  // while the first columns come:
+                 if (token > first) return;  // while the first columns are loaded:
                  prefetch(places + range.item, places + range.item + range.items);
                  prefetch(heads + range.item, heads + range.item + range.items);
                });
     load_panel(shared + chunk * COLUMN_BYTES, dy, dy_stride, token, m, range.row, range.rows, n,
                [] {});
     __syncthreads();
-    // Every way takes an item; those of a warp lie beside each other. The list ends with a few more.
+    // Every way takes an item; a warp's items are neighbours. The list has a few more at the end.
     #pragma unroll 1
     for (int at = warp * WAYS; at < range.items; at += WARPS * WAYS) {
       const int item = range.item + at + lane / 8;

@@ -9,8 +9,8 @@
 // LANES lanes read a column, VECTORS times 16 bytes each; the WAYS parts of a warp read different
 // columns.
 //
-// Macros: FP32, FP16 = 0|1 (neither: bf16), TOKENS, THREADS, ALIGNED = 0|1: four columns of a token
-// can be read at a time.
+// Macros: FP32, FP16 = 0|1 (neither: bf16), TOKENS, THREADS, and ALIGNED = 0|1, whether four columns
+// of a token can be read at a time.
 
 #pragma once
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ void prefetch_l2(const void* line) {
 }
 extern __shared__ __align__(16) char shared[];
 
-// The threads of the CTA bring what lies there to the L2 cache.
+// All threads of the CTA prefetch [first, end) to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* first, const void* end) {
   #pragma unroll 1
   for (const char* line = (const char*)first + threadIdx.x * 128; line < end; line += THREADS * 128)
@@ -70,8 +70,8 @@ __device__ __forceinline__ void prefetch(const void* first, const void* end) {
 
 // ---- the panel ----
 
-// Where a column lies in the panel; the host computes the same. A quarter of a warp writes 16 bytes
-// of CLASSES columns that are 4 apart, to different banks.
+// The place of a column in the panel, by the same formula as on the host. A quarter of a warp writes
+// 16 bytes of CLASSES columns that are 4 apart, to different banks.
 __device__ __forceinline__ int place_of(int quad, int i) {
   return 4 * quad + (i ^ (quad & (CLASSES - 1)));
 }
@@ -104,9 +104,9 @@ __device__ __forceinline__ uint4 transposed(const Four (&t)[VECTOR], int i) {
 #endif
 }
 
-// A thread copies four columns of VECTOR tokens at a time; tokens beyond m and columns beyond k are
-// zeros. Lanes beside each other have other tokens, then other columns. The thread does `meanwhile`
-// when its first reads are under way.
+// A thread copies four columns of VECTOR tokens at a time; tokens past m and columns past k are
+// zeros. Neighbouring lanes have different tokens, then different columns. The thread calls
+// `meanwhile` after it has issued its first reads.
 template <class Work>
 __device__ __forceinline__ void load_panel(char* panel, const Element* x, long long stride,
                                            int token, int m, int column, int columns, int k,

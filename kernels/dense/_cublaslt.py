@@ -1,19 +1,19 @@
-"""cuBLASLt called directly: which algorithms it proposes for a product, and the call of one.
+"""Direct calls of cuBLASLt: the algorithms that it proposes for a product, and a call of one.
 
     out [m, n] = scale * a [m, k] @ b [k, n]       out is row-major; a and b may also be transposed
                                                    views, whose columns are contiguous
 
-torch asks cuBLASLt's heuristics for one algorithm and takes it. Here they are asked for one and for
-COUNT (they return 8 at most, and not always the one), and the caller times them. They are also
-asked as if `a` had other numbers of rows: an algorithm for 32 tokens computes 16 as well, the rest
-of its tile empty, and is at times faster than those proposed for 16. No operand is padded for that.
-`combined` adds what the heuristics never propose together.
+torch requests one algorithm from cuBLASLt's heuristics and takes it. This module requests one and
+COUNT (at most 8 come back, and not always the one), and the caller times them. It also queries the
+heuristics for other numbers of rows of `a`: an algorithm for 32 tokens also computes 16, with the
+rest of its tile empty, and is sometimes faster than those proposed for 16. No operand is padded for
+that. `combined` adds combinations that the heuristics never propose.
 
-An Algorithm is the nine fields by which the library finds it again. Every call is built from them,
-also in a search: a process that is given the fields makes the same call.
+An Algorithm is the nine fields from which the library finds it again. Every call is built from
+them, also in a search: a process that has the fields makes the same call.
 
-The library is column-major: it is given out.T [n, m] = b.T @ a.T. Sums stay in fp32 between the
-parts of a split k. Called by nvmath-python's bindings, in the libcublasLt that torch has loaded.
+The library is column-major: it gets out.T [n, m] = b.T @ a.T. Sums stay in fp32 between the parts
+of a split k. Calls go through nvmath-python's bindings to the libcublasLt that torch has loaded.
 Source: docs.nvidia.com/cuda/cublas, cublasLtMatmul and cublasLtMatmulAlgoGetHeuristic.
 """
 
@@ -31,19 +31,19 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 
-COUNT = 32  # algorithms that the heuristics are asked for
-WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper
+COUNT = 32  # algorithms to request from the heuristics
+WORKSPACE = 32 << 20  # bytes, as NVIDIA recommends for Hopper
 
 # library_types.h and cublas_api.h
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 FP32, COMPUTE_FP32, COMPUTE_TF32 = 0, 68, 77
 SUMS_IN_FP32 = 2  # cublasLtReductionScheme_t: the parts of a split k are added in fp32
-ALIGNMENT = 256  # bytes; the heuristics ask for no more
+ALIGNMENT = 256  # bytes; the heuristics consider no more
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The fields of cublasLtMatmulAlgoConfigAttributes_t, in its order."""
+    """The fields of cublasLtMatmulAlgoConfigAttributes_t, in that order."""
 
     id: int
     tile: int = 0
@@ -83,7 +83,7 @@ class Gemm:
 
 @cache
 def unavailable() -> str | None:
-    """Say why the library cannot be called directly here, or None."""
+    """Return why the library cannot be called directly here, or None."""
     if not find_spec("nvmath"):
         return "needs nvmath-python: pip install 'sparsebench[gpu]'"
     try:
@@ -94,7 +94,7 @@ def unavailable() -> str | None:
 
 
 def workspace(device: torch.device) -> Tensor:
-    """Return space that several calls share."""
+    """Return a workspace that several calls share."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
@@ -106,10 +106,9 @@ def version() -> int:
 
 
 def algorithms(gemm: Gemm, rows: int) -> list[Algorithm]:
-    """Return what the heuristics propose for `rows` rows of `a`, and the product accepts.
+    """Return the algorithms proposed for `rows` rows that the product accepts, best guess first.
 
-    The library's best guess comes first. There are none for operands of types and layouts that the
-    library cannot multiply.
+    There are none for operands of types and layouts that the library cannot multiply.
     """
     proposed = [each for count in (1, COUNT) for each in _proposed(gemm, rows, count)]
     return _accepted(gemm, proposed)
@@ -118,10 +117,10 @@ def algorithms(gemm: Gemm, rows: int) -> list[Algorithm]:
 def combined(gemm: Gemm, proposed: Sequence[Algorithm]) -> list[Algorithm]:
     """Return the combinations of tile, cluster and option of these that the product accepts.
 
-    Of the algorithms (ids) each by itself, with k in one part. On an H200 they gain up to 8 % for
-    16 tokens (NOTES.md).
+    Combines within each algorithm (id), with k in one part. On an H200 this gains up to 8 % for 16
+    tokens (NOTES.md).
     """
-    found = []
+    combinations = []
     for like in {each.id: each for each in proposed}.values():
         same = [each for each in proposed if each.id == like.id]
         values = [
@@ -129,11 +128,11 @@ def combined(gemm: Gemm, proposed: Sequence[Algorithm]) -> list[Algorithm]:
             for name in ("tile", "cluster_shape", "option")
         ]
         whole = replace(like, split_k=1, reduction=0)
-        found += [
+        combinations += [
             replace(whole, tile=tile, cluster_shape=cluster, option=option)
             for tile, cluster, option in product(*values)
         ]
-    return _accepted(gemm, found)
+    return _accepted(gemm, combinations)
 
 
 def _accepted(gemm: Gemm, proposed: Sequence[Algorithm]) -> list[Algorithm]:
@@ -142,30 +141,30 @@ def _accepted(gemm: Gemm, proposed: Sequence[Algorithm]) -> list[Algorithm]:
 
 
 def _proposed(gemm: Gemm, rows: int, count: int) -> list[Algorithm]:
-    """Return what the heuristics answer when they are asked for `count`."""
+    """Return the answer of the heuristics to a request for `count` algorithms."""
     from nvmath.bindings import cublasLt
 
-    results, found = cublasLt.MatmulHeuristicResult(count), np.zeros(1, np.int32)
+    results, returned = cublasLt.MatmulHeuristicResult(count), np.zeros(1, np.int32)
     preference = _preference(gemm)
     try:
         cublasLt.matmul_algo_get_heuristic(
             *(_handle(gemm.out.device), *_descriptors(gemm, rows)),
-            *(preference, count, results.ptr, found.ctypes.data),
+            *(preference, count, results.ptr, returned.ctypes.data),
         )
     except cublasLt.cuBLASLtError:  # CUBLAS_STATUS_NOT_SUPPORTED
         return []
     finally:
         cublasLt.matmul_preference_destroy(preference)
     size = cublasLt.matmul_heuristic_result_dtype.itemsize  # the algorithm is its first member
-    return [_fields(results.ptr + i * size) for i in range(int(found[0]))]
+    return [_fields(results.ptr + i * size) for i in range(int(returned[0]))]
 
 
 def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Callable[[], Tensor]:
     """Return a call that computes `gemm.out` on the current stream.
 
-    space  of `workspace`; None gives the call its own, no larger than it needs
+    space  from `workspace`; None allocates one that is no larger than needed
 
-    Raises Unsupported where the library cannot be called, or does not accept the algorithm.
+    Raises Unsupported if the library cannot be called or does not accept the algorithm.
     """
     if reason := unavailable():
         raise Unsupported(f"cuBLASLt called directly: {reason}")
@@ -181,7 +180,7 @@ def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Calla
     one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
     b, a, out = gemm.b.data_ptr(), gemm.a.data_ptr(), gemm.out.data_ptr()
     before = _handle(device), operation, one, b, of_b, a, of_a, zero, out, of_out, out, of_out
-    kept = gemm, own, factors, algo  # what the arguments point to, as long as the call
+    kept = gemm, own, factors, algo  # must live as long as the call, which points to them
 
     def run() -> Tensor:
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -192,7 +191,7 @@ def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Calla
 
 
 def _built(gemm: Gemm, algorithm: Algorithm) -> tuple[Any, int] | None:
-    """Return the algorithm as the library takes it and the bytes it needs; None if refused."""
+    """Return the algorithm in the library's form and the bytes it needs, or None if refused."""
     from nvmath.bindings import cublasLt
 
     handle, output = _handle(gemm.out.device), TYPES[gemm.out.dtype]
@@ -250,7 +249,7 @@ def _descriptors(gemm: Gemm, rows: int) -> tuple[int, int, int, int, int]:
 
 
 def _layout(matrix: Tensor, rows: int, columns: int) -> int:
-    """Describe the transpose of a matrix as it lies in memory, as if it had these sizes."""
+    """Describe the transpose of a matrix in memory, as if it had these sizes."""
     from nvmath.bindings import cublasLt
 
     inner, outer = (columns, rows) if _by_rows(matrix) else (rows, columns)
@@ -259,12 +258,12 @@ def _layout(matrix: Tensor, rows: int, columns: int) -> int:
 
 
 def _by_rows(matrix: Tensor) -> bool:
-    """Say whether the elements of a row are contiguous; otherwise those of a column are."""
+    """Return whether the elements of a row are contiguous; if not, those of a column are."""
     return matrix.stride(1) == 1 or (matrix.shape[1] == 1 and matrix.stride(0) != 1)
 
 
 def _preference(gemm: Gemm) -> int:
-    """Return what the heuristics must keep to: workspace, sums in fp32, alignment."""
+    """Return the constraints on the heuristics: workspace, sums in fp32, alignment."""
     from nvmath.bindings import cublasLt
 
     names, preference = cublasLt.MatmulPreferenceAttribute, int(cublasLt.matmul_preference_create())

@@ -1,4 +1,4 @@
-"""A decoding step as a list of launches, whatever the format of its weights.
+"""A decoding step as a list of launches, for weights of any format.
 
     S, Z = norm(X)                                   _decoder_glue.py
     in each layer:
@@ -10,10 +10,10 @@
         S, Z = S + D, norm
     Y = Z Wh.T                                       the head, dense
 
-A contender builds a part, such as "down", for all layers at once (`Build`), each with a copy of the
-weights of its own: it searches for the first layer, and takes what it found for the others. All
-contenders share the kernels between the products. In fp8 these write e4m3, so that no launch is
-there for rounding alone; but for H, which the kernel of act writes.
+A contender builds a part, such as "down", for all layers at once (`Build`), each with a separate
+copy of the weights: it searches for the first layer and takes the result for the others. All
+contenders share the kernels between the products. In fp8 these write e4m3, so no launch only
+rounds; the kernel of act writes H.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,27 +36,27 @@ from sparsebench.kernels.dense._gemm import Product, fastest_way
 from sparsebench.results.record import Problem
 
 EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/_attention.py
-SPARE = 1 << 30  # bytes beside weights: what products and attention work in, at most
+SPARE = 1 << 30  # bytes beside weights: working memory of products and attention, at most
 LAYER = "wqkv", "wo", "wg", "wu", "wd"
 MLP_IN = "wg", "wu"
-WEIGHTS = {"qkv": "wqkv", "o": "wo", "down": "wd", "head": "wh"}  # of parts that are one product
+WEIGHTS = {"qkv": "wqkv", "o": "wo", "down": "wd", "head": "wh"}  # the parts that are one product
 
 Stored = TypeVar("Stored", bound=Format)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the step in every layer: calls, what each of them writes, choices by product."""
+    """A part of the step in every layer: calls, their outputs, and choices by product."""
 
     calls: Sequence[Callable[[], object]]
     outs: Sequence[Tensor]
     choice: Mapping[str, Any]
-    told: Sequence[Mapping[str, Any]] = ()
+    candidates: Sequence[Mapping[str, Any]] = ()
     code: str | None = None
 
 
 class Build(Protocol):
-    """Builds a part (qkv, o, mlp or head) of inputs that are there: one for each layer."""
+    """Build a part (qkv, o, mlp or head) from existing inputs, one for each layer."""
 
     def __call__(self, name: str, inputs: Sequence[Tensor]) -> Part: ...
 
@@ -78,7 +78,7 @@ def prepare(operands: Operands, build: Build) -> Launch:
     first = norm(0, None)
     first()
     qkv = ran(build("qkv", [rounded] * layers))
-    attention, config, told = _attention(operands, qkv.outs)
+    attention, config, timed = _attention(operands, qkv.outs)
     o = ran(build("o", [attention[0].out] * layers))
     mlp = ran(build("mlp", [rounded] * layers))
     norm(2 * layers, mlp.outs[-1])()
@@ -91,7 +91,7 @@ def prepare(operands: Operands, build: Build) -> Launch:
     calls += head.calls
     parts = qkv, o, mlp, head
     choice = {name: each for part in parts for name, each in part.choice.items()}
-    candidates = [*told, *(line for part in parts for line in part.told)]
+    candidates = [*timed, *(line for part in parts for line in part.candidates)]
 
     def run() -> Tensor:
         for call in calls:
@@ -104,7 +104,7 @@ def prepare(operands: Operands, build: Build) -> Launch:
 def _attention(
     operands: Operands, projected: Sequence[Tensor]
 ) -> tuple[list[BoundKernel], dict[str, Any], list[dict[str, Any]]]:
-    """Return each layer's attention, all into one tensor; the configuration; what was timed."""
+    """Return each layer's attention into one tensor, the configuration, and what was timed."""
     problem, given, pinned = operands.problem, operands.activations, operands.pinned or {}
     m, width, kv_heads = problem["m"], problem["head_dim"], problem["kv_heads"]
     shape = problem["caches"], m, kv_heads, problem["context"], width
@@ -116,13 +116,15 @@ def _attention(
     columns = problem["heads"] * width
     out = projected[0].new_empty(m, columns, dtype=DTYPES[problem["dtype"]])
     page = [projected[0].new_empty(m, kv_heads, width) for _ in range(2)]
-    config, told = fastest_attention(projected[0], abouts[0], out, page, pinned.get("attention"))
+    config, candidates = fastest_attention(
+        projected[0], abouts[0], out, page, pinned.get("attention")
+    )
     launches = [
         attended(each, abouts[layer % len(abouts)], out, config, page)
         for layer, each in enumerate(projected)
     ]
     launches[0]()
-    return launches, asdict(config), told
+    return launches, asdict(config), candidates
 
 
 def turned(width: int, position: int) -> Tensor:
@@ -136,12 +138,12 @@ def turned(width: int, position: int) -> Tensor:
 
 
 def is_pruned(problem: Problem, name: str) -> bool:
-    """Say whether the problem's pattern holds for the weights of a part."""
+    """Return whether the problem's pattern applies to the weights of a part."""
     return name in (("mlp",) if problem["pruned"] == "mlp" else ("mlp", "qkv", "o"))
 
 
 def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
-    """Build a part of dense weights, whatever format they arrive in."""
+    """Build a part of dense weights, from any format."""
     if name != "mlp":
         return _dense_product(operands, name, operands.weights[WEIGHTS[name]].to_dense(), inputs)
     gated = _dense_gated(operands, inputs)
@@ -149,7 +151,7 @@ def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
 
 
 def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Tensor]) -> Part:
-    """Return X @ W.T of each layer, all into one tensor, the fastest way."""
+    """Return X @ W.T of each layer into one tensor, by the fastest call."""
     x, pinned = inputs[0], (operands.pinned or {}).get(name)
     scale = scale_of(operands.problem, w.shape[1]) if name in ("qkv", "o", "down") else 1.0
     out = x.new_empty(len(x), len(w), dtype=OUTPUTS[operands.problem["dtype"]])
@@ -160,12 +162,12 @@ def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Te
         fastest_way(Product(x, w.clone().t(), out, scale=scale), first.choice, shared)
         for x in inputs[1:]
     ]
-    told = lines_of(name, first)
-    return Part([first, *rest], [out] * len(inputs), {name: first.choice}, told)
+    candidates = lines_of(name, first)
+    return Part([first, *rest], [out] * len(inputs), {name: first.choice}, candidates)
 
 
 def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> Part:
-    """Return H = act(X @ Wg.T) * (X @ Wu.T): one product, and act, which scales what it reads."""
+    """Return H = act(X @ Wg.T) * (X @ Wu.T): one product, and act, which scales its input."""
     problem, (gate, up) = operands.problem, (operands.weights[name].to_dense() for name in MLP_IN)
     part = _dense_product(operands, "gate_up", torch.cat((gate, up)), inputs)
     scale = scale_of(problem, gate.shape[1])
@@ -174,24 +176,24 @@ def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> Part:
 
 
 def ran(part: Part) -> Part:
-    """Run each layer's call of a part: the next part is timed on what they write."""
+    """Run each layer's call of a part: the next part is timed on their outputs."""
     for call in part.calls:
         call()
     return part
 
 
 def followed(part: Part, after: Sequence[BoundKernel]) -> Part:
-    """Return a part with one more kernel in each layer, which reads what the part writes."""
+    """Return a part with one more kernel in each layer, which reads the part's output."""
     calls = [_in_turn(*both) for both in zip(part.calls, after, strict=True)]
     outs, code = [each.out for each in after], part.code or after[0].code
     return replace(part, calls=calls, outs=outs, code=code)
 
 
 def joined(gated: Part, down: Part) -> Part:
-    """Return an MLP of its two parts."""
+    """Return an MLP made of its two parts."""
     calls = [_in_turn(*both) for both in zip(gated.calls, down.calls, strict=True)]
     choice = {**gated.choice, **down.choice}
-    return Part(calls, down.outs, choice, [*gated.told, *down.told], gated.code)
+    return Part(calls, down.outs, choice, [*gated.candidates, *down.candidates], gated.code)
 
 
 def _in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
@@ -203,7 +205,7 @@ def _in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
 
 
 def copied(weight: Stored) -> Stored:
-    """Return a copy in memory of its own."""
+    """Return a copy in new memory."""
     return replace(weight, **{name: a.clone() for name, a in weight.arrays().items()})  # type: ignore[type-var]
 
 
@@ -211,16 +213,16 @@ def copied(weight: Stored) -> Stored:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernels that all contenders share cannot run here, or None."""
+    """Return why the kernels that all contenders share cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return cublas.unsupported_fp8(device)
     return cublas.unsupported(problem, device) or triton_unsupported(problem, device)
 
 
 def unsupported_size(problem: Problem, device: torch.device, share: float = 1.0) -> str | None:
-    """Say that the weights of all layers cannot be in the device's memory, or None.
+    """Return why the weights of all layers do not fit into the device's memory, or None.
 
-    share  of their dense bytes that pruned weights have, at least
+    share  smallest part of their dense bytes that pruned weights take
     """
     if device.type != "cuda":
         return None
@@ -228,25 +230,27 @@ def unsupported_size(problem: Problem, device: torch.device, share: float = 1.0)
     projections = 2 * size * (problem["heads"] + problem["kv_heads"]) * width
     mlp = 3 * size * problem["intermediate"]
     each = share * mlp + projections * (share if problem["pruned"] == "all" else 1.0)
-    wanted = int(problem["layers"] * each * DTYPES[problem["dtype"]].itemsize)
-    there = int(torch.cuda.get_device_properties(device).total_memory)
-    return _too_large(wanted, there, "has")
+    needed = int(problem["layers"] * each * DTYPES[problem["dtype"]].itemsize)
+    available = int(torch.cuda.get_device_properties(device).total_memory)
+    return _too_large(needed, available, "has")
 
 
 def require_room(operands: Operands) -> None:
-    """Raise Unsupported unless the copies of the weights fit into memory that is free now."""
+    """Raise Unsupported unless the copies of the weights fit into the free memory."""
     if operands.device.type != "cuda":
         return
     stored = sum(operands.weights[name].stored_bytes for name in LAYER)
     free, _ = torch.cuda.mem_get_info(operands.device)
-    own = torch.cuda.memory_reserved(operands.device) - torch.cuda.memory_allocated(operands.device)
-    reason = _too_large(operands.problem["layers"] * stored + SPARE, free + own, "has room for")
+    cached = torch.cuda.memory_reserved(operands.device) - torch.cuda.memory_allocated(
+        operands.device
+    )
+    reason = _too_large(operands.problem["layers"] * stored + SPARE, free + cached, "has room for")
     if reason:
         raise Unsupported(reason)
 
 
-def _too_large(wanted: int, there: int, has: str) -> str | None:
-    if wanted <= there:
+def _too_large(needed: int, available: int, has: str) -> str | None:
+    if needed <= available:
         return None
-    found = f"found a device that {has} {there / 1e9:.1f} GB"
-    return f"needs at least {wanted / 1e9:.1f} GB for the weights of all layers, {found}"
+    found = f"found a device that {has} {available / 1e9:.1f} GB"
+    return f"needs at least {needed / 1e9:.1f} GB for the weights of all layers, {found}"

@@ -1,14 +1,14 @@
-"""What stands between the products of a decoding step, in Triton: norms and attention.
+"""The steps between the products of a decoding step, in Triton: norms and attention.
 
-    normed     S = S + D                        D: what the layer adds to the stream; none at first
-               Z = S / rms(S) * gain            a program a sequence
+    normed     S = S + D                        D: the layer's output; none at first
+               Z = S / rms(S) * gain            one program per sequence
 
     attended   q, k = turned(unit(q)), turned(unit(k))
                O = attention(q, [keys, k], [values, v])
 
-               a program a sequence, a head of the cache and a part of its tokens; it holds all
-               heads of queries that read this head. The first part has the token of the step, whose
-               key and value it writes to `page`, where a server's cache would grow.
+               One program per sequence, head of the cache and part of its tokens; it holds all
+               query heads that read this head. The first part has the token of the step, whose
+               key and value it writes to `page`, where the cache of a server would grow.
 
                    1 part     O
                    parts      sums, their largest score and weight ─> a second kernel: O
@@ -30,8 +30,8 @@ from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, whole_tile
 from sparsebench.kernels._common.tuned_table import multiprocessors
 
-NORM_ELEMENTS = 16  # of a thread
-PROGRAMS = 1, 2, 4, 8  # of attention, for each multiprocessor
+NORM_ELEMENTS = 16  # per thread
+PROGRAMS = 1, 2, 4, 8  # of attention, per multiprocessor
 SHAPES = (64, 4, 3), (64, 4, 2), (64, 8, 3), (128, 4, 3), (128, 4, 2), (128, 8, 3), (32, 4, 4)
 
 
@@ -47,7 +47,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Attention:
-    """What attention is computed from, beside the projected rows.
+    """The operands of attention beside the projected rows.
 
     keys, values  [m, kv_heads, cache, head_dim], contiguous
     turn          fp32 [2, head_dim / 2]: cosine and sine of each pair at the token's position
@@ -64,7 +64,7 @@ class Attention:
 def normed(
     stream: Tensor, added: Tensor | None, gain: Tensor, epsilon: float, out: Tensor, z: Tensor
 ) -> BoundKernel:
-    """Return the kernel of the stream after a sum, into `out`, and of its norm, into `z`.
+    """Return the kernel that writes the stream after a sum to `out`, and its norm to `z`.
 
     stream, added, out, z  [m, hidden], contiguous; out may be the stream itself
     """
@@ -77,24 +77,24 @@ def normed(
 
 
 def configurations(about: Attention) -> list[Config]:
-    """Return the ways to time; on a CPU there is one."""
+    """Return the configurations to time; on a CPU, one."""
     (m, kv_heads, cache, _), device = about.keys.shape, about.keys.device
-    found: dict[Config, None] = {}
+    configs: dict[Config, None] = {}
     for tokens, warps, stages in SHAPES:
         tokens = min(tokens, whole_tile(cache))
         for programs in PROGRAMS:
-            wanted = programs * multiprocessors(device) / (m * kv_heads)
-            parts = min(max(1, 2 ** round(log2(wanted))), triton.cdiv(cache, tokens))
-            found[Config(parts, tokens, warps, stages)] = None
-    return [*found]
+            programs_per_head = programs * multiprocessors(device) / (m * kv_heads)
+            parts = min(max(1, 2 ** round(log2(programs_per_head))), triton.cdiv(cache, tokens))
+            configs[Config(parts, tokens, warps, stages)] = None
+    return [*configs]
 
 
 def attended(
     projected: Tensor, about: Attention, out: Tensor, config: Config, page: Sequence[Tensor]
 ) -> BoundKernel:
-    """Return the kernel of O [m, heads * head_dim], into `out`, from rows q | k | v.
+    """Return the kernel that writes O [m, heads * head_dim] to `out`, from rows q | k | v.
 
-    page  keys and values [m, kv_heads, head_dim], contiguous: where those of the token are written
+    page  keys and values [m, kv_heads, head_dim], contiguous, which get those of the token
     """
     m, kv_heads, cache, width = about.keys.shape
     group = about.heads // kv_heads
@@ -136,13 +136,15 @@ def fastest_attention(
     page: Sequence[Tensor],
     pinned: Mapping[str, Any] | None,
 ) -> tuple[Config, list[dict[str, Any]]]:
-    """Return the fastest configuration, or the pinned one, and what was timed."""
+    """Return the fastest or the pinned configuration, and the timed candidates."""
     if pinned:
         return Config(**pinned), []
     configs = configurations(about)
     calls = [attended(projected, about, out, config, page) for config in configs]
-    found = search(calls, out.device, COMPILE_THREADS)
-    return configs[found.best], found.lines([asdict(config) for config in configs], of="attention")
+    result = search(calls, out.device, COMPILE_THREADS)
+    return configs[result.best], result.lines(
+        [asdict(config) for config in configs], of="attention"
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

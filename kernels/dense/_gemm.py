@@ -112,10 +112,10 @@ def fastest_way(
         way = _way_of(pinned)
         return Launch(_call(_laid_out(product, way.weights), way, space), dict(pinned))
     kind = _kind(product)
-    known = [_way_of(choice) for choice in finalists(timed)] or _finalists.get(kind, [])
-    layouts = dict.fromkeys(way.weights for way in known) or _layouts(product)
+    earlier = [_way_of(choice) for choice in finalists(timed)] or _finalists.get(kind, [])
+    layouts = dict.fromkeys(way.weights for way in earlier) or _layouts(product)
     laid = {layout: _laid_out(product, layout) for layout in layouts}
-    ways = known or [way for layout, each in laid.items() for way in ways_of(each, layout)]
+    ways = earlier or [way for layout, each in laid.items() for way in ways_of(each, layout)]
     ways = sorted(ways, key=lambda way: way.algorithm is not None)  # torch's calls come first
     space = _cublaslt.workspace(device) if ways[-1].algorithm else None
     calls = [_call(laid[way.weights], way, space) for way in ways]
@@ -124,7 +124,7 @@ def fastest_way(
     result = searched([calls[i] for i in kept], device)
     if kind not in _finalists:
         times = [trial.time_us for trial in result.trials]
-        _finalists[kind] = known or [ways[kept[i]] for i in near(times)]
+        _finalists[kind] = earlier or [ways[kept[i]] for i in near(times)]
     way, choices = ways[kept[result.best]], [_choice(ways[i], product) for i in kept]
     call = _call(laid[way.weights], way)
     return Launch(call, choices[result.best], candidates=result.lines(choices, whole=True))

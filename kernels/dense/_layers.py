@@ -97,14 +97,14 @@ def _fastest_pair(
         if not pinned or names[0] in pinned:
             launches: dict[str, Launch] = {}
             for name in names:
-                product, known = products[name](), pinned.get(name)
+                product, pin = products[name](), pinned.get(name)
                 if not pinned and launches and not product.out.data_ptr() % ALIGNMENT:
-                    known = launches["gate"].choice  # up is an equal product: no second search
+                    pin = launches["gate"].choice  # up is an equal product: no second search
                 before = part_of(name, timed)
-                launches[name] = fastest_way(product, known, timed=before)
+                launches[name] = fastest_way(product, pin, timed=before)
             choice = {name: launch.choice for name, launch in launches.items()}
-            told = [line for name, each in launches.items() for line in lines_of(name, each)]
-            pairs.append(Launch(in_turn(*launches.values()), choice, candidates=told))
+            candidates = [line for name, each in launches.items() for line in lines_of(name, each)]
+            pairs.append(Launch(in_turn(*launches.values()), choice, candidates=candidates))
     best = pairs[searched(pairs, device).best]
     return replace(best, candidates=[line for pair in pairs for line in pair.candidates])
 
@@ -126,9 +126,9 @@ def mlp(operands: Operands) -> Launch:
     in_turn(*steps)()  # the second product is timed on these values
     second = Product(h, wd.t(), y)
     down = fastest_way(second, pinned.get("down"), timed=part_of("down", operands.timed))
-    told = [*lines_of("up", up), *lines_of("down", down)]
+    candidates = [*lines_of("up", up), *lines_of("down", down)]
     choice = {"up": up.choice, "down": down.choice}
-    return Launch(in_turn(*steps, down), choice, candidates=told)
+    return Launch(in_turn(*steps, down), choice, candidates=candidates)
 
 
 def ffn_step(operands: Operands) -> Launch:
@@ -150,12 +150,12 @@ def ffn_step(operands: Operands) -> Launch:
         "dwd": Product(h.t(), dy, dwd, weight=False),
     }
     launches: list[Callable[[], object]] = []
-    choice, told = {}, []
+    choice, candidates = {}, []
     for name, step in steps.items():
         if isinstance(step, Product):
             chosen = fastest_way(step, pinned.get(name), timed=part_of(name, operands.timed))
             choice[name] = chosen.choice
-            told += lines_of(name, chosen)
+            candidates += lines_of(name, chosen)
             launches.append(chosen)
         else:
             launches.append(step)
@@ -166,7 +166,7 @@ def ffn_step(operands: Operands) -> Launch:
             launch()
         return out
 
-    return Launch(run, choice, between.code, told)
+    return Launch(run, choice, between.code, candidates)
 
 
 PREPARE = {"ffn": ffn, "mlp": mlp, "ffn_step": ffn_step}

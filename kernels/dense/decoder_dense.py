@@ -1,8 +1,8 @@
-"""A decoding step of dense weights: four products a layer, each by its fastest way (cublas.py).
+"""A decoding step of dense weights: four products per layer, each by its fastest call (_gemm.py).
 
-_decoder.py draws the step. Gate and up are one product; act is one more kernel. In fp8 the kernels
-between the products write e4m3 at a scale a tensor, so that a layer has ten launches in any dtype,
-nine where attention is in one part.
+_decoder.py draws the step. Gate and up are one product, and act is one more kernel. In fp8, the
+kernels between the products write e4m3 with one scale per tensor. So a layer has ten launches in
+any dtype, or nine if attention is in one part.
 """
 
 from functools import partial
@@ -15,12 +15,12 @@ from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose the fastest way of each product. Raises Unsupported."""
+    """Search the fastest call of each product. Raises Unsupported."""
     return _decoder.prepare(operands, partial(_decoder.dense_part, operands))
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the step cannot run here, or None."""
+    """Return why the step cannot run here, or None."""
     return _decoder.unsupported(problem, device) or _decoder.unsupported_size(problem, device)
 
 

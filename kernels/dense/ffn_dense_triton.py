@@ -1,12 +1,18 @@
-"""Gated feed-forward layer, dense, with gate and up fused: what fusion alone gains.
+"""Gated feed-forward layer, dense, with gate and up fused: the gain of fusion without sparsity.
 
     H = act(X @ Wg.T) * (X @ Wu.T)      one Triton kernel: a tile of G and one of U share X's tiles,
                                         and only H is written
-    Y = H @ Wd.T                        the fastest way of cublas.py
+    Y = H @ Wd.T                        the fastest call (_gemm.py)
 
-Three GEMMs by cuBLAS write and read G and U, m n elements each; this kernel does not. A kernel that
-uses the sparsity of H gains from sparsity only what it gains beyond this.
-Programs run in bands of BAND tiles of tokens, as in dense_triton.py.
+Three GEMMs by cuBLAS write and read G and U, m n elements each; this kernel does not. The gain of a
+kernel that uses the sparsity of H is due to sparsity only as far as it exceeds this one.
+Programs run in bands of BAND token tiles, so that concurrent programs share tiles in the L2 cache:
+
+            features
+    tokens  0  4   8 ...      BAND = 4
+            1  5   9
+            2  6  10
+            3  7  11
 """
 
 from dataclasses import asdict, dataclass
@@ -36,8 +42,8 @@ from sparsebench.kernels.dense._gemm import Product, fastest_way
 
 BAND = 8
 
-# Timed in `prepare`: (tokens, features, depth of 16 bits, stages, warps). A program has two tiles
-# of accumulators, gate's and up's.
+# Timed in `prepare`: (tokens, features, depth in 16 bits, stages, warps). A program has two tiles
+# of accumulators, for gate and up.
 MANY_TOKENS = (
     (128, 128, 64, 4, 8),
     (128, 64, 64, 3, 4),
@@ -80,7 +86,7 @@ def _stage_bytes(config: Config, itemsize: int) -> int:
 
 
 def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -> BoundKernel:
-    """Return the kernel, bound to these operands, that computes H [m, n]."""
+    """Return the kernel of H [m, n], bound to these operands."""
     (m, k), n = x.shape, len(wg)
     h = x.new_empty(m, n)
     grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
@@ -96,7 +102,7 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
 
 
 def constants_of(config: Config, activation: str) -> dict[str, Any]:
-    """Return the constants that the kernel is compiled with."""
+    """Return the constants of the kernel."""
     return {
         "TOKENS": config.tokens,
         "FEATURES": config.features,
@@ -109,7 +115,7 @@ def constants_of(config: Config, activation: str) -> dict[str, Any]:
 
 
 def prepare(operands: Operands, path: Path | None = None) -> Launch:
-    """Time a few configurations and all ways of the last product; `path` forces TMA or pointers."""
+    """Time a few configurations, and the calls of the last product; `path` forces one path."""
     x = operands.activations["x"]
     wg, wu = (_values(operands, name) for name in ("wg", "wu"))
     reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)

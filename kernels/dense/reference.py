@@ -1,7 +1,7 @@
 """The op's own definition in torch, on weights converted back to dense.
 
-Any op, any format, any device, the problem's dtype. It decodes in `prepare` and multiplies every
-zero. So it tests whether a format stores the right matrix, not whether the format is fast.
+It runs any op, format and device in the problem's dtype. It decodes in `prepare` and multiplies
+every zero, so it tests whether a format stores the right matrix, not whether the format is fast.
 """
 
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output

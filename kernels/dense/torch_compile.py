@@ -1,11 +1,11 @@
-"""Dense baseline: the op's definition as torch.compile makes it, in the problem's dtype.
+"""Dense baseline: the op's definition compiled by torch.compile, in the problem's dtype.
 
-In fp8 what is compiled is what cublas.py runs, with fast accumulation.
+In fp8, it compiles the function that cublas.py runs, with fast accumulation.
 
-Inductor fuses what stands between the products and leaves these to cuBLAS; with the mode
-max-autotune-no-cudagraphs it also times products of its own in Triton, whose epilogues take up
-what follows. Compiled in `prepare`, for these shapes alone. Whatever cannot be compiled as one
-graph is refused, with the compiler's reason: nothing runs eagerly in its place.
+Inductor fuses the steps between the products and leaves the products to cuBLAS. In the mode
+max-autotune-no-cudagraphs it also times Triton products, whose epilogues can include the next step.
+`prepare` compiles for these shapes only. A definition that cannot be compiled as one graph is
+unsupported, with the compiler's reason; nothing runs eagerly instead.
 """
 
 import warnings
@@ -25,12 +25,12 @@ MODES = "default", "max-autotune-no-cudagraphs"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Refuse fp8 where cublas.py does."""
+    """Return why cublas.py cannot run an fp8 problem, or None."""
     return cublas.unsupported(problem, device) if problem["dtype"] == "fp8" else None
 
 
 def prepare(operands: Operands, *, mode: str = "default") -> Launch:
-    """Compile, by a first call. Raises Unsupported."""
+    """Compile with a first call. Raises Unsupported."""
     if mode not in MODES:
         raise Unsupported(f"option mode: expected one of {', '.join(MODES)}, found {mode!r}")
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
@@ -41,8 +41,8 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
     def eager(**arguments: Tensor) -> Tensor:
         return definition(**arguments)
 
-    # The compiler counts how often it has met a function's code, and gives up at eight: each
-    # problem has a copy.
+    # The compiler counts how often it compiles a code object and gives up at eight, so each problem
+    # gets a copy.
     code = FunctionType(eager.__code__.replace(), globals(), closure=eager.__closure__)
     compiled = torch.compile(code, fullgraph=True, dynamic=False, mode=mode)
     call = partial(compiled, **arguments)
@@ -55,7 +55,7 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler's own code
+            warnings.simplefilter("ignore")  # from the compiler's code
             run()
     except torch.OutOfMemoryError:
         raise

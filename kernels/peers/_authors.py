@@ -1,10 +1,10 @@
-"""Code of other authors that is no package: from a folder that the user names.
+"""Build and load code of other authors that is not a package, from a folder that the user names.
 
     sparsebench run SUITE --peers DIR          or $SPARSEBENCH_PEERS
 
-DIR is a checkout, or a folder with checkouts of any name. A peer knows its own by a file in it. It
-runs with the user's rights, as any installed package does: name a folder that you trust. Its files
-are never copied, and a row has their digest.
+DIR is a checkout, or a folder with checkouts of any name. A peer recognises its checkout by a file
+in it. The code runs with the user's rights, like any installed package, so name only folders that
+you trust. Its files are never copied, and rows have their digest.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ VARIABLE = "SPARSEBENCH_PEERS"
 
 
 def checkout(marker: str) -> Path | None:
-    """Return the checkout that has this file, the first by name; None where there is none."""
+    """Return the first checkout by name that has this file, or None."""
     named = os.environ.get(VARIABLE)
     if not named:
         return None
@@ -37,7 +37,7 @@ def checkout(marker: str) -> Path | None:
 
 
 def missing(marker: str, repository: str) -> str | None:
-    """Say what a peer needs and does not find, or None."""
+    """Return what a peer needs and cannot find, or None."""
     if checkout(marker):
         return None
     found = os.environ.get(VARIABLE)
@@ -46,7 +46,7 @@ def missing(marker: str, repository: str) -> str | None:
 
 
 def imported(file: Path) -> Any:
-    """Import a Python file of a checkout, once in a process."""
+    """Import a Python file of a checkout, once per process."""
     name = f"_authors_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         spec = spec_from_file_location(name, file)
@@ -63,39 +63,39 @@ def imported(file: Path) -> Any:
 
 
 def digest(folder: Path) -> str:
-    """Return a digest of the names and the bytes of a folder's source files."""
+    """Return a digest of the names and contents of a folder's source files."""
     kinds = (".py", ".cu", ".cuh", ".cpp", ".h")
-    known = hashlib.sha256()
+    content = hashlib.sha256()
     for file in sorted(file for file in folder.iterdir() if file.suffix in kinds):
-        known.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
-    return known.hexdigest()[:16]
+        content.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return content.hexdigest()[:16]
 
 
 def build_root() -> Path:
-    """Return where libraries are kept: $TORCH_EXTENSIONS_DIR, or beside torch's extensions."""
+    """Return the folder of built libraries: in $TORCH_EXTENSIONS_DIR or beside torch's own."""
     if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(named) / "sparsebench"
-    from torch.utils.cpp_extension import get_default_build_root  # takes a second, and setuptools
+    from torch.utils.cpp_extension import get_default_build_root  # takes a second
 
     return Path(get_default_build_root()) / "sparsebench"
 
 
 def built_library(folder: Path, build: Callable[[], Any]) -> Any:
-    """Return the extension that `build` makes of a checkout's files; build it once.
+    """Return the extension that `build` makes of a checkout's files, and build it only once.
 
-    A copy is kept under the digest of the files, of torch and of Python. It is imported as it is:
-    torch's own loader asks ninja in every process, and builds again where a path has changed, as on
-    another machine that the folder was carried to.
+    A copy is stored under the digest of the files, of torch and of Python, and imported directly.
+    torch's own loader runs ninja in every process, and builds again if a path has changed, such as
+    after the folder was copied to another machine.
     """
     of = f"{digest(folder)} {torch.__version__} {sys.implementation.cache_tag}"
-    there = build_root() / f"{folder.name}-{hashlib.sha256(of.encode()).hexdigest()[:16]}"
-    for file in there.glob("*.so"):
+    cached = build_root() / f"{folder.name}-{hashlib.sha256(of.encode()).hexdigest()[:16]}"
+    for file in cached.glob("*.so"):
         return _loaded(file.stem, file)
     module = build()
     built = Path(module.__file__)
-    there.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(built, there / "new")
-    (there / "new").replace(there / built.name)
+    cached.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(built, cached / "new")
+    (cached / "new").replace(cached / built.name)
     return module
 
 
@@ -112,14 +112,13 @@ def _loaded(name: str, file: Path) -> Any:
 
 
 def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
-    """Build kernels/peers/NAME.cu with headers of a checkout, and load it; Unsupported if it fails.
+    """Build kernels/peers/NAME.cu with headers of a checkout, and load it. Raises Unsupported.
 
-    It is kept beside torch's extensions, under the digest of all that it is made from.
+    The library is stored beside torch's extensions, under the digest of all its sources.
     """
     source = Path(__file__).with_name(f"{name}.cu")
-    made_from = source.read_bytes() + f"{digest(folder)} {target}".encode()
-    known = hashlib.sha256(made_from).hexdigest()[:16]
-    file = build_root() / f"{name}-{known}.so"
+    sources = source.read_bytes() + f"{digest(folder)} {target}".encode()
+    file = build_root() / f"{name}-{hashlib.sha256(sources).hexdigest()[:16]}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as fresh:
@@ -130,14 +129,14 @@ def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
             except OSError as error:
                 raise Unsupported(f"needs nvcc to build {name}; found {error.strerror}") from error
             if built.returncode:
-                said = " ".join((built.stderr or built.stdout).split())[-200:]
-                raise Unsupported(f"expected nvcc to build {name}; found {said}")
+                log = " ".join((built.stderr or built.stdout).split())[-200:]
+                raise Unsupported(f"expected nvcc to build {name}; found {log}")
             made.replace(file)
     return ctypes.CDLL(str(file))
 
 
-def taken(memory: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of an array that C code has allocated."""
+def copied(memory: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of an array that C code allocated."""
     if not count:
         return torch.empty(0, dtype=dtype)
     data = bytearray(ctypes.string_at(memory, count * dtype.itemsize))
@@ -145,16 +144,16 @@ def taken(memory: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Tens
 
 
 def pointer(array: torch.Tensor) -> ctypes.c_void_p:
-    """Return where an array is, as C code takes it."""
+    """Return the address of an array for C code."""
     return ctypes.c_void_p(array.data_ptr())
 
 
 def stream_of(device: torch.device) -> ctypes.c_void_p:
-    """Return the current stream, as C code takes it."""
+    """Return the current stream for C code."""
     return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
 
 
 def require_success(error: int) -> None:
-    """Raise RuntimeError for an error of CUDA that the authors' code returns."""
+    """Raise RuntimeError if the authors' code returned a CUDA error."""
     if error:
         raise RuntimeError(f"the authors' kernel ended with CUDA error {error}")

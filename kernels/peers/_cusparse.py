@@ -2,7 +2,7 @@
 
 The library reads and writes dense matrices by rows or by columns, and the slower layout may take 10
 times as long (CSR on an H200, 4096³, bf16, a tenth stored: 1.9 ms by rows, 21.6 ms by columns). So
-every layout is timed with every algorithm of the format. A launch includes its transpositions:
+every layout is timed with every algorithm of the format. A launch includes the transpositions:
 
     X.T  columns     X in place: column-major, leading dimension k
          transposed  X in place: op(B) = transpose of row-major X
@@ -10,9 +10,9 @@ every layout is timed with every algorithm of the format. A launch includes its 
     Y.T  columns     Y in its final layout: column-major, leading dimension n
          rows        Y.T row-major, transposed back by the launch
 
-A first search on few tokens drops what is much slower; the rest is timed at full size. Accumulation
-is in fp32.
-Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; through nvmath-python's bindings.
+A first search with few tokens drops settings that are much slower; the rest is timed at full size.
+Accumulation is in fp32.
+Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; called through nvmath-python's bindings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +36,7 @@ X_LAYOUTS = "columns", "transposed", "rows"
 Y_LAYOUTS = "columns", "rows"
 SETTING = "algorithm", "x_layout", "y_layout"
 FEW_TOKENS = 128
-HOPELESS = 3.0  # times the fastest on few tokens: not timed at full size
+HOPELESS = 3.0  # times the fastest with few tokens: not timed at full size
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 Plan = tuple[dict[str, Any], Callable[[], Output]]
@@ -44,11 +44,11 @@ Plan = tuple[dict[str, Any], Callable[[], Output]]
 
 @dataclass(frozen=True)
 class Weight:
-    """W as cuSPARSE takes it.
+    """W in a form that cuSPARSE can describe.
 
     shape       rows and columns, padded to whole blocks
     algorithms  names in nvmath's SpMMAlg
-    describe    a function that returns a new descriptor, and keeps its arrays alive
+    describe    returns a new descriptor and keeps its arrays alive
     """
 
     shape: tuple[int, int]
@@ -68,8 +68,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(w: Weight, operands: Operands) -> Launch:
-    """Keep the fastest accepted layouts and algorithm. Raises Unsupported if none is accepted."""
-
+    """Return the fastest accepted layouts and algorithm. Raises Unsupported if there are none."""
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
     pinned = operands.pinned
     lines: list[dict[str, Any]] = []
@@ -85,7 +84,7 @@ def prepare(w: Weight, operands: Operands) -> Launch:
 def fastest_plan(
     plans: Sequence[Plan], screening: list[dict[str, Any]], device: torch.device
 ) -> Launch:
-    """Return the launch of the fastest plan, with what was timed before and now."""
+    """Return the launch of the fastest plan, with the candidates of both searches."""
     from nvmath.bindings import cusparse
 
     found = search([call for _, call in plans], device)
@@ -96,20 +95,20 @@ def fastest_plan(
 
 
 def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
-    """Describe, preprocess and allocate one way to multiply. Raises cuSPARSEError."""
+    """Describe, preprocess and allocate the product of one setting. Raises cuSPARSEError."""
     from nvmath.bindings import cusparse
 
     handle, stage = library_handle(), stage_for(x, w.shape[1], turned=x_layout == "rows")
     transposed = x_layout == "transposed"  # cusparseOperation_t: 1 is transpose, 0 is not
 
-    def new_y() -> Tensor:  # the closure holds w, and so the arrays of W
+    def new_y() -> Tensor:  # the closure keeps w, and so the arrays of W, alive
         if y_layout == "columns":
             return x.new_empty(len(x), w.shape[0])
         return x.new_empty(w.shape[0], len(x)).t()
 
     y = new_y()
     y_descriptor = describe_dense(y.t())
-    # Descriptors are some hundred bytes of host memory and live as long as the process.
+    # Descriptors take some hundred bytes of host memory and are never freed.
     arguments = (
         *(handle, 0, int(transposed), ONE.ctypes.data, w.describe()),
         *(describe_dense(stage if transposed else stage.t()), ZERO.ctypes.data, y_descriptor),
@@ -118,7 +117,7 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
     cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
     size = cusparse.sp_mm_buffer_size(*arguments)
     workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=x.device)
-    # Has an effect on CSR_ALG1 and CSR_ALG3 only; binds W's descriptor to this workspace.
+    # Affects CSR_ALG1 and CSR_ALG3 only; binds W's descriptor to this workspace.
     cusparse.sp_mm_preprocess(*arguments, workspace.data_ptr())
 
     def run() -> Tensor:
@@ -135,9 +134,9 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
 
 
 def stage_for(x: Tensor, columns: int, *, turned: bool) -> Tensor:
-    """Return X itself, or a buffer [m, columns] for the launch to copy it to, zero beyond k.
+    """Return X, or a buffer [m, columns] that the launch copies X to, with zeros past k.
 
-    The buffer is column-major if `turned`. X itself is returned only if it has the right layout.
+    The buffer is column-major if `turned`. X is returned only if it has the right layout.
     """
     if turned:
         return x.new_zeros(columns, len(x)).t()
@@ -145,7 +144,7 @@ def stage_for(x: Tensor, columns: int, *, turned: bool) -> Tensor:
 
 
 def describe_dense(matrix: Tensor) -> int:
-    """Describe a dense matrix, row-major if its rows are contiguous, else column-major."""
+    """Describe a dense matrix: row-major if it is contiguous, otherwise column-major."""
     from nvmath.bindings import cusparse
 
     rows, columns = matrix.shape
@@ -159,9 +158,9 @@ def describe_dense(matrix: Tensor) -> int:
 def screened(
     settings: Iterable[tuple[str, ...]], few_tokens: Callable[..., Plan], device: torch.device
 ) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
-    """Return the settings that the library accepts and that are not HOPELESS on a few tokens.
+    """Return the accepted settings that are not HOPELESS with few tokens, and the candidates.
 
-    Also what was timed. Raises Unsupported if it accepts none.
+    Raises Unsupported if the library accepts none.
     """
     from nvmath.bindings import cusparse
 
@@ -174,17 +173,17 @@ def screened(
     if not plans:
         raise Unsupported(f"cuSPARSE accepts no layout and algorithm: {reason}")
     found = search([call for _, call in plans.values()], device)
-    some = list(plans)
+    promising = list(plans)
     if found.trials:
         bound = HOPELESS * found.trials[found.best].time_us
         timed = zip(plans, found.trials, strict=True)
-        some = [setting for setting, trial in timed if trial.time_us <= bound]
-    return some, found.lines([choice for choice, _ in plans.values()], of="few tokens")
+        promising = [setting for setting, trial in timed if trial.time_us <= bound]
+    return promising, found.lines([choice for choice, _ in plans.values()], of="few tokens")
 
 
 @cache
 def library_handle() -> int:
-    """Return the process's cuSPARSE handle."""
+    """Return the cuSPARSE handle of this process."""
     from nvmath.bindings import cusparse
 
     return int(cusparse.create())

@@ -1,7 +1,7 @@
 """Shared by the cuSPARSE weight gradients: dW[n, k] = dY.T[n, m] @ X[m, k] by cusparseSDDMM.
 
 The library has one algorithm, and reads dense matrices by rows or by columns. Every layout is
-timed. A launch includes its transpositions:
+timed. A launch includes the transpositions:
 
     dY.T  columns     dY in place: column-major, leading dimension n
           transposed  dY in place: op(A) = transpose of row-major dY
@@ -10,9 +10,9 @@ timed. A launch includes its transpositions:
           transposed  X in place: op(B) = transpose of column-major X.T
           columns     X column-major, copied by the launch
 
-A first search on few tokens drops what is much slower; the rest is timed at full size. Accumulation
-is in fp32.
-Source: docs.nvidia.com/cuda/cusparse, cusparseSDDMM; through nvmath-python's bindings.
+A first search with few tokens drops settings that are much slower; the rest is timed at full size.
+Accumulation is in fp32.
+Source: docs.nvidia.com/cuda/cusparse, cusparseSDDMM; called through nvmath-python's bindings.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,11 @@ SETTING = "dy_layout", "x_layout"
 
 @dataclass(frozen=True)
 class Pattern:
-    """The sparsity pattern of the gradient, as cuSPARSE takes it.
+    """The sparsity pattern of the gradient, in a form that cuSPARSE can describe.
 
     packed    the pattern in our format; keeps its arrays alive
     shape     rows and columns, padded to whole blocks
-    describe  a function that returns a new descriptor
+    describe  returns a new descriptor
     """
 
     packed: Bsr | Csr
@@ -52,7 +52,7 @@ class Pattern:
 
 
 def prepare(pattern: Pattern, operands: Operands) -> Launch:
-    """Keep the fastest of the layouts that the library accepts."""
+    """Return the fastest of the layouts that the library accepts."""
     dy, x, pinned = operands.activations["dy"], operands.activations["x"], operands.pinned
     lines: list[dict[str, Any]] = []
     if pinned:
@@ -66,7 +66,7 @@ def prepare(pattern: Pattern, operands: Operands) -> Launch:
 
 
 def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:
-    """Describe, preprocess and allocate one way to multiply. Raises cuSPARSEError."""
+    """Describe, preprocess and allocate the product of one setting. Raises cuSPARSEError."""
     from nvmath.bindings import cusparse
 
     handle, descriptor = _cusparse.library_handle(), pattern.describe()

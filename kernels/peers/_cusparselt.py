@@ -1,16 +1,16 @@
-"""cuSPARSELt called directly: D[n, m] = W[n, k] @ B[k, m], W 2:4, with plans that are made once.
+"""Call cuSPARSELt directly: D[n, m] = W[n, k] @ B[k, m], W 2:4, with plans that are made once.
 
     once    library ─> handle ─> descriptors of W, B, D ─> product ─> algorithm ─> plan
             W compressed, for all plans of its layout
-    a call  cusparseLtMatmul, and nothing else: torch plans each call anew, for 0.3 ms and more
+    a call  cusparseLtMatmul only; torch plans in each call, which takes 0.3 ms and more
 
-nvmath-python binds the library as well, but takes the copy that torch has loaded. Here the newest
-copy is taken:
+nvmath-python also binds the library, but uses the copy that torch has loaded. This module uses the
+newest copy:
 
     1. libcusparseLt.so.0 of an installed wheel, nvidia-cusparselt-cu13 or -cu12
     2. the one that torch has loaded, or that the system's loader finds
 
-`Library.version` is what the loaded library says. Its structures are opaque: 512 bytes, aligned to
+`Library.version` comes from the loaded library. Its structures are opaque: 512 bytes, aligned to
 16, in the headers of 0.8.0 and of 0.10.0. Older libraries have other functions and are refused.
 Source: cusparseLt.h of the wheels; docs.nvidia.com/cuda/cusparselt.
 """
@@ -39,7 +39,7 @@ WHEELS = "nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12"
 OLDEST = 0, 8
 STRUCT_BYTES = 16384  # 512 in 0.8.0 and 0.10.0: room for any other
 ALIGNMENT = 16  # bytes: of structures, and of matrices
-MOST_WORKSPACE = 2**30  # bytes; parts of k of many tokens would want up to 7 GB
+MOST_WORKSPACE = 2**30  # bytes; k in parts with many tokens would need up to 7 GB
 
 # library_types.h, cusparse.h, cusparseLt.h
 TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
@@ -70,12 +70,12 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
 
 
 class CusparseLtError(Exception):
-    """A function of the library returned another status than success, or wants too much room."""
+    """A function of the library failed, or needs too large a workspace."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A loaded library: where it is, its version, and its functions without their prefix."""
+    """A loaded library: its path, version, and functions by their name without the prefix."""
 
     path: str
     version: str
@@ -83,11 +83,11 @@ class Library:
     describe: Callable[[int], bytes]
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Call a function. Raises CusparseLtError with the library's own words."""
+        """Call a function. Raises CusparseLtError with the library's message."""
         status = self.functions[name](*arguments)
         if status:
-            said = self.describe(status).decode()
-            raise CusparseLtError(f"cusparseLt{name}: status {status}, {said}")
+            message = self.describe(status).decode()
+            raise CusparseLtError(f"cusparseLt{name}: status {status}, {message}")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Algorithm:
 class Matrix:
     """A dense matrix of the library: sizes, the stride between its rows or columns, and its order.
 
-    `transposed`: the library reads it through op(B) = B.T; rows and columns are those in memory.
+    If `transposed`, the library reads op(B) = B.T; rows and columns are those in memory.
     """
 
     rows: int
@@ -116,7 +116,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Weight:
-    """W compressed, and its descriptor; `dense` says how it lay before."""
+    """W compressed, and its descriptor; `dense` is its layout before."""
 
     dense: Matrix
     descriptor: Any
@@ -124,22 +124,22 @@ class Weight:
 
 
 def find() -> str:
-    """Return the path of an installed wheel's library, else the name that the loader knows."""
+    """Return the path of the library in an installed wheel, or its name for the loader."""
     for wheel in WHEELS:
         try:
-            found = [file for file in files(wheel) or () if file.name == NAME]
+            libraries = [file for file in files(wheel) or () if file.name == NAME]
         except PackageNotFoundError:
             continue
-        paths = [Path(str(file.locate())) for file in found]
-        if there := [path for path in paths if path.exists()]:
-            return str(there[0])
+        for path in [Path(str(file.locate())) for file in libraries]:
+            if path.exists():
+                return str(path)
     return NAME
 
 
 def load(path: str) -> Library:
     """Load a library. Raises Unsupported if there is none, or if it is too old.
 
-    torch may have loaded another version. DEEPBIND makes this one call its own functions.
+    torch may have loaded another version. DEEPBIND makes this copy call its own functions.
     """
     try:
         loaded = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
@@ -171,13 +171,13 @@ def bind(path: str, loaded: Any) -> Library:
 
 @cache
 def library() -> Library:
-    """Return the process's cuSPARSELt. Raises Unsupported."""
+    """Return the cuSPARSELt of this process. Raises Unsupported."""
     return load(find())
 
 
 @cache
 def handle_on(device: torch.device) -> Any:
-    """Return the process's handle for a device."""
+    """Return the handle of this process for a device."""
     handle = opaque()
     with torch.cuda.device(device):
         library()("Init", handle)
@@ -192,9 +192,9 @@ def opaque() -> Any:
 
 
 def compress(w: Tensor) -> Weight:
-    """Compress W [n, k], which is 2:4 and contiguous by rows or by columns.
+    """Compress W [n, k], which must be 2:4 and contiguous by rows or by columns.
 
-    The library does not check that: of another W it would return wrong products.
+    The library does not check that, and returns wrong products if W is not 2:4.
     """
     lt, handle, descriptor = library(), handle_on(w.device), opaque()
     order: Order = "rows" if w.is_contiguous() else "columns"
@@ -208,7 +208,7 @@ def compress(w: Tensor) -> Weight:
     stream = torch.cuda.current_stream(w.device)
     arguments = w.data_ptr(), compressed.data_ptr(), room.data_ptr(), stream.cuda_stream
     lt("SpMMACompress2", handle, descriptor, IS_A, AS_IT_IS, *arguments)
-    stream.synchronize()  # `room` and the caller's W may go
+    stream.synchronize()  # then `room` and the caller's W may be freed
     weight = Weight(dense, descriptor, compressed)
     weakref.finalize(weight, lt.functions["MatDescriptorDestroy"], descriptor).atexit = False
     return weight
@@ -217,32 +217,32 @@ def compress(w: Tensor) -> Weight:
 class Plan:
     """A product that is ready to run: `plan(b, d)` enqueues D = W @ B + beta * D.
 
-    weight     compressed; kept
-    b, d       of B and D; pointers are given with each call
-    algorithm  what was asked for; `settled` is what the plan has
-    workspace  bytes on the device, taken from torch's allocator in each call
+    weight     compressed W, which the plan keeps alive
+    b, d       layouts of B and D; each call passes their pointers
+    algorithm  requested algorithm; `actual` is that of the plan
+    workspace  bytes on the device, from torch's allocator in each call
     """
 
     def __init__(
         self, weight: Weight, b: Matrix, d: Matrix, algorithm: Algorithm, beta: float = 0.0
     ) -> None:
-        """Describe, choose the algorithm and plan. Raises CusparseLtError if it is refused."""
+        """Describe, choose the algorithm and plan. Raises CusparseLtError if refused."""
         self.weight, device = weight, weight.compressed.device
         self.library, self.handle, self.device = library(), handle_on(device), device
         self.product, self.selection, self.plan = opaque(), opaque(), opaque()
         self.matrices = [opaque(), opaque()]
         lt, handle = self.library, self.handle
-        made: list[tuple[str, Any]] = []  # destroyed in reverse
-        weakref.finalize(self, _destroy, lt, made).atexit = False
+        structures: list[tuple[str, Any]] = []  # destroyed in reverse
+        weakref.finalize(self, _destroy, lt, structures).atexit = False
         for matrix, descriptor in zip((b, d), self.matrices, strict=True):
             lt("DenseDescriptorInit", handle, descriptor, *_described(matrix))
-            made.append(("MatDescriptorDestroy", descriptor))
+            structures.append(("MatDescriptorDestroy", descriptor))
         ops = AS_IT_IS, TRANSPOSED if b.transposed else AS_IT_IS
         of_b, of_d = self.matrices
         operands = weight.descriptor, of_b, of_d, of_d
         lt("MatmulDescriptorInit", handle, self.product, *ops, *operands, FP32_SUMS)
         lt("MatmulAlgSelectionInit", handle, self.selection, self.product, DEFAULT)
-        made.append(("MatmulAlgSelectionDestroy", self.selection))
+        structures.append(("MatmulAlgSelectionDestroy", self.selection))
         for attribute, value in (
             (CONFIG, algorithm.number),
             (SPLIT_K, algorithm.split_k),
@@ -251,7 +251,7 @@ class Plan:
             if value not in (None, self._get(attribute)):
                 self._set(attribute, value)
         lt("MatmulPlanInit", handle, self.plan, self.product, self.selection)
-        made.append(("MatmulPlanDestroy", self.plan))
+        structures.append(("MatmulPlanDestroy", self.plan))
         self.scalars = ctypes.c_float(1.0), ctypes.c_float(beta)
         self.workspace = self._workspace()
 
@@ -268,13 +268,13 @@ class Plan:
         )
 
     @property
-    def settled(self) -> Algorithm:
+    def actual(self) -> Algorithm:
         """Return the algorithm that the selection holds."""
         return Algorithm(*(self._get(a) for a in (CONFIG, SPLIT_K, SPLIT_K_MODE)))
 
     @property
     def algorithms(self) -> int:
-        """Return how many algorithms the library has for this product."""
+        """Return the number of algorithms that the library has for this product."""
         return self._get(LAST_CONFIG)
 
     def _workspace(self) -> int:
@@ -297,8 +297,8 @@ class Plan:
         return data.value
 
 
-def _destroy(lt: Library, made: list[tuple[str, Any]]) -> None:
-    for name, structure in reversed(made):
+def _destroy(lt: Library, structures: list[tuple[str, Any]]) -> None:
+    for name, structure in reversed(structures):
         lt.functions[name](structure)
 
 

@@ -1,9 +1,9 @@
 """Shared by the scipy peers: Y[m, n] = (W @ X.T).T by one thread of scipy.sparse on the CPU.
 
 scipy multiplies a sparse matrix by a row-major dense one: each non-zero (block) of W scales rows of
-X.T, m contiguous elements each. For X @ W.T scipy transposes first and runs the same loop. X is
+X.T of m contiguous elements. For X @ W.T scipy transposes first and runs the same loop. X is
 token-major, so the launch transposes X before the product and Y after it; both are timed. A block
-format may need padding: rows of zeros below X.T.
+format may need padding with rows of zeros below X.T.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 def launch(w: Any, operands: Operands) -> Launch:
     """Multiply by W, a scipy.sparse array of at least n rows and k columns."""
-    x = operands.activations["x"].numpy()  # shares the memory: later activations are read
+    x = operands.activations["x"].numpy()  # shares the memory, so rewritten activations are read
     m, k = x.shape
     n = operands.weights["w"].shape[0]
     x_transposed = np.zeros((w.shape[1], m), dtype=x.dtype)

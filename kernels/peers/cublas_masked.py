@@ -1,7 +1,7 @@
 """Weight gradient in BSR by a dense GEMM on an NVIDIA GPU: dW = dY.T @ X, then gather its blocks.
 
-Masked dense training does the same. The fastest way of dense/cublas.py computes and writes all of
-dW; a second kernel reads the blocks of the pattern.
+Masked dense training works like this: the fastest way of dense/cublas.py computes and writes all of
+dW, and a second kernel gathers the blocks of the pattern.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from sparsebench.kernels.dense import cublas
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose the way, and compute the indices of the gather once."""
+    """Choose the dense product, and compute the indices of the gather once."""
     w = operands.pattern
     assert isinstance(w, Bsr)
     (n, k), (r, c) = w.shape, w.block

@@ -3,10 +3,10 @@
     BSR   ## . . ##      columns  0  3      values  ## ##      each [b, b] block row of the
           . . ## .                2 -1              ## 00      values is one [b, width * b] panel
 
-Needs an NVIDIA GPU and nvmath-python; square blocks. All block rows are padded to the longest one,
-in the worst case to the dense matrix (`padding` in the choice: stored blocks over needed ones).
-`prepare` packs the panels. If k is not a multiple of the block, the launch copies X and pads it
-with zeros. The library multiplies fp32 in TF32: tf32 problems run, fp32 problems are unsupported.
+Needs an NVIDIA GPU and nvmath-python; blocks must be square. All block rows are padded to the
+longest one, in the worst case to the dense matrix (`padding` in the choice is stored blocks over
+needed ones). `prepare` packs the panels. If k is not a multiple of the block, the launch copies X
+and pads it with zeros. The library multiplies fp32 in TF32, so fp32 problems are unsupported.
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BLOCKED_ELL_ALG1.
 """
 

@@ -1,10 +1,10 @@
 """BSR by cuSPARSE: cusparseSpMM on CUDA cores, the fastest of its layouts.
 
-Needs an NVIDIA GPU and nvmath-python; square blocks of any size. fp16, bf16 and fp32; fp32
-accumulation. No kernel of it in cuSPARSE 12.6 has a tensor-core instruction, so the GPU's fp32 rate
-limits all three types. If k is not a multiple of the block, the launch copies X and pads it with
-zeros.
-Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BSR_ALG1.
+Needs an NVIDIA GPU and nvmath-python; square blocks of any size, for the gradient of W of 2, 4, 8,
+16, 32, 64 or 128. fp16, bf16 and fp32; fp32 accumulation. Neither kernel has a tensor-core
+instruction in cuSPARSE 12.6, so the GPU's fp32 rate limits all three types. If n or k is not a
+multiple of the block, the launch copies X or dY and pads it with zeros.
+Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BSR_ALG1; cusparseSDDMM.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from functools import partial
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _cusparse
+from sparsebench.kernels.peers import _cusparse, _cusparse_sddmm
 
 
 def prepare(operands: Operands) -> Launch:
@@ -24,7 +24,7 @@ def prepare(operands: Operands) -> Launch:
 
 
 def padded(w: Bsr) -> tuple[int, int]:
-    """Return n and k, rounded up to whole blocks. Raises Unsupported unless blocks are square."""
+    """Return n and k rounded up to whole blocks. Raises Unsupported unless blocks are square."""
     (n, k), (r, c) = w.shape, w.block
     if r != c:
         raise Unsupported(f"cuSPARSE expected square blocks, found {r}x{c}")
@@ -43,4 +43,15 @@ def describe(w: Bsr) -> int:
     return int(cusparse.create_bsr(*sizes, *arrays, *types, cusparse.Order.ROW))
 
 
+def prepare_wgrad(operands: Operands) -> Launch:
+    """Choose the fastest layouts of dW = dY.T @ X at the stored blocks."""
+    w = operands.pattern
+    assert isinstance(w, Bsr)
+    pattern = _cusparse_sddmm.Pattern(w, padded(w), partial(describe, w))
+    return _cusparse_sddmm.prepare(pattern, operands)
+
+
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, _cusparse.unsupported)
+
+WGRAD = Kernel("linear_wgrad", "bsr", "cuda", prepare_wgrad, _cusparse.unsupported)
+"""Weight gradient in BSR by cuSPARSE: cusparseSDDMM on CUDA cores, the fastest of its layouts."""

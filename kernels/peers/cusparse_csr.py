@@ -1,7 +1,7 @@
 """CSR by cuSPARSE: cusparseSpMM on CUDA cores, the fastest of its algorithms and layouts.
 
 Needs an NVIDIA GPU and nvmath-python. fp16, bf16 and fp32; fp32 accumulation; 32-bit indices.
-Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_CSR_ALG1 to ALG3.
+Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_CSR_ALG1 to ALG3; cusparseSDDMM.
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from functools import partial
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _cusparse
+from sparsebench.kernels.peers import _cusparse, _cusparse_sddmm
 
 ALGORITHMS = "CSR_ALG1", "CSR_ALG2", "CSR_ALG3"
 
@@ -31,7 +31,18 @@ def describe(w: Csr) -> int:
     return int(cusparse.create_csr(*w.shape, len(w.values), *arrays, *types))
 
 
+def prepare_wgrad(operands: Operands) -> Launch:
+    """Choose the fastest layouts of dW = dY.T @ X at the non-zeros."""
+    w = operands.pattern
+    assert isinstance(w, Csr)
+    pattern = _cusparse_sddmm.Pattern(w, w.shape, partial(describe, w))
+    return _cusparse_sddmm.prepare(pattern, operands)
+
+
 KERNEL = Kernel("linear", "csr", "cuda", prepare, _cusparse.unsupported)
 
 DGRAD = dgrad_of(KERNEL)
 """Input gradient from CSR by cuSPARSE."""
+
+WGRAD = Kernel("linear_wgrad", "csr", "cuda", prepare_wgrad, _cusparse.unsupported)
+"""Weight gradient in CSR by cuSPARSE: cusparseSDDMM on CUDA cores, the fastest of its layouts."""

@@ -1,37 +1,37 @@
 """2:4 sparse weights by NVIDIA's cuSPARSELt: Y.T[n, m] = W[n, k] @ X.T[k, m].
 
-The library compresses W to values and metadata, in an order of its own. Each operand has two
-layouts, and each combination that the library accepts has algorithms of its own:
+The library compresses W to values and metadata, in its own order. Each operand has two layouts, and
+each combination that the library accepts has its own algorithms:
 
     W    rows     as given                        compressed once, in `prepare`
          columns  W.T
     X.T  columns  X in place                      Y.T  columns  Y in its final layout
          rows     X.T, copied by the launch            rows     Y.T, transposed back by the launch
 
-Few tokens may be computed as more, with rows of zeros: the launch copies X to the first rows of a
-buffer, and Y is the first rows of what is written. In bf16 256 tokens take 34 us where 16 take 48
+Few tokens may be padded to more with rows of zeros: the launch copies X to the first rows of a
+buffer, and Y is the first rows of the output. In bf16 256 tokens take 34 us, and 16 tokens 48
 (0.8.0, n = 14336, k = 4096).
 
 `prepare` makes three searches, each over captured launches:
 
-    layouts     every combination, by the library's default and by what its own search finds
+    layouts     every combination, with the library's default and with the result of its own search
     algorithms  every number that the library has, for every layout; in fp16, where a plan takes
-                the host 0.15 s, for the fastest few; for few tokens also with padding
+                the host 0.15 s, for the fastest few layouts; for few tokens also with padding
     splits      the fastest few of these with k split into parts
 
-A later process of a verdict times what was near the fastest in any of them, in one search.
+A later process of a verdict times the finalists of all three in one search.
 
-In fp16 with Y by columns, algorithms from number 34 or 36 on are an illegal instruction on Hopper
-(0.8.0, every layout of W and X), which ends the process. The library's own search runs them, too.
-So there neither is tried beyond TRAPS.
+In fp16 with Y by columns, algorithms from number 34 or 36 on raise an illegal instruction on Hopper
+(0.8.0, every layout of W and X), which ends the process. The library's own search also runs them.
+So for these layouts neither that search nor algorithms from TRAPS on are tried.
 
 In 8 bits the library multiplies only along the contiguous k of W and X. It refuses some of the
-other layouts, and W by columns ends the process (0.8.0 and 0.10.0): they are not tried.
+other layouts, and W by columns ends the process (0.8.0 and 0.10.0), so they are not tried.
 
-With `search: false` it is the default algorithm with all operands in place, as
-torch.sparse.to_sparse_semi_structured calls it. Plans are made in `prepare` (_cusparselt.py).
+`search: false` takes the default algorithm with all operands in place, like
+torch.sparse.to_sparse_semi_structured. Plans are made in `prepare` (_cusparselt.py).
 
-The library does not check that a matrix is 2:4; it would return wrong products. So it is given only
+The library does not check that a matrix is 2:4 and would return wrong products. So it receives only
 matrices that formats/spense.py has checked.
 Source: docs.nvidia.com/cuda/cusparselt.
 """
@@ -58,16 +58,16 @@ LAYOUTS: tuple[Order, ...] = "rows", "columns"
 MULTIPLES = {"fp16": (8, 16), "bf16": (8, 16), "fp8": (16, 32)}  # of m, and of n and k
 STAGES = "layouts", "algorithms", "splits"  # of the search
 BEST = 3  # algorithms whose splits are timed
-PADDED = 128, 256  # tokens that fewer may be computed as
+PADDED = 128, 256  # tokens that fewer may be padded to
 PADDED_LAYOUTS = 2  # the fastest
-FEW_LAYOUTS = {torch.float16: 2}  # layouts of which every algorithm is timed; else all
+FEW_LAYOUTS = {torch.float16: 2}  # number of layouts whose algorithms are timed; default: all
 TRAPS = {(torch.float16, "columns"): 34}  # dtype, layout of Y: the first number that is not tried
 SPLITS = tuple(product((2, 3, 4, 6, 8), (1, 2)))  # parts of k, and one kernel or two
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to call the library; the defaults are the library's. `tokens`: padded to so many."""
+    """One way to call the library, by default as the library does; `tokens` is for padding."""
 
     w_layout: Order = "rows"
     x_layout: Order = "columns"
@@ -78,23 +78,19 @@ class Way:
     tokens: int | None = None
 
     @property
-    def asked(self) -> Algorithm:
-        """Return the part that says which algorithm."""
+    def requested(self) -> Algorithm:
+        """Return the requested algorithm."""
         return Algorithm(self.algorithm, self.split_k, self.split_k_mode)
 
-    def settled(self, found: Algorithm) -> "Way":
-        """Return this way with the algorithm that a plan has."""
-        return replace(
-            self,
-            algorithm=found.number,
-            split_k=found.split_k,
-            split_k_mode=found.split_k_mode,
-        )
+    def with_algorithm(self, actual: Algorithm) -> "Way":
+        """Return this way with the algorithm of a plan."""
+        number, split_k, mode = actual.number, actual.split_k, actual.split_k_mode
+        return replace(self, algorithm=number, split_k=split_k, split_k_mode=mode)
 
 
 @dataclass(frozen=True)
 class Product:
-    """One way made ready: `call` writes into its argument, whose first m of `rows` rows are Y."""
+    """A way with its plan: `call` writes to its argument, whose first m of `rows` rows are Y."""
 
     way: Way
     rows: int
@@ -103,9 +99,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Call:
-    """What is made ready: W by layout, X [m, k], how many elements Y's rows are apart, and beta.
+    """The operands of a product: W by layout, X [m, k], the stride of Y's rows, and beta.
 
-    `buffers` are those that few tokens are copied to, by their numbers of rows.
+    `buffers` are those for padded tokens, by their number of rows.
     """
 
     w: Callable[[Order], _cusparselt.Weight]
@@ -139,21 +135,21 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
-    """Compress W and keep the fastest way; `search: false` takes the default.
+    """Compress W and choose the fastest way; `search: false` takes the default.
 
     Raises Unsupported unless all of W is 2:4.
     """
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
     if w.sparse_shape != w.shape:
-        found = f"{list(w.sparse_shape)} of {list(w.shape)}: the rest is for cusparselt_hybrid"
+        found = f"{list(w.sparse_shape)} of {list(w.shape)}; use cusparselt_hybrid"
         raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {found}")
     n = w.shape[0]
-    wanted = Call(compressed(w.to_dense()), x, n)
-    kept, choice, candidates = chosen(wanted, n, search, operands.pinned, operands.timed)
+    target = Call(compressed(w.to_dense()), x, n)
+    kept, choice, candidates = chosen(target, n, search, operands.pinned, operands.timed)
 
     def run() -> Tensor:
-        y = x.new_empty(kept.rows, n, dtype=wanted.output)
+        y = x.new_empty(kept.rows, n, dtype=target.output)
         kept.call(y)
         return y[: len(x)]
 
@@ -171,46 +167,46 @@ def compressed(w: Tensor) -> Callable[[Order], _cusparselt.Weight]:
 
 
 def chosen(
-    wanted: Call,
+    target: Call,
     n: int,
     searching: bool,
     pinned: Mapping[str, Any] | None,
     before: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Product, dict[str, Any], list[dict[str, Any]]]:
-    """Return the fastest way, or the pinned one, its choice, and what was timed.
+    """Return the fastest way, or the pinned one, its choice, and the candidates.
 
-    before  what an earlier process timed (Operands.timed)
+    before  candidates of an earlier process (Operands.timed)
 
     Raises Unsupported if the library accepts no way.
     """
     version = {"cusparselt": _cusparselt.library().version}
     if pinned:
         way = Way(**{name: pinned[name] for name in asdict(Way())})
-        return planned(wanted, way), dict(pinned), []
+        return planned(target, way), dict(pinned), []
     again = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
     if again:
-        known, _ = accepted(wanted, dict.fromkeys(again))
-        best, found = timed(wanted, n, known)
-        return best, asdict(best.way) | version, told("finalists", known, found)
-    every = layouts(wanted.x.dtype) if searching else [Way()]
-    products, reasons = accepted(wanted, every)
+        products, _ = accepted(target, dict.fromkeys(again))
+        best, found = timed(target, n, products)
+        return best, asdict(best.way) | version, lines_of("finalists", products, found)
+    every = layouts(target.x.dtype) if searching else [Way()]
+    products, reasons = accepted(target, every)
     if not products:
         raise Unsupported(f"cuSPARSELt accepts no layout: {'; '.join(sorted(reasons))}")
     if not searching:
         return products[0], asdict(products[0].way) | version, []
-    products += searched_by_the_library(wanted, products)
-    best, first = timed(wanted, n, products)
-    lines = told(STAGES[0], products, first)
-    few = fastest_few(products, first, FEW_LAYOUTS.get(wanted.x.dtype, len(every)), numbers=False)
-    ways = numbers(wanted, few)
-    numbered = [best, *accepted(wanted, [*ways, *padded(wanted, ways, few)])[0]]
-    best, second = timed(wanted, n, numbered)
-    lines += told(STAGES[1], numbered, second)
+    products += searched_by_the_library(target, products)
+    best, first = timed(target, n, products)
+    lines = lines_of(STAGES[0], products, first)
+    few = fastest_few(products, first, FEW_LAYOUTS.get(target.x.dtype, len(every)), numbers=False)
+    ways = numbers(target, few)
+    numbered = [best, *accepted(target, [*ways, *padded(target, ways, few)])[0]]
+    best, second = timed(target, n, numbered)
+    lines += lines_of(STAGES[1], numbered, second)
     few = fastest_few(numbered, second, BEST, numbers=True)
     split = [replace(way, split_k=k, split_k_mode=mode) for way in few for k, mode in SPLITS]
-    products = [best, *accepted(wanted, split)[0]]
-    best, third = timed(wanted, n, products)
-    lines += told(STAGES[2], products, third)
+    products = [best, *accepted(target, split)[0]]
+    best, third = timed(target, n, products)
+    lines += lines_of(STAGES[2], products, third)
     return best, asdict(best.way) | version, lines
 
 
@@ -222,40 +218,40 @@ def layouts(dtype: torch.dtype) -> list[Way]:
     return [Way(), *(way for way in every if way != Way())]
 
 
-def accepted(wanted: Call, ways: Iterable[Way]) -> tuple[list[Product], set[str]]:
-    """Return the ways that the library plans, and why it refuses the others."""
+def accepted(target: Call, ways: Iterable[Way]) -> tuple[list[Product], set[str]]:
+    """Return the products of the accepted ways, and why the library refuses the others."""
     products, reasons = [], set()
     for way in ways:
         try:
-            products.append(planned(wanted, way))
+            products.append(planned(target, way))
         except CusparseLtError as error:
             reasons.add(str(error))
     return products, reasons
 
 
-def planned(wanted: Call, way: Way) -> Product:
+def planned(target: Call, way: Way) -> Product:
     """Plan one way. Raises CusparseLtError if the library refuses it."""
-    plan = plan_of(wanted, way)
-    rows = way.tokens or len(wanted.x)
-    return Product(way.settled(plan.settled), rows, call_of(wanted, way, plan))
+    plan = plan_of(target, way)
+    rows = way.tokens or len(target.x)
+    return Product(way.with_algorithm(plan.actual), rows, call_of(target, way, plan))
 
 
-def plan_of(wanted: Call, way: Way) -> Plan:
+def plan_of(target: Call, way: Way) -> Plan:
     """Return the library's plan."""
-    weight, x, k = wanted.w(way.w_layout), wanted.x, wanted.x.shape[1]
+    weight, x, k = target.w(way.w_layout), target.x, target.x.shape[1]
     m, stride = (way.tokens, k) if way.tokens else (len(x), x.stride(0))
     b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
-    y_stride = wanted.y_stride if way.y_layout == "columns" else m
-    d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, wanted.output)
-    return Plan(weight, b, d, way.asked, wanted.beta)
+    y_stride = target.y_stride if way.y_layout == "columns" else m
+    d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, target.output)
+    return Plan(weight, b, d, way.requested, target.beta)
 
 
-def call_of(wanted: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
+def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
     """Return the launch of a plan, with the copies that its layouts need."""
-    x, n = wanted.x, plan.weight.dense.rows
+    x, n = target.x, plan.weight.dense.rows
     tokens = x
     if way.tokens:
-        tokens = wanted.buffers.setdefault(way.tokens, x.new_zeros(way.tokens, x.shape[1]))
+        tokens = target.buffers.setdefault(way.tokens, x.new_zeros(way.tokens, x.shape[1]))
 
     def run(y: Tensor) -> None:
         if tokens is not x:
@@ -271,28 +267,28 @@ def call_of(wanted: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
     return run
 
 
-def searched_by_the_library(wanted: Call, products: Sequence[Product]) -> list[Product]:
-    """Return what the library's own search finds for each of these layouts, where that works."""
-    found: list[Way] = []
+def searched_by_the_library(target: Call, products: Sequence[Product]) -> list[Product]:
+    """Return the results of the library's own search for each of these layouts."""
+    results: list[Way] = []
     for one in products:
-        if (wanted.x.dtype, one.way.y_layout) in TRAPS:
+        if (target.x.dtype, one.way.y_layout) in TRAPS:
             continue
-        plan = plan_of(wanted, plain(one.way))
-        b = wanted.x if one.way.x_layout == "columns" else wanted.x.t().contiguous()
-        y = torch.empty(len(wanted.x) * wanted.y_stride, dtype=wanted.output, device=b.device)
+        plan = plan_of(target, plain(one.way))
+        b = target.x if one.way.x_layout == "columns" else target.x.t().contiguous()
+        y = torch.empty(len(target.x) * target.y_stride, dtype=target.output, device=b.device)
         try:
             plan(b, y, search=True)
         except CusparseLtError:
             continue
-        found.append(one.way.settled(plan.settled))
-    known = {one.way for one in products}
-    return accepted(wanted, [way for way in dict.fromkeys(found) if way not in known])[0]
+        results.append(one.way.with_algorithm(plan.actual))
+    before = {one.way for one in products}
+    return accepted(target, [way for way in dict.fromkeys(results) if way not in before])[0]
 
 
-def numbers(wanted: Call, ways: Iterable[Way]) -> list[Way]:
-    """Return every algorithm of these layouts below TRAPS; the library numbers them from 0."""
-    counts = {way: plan_of(wanted, way).algorithms for way in ways}
-    dtype = wanted.x.dtype
+def numbers(target: Call, ways: Iterable[Way]) -> list[Way]:
+    """Return every algorithm of these layouts up to TRAPS; the library numbers them from 0."""
+    counts = {way: plan_of(target, way).algorithms for way in ways}
+    dtype = target.x.dtype
     return [
         replace(way, algorithm=i)
         for way, count in counts.items()
@@ -300,11 +296,11 @@ def numbers(wanted: Call, ways: Iterable[Way]) -> list[Way]:
     ]
 
 
-def padded(wanted: Call, ways: Sequence[Way], few: Sequence[Way]) -> list[Way]:
-    """Return the ways of the fastest layouts, `few`, with more tokens than there are."""
-    more = [tokens for tokens in PADDED if tokens > len(wanted.x)]
+def padded(target: Call, ways: Sequence[Way], few: Sequence[Way]) -> list[Way]:
+    """Return the ways of the fastest layouts, `few`, with X padded to more tokens."""
+    more = [tokens for tokens in PADDED if tokens > len(target.x)]
     chosen = {layout_of(way) for way in few[:PADDED_LAYOUTS]}
-    if wanted.x.dtype in FEW_LAYOUTS:
+    if target.x.dtype in FEW_LAYOUTS:
         return [replace(way, tokens=tokens) for way in few for tokens in more]
     return [replace(w, tokens=tokens) for w in ways if layout_of(w) in chosen for tokens in more]
 
@@ -315,35 +311,35 @@ def layout_of(way: Way) -> tuple[Order, Order, Order]:
 
 
 def plain(way: Way, algorithm: int | None = None) -> Way:
-    """Return the layouts of a way, with this algorithm or the default one, not split."""
+    """Return a way's layouts with this algorithm or the default one, without a split of k."""
     return replace(way, algorithm=algorithm, split_k=None, split_k_mode=None)
 
 
 def fastest_few(
     products: Sequence[Product], found: Search, count: int, *, numbers: bool
 ) -> list[Way]:
-    """Return the layouts, or the layouts and algorithms, of the fastest few products."""
+    """Return the layouts, or with `numbers` also the algorithms, of the fastest few products."""
     ranked = sorted(zip((t.time_us for t in found.trials), range(len(products)), strict=False))
     ways = (products[i].way for _, i in ranked)
     return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
 
 
-def timed(wanted: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
-    """Return the fastest, and the search."""
+def timed(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
+    """Return the fastest product, and the search."""
 
     def calling(one: Product) -> Callable[[], object]:
         def call() -> None:
-            rows = wanted.x.new_empty(one.rows, wanted.y_stride, dtype=wanted.output)
+            rows = target.x.new_empty(one.rows, target.y_stride, dtype=target.output)
             one.call(rows[:, :n])
 
         return call
 
-    found = search([calling(one) for one in products], wanted.x.device)
+    found = search([calling(one) for one in products], target.x.device)
     return products[found.best], found
 
 
-def told(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
-    """Return a search's lines for the row."""
+def lines_of(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
+    """Return the lines of a search for the row."""
     return found.lines([asdict(one.way) for one in products], whole=True, of=of)
 
 

@@ -3,14 +3,14 @@
     split rows       Y[:, :s] = X @ Ws.T             Y[:, s:]  = X @ Wd.T
     split columns    Y        = X[:, :s] @ Ws.T      Y        += X[:, s:] @ Wd.T
 
-Both libraries read X in place, and write into Y in place.
+Both libraries read X in place and write to Y in place.
 
     rows       each library writes its columns of Y
-    columns    the second one adds: cuBLAS to the 2:4 part, or cuSPARSELt to the dense part. In fp8
-               torch's cuBLASLt cannot add: there a kernel of torch does
+    columns    the second product adds: cuBLAS to the 2:4 part, or cuSPARSELt to the dense part. In
+               fp8 torch's cuBLASLt cannot add, so a kernel of torch does
 
-`prepare` chooses the way of the 2:4 part first, alone (cusparselt.py), and then that of the dense
-part and of the addition, with the whole of Y.
+`prepare` first chooses the way of the 2:4 part alone (cusparselt.py), and then, with all of Y, that
+of the dense part and of the addition.
 Source: arXiv:2606.10445, section 3.
 """
 
@@ -36,7 +36,7 @@ Join = Literal["in place", "copied", "dense adds", "sparse adds"]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to multiply the dense part and to join it to Y; `use_fast_accum` for fp8 only."""
+    """One way to multiply the dense part and join it to Y; `use_fast_accum` is for fp8 only."""
 
     library: str
     join: Join
@@ -45,10 +45,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Parts:
-    """The two products: of Y [m, width], the 2:4 part writes `columns`, the dense part the rest.
+    """The two products: the 2:4 part writes `columns` of Y [m, width], the dense part the rest.
 
-    By columns of W both have all columns of Y; `adding` is the 2:4 product that adds to them, or
-    None where the library refuses it.
+    If W is split by columns, both have all columns of Y; `adding` is the 2:4 product that adds to
+    them, or None if the library refuses it.
     """
 
     sparse: cusparselt.Product
@@ -60,7 +60,7 @@ class Parts:
 
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
-    """Choose the way of both parts; `search: false` takes cuSPARSELt's default.
+    """Choose the ways of both parts; `search: false` takes cuSPARSELt's default.
 
     Raises Unsupported.
     """
@@ -74,19 +74,18 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     front = matrix[:rows, :columns].contiguous()
     back = matrix[rows:] if by_rows else matrix[:, columns:]
     back = back.clone(memory_format=torch.contiguous_format)  # frees the rest of W
-    wanted = cusparselt.Call(cusparselt.compressed(front), x[:, :columns], w.shape[0])
-    known = pinned and pinned["sparse"]
-    chosen = cusparselt.chosen(wanted, rows, search, known, operands.timed)
-    sparse, choice, candidates = chosen
-    adding = None if by_rows else _adding(wanted, sparse)
+    target = cusparselt.Call(cusparselt.compressed(front), x[:, :columns], w.shape[0])
+    of_sparse = pinned and pinned["sparse"], operands.timed
+    sparse, choice, candidates = cusparselt.chosen(target, rows, search, *of_sparse)
+    adding = None if by_rows else _adding(target, sparse)
     x_back = x if by_rows else x[:, columns:]
     parts = Parts(sparse, adding, back, x_back, w.shape[0], rows)
     every = [Way(**pinned["dense"])] if pinned else ways(parts)
     calls = [partial(multiply, parts, way) for way in every]
     found = timed(calls, x.device)
     dense = found.lines([asdict(way) for way in every], of="dense part")
-    kept = {"sparse": choice, "dense": asdict(every[found.best])}
-    return Launch(calls[found.best], kept, candidates=[*candidates, *dense])
+    choice = {"sparse": choice, "dense": asdict(every[found.best])}
+    return Launch(calls[found.best], choice, candidates=[*candidates, *dense])
 
 
 def ways(parts: Parts) -> list[Way]:
@@ -123,11 +122,11 @@ def multiply(parts: Parts, way: Way) -> Tensor:
     return y
 
 
-def _adding(wanted: cusparselt.Call, sparse: cusparselt.Product) -> cusparselt.Product | None:
-    """Return the product that adds to Y, which must lie there in its final layout."""
+def _adding(target: cusparselt.Call, sparse: cusparselt.Product) -> cusparselt.Product | None:
+    """Return the product that adds to Y in its final layout, or None if it is refused."""
     try:
         in_place = replace(sparse.way, y_layout="columns")
-        return cusparselt.planned(replace(wanted, beta=1.0), in_place)
+        return cusparselt.planned(replace(target, beta=1.0), in_place)
     except CusparseLtError:
         return None
 

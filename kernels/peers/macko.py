@@ -1,13 +1,13 @@
-"""Unstructured weights for one token by MACKO's authors: deltas of 4 bits, and a warp a row.
+"""Unstructured weights for one token by MACKO's authors: deltas of 4 bits, and a warp per row.
 
-    y = W x     values of 16 bits, the zeros before each in 4 bits, where rows begin
+    y = W x     values of 16 bits, the number of zeros before each in 4 bits, starts of rows
 
-A run of more than 15 zeros stores one of them. Their code is built by nvcc and kept. The compressor
-is theirs too, on one CPU core: half a second for 14336 x 4096. They have no choice to make.
+A run of more than 15 zeros stores one of them. nvcc builds their code once. Their compressor takes
+half a second for 14336 x 4096 on one CPU core. The kernel has no parameters to choose.
 
     needs   --peers DIR with a checkout (_authors.py), nvcc, an NVIDIA GPU
     dtype   fp16 with fp32 accumulation
-    sizes   m 1; n a multiple of 32: the last warps would read past the rows
+    sizes   m 1; n a multiple of 32, because the last warps would read past the rows
 
 Source: Macko, Boza, arXiv 2511.13061; github.com/vlejd/macko_spmv, MIT licence.
 """
@@ -42,9 +42,9 @@ class Product:
         folder = _authors.checkout(MARKER)
         assert folder
         self._x = operands.activations["x"]
-        own = (folder / MARKER).parent
-        self.digest = _authors.digest(own)
-        self._code = _authors.library("macko", own, target_of(self._x.device))
+        sources = (folder / MARKER).parent
+        self.digest = _authors.digest(sources)
+        self._code = _authors.library("macko", sources, target_of(self._x.device))
         w = operands.weights["w"].to_dense().cpu().contiguous()
         self.n, self.k = w.shape
         self._arrays = [array.to(self._x.device) for array in compressed(self._code, w)]
@@ -60,19 +60,19 @@ class Product:
 
 
 def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
-    """Return values and deltas, in whole groups of 8 (a lane reads one), and where rows begin."""
+    """Return values and deltas, in whole groups of 8 (a lane reads one), and starts of rows."""
     values, deltas, rows = arrays = [ctypes.c_void_p() for _ in range(3)]
     padded = ctypes.c_int()
     ends = *map(ctypes.byref, arrays), ctypes.byref(padded)
     code.compress(_authors.pointer(w), *w.shape, *ends)
-    found = [
-        _authors.taken(values, padded.value, torch.float16),
-        _authors.taken(deltas, padded.value // 2, torch.uint8),
-        _authors.taken(rows, len(w) + 1, torch.int32),
+    copies = [
+        _authors.copied(values, padded.value, torch.float16),
+        _authors.copied(deltas, padded.value // 2, torch.uint8),
+        _authors.copied(rows, len(w) + 1, torch.int32),
     ]
     for array in arrays:
         code.release(array)
-    return found
+    return copies
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -1,7 +1,7 @@
 """BSR on the CPU by scipy.sparse: one thread, fp32, one small unblocked GEMM for each block.
 
 scipy needs a matrix of whole blocks, so W is padded: X.T gets rows of zeros up to the edge of the
-last block, and the rows of Y beyond n are cut off.
+last block, and the rows of Y past n are cut off.
 Source: scipy/sparse/sparsetools/bsr.h, bsr_matvecs.
 """
 
@@ -14,7 +14,7 @@ from sparsebench.kernels.peers import _scipy
 
 
 def prepare(operands: Operands) -> Launch:
-    """Give scipy the format's own arrays, without a copy."""
+    """Pass the format's arrays to scipy, without a copy."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     (n, k), (r, c) = w.shape, w.block

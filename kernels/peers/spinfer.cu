@@ -1,13 +1,13 @@
-// SpInfer's own functions under C names, for ctypes: built with -I CHECKOUT/csrc (spinfer.py).
+// C names for SpInfer's functions, for ctypes; built with -I CHECKOUT/csrc (spinfer.py).
 // A weight [n, k] row by row is their A [M, K]; X [m, k] is their B, and Y [m, n] their C, both
 // column by column.
 //
-// Their launch asks for shared memory for 2304 of the 4096 values of a tile, where their kernel takes
-// as many as the fullest tile has: at 30 % sparsity some 2900, and it ended in an illegal memory
-// access. Here it is launched with room for what the weight has, and as they do otherwise.
+// Their launch requests shared memory for 2304 of the 4096 values of a tile, but their kernel uses as
+// much as the fullest tile needs: at 30 % sparsity about 2900, which ended in an illegal memory
+// access. This launch requests memory for the fullest tile and is theirs otherwise.
 #include "SpMM_API.cu"
 
-// Compress a weight on the host. Tiles of 64 x 64, of 16 x 64 in them, and of 8 x 8 with a bitmap.
+// Compress a weight on the host: tiles of 64 x 64, made of 16 x 64, made of 8 x 8 with a bitmap.
 extern "C" int compress(half* w, int n, int k, half** values, int** tiles, int** median,
                         uint64_t** bitmap, int* most, int* stored) {
     int* counts = nullptr;
@@ -15,7 +15,7 @@ extern "C" int compress(half* w, int n, int k, half** values, int** tiles, int**
         InitSparseMatrixA_bitmap(w, n, k, 8, 16, 64, 8, 64, 64, values, &counts, median, tiles, bitmap, *most);
     free(counts);
     if (global < 0) return -1;
-    *most = (*most + 63) / 64 * 64;  // as their benchmark rounds it
+    *most = (*most + 63) / 64 * 64;  // rounded as in their benchmark
     *stored = (*tiles)[global];
     return global;
 }

@@ -2,14 +2,14 @@
 
     Y.T = W X.T      bits of 8 x 8, values, offsets of 64 x 64 and 16 x 64     decoded to registers
 
-Their code is built by nvcc, in ten seconds, and kept. The compressor is theirs too, on one CPU
-core: a second for 14336 x 4096. How many parts k is split into is searched; a further kernel sums
-the parts up. They have no other choice to make, and no kernel for Hopper alone.
+nvcc builds their code once, in ten seconds. Their compressor takes a second for 14336 x 4096 on one
+CPU core. The number of parts of k is searched; another kernel adds up the parts. There are no other
+choices, and no kernel with Hopper's instructions.
 
-    needs   --peers DIR with a checkout (_authors.py), nvcc, compute capability 8.0 or more
+    needs   --peers DIR with a checkout (_authors.py), nvcc, compute capability 8.0 or newer
     dtype   fp16 with fp32 accumulation, parts of k in fp16
     sizes   n and k multiples of 64; m 8, 16, 32, 64 or a multiple of 128
-    launch  with shared memory for what the fullest tile of 64 x 64 has; theirs has room for 2304 of
+    launch  with shared memory for the fullest tile of 64 x 64; their launch has room for 2304 of
             its 4096 values, about 47 % sparsity (spinfer.cu)
 
 Source: Fan et al., SpInfer, EuroSys 2025; github.com/HPMLL/SpInfer_EuroSys25, Apache-2.0, csrc.
@@ -30,26 +30,26 @@ from sparsebench.results.record import Problem
 
 REPOSITORY = "github.com/HPMLL/SpInfer_EuroSys25"
 MARKER = "csrc/SpMM_API.cu"
-SPLITS = 1, 2, 4, 8, 16  # parts of k; their benchmark takes one by hand for each shape
+SPLITS = 1, 2, 4, 8, 16  # parts of k; their benchmark sets it by hand for each shape
 TILE = 64
 FEW = 8, 16, 32, 64
 
 
 def prepare(operands: Operands, *, split: int | None = None) -> Launch:
-    """Compress the weight, and keep the fastest split where none is asked for or pinned.
+    """Compress the weight, and choose the fastest split unless one is given or pinned.
 
-    Raises Unsupported for a split that k has too few tiles for.
+    Raises Unsupported if k has too few tiles for the split.
     """
     k = operands.weights["w"].shape[1]
-    asked, splits = (operands.pinned or {}).get("split", split), possible(k)
-    if asked is not None and asked not in splits:
-        raise Unsupported(f"expected a split among {splits} for k = {k}, found {asked}")
+    fixed, splits = (operands.pinned or {}).get("split", split), possible(k)
+    if fixed is not None and fixed not in splits:
+        raise Unsupported(f"expected a split among {splits} for k = {k}, found {fixed}")
     product = Product(operands)
-    choices = [{"split": s} for s in (splits if asked is None else (asked,))]
+    choices = [{"split": s} for s in (splits if fixed is None else (fixed,))]
     calls = [partial(product.run, **choice) for choice in choices]
     found = search(calls, operands.device)
     best = choices[found.best]
-    product.keep(best["split"])
+    product.shrink(best["split"])
     choice = {**best, "stored_bytes": product.stored, "digest": product.digest}
     return Launch(calls[found.best], choice, candidates=found.lines(choices))
 
@@ -58,7 +58,7 @@ def possible(k: int) -> list[int]:
     """Return the splits whose last part has tiles of k.
 
     Their kernel gives ceil(tiles / split) tiles to each part but the last. With k = 576 in 8 parts
-    the last one would start at tile 14 of 9; its sums were NaN.
+    the last part would start at tile 14 of 9, and its sums were NaN.
     """
     tiles = k // TILE
     return [split for split in SPLITS if (split - 1) * -(-tiles // split) < tiles]
@@ -85,8 +85,8 @@ class Product:
         self._out = self._x.new_empty(m, self.n)
         self._parts = self._x.new_empty(max(SPLITS) * m * self.n)
 
-    def keep(self, split: int) -> None:
-        """Free what no part of k needs."""
+    def shrink(self, split: int) -> None:
+        """Free the buffer of sums that this split does not use."""
         self._parts = self._parts[: split * self._out.numel() if split > 1 else 0].clone()
 
     def run(self, split: int) -> Tensor:
@@ -101,7 +101,7 @@ class Product:
 
 
 def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
-    """Return values, offsets of both tiles, bitmaps, and the most values of a tile."""
+    """Return values, offsets of both tiles, bitmaps, and the largest count of a tile."""
     arrays = [ctypes.c_void_p() for _ in range(4)]
     most, stored = ctypes.c_int(), ctypes.c_int()
     values, tiles, median, bitmap = arrays
@@ -109,21 +109,21 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
     count = code.compress(_authors.pointer(w), *w.shape, *ends)
     if count < 0:
         raise MemoryError
-    found = [
-        _authors.taken(values, stored.value, torch.float16),
-        _authors.taken(tiles, count + 1, torch.int32),
-        _authors.taken(median, 4 * count, torch.int32),
-        _authors.taken(bitmap, TILE * count, torch.int64),
+    copies = [
+        _authors.copied(values, stored.value, torch.float16),
+        _authors.copied(tiles, count + 1, torch.int32),
+        _authors.copied(median, 4 * count, torch.int32),
+        _authors.copied(bitmap, TILE * count, torch.int64),
     ]
     for array in arrays:
         code.release(array)
-    return [*found, torch.tensor([most.value], dtype=torch.int32)]
+    return [*copies, torch.tensor([most.value], dtype=torch.int32)]
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the authors' kernel cannot run here, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return f"needs an NVIDIA GPU of compute capability 8.0 or more, found {device}"
+        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, found {device}"
     if problem["dtype"] != "fp16":
         return f"expected fp16, found {problem['dtype']}"
     m, n, k = (problem[size] for size in "mnk")

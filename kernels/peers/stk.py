@@ -1,23 +1,25 @@
 """STK on an NVIDIA GPU: a Triton kernel over blocks of 128x128, the fastest of its layouts.
 
     dds          Y = X @ W.T        a tile of Y from a block row of W; X and Y in place
-    dsd          Y.T = W @ X.T      X.T is a view of X; the launch transposes Y.T by a copy
-    dsd, copied  Y.T = W @ X.T      the launch copies X.T too, to rows
+    dsd          Y.T = W @ X.T      X.T is a view of X; the launch transposes Y.T with a copy
+    dsd, copied  Y.T = W @ X.T      the launch also copies X.T to rows
 
-STK (Gale et al. 2022, MegaBlocks) has nothing else to choose: tiles of 128 x 128 x 32, four warps,
-four stages. It uses the blocks as they are stored.
+STK (Gale et al. 2022, MegaBlocks) has no other choices: tiles of 128 x 128 x 32, four warps, four
+stages. It uses the blocks as they are stored.
 
     dtype    fp16 or bf16
-    m, n, k  multiples of 128. n and k at most 32768: beyond, its int16 indices times 128 overflow
-             (stanford-futuredata/stk pull request 17). X and Y of less than 2^31 elements: its
-             offsets are int32
+    m, n, k  multiples of 128. n and k at most 32768, because int16 indices times 128 overflow
+             beyond (stanford-futuredata/stk pull request 17). X and Y have less than 2^31 elements,
+             because offsets are int32
 
-It is the package stanford-stk or, where there is none, a checkout below --peers DIR (_authors.py).
+STK is the package stanford-stk or, if it is not installed, a checkout below --peers DIR
+(_authors.py).
 Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels.py.
 """
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,7 +37,7 @@ from sparsebench.results.record import Problem
 SIDE = 128
 LARGEST = 2**15  # of n and k
 MARKER = "stk/backend/triton_kernels.py"  # of a checkout
-ELEMENTS = 2**31  # of activations and output, less than
+ELEMENTS = 2**31  # activations and output must have fewer
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -56,7 +58,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def unavailable() -> str | None:
-    """Say that there is no STK, or None; a checkout of the user's is put on the path."""
+    """Return that STK is missing, or None; put a checkout of the user on the path."""
     try:
         version("stanford-stk")
     except PackageNotFoundError:
@@ -69,7 +71,7 @@ def unavailable() -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Give STK the format's arrays and time its layouts. Raises Unsupported."""
+    """Pass the format's arrays to STK and time its layouts. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     return multiplied(operands, operands.activations["x"], matrix(w), transposed=True)
@@ -82,8 +84,26 @@ def prepare_dgrad(operands: Operands) -> Launch:
     return multiplied(operands, operands.activations["dy"], matrix(w), transposed=False)
 
 
+def prepare_wgrad(operands: Operands) -> Launch:
+    """Time the layouts of the stored blocks of dW = dY.T @ X, one program for each block.
+
+    dY.T is a view of dY, or the launch copies it to rows. STK returns a matrix of the given
+    pattern, whose `data` are the values.
+    """
+    dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
+    assert isinstance(w, Bsr)
+    topology = matrix(w)
+    from stk import ops
+
+    layouts: dict[str, Callable[[], Bsr]] = {
+        "view": lambda: replace(w, values=ops.sdd(dy.t(), x, topology).data),
+        "copied": lambda: replace(w, values=ops.sdd(dy.t().contiguous(), x, topology).data),
+    }
+    return fastest_of(layouts, operands)
+
+
 def matrix(w: Bsr) -> Any:
-    """Return W as STK's matrix; its constructor sorts a transposed index. Raises Unsupported."""
+    """Return W as a matrix of STK, with a transposed index. Raises Unsupported."""
     if w.block != (SIDE, SIDE):
         r, c = w.block
         raise Unsupported(f"STK expected blocks of {SIDE}x{SIDE}, found {r}x{c}")
@@ -94,7 +114,7 @@ def matrix(w: Bsr) -> Any:
 
 
 def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> Launch:
-    """Return the launch of the fastest layout: of X @ W.T if transposed, else of X @ W."""
+    """Return the launch of the fastest layout for X @ W.T if transposed, else for X @ W."""
     from stk import ops
 
     right, left = (w.t(), w) if transposed else (w, w.t())
@@ -110,11 +130,14 @@ def fastest_of(layouts: Mapping[str, Callable[[], Output]], operands: Operands) 
     """Return the launch of the fastest of these layouts, or of the pinned one."""
     names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
     found = search([layouts[name] for name in names], operands.device)
-    best, told = names[found.best], found.lines([{"layout": name} for name in names])
-    return Launch(layouts[best], {"layout": best}, candidates=told)
+    best, lines = names[found.best], found.lines([{"layout": name} for name in names])
+    return Launch(layouts[best], {"layout": best}, candidates=lines)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)
 
 DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported)
 """Input gradient by STK: dX = dY @ W, the fastest of its layouts."""
+
+WGRAD = Kernel("linear_wgrad", "bsr", "cuda", prepare_wgrad, unsupported)
+"""Weight gradient by STK: the stored blocks of dW = dY.T @ X, the fastest of its layouts."""

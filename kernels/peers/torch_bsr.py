@@ -1,20 +1,21 @@
 """PyTorch's own BSR product on an NVIDIA GPU: its Triton kernel, as shipped or tuned.
 
     as shipped   torch.nn.functional.linear(x, bsr): tile parameters from torch's table, which has
-                 the A100 only; on other GPUs one stage, four warps and r tokens a tile
-    tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters found here, or
-                 as shipped where that is faster
+                 the A100 only; on other GPUs one stage, four warps and r tokens per tile
+    tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters of a search,
+                 or as shipped if that is faster
 
-The search times torch's call as shipped, what torch's table has for the A100 at this size, and
-then tiles, stages and warps together. Around the fastest it tries groups and the copy of X.T. A
-later process of a verdict times what was near the fastest in either search, in one.
+The search times torch's call as shipped, the entry of torch's table for the A100 at this size, and
+then tiles, stages and warps together. Around the fastest it tries groups and a copy of X.T. A later
+process of a verdict times the finalists of both searches in one.
 
-Both write Y.T as a view of the token-major Y, and read X.T as a view of X. If `tuned`, the launch
-copies X.T first where that is faster in total.
+Both write Y.T as a view of the token-major Y, and read X.T as a view of X. With `tuned`, the launch
+first copies X.T if that is faster in total.
 
-Block sides are powers of two of at least 16 that divide n and k. As shipped, blocks are square and
-r divides m. All else is unsupported: torch would gather rows and multiply in fp32 without a
-warning, or fail. fp32 runs without tensor cores, because TF32 is off. So do tf32 problems.
+Block sides must be powers of two of at least 16 that divide n and k. As shipped, blocks must also
+be square and r must divide m. Other cases are unsupported, because torch would gather rows and
+multiply in fp32 without a warning, or fail. fp32 and tf32 problems run without tensor cores,
+because TF32 is off.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
@@ -34,10 +35,10 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
 TOKEN_TILES = 16, 32, 64, 128, 256
-WIDEST = 3  # token tiles tried: the widest that divide m, and torch's own
+WIDEST = 3  # token tiles to try: the widest that divide m, beside torch's own
 STAGES_AND_WARPS = (1, 4), (2, 4), (3, 4), (4, 4), (5, 4), (2, 2), (4, 2), (1, 8), (2, 8), (3, 8)
-UNROLLED = 2**20  # fp32 multiply-adds of a tile: all are unrolled; more take minutes to compile
-GROUPS = 1, 4, 8  # block rows that programs visit together, for the L2 cache
+UNROLLED = 2**20  # fp32 multiply-adds of a tile, which are unrolled; more compile for minutes
+GROUPS = 1, 4, 8  # block rows that programs visit together to share the L2 cache
 DEFAULT = {"GROUP_SIZE_ROW": 4, "num_stages": 1, "num_warps": 4}  # torch's; SPLIT_N = m / r
 TABLE = "NVIDIA A100-SXM4-80GB"  # the only GPU of torch's table
 AS_SHIPPED = {"as_shipped": True}
@@ -53,7 +54,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
-    """Give torch the format's arrays; if `tuned`, search its parameters. Raises Unsupported."""
+    """Pass the format's arrays to torch; if `tuned`, search parameters. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bsr)
     if reason := unsupported_operands(w, len(x), tuned):
@@ -77,7 +78,7 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
 
 
 def unsupported_operands(w: Bsr, m: int, tuned: bool) -> str | None:
-    """Say which of torch's conditions fails, or None."""
+    """Return which of torch's conditions fails, or None."""
     if reason := unsupported_blocks(w):
         return reason
     r, c = w.block
@@ -88,7 +89,7 @@ def unsupported_operands(w: Bsr, m: int, tuned: bool) -> str | None:
 
 
 def unsupported_blocks(w: Bsr) -> str | None:
-    """Say which condition of all of torch's BSR kernels fails, or None."""
+    """Return which condition of all BSR kernels of torch fails, or None."""
     (n, k), (r, c) = w.shape, w.block
     if any(side < 16 or side & (side - 1) for side in (r, c)):
         return f"torch expected block sides that are powers of two >= 16, found {r}x{c}"
@@ -98,7 +99,7 @@ def unsupported_blocks(w: Bsr) -> str | None:
 
 
 def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]:
-    """Return the token tiles to time, with torch's own (r) if it divides m."""
+    """Return the token tiles to time, including torch's (r) if it divides m."""
     r, c = block
     most = UNROLLED // (r * c) if dtype == torch.float32 else max(TOKEN_TILES)
     fitting = [t for t in TOKEN_TILES if m % t == 0 and t <= max(most, TOKEN_TILES[0])]
@@ -109,9 +110,9 @@ def _tuned(
     bsr: Tensor, x: Tensor, block: tuple[int, int], before: Sequence[Mapping[str, Any]]
 ) -> Launch:
     """Search tiles, stages and warps together; then, for the best, the group and the copy."""
-    known = [choice for stage in STAGES for choice in finalists(part_of(stage, before))]
-    if known:
-        again = [choice for i, choice in enumerate(known) if choice not in known[:i]]
+    again = [choice for stage in STAGES for choice in finalists(part_of(stage, before))]
+    if again:
+        again = [choice for i, choice in enumerate(again) if choice not in again[:i]]
         best, timed = _fastest(bsr, x, again, "finalists")
         return Launch(_call(bsr, x, best), best, candidates=timed)
     m, (r, c) = len(x), block
@@ -132,7 +133,7 @@ def _tuned(
 
 
 def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, Any]]:
-    """Return what torch's table has for these sizes on its GPU: nothing, or one entry."""
+    """Return the entry of torch's table for these sizes on its GPU, or no entry."""
     from torch.sparse._triton_ops_meta import get_meta
 
     sizes = *bsr.shape, len(x), *block
@@ -144,7 +145,7 @@ def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, 
 def _fastest(
     bsr: Tensor, x: Tensor, choices: list[dict[str, Any]], of: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the fastest choice, and what was timed."""
+    """Return the fastest choice, and the lines of the search."""
     found = search([_call(bsr, x, choice) for choice in choices], x.device, COMPILERS)
     return choices[found.best], found.lines(choices, whole=True, of=of)
 

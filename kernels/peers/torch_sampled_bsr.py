@@ -1,9 +1,9 @@
 """Weight gradient in BSR by torch's own Triton kernel, torch.sparse._triton_ops.sampled_addmm.
 
-One program computes a block row, block after block, with one stage and four warps. torch has no
-table and no parameters to tune. dY.T is a view of dY, or is copied to rows by the launch, whichever
-is faster. Block sides are powers of two of at least 16 that divide n and k.
-fp32 runs without tensor cores.
+One program computes a block row, block by block, with one stage and four warps. torch has no table
+and no parameters to tune. dY.T is a view of dY, or the launch copies it to rows, whichever is
+faster. Block sides must be powers of two of at least 16 that divide n and k. fp32 runs without
+tensor cores.
 Source: torch/sparse/_triton_ops.py, _sampled_addmm_kernel.
 """
 
@@ -21,7 +21,7 @@ from sparsebench.kernels.peers import torch_bsr
 
 
 def prepare(operands: Operands) -> Launch:
-    """Give torch the pattern's arrays, and values that every launch overwrites.
+    """Pass the pattern's arrays to torch, with values that every launch overwrites.
 
     Raises Unsupported.
     """
@@ -36,12 +36,12 @@ def prepare(operands: Operands) -> Launch:
 
     def run(copied: bool) -> Bsr:
         left = dy.t().contiguous() if copied else dy.t()
-        # out is the input: torch would first copy the input to any other `out`.
+        # `out` is the input, because torch would first copy the input to any other `out`.
         sampled_addmm(bsr, left, x, beta=0.0, alpha=1.0, out=bsr, skip_checks=True)
         return gradient
 
     with warnings.catch_warnings():
-        # torch warns once that BSR is beta, and that its own code does not check invariants.
+        # torch warns once that BSR is beta, and that its code does not check invariants.
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly")
         bsr = torch.sparse_bsr_tensor(*arrays, size=w.shape, check_invariants=False)

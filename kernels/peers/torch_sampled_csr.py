@@ -1,8 +1,8 @@
 """Weight gradient in CSR by torch.sparse.sampled_addmm: cuSPARSE's SDDMM, or its own loop on a CPU.
 
-fp32 only: torch has it for fp32, fp64 and complex types. On a GPU each call also asks for the size
-of the workspace and runs the preprocessing of SDDMM. The launch first sets its output to zero:
-torch multiplies the old output by beta = 0, at least on the CPU, and NaN would stay NaN.
+Only fp32, because torch has it for fp32, fp64 and complex types. On a GPU each call also queries
+the size of the workspace and runs the preprocessing of SDDMM. The launch first sets its output to
+zero, because torch multiplies the old output by beta = 0, at least on the CPU, and NaN would stay.
 Source: ATen/native/sparse/cuda/SparseBlasImpl.cpp; ATen/native/cpu/SampledAddmmKernel.cpp.
 """
 
@@ -24,7 +24,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Give torch the pattern's arrays, and values that every launch overwrites."""
+    """Pass the pattern's arrays to torch, with values that every launch overwrites."""
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Csr)
     gradient = replace(w, values=torch.zeros_like(w.values))

@@ -1,8 +1,8 @@
 """Weight gradient in BSR on the CPU by torch: one GEMM for each block row.
 
-    values of block row i  =  dY[:, its rows].T @ X[:, the columns of its blocks]
+    values of block row i  =  dY[:, rows of block row i].T @ X[:, columns of its blocks]
 
-The launch gathers the columns. Any block and dtype; torch's GEMM accumulates.
+The launch gathers the columns of X. Works for any block and dtype; torch's GEMM accumulates.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
 def prepare(operands: Operands) -> Launch:
-    """Read on the host where block rows start. Packs nothing."""
+    """Read the starts of block rows on the host."""
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Bsr)
     r, c = w.block

@@ -1,24 +1,24 @@
 """Gated feed-forward layer by TwELL's authors: their CUDA kernels, built from their own code.
 
-    gate   X @ Wg.T, relu, packed         words of a value and a place; 31 for each 256 units
-    layer  Y = (gate * (X @ Wu.T)) @ Wd.T     a warp a token, of the units that are on
+    gate   X @ Wg.T, relu, packed             words of value and place; 31 for each 256 units
+    layer  Y = (gate * (X @ Wu.T)) @ Wd.T     a warp per token, over the active units
 
-Their extension is built by torch's loader, in about a minute, with the machine's nvcc, and once
-(_authors.built_library). No GPU is needed for that, so that it need not wait in a run:
+torch's loader builds their extension once, in about a minute, with the machine's nvcc
+(_authors.built_library). The build needs no GPU, so it can be done before a run:
 
     SPARSEBENCH_PEERS=DIR python -c \
         "from sparsebench.kernels.peers.twell_authors import extension; extension()"
 
-Of their sources the two kernels' alone are built. Both precisions of the second are timed, and the
-faster one is kept.
+Only the sources of the two kernels are built. Both precisions of the second kernel are timed, and
+the faster one is chosen.
 
     needs        --peers DIR with a checkout (_authors.py), compute capability 9.0, nvcc, ninja
     dtype        bf16, relu
-    sizes        k 2048; m and n multiples of 256; a schedule of at most 384 tiles a cluster
-    no graph     they launch on the default stream: rows are timed by events
+    sizes        k 2048; m and n multiples of 256; a schedule of at most 384 tiles per cluster
+    no graph     they launch on the default stream, so rows are timed with events
 
-Where more than 31 of 256 units are on for a token, the gate keeps 31 and says nothing. Such a call
-is wrong, and the row says how many values were lost (Launch.lost).
+If more than 31 of 256 units are active for a token, the gate silently keeps 31. Such a call is
+wrong, and the row has the number of lost values (Launch.lost).
 Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/twell_modules.
 """
 
@@ -38,17 +38,17 @@ from sparsebench.results.record import Problem
 
 REPOSITORY = "github.com/SakanaAI/sparser-faster-llms"
 MARKER = "custom_models/twell_modules/twell.py"
-WIDTH, TILE, SLOTS = 2048, 256, 32  # of k; units of a tile, words of it, the first a count
+WIDTH, TILE, SLOTS = 2048, 256, 32  # k; units of a tile; its words, of which one is a count
 CLUSTERS, SCHEDULE = 64, 384
-KERNELS = ["twell_d2t", "twell_gated_t2d"]  # their names
-NUMBERS = count(1)  # of layers in a process: their extension knows a layer by its number
+KERNELS = ["twell_d2t", "twell_gated_t2d"]  # by their names
+NUMBERS = count(1)  # their extension identifies layers of a process by number
 
 
 def prepare(operands: Operands, *, highest_precision: bool | None = None) -> Launch:
-    """Build the extension, and keep the faster precision where none is asked for or pinned."""
+    """Build the extension, and choose the faster precision unless one is given or pinned."""
     twell, ext, digest = extension()
-    asked = (operands.pinned or {}).get("highest_precision", highest_precision)
-    choices = [{"highest_precision": p} for p in ((False, True) if asked is None else (asked,))]
+    fixed = (operands.pinned or {}).get("highest_precision", highest_precision)
+    choices = [{"highest_precision": p} for p in ((False, True) if fixed is None else (fixed,))]
     layer = Layer(operands, twell, ext)
     calls = [partial(layer.run, **choice) for choice in choices]
     found = search(calls, operands.device)
@@ -57,13 +57,13 @@ def prepare(operands: Operands, *, highest_precision: bool | None = None) -> Lau
 
 
 def extension() -> tuple[Any, Any, str]:
-    """Return the authors' module, its extension, built or loaded, and the digest of its code."""
+    """Return the authors' module, its extension, and the digest of its code."""
     folder = _authors.checkout(MARKER)
     if not folder:
         raise Unsupported(str(_authors.missing(MARKER, REPOSITORY)))
-    twell, own = _authors.imported(folder / MARKER), (folder / MARKER).parent
-    ext = _authors.built_library(own, partial(twell.get_ext, algorithms=KERNELS))
-    return twell, ext, _authors.digest(own)
+    twell, sources = _authors.imported(folder / MARKER), (folder / MARKER).parent
+    ext = _authors.built_library(sources, partial(twell.get_ext, algorithms=KERNELS))
+    return twell, ext, _authors.digest(sources)
 
 
 class Layer:
@@ -82,7 +82,7 @@ class Layer:
     def run(self, highest_precision: bool) -> Tensor:
         """Enqueue both kernels on the default stream. Raises RuntimeError inside a capture."""
         if self._x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("their kernels launch on the default stream")
+            raise RuntimeError("the authors' kernels launch on the default stream")
         self._gate.run(self._x, C_packed=self._packed)
         self._twell.matmul_gated_t2d_out(
             self._x,
@@ -96,7 +96,7 @@ class Layer:
         return self._out
 
     def lost(self) -> int:
-        """Count the values that the last call had no room for."""
+        """Return the number of values that the last call had no room for."""
         counts = self._packed.view(torch.int32)[:, ::SLOTS]
         return int((counts - (SLOTS - 1)).clamp(min=0).sum())
 
@@ -112,7 +112,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         expected = f"k {WIDTH}, and m and n multiples of {TILE}"
         return f"expected {expected}, found m {m}, n {n} and k {k}"
     if m * n > CLUSTERS * SCHEDULE * TILE**2 or n > 2**16:
-        return f"expected a schedule of at most {SCHEDULE} tiles a cluster, found m {m} and n {n}"
+        return f"expected a schedule of at most {SCHEDULE} tiles per cluster, found m {m} and n {n}"
     if reason := _authors.missing(MARKER, REPOSITORY):
         return reason
     return None if find_spec("ninja") else "needs ninja: pip install ninja"

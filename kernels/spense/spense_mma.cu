@@ -1,4 +1,5 @@
-// Y[m, n] = X[m, k] @ W[n, k].T, a part of W 2:4 sparse and the rest dense (formats/spense.py).
+// Y[m, n] = X[m, k] @ W[n, k].T, where part of W is 2:4 sparse and the rest is dense
+// (formats/spense.py).
 // One launch on the tensor cores (mma and mma.sp) of any GPU of compute capability 8.0 or newer.
 //
 //   A work item is TILE_ROWS x 64 features x TOKENS tokens of Y. A box is half a tile of W: 64
@@ -15,12 +16,12 @@
 //
 // (With 32 and 16 tokens each warp has all tokens of 32 features.)
 //
-// W is operand A, because only A may be sparse. Tokens are the columns of B. An instruction is
-// 16 features x 8 tokens, of 32 columns of k where W is 2:4 and of 16 where it is dense. Both kinds
-// add to the same accumulators, in fp32. Lane 4 g + q of a warp holds, two values a word:
+// W is operand A, because only A may be sparse. Tokens are the columns of B. An instruction does 16
+// features x 8 tokens, over 32 columns of k if W is 2:4 and over 16 if it is dense. Both kinds
+// add to the same accumulators, in fp32. Lane 4 g + q of a warp holds, with two values per word:
 //
-//     A   rows g and g + 8 of W      columns 2 q, 2 q + 1, and 8 further: of the stored values, two
-//                                    of every four columns, where W is 2:4
+//     A   rows g and g + 8 of W      columns 2 q, 2 q + 1, and 8 further; if W is 2:4, these count
+//                                    the stored values, two of every four columns
 //     B   token g of X               columns 2 q, 2 q + 1, and 8 (16 and 24) further
 //     D   rows g and g + 8 of Y.T    tokens 2 q, 2 q + 1
 //
@@ -28,7 +29,7 @@
 // half) and of row g + 8. A code says which two of four columns are stored. The tensor core takes
 // the values of B at these columns. The instruction reads the words of two of every four lanes:
 // q = 0 and 1, or q = 2 and 3, by its selector. A box is two instructions deep, one for each
-// selector. So one word a lane is all the metadata of a box.
+// selector. So one word per lane holds all metadata of a box.
 //
 //              q = 0            q = 1                 q = 2             q = 3
 //        columns 0 to 15     16 to 31           columns 32 to 47     48 to 63
@@ -38,25 +39,25 @@
 // bytes, and half a tile of each row of W. Rows are swizzled, so that ldmatrix reads eight of them
 // without a bank conflict. There are two main loops:
 //
-//     AHEAD = 0, each box by itself: all threads, for each box,
-//                    wait until it has arrived and all threads have read the last one
-//                    load the box STAGES - 1 further on into the last one's stage
+//     AHEAD = 0     for each box, all threads
+//                    wait until it has arrived and all threads have read the previous one
+//                    load the box STAGES - 1 further on into the stage of the previous one
 //                    multiply
 //
 //     AHEAD = 1     box i      | multiply, all but the last slots of B | barrier | the last slots |
 //                   ldmatrix   | slots of B, A of the next chunk       |         | box i + 1      |
 //                   cp.async   |                                       |         | box i + STAGES |
 //
-//   The latter's registers always hold what is multiplied next, and its copies stand among its
-//   products. The next work item's first boxes come while this one's last ones are multiplied.
+//   With AHEAD, registers always hold the next operands, and copies are issued between products.
+//   The first boxes of the next item are loaded while the last ones of this item are multiplied.
 //
-//   Half the columns of a sparse tile are half of each row. Without AHEAD they lie where they lie
-//   in the tile, and the rest of the row stays empty. With it a row has 64 bytes in the stage, so a
-//   row of tiles takes 4.6 KB of a stage, or the 8 KB of a dense one if W has any (DENSE).
+//   Half the columns of a sparse tile are half of each row. Without AHEAD they keep their place in
+//   the row, and the rest of the row is empty. With AHEAD a row has 64 bytes in the stage, so a row
+//   of tiles takes 4.6 KB of a stage, or the 8 KB of a dense one if W has any (DENSE).
 //
-// Where work items are few, several CTAs share the k tiles of one (stream-K, _stream_k.py). Each
-// writes its partial sums to memory. The last one to arrive reduces them all (the fixup), always in
-// the same order: equal inputs give equal bits.
+// If there are few work items, several CTAs share the k tiles of one (stream-K, _stream_k.py). Each
+// writes its partial sums to memory. The last CTA to arrive reduces all of them (the fixup), always
+// in the same order, so equal inputs give equal bits.
 //
 // Clocks of an SM for one box of 128 features x 128 tokens (shared memory: 128 bytes a clock), and
 // for half a box of 256 x 128:
@@ -65,7 +66,7 @@
 //    half a sparse tile             512    413              384      200, 136     670, 460
 //    half a dense tile             1024    826              512      256, 192     860, 640
 //
-// with 64 x 64 accumulators a warp; 64 x 32 would read half as much again. On Hopper mma has about
+// with 64 x 64 accumulators per warp; 64 x 32 would read 1.5 times as much. On Hopper mma has about
 // 0.62 of wgmma's rate. A tile of half the tokens reads W twice as often, and L2 is the limit.
 //
 // Macros from spense_mma.py: TOKENS=128|64|32|16, TILE_ROWS=2|4, FP16=0|1 (0 is bf16), AHEAD=0|1,
@@ -101,13 +102,13 @@ struct Weights {
   int rows, sparse_rows, sparse_columns, dense_row, dense_column, dense_columns;
 };
 
-// `k_tiles` k tiles, from `k_tile` on, of group `group` of TILE_ROWS rows of tiles and of TOKENS
-// tokens, from `token` on (_stream_k.py). This is part `part` of `parts` that share these features
+// `k_tiles` k tiles from `k_tile` on, for group `group` of TILE_ROWS rows of tiles and for TOKENS
+// tokens from `token` on (_stream_k.py). This is part `part` of `parts` that share these features
 // and tokens. Their partial sums are in `parts` slots of the workspace, from `slot` on. `counter`
 // counts the parts that have arrived.
 struct alignas(16) WorkItem { int group, token, k_tile, k_tiles, part, parts, slot, counter; };
 
-// Both rows of tiles are of one kind: a sparse part of the rows is a multiple of 128 rows, or all.
+// All rows of tiles of a group are of one kind: the sparse rows are a multiple of 128, or all.
 __device__ __forceinline__ bool is_sparse(const Weights& w, int group, int column) {
   return group * TILE_ROWS < w.sparse_rows && column < w.sparse_columns;
 }
@@ -136,7 +137,7 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from, bool valid) {
 __device__ __forceinline__ void copy_8(u32 to, const char* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
 }
-// A value that the compiler does not compute again.
+// Hide a value from the compiler, so that it is not computed again.
 template <class T> __device__ __forceinline__ T opaque(T value) {
   if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
   else asm volatile("" : "+r"(value));
@@ -182,7 +183,7 @@ __device__ __forceinline__ int warp_token() { return threadIdx.x / 32 % TOKEN_WA
 __device__ __forceinline__ int warp_feature() {
   return threadIdx.x / 32 / TOKEN_WARPS * WARP_FEATURES;
 }
-// Of 16 features each: 128 bytes, for all lanes.
+// Load the metadata of all lanes: 128 bytes for each 16 features.
 __device__ __forceinline__ void load_metadata(u32 (&metadata)[MMAS_M], u32 words) {
   const int lane = threadIdx.x % 32;
   #pragma unroll
@@ -193,8 +194,8 @@ __device__ __forceinline__ void load_metadata(u32 (&metadata)[MMAS_M], u32 words
 
 // ---- stream-K: partial sums and their reduction ----
 
-// Write the partial sums of a part of an item. The last part to arrive gets the sums of all parts
-// and true, and sets the counter back to 0 for the next launch.
+// Write the partial sums of a part of an item. For the last part to arrive, return true with the
+// sums of all parts, and reset the counter to 0 for the next launch.
 __device__ __forceinline__ bool fixup(Accumulators& d, const WorkItem& item, float4* workspace,
                                       int* counters) {
   constexpr int PARTIAL_FLOAT4S = TILE_ROWS * ROWS * TOKENS / 4;  // of a part
@@ -229,7 +230,7 @@ __device__ __forceinline__ bool fixup(Accumulators& d, const WorkItem& item, flo
 
 // ---- epilogue ----
 
-// Transpose 8 features x 8 tokens at a time: a lane then writes two features of one token.
+// Transpose 8 features x 8 tokens at a time, so that a lane writes two features of one token.
 __device__ __forceinline__ void epilogue(const Accumulators& d, u16* y, const WorkItem& item, int m,
                                          int n) {
   const int lane = threadIdx.x % 32;
@@ -260,16 +261,16 @@ __device__ __forceinline__ int swizzled_half(int row, int piece) {  // of four p
   return row * HALF + ((piece ^ row / 2 % 4) << 4);
 }
 
-// Loads the boxes of a worker's items, one after the other, each in COPIES steps. A thread copies
-// the same piece of several rows of X, and its part of one row of tiles, which 64 threads share.
+// Load the boxes of a worker's items in order, each in COPIES steps. A thread copies the same piece
+// of several rows of X, and its part of one row of tiles, which 64 threads share.
 struct Loader {
   const Activations& x;
   const Weights& w;
   const WorkItem *item, *end;
-  int box, last;  // of k: the next one, and the end of the item's
-  int rows, row;  // of X, from this thread's first one on; its row of tiles
-  const char* first_x;          // what it copies of X in box 0
-  int own;                      // its place among the 64
+  int box, last;  // of k: the next one, and the end of those of the item
+  int rows, row;  // of X from this thread's first one on; its row of tiles
+  const char* first_x;          // its first piece of X in box 0
+  int own;                      // its index among the 64
   u32 to_x, to_sparse, slot;    // in a stage
   // The box that is being loaded:
   const char *from_x, *from_w;
@@ -289,7 +290,7 @@ struct Loader {
     if (item == end) return;
     const int token = item->token + threadIdx.x / 8;
     box = 2 * item->k_tile, last = box + 2 * item->k_tiles, rows = x.m - token;
-    row = min(item->group * TILE_ROWS + (int)threadIdx.x / 64, w.rows - 1);  // the last one again
+    row = min(item->group * TILE_ROWS + (int)threadIdx.x / 64, w.rows - 1);  // or the last row
     first_x = x.x + (u64)token * x.stride + threadIdx.x % 8 * 16;
   }
   __device__ __forceinline__ void begin_box(u32 to) {
@@ -304,7 +305,7 @@ struct Loader {
     from_x = opaque(first_x + (u64)box * ROW_BYTES);
     from_w = opaque(tile + (sparse ? swizzled(own / 4, own % 4) ^ 64 * half
                                    : VALUE_BYTES * half + 16 * own));
-    // Two of every four words are this half's.
+    // Two of every four words belong to this half.
     copy_8_if(to + slot + WORDS + 8 * own, tile + VALUE_BYTES + 16 * own + 8 * half,
               there && sparse);
     if (there && ++box == last) item++, begin_item();
@@ -324,8 +325,8 @@ struct Loader {
 // ---- products, ahead ----
 //
 // A chunk is 32 columns of k where W is 2:4, and 16 where it is dense: two or four of a box. Its A
-// is in registers, and the next chunk's is loaded. It goes through the tokens: 8 or 16 a slot, for
-// which B has four registers, loaded up to four slots ahead.
+// is in registers while that of the next chunk is loaded. A chunk goes through the tokens in slots
+// of 8 or 16, for which B has four registers, loaded up to four slots ahead.
 
 struct Fragments { u32 a[2][MMAS_M][4], b[MMAS_N < 4 ? MMAS_N : 4][4], metadata[MMAS_M]; };
 
@@ -333,7 +334,7 @@ template <bool SPARSE> constexpr int CHUNKS = SPARSE ? 2 : 4;
 template <bool SPARSE> constexpr int SLOTS = SPARSE ? MMAS_N : MMAS_N / 2;
 template <bool SPARSE> constexpr int SLOTS_AHEAD = SLOTS<SPARSE> < 4 ? SLOTS<SPARSE> : 4;
 
-// Where a lane reads chunk 0 and slot 0, from a stage on. Other chunks are an exclusive or away.
+// A lane's offsets of chunk 0 and slot 0 in a stage. An exclusive or gives those of other chunks.
 struct Places {
   u32 a_sparse, a_dense, b_sparse, b_dense, words;
   __device__ __forceinline__ Places() {
@@ -362,7 +363,7 @@ __device__ __forceinline__ void load_b(Fragments& f, const Places& places, u32 s
   ldmatrix_x4(f.b[slot % 4], from + slot * SLOT_BYTES);
 }
 
-// Calls `after(slot)` when the products of a slot, FIRST to END - 1, are issued.
+// Issue the products of slots FIRST to END - 1, and call `after(slot)` after each.
 template <bool SPARSE, int CHUNK, int FIRST, int END, class After>
 __device__ __forceinline__ void multiply(Accumulators& d, Fragments& f, After after) {
   #pragma unroll
@@ -381,7 +382,7 @@ __device__ __forceinline__ void multiply(Accumulators& d, Fragments& f, After af
   }
 }
 
-// The products of a box from CHUNK on, until all of it is in registers: SLOTS_AHEAD are left.
+// Multiply a box from CHUNK on until all of it is in registers and SLOTS_AHEAD slots are left.
 template <bool SPARSE, int CHUNK = 0>
 __device__ __forceinline__ void multiply_first(Accumulators& d, Fragments& f, const Places& places,
                                                u32 stage) {
@@ -395,7 +396,7 @@ __device__ __forceinline__ void multiply_first(Accumulators& d, Fragments& f, co
   if constexpr (!LAST) multiply_first<SPARSE, CHUNK + 1>(d, f, places, stage);
 }
 
-// What chunk 0 of a box needs: A and metadata, and a slot of B.
+// Load the operands of chunk 0 of a box: A, metadata and a slot of B.
 struct Next {
   u32 a, b, words;
   int a_step, b_step, slots;
@@ -404,7 +405,7 @@ struct Next {
     a_step = 16 * (sparse ? HALF : ROW_BYTES);
     b = stage + (sparse ? places.b_sparse : places.b_dense);
     b_step = (sparse ? 8 : 16) * ROW_BYTES;
-    words = stage + places.words;  // some bytes of a dense tile: nobody reads them
+    words = stage + places.words;  // for a dense tile any bytes, which are not used
     slots = sparse ? SLOTS_AHEAD<true> : SLOTS_AHEAD<false>;
   }
   __device__ __forceinline__ void load_a(Fragments& f, u32 (&metadata)[MMAS_M]) const {
@@ -417,7 +418,7 @@ struct Next {
   }
 };
 
-// The rest of them. Meanwhile: what the next box needs first, and the copies of `loader`.
+// Multiply the remaining slots, and meanwhile load the next box's first operands and copy.
 template <bool SPARSE>
 __device__ __forceinline__ void multiply_last(Accumulators& d, Fragments& f, const Next& next,
                                               Loader& loader) {
@@ -433,7 +434,7 @@ __device__ __forceinline__ void multiply_last(Accumulators& d, Fragments& f, con
   });
 }
 
-// How many boxes of k, from the first one on, are sparse in this warp's row of tiles.
+// The number of sparse boxes of k, which come first, in this warp's row of tiles.
 __device__ __forceinline__ int sparse_boxes(const Weights& w, int group) {
   const int row = min(group * TILE_ROWS + warp_feature() / ROWS, w.rows - 1);
   return row < w.sparse_rows ? 2 * w.sparse_columns : 0;
@@ -442,7 +443,7 @@ __device__ __forceinline__ bool starts_sparse(const Weights& w, const WorkItem& 
   return 2 * item.k_tile < sparse_boxes(w, item.group);
 }
 
-#else  // each box by itself
+#else  // without AHEAD
 
 // ---- copies: global memory to a stage ----
 
@@ -462,7 +463,7 @@ __device__ __forceinline__ void load_sparse(u32 to, const char* tile, int half) 
     const int offset = swizzled(first + i, piece);
     copy_16(to + offset, tile + offset, true);
   }
-  if (threadIdx.x < 64)  // two of every four words are this half's
+  if (threadIdx.x < 64)  // two of every four words belong to this half
     copy_8(to + VALUE_BYTES + 8 * threadIdx.x, tile + VALUE_BYTES + 16 * threadIdx.x + 8 * half);
 }
 __device__ __forceinline__ void load_dense(u32 to, const char* half) {
@@ -475,7 +476,7 @@ __device__ __forceinline__ void load_w(u32 to, const Weights& w, int group, int 
   const bool sparse = is_sparse(w, group, column);
   #pragma unroll
   for (int i = 0; i < TILE_ROWS; i++, to += W_BYTES) {
-    const int row = min(group * TILE_ROWS + i, w.rows - 1);  // beyond the last one: that one again
+    const int row = min(group * TILE_ROWS + i, w.rows - 1);  // the last row if past the end
     const u64 of_sparse = (u64)row * w.sparse_columns + column;
     const u64 of_dense = (u64)(row - w.dense_row) * w.dense_columns + column - w.dense_column;
     if (sparse) load_sparse(to, w.sparse + of_sparse * SPARSE_BYTES, half);
@@ -483,7 +484,7 @@ __device__ __forceinline__ void load_w(u32 to, const Weights& w, int group, int 
   }
 }
 
-// Loads the boxes of a worker's items, one after the other.
+// Load the boxes of a worker's items in order.
 struct Loader {
   const WorkItem *item, *end;
   int group, token, box, last;  // of k: the next box, and the end of the item's boxes
@@ -544,7 +545,7 @@ __device__ __forceinline__ void mma_dense_box(Accumulators& d, u32 x, u32 values
     for (int j = 0; j < MMAS_N; j++)
       ldmatrix_x4(b[j], x + 8 * j * ROW_BYTES + ldmatrix_offset_b(4 * step));
     #pragma unroll
-    for (int deep = 0; deep < 2; deep++)  // two instructions where 2:4 has one
+    for (int deep = 0; deep < 2; deep++)  // two instructions, where 2:4 needs one
       #pragma unroll
       for (int i = 0; i < MMAS_M; i++) {
         ldmatrix_x4(a, values + 16 * i * ROW_BYTES + ldmatrix_offset_a(4 * step + 2 * deep));
@@ -565,7 +566,7 @@ __device__ __forceinline__ void mma_box(Accumulators& d, u32 stage, bool sparse,
 
 #endif
 
-// ---- the kernel: one worker (a CTA) for each that the GPU runs at a time ----
+// ---- the kernel: as many workers (CTAs) as the GPU runs at a time ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 multiply_tiles(const __grid_constant__ Activations x, const __grid_constant__ Weights w, u16* y,
@@ -606,7 +607,7 @@ multiply_tiles(const __grid_constant__ Activations x, const __grid_constant__ We
       else multiply_first<false>(d, f, places, now);
       stage = now == stages + (STAGES - 1) * STAGE_BYTES ? stages : now + STAGE_BYTES;
       sparse = !DENSE || (box + 1 < last ? box + 1 < upto : starts_sparse(w, item[1]));
-      // The next box has arrived, and this one is in registers: of all threads, after the barrier.
+      // After the barrier the next box has arrived, and this one is in registers of all threads.
       cp_async_wait<STAGES - 2>();
       __syncthreads();
       loader.begin_box(now);
@@ -621,7 +622,7 @@ multiply_tiles(const __grid_constant__ Activations x, const __grid_constant__ We
     }
     if (item->parts == 1 || fixup(d, *item, workspace, counters)) epilogue(d, y, *item, x.m, n);
   }
-  cp_async_wait<0>();  // what was loaded beyond the last box: zeros
+  cp_async_wait<0>();  // loads past the last box, which are zeros
 #else
   Loader loader(item, end);
   for (int i = 0; i < STAGES - 1; i++) loader.load_stage(stages + i * STAGE_BYTES, x, w);

@@ -1,4 +1,5 @@
-// Y[m, n] = X[m, k] @ W[n, k].T, a part of W 2:4 sparse and the rest dense (formats/spense.py).
+// Y[m, n] = X[m, k] @ W[n, k].T, where part of W is 2:4 sparse and the rest is dense
+// (formats/spense.py).
 // One launch on Hopper's tensor cores (wgmma and wgmma.sp). Compute capability 9.0 only.
 //
 //   A work item is 64 WARPGROUPS features x TOKENS tokens of Y, here with two warpgroups. A k tile
@@ -17,30 +18,30 @@
 // width N. Sparse and dense tiles add to the same accumulators, in fp32. A sparse tile has 9 KiB
 // (16 bits) or 10 KiB (8 bits), a dense one 16 KiB. A row of tiles begins sparse and ends dense
 // (split by columns), or is of one kind (split by rows). Each warpgroup has its own row of tiles.
-// All read the same X, because X is the same for both kinds. The more of them share it, the fewer
-// bytes an SM copies: for a row of tiles, a k tile and 112 tokens, 9 KiB of W and 14 of X with two
-// warpgroups, 9 and 9 with three.
+// All warpgroups read the same X. The more of them share it, the fewer bytes an SM copies: for a
+// row of tiles, a k tile and 112 tokens, 9 KiB of W and 14 of X with two warpgroups, 9 and 9 with
+// three.
 //
-// The pipeline, for two warpgroups: 12 warps, one CTA an SM. Three pipelines of stages.
+// The pipeline, for two warpgroups: 12 warps, one CTA per SM, three pipelines of stages.
 //
 //    warp 8     X boxes, TOKENS x 128 bytes, by TMA -----> X pipeline -----+--> warpgroups 0 and 1
 //    warp 9     W tiles of warpgroup 0, by bulk copies --> W pipeline 0 ---|--> warpgroup 0
 //    warp 10    W tiles of warpgroup 1 ------------------> W pipeline 1 ---+--> warpgroup 1
-//    warp 11    those of warpgroup 2, if there is one
+//    warp 11    W tiles of warpgroup 2, if there is one
 //
 //   A stage of a W pipeline holds a whole sparse tile (values and metadata) or half of a dense one.
 //   A box of X is multiplied by half of a sparse tile (2 wgmma.sp) or by half of a dense one
-//   (4 wgmma). A warpgroup keeps the wgmma of one box in flight. It releases their stages when the
-//   wgmma of the next box are issued. With CLUSTER = 2 both CTAs have the same tokens and
+//   (4 wgmma). A warpgroup keeps the wgmma of one box in flight. It releases their stages after it
+//   has issued the wgmma of the next box. With CLUSTER = 2 both CTAs have the same tokens and
 //   neighbouring features. Each loads half of every box of X and multicasts it to both.
 //
-// Where work items are few, several CTAs share the k tiles of one (stream-K, _stream_k.py). Each
+// If there are few work items, several CTAs share the k tiles of one (stream-K, _stream_k.py). Each
 // warpgroup writes its partial sums to memory. A CTA that has finished its list waits for the other
 // parts of its items (the fixup). Each part then reduces all partial sums of some of the tokens, so
 // the parts share this work too. The order of the reduction is fixed: equal inputs give equal bits.
 // CTAs wait for one another, so all must run at the same time: the launch is cooperative.
 //
-// With SPLIT there is no list, and no partial sum in memory. The SPLIT CTAs of a cluster share the
+// With SPLIT there are no list and no partial sums in memory. The SPLIT CTAs of a cluster share the
 // k tiles of one item. At the end each sends its sums, in registers, to the shared memory of the
 // CTA that adds up and writes these tokens:
 //
@@ -49,15 +50,12 @@
 //
 // Sizes are in bytes, so the same code multiplies 16 and 8 bits. One instruction takes 32 bytes of
 // each row of W, stored or dense, and 64 or 32 bytes of each token. The tensor cores accumulate fp8
-// in fewer bits than fp32 has, as cuBLAS does with use_fast_accum. The epilogue multiplies by a
-// scale for each feature and each token, if there are any. Y is then bf16.
+// in fewer bits than fp32, as in cuBLAS with use_fast_accum. The epilogue multiplies by a scale for
+// each feature and each token, if there are any. Y is then bf16.
 //
 // Gate and up of a gated MLP may be one W: 8 rows of gate and the same 8 of up alternate. With an
 // ACTIVATION the kernel writes H[m, n / 2] = act(G) * U ("hidden units" below). G and U stay in
 // registers. H is rounded once, to the operands' dtype; for fp8 that is e4m3, which saturates.
-//
-// With PACKED, Y is the gate of a layer with few active units (ffn_sparse.cu). The kernel writes a
-// bitmap of the active units, and values only where some are ("packed gate" below).
 //
 // Clocks of an SM for one box, TOKENS = 256 (shared memory: 128 bytes a clock):
 //
@@ -66,24 +64,24 @@
 //    half a dense tile        1024                         512       128                 384
 //
 // Half a sparse tile needs 512 + 64 + 328 = 904 clocks of shared memory: 0.88 of the 1024 that half
-// a dense tile needs on the tensor cores. So 2:4 cannot be twice as fast where compute is the
-// limit. Where memory is (up to about 128 tokens), the bytes of W count: a sparse tile has 0.5625
-// (16 bits) or 0.625 (8 bits) of a dense one's.
+// a dense tile needs on the tensor cores. So 2:4 cannot be twice as fast if compute is the limit.
+// If memory is the limit (up to about 128 tokens), the bytes of W count: a sparse tile has 0.5625
+// (16 bits) or 0.625 (8 bits) of those of a dense one.
 //
-// wgmma.sp reads its metadata from registers while it runs. They must not change before it is done.
-// ptxas does not ensure that for the loads of the next tile's metadata. (Where it notices, it
-// serialises the wgmma: warning C7513.) So each half of a tile has registers of its own, and they
-// are loaded again only when the wgmma that read their old contents are done.
+// wgmma.sp reads its metadata from registers while it runs, so they must not change before it is
+// done. ptxas does not ensure that for the loads of the next tile's metadata. (If it notices, it
+// serialises the wgmma: warning C7513.) So each half of a tile has its own registers, which are
+// loaded again only after the wgmma that read their old contents are done.
 //
 // At most AHEAD tiles of W are in flight for a warpgroup. If all stages that fit were used, 20 MB
-// would wait for memory at a time, and some SMs would get their tiles much later than others. With
-// 4 to 5 tiles the kernel is 6 % faster.
+// would be in flight at a time, and some SMs would get their tiles much later than others. With 4
+// to 5 tiles the kernel is 6 % faster.
 //
 // Macros from spense_wgmma.py: TOKENS=16..128 by 16|256, CLUSTER=1|2, AHEAD=2..., WARPGROUPS=1|2|3,
 // SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), FP8=0|1, FP16=0|1
-// (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, PACKED=0|1 (16 bits, without
-// an activation), and the constants that both files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES,
-// VALUE_BYTES, STORE_TOKENS, WORKERS. With WATCHDOG=1 a kernel that hangs ends and says where.
+// (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, and the constants that both
+// files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES, VALUE_BYTES, STORE_TOKENS, WORKERS. With
+// WATCHDOG=1 a kernel that hangs ends and reports where.
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
@@ -101,8 +99,8 @@ constexpr int EPI_TILES = (TOKENS + EPI_TOKENS - 1) / EPI_TOKENS;
 constexpr int EPI_BYTES = EPI_TOKENS * EPI_ROW_BYTES, EPI_STAGES = EPI_TILES > 1 ? 2 : 1;
 constexpr int STORES = TOKENS / STORE_TOKENS, STORE_BYTES = STORE_TOKENS * EPI_ROW_BYTES;
 
-// With SPLIT each CTA adds up and writes SHARE stores of an item. It keeps its own sums of them in
-// registers. Those of the other parts come into its shared memory.
+// With SPLIT each CTA adds up and writes SHARE stores of an item. It keeps its own sums in
+// registers and receives those of the other parts in its shared memory.
 constexpr int SHARE = SPLIT ? (STORES + SPLIT - 1) / SPLIT : 0;
 constexpr int SUMS_BYTES = SPLIT ? (SPLIT - 1) * SHARE * STORE_TOKENS * ROWS * 4 : 0;
 
@@ -117,7 +115,7 @@ constexpr int W_STAGES =
 constexpr int X_STAGES =
     at_most(2 * AHEAD, (STAGES_BYTES - W_STAGES * WARPGROUPS * W_BYTES) / X_BYTES);
 
-// A thread's registers. All have LAUNCHED at first; then producers give some to consumers.
+// Registers of a thread. All start with LAUNCHED; then producers give some to consumers.
 constexpr int LAUNCHED = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 56;
 constexpr int CONSUMER_REGISTERS = at_most(
     240, (LAUNCHED * THREADS - 128 * PRODUCER_REGISTERS) / (128 * WARPGROUPS) / 8 * 8);
@@ -128,19 +126,13 @@ static_assert(WARPGROUPS <= 3, "each has a warp that brings its tiles");
 static_assert(!SPLIT || W_STAGES * W_BYTES >= SHARE * STORE_BYTES, "stores lie in its stages");
 static_assert(!SPLIT || CLUSTER == 1, "a cluster shares X, or the k tiles of an item");
 
-#if PACKED
-static_assert(!SPLIT && !FP8 && !GATED, "gates of 16 bits, without an activation");
-// values [m, n] and bits [ceil(m / 8), n]; as large as a tensor map.
-struct alignas(128) Out { unsigned short* values; unsigned char* bits; int m, n; };
-#else
 using Out = TensorMap;  // of Y, or of H
-#endif
 struct Maps { TensorMap x; Out out; };
 
 // Tile (row, column) of W is sparse if row < sparse_rows and column < sparse_columns. It is then
 // [row, column] of the sparse tiles; else [row - dense_row, column - dense_column] of the dense
-// tiles, which have dense_columns in a row. Sparse and dense rows are interleaved, so that all
-// groups of them cost about the same (tile_row_of).
+// tiles, which have dense_columns per row. Sparse and dense rows are interleaved, so that all
+// groups of rows cost about the same (tile_row_of).
 struct Weights {
   const char *sparse, *dense;
   int rows, sparse_rows, sparse_columns, dense_row, dense_column, dense_columns;
@@ -149,21 +141,21 @@ struct Weights {
 // For fp8: one scale for each of n features, one for each of m tokens; null for none.
 struct Scales { const float *features, *tokens; int n, m; };
 
-// `k_tiles` k tiles, from `k_tile` on, of group `group` of TILE_ROWS rows of tiles and of TOKENS
-// tokens, from `token` on (_stream_k.py).
+// `k_tiles` k tiles from `k_tile` on, for group `group` of TILE_ROWS rows of tiles and for TOKENS
+// tokens from `token` on (_stream_k.py).
 struct alignas(16) WorkTile { int group, token, k_tile, k_tiles; };
 // This is part `part` of `parts` that share these features and tokens. Their partial sums are in
 // `parts` slots of the workspace, from `slot` on. `counter` counts the parts that have arrived.
 struct alignas(16) Fixup { int part, parts, slot, counter; };
 struct WorkItem { WorkTile tile; Fixup fixup; };
-// The first work tile of each worker is a kernel argument. Read from memory, after its worker's
-// start, it would delay the first copy by 1.3 us.
+// The first work tile of each worker is a kernel argument. If the worker read it from memory, the
+// first copy would start 1.3 us later.
 struct First { WorkTile items[WORKERS]; int starts[WORKERS]; };
 // With SPLIT, items of one group follow each other, one for each tile of tokens.
 struct Items { int token_tiles, k_tiles; };
 
-// The row of W's tiles of one consumer warpgroup of a worker. A row beyond the last one is the last
-// one again: two warpgroups then compute and write the same.
+// The row of tiles of W for one consumer warpgroup of a worker. Rows past the end are the last row:
+// two warpgroups then compute and write the same.
 __device__ __forceinline__ int tile_row_of(const Weights& w, const WorkTile& tile, int consumer) {
   const int place = min(tile.group * TILE_ROWS + consumer, w.rows - 1);
   const u32 rows = w.rows, dense = rows - w.sparse_rows, before = place * dense / rows;
@@ -293,7 +285,7 @@ __device__ __forceinline__ void mma_dense(Accumulators& d, u64 w, u64 x) {
 }
 
 // Load a thread's metadata for the two wgmma.sp of half a tile. At 16 bits the instruction reads
-// the first two of every four lanes (selector 0). The other two load what their neighbours do.
+// the first two of every four lanes (selector 0). The other two lanes load the same words.
 __device__ __forceinline__ uint2 load_metadata(u32 tile, int half) {
   const int thread = threadIdx.x % 128;
   const int place = FP8 ? thread : thread / 4 * 2 + thread % 2;
@@ -302,7 +294,7 @@ __device__ __forceinline__ uint2 load_metadata(u32 tile, int half) {
                : "=r"(v.x), "=r"(v.y) : "r"(tile + VALUE_BYTES + 16 * place + 8 * half) : "memory");
   return v;
 }
-// Keep the metadata in its registers up to here.
+// Make the compiler keep the metadata in its registers up to here.
 __device__ __forceinline__ void fence_metadata(const uint2& v) {
   asm volatile("" :: "r"(v.x), "r"(v.y));
 }
@@ -457,78 +449,9 @@ __device__ __forceinline__ void copy_r2s(u32 address, const float* d) {
   if (GATED) copy_hidden_r2s(address, d);
   else stmatrix_x4_trans(address, d);
 }
-#if !PACKED
 __device__ __forceinline__ void copy_s2g(const Out* out, u32 from, int feature, int token) {
   tma_store(out, from, feature / (ROW_BYTES / EPI_ROW_BYTES), token);  // the map counts in 16 bits
 }
-#endif
-
-// ---- epilogue: packed gate ----
-//
-//   A unit is active for a token unless its gate, once rounded, is <= 0: NaN is active.
-//
-//      bits    [m / 8, n] bytes    of a unit and eight tokens: bit t is token t's
-//      values  [m, n]              32 bytes of a token, 16 units, are written if one of them is
-//                                  active, and else left as they are: readers may read the values
-//                                  of active units only
-//
-//   Any number of active units has room, and each has one place. Accumulators go through shared
-//   memory as Y's do, 16 tokens x 64 units for each store. A thread reads eight units of a token:
-//
-//      warp 0    tokens 0 to 7, lane % 8; units 0 to 31, 8 of lane / 8       warp 1    32 to 63
-//      warp 2    tokens 8 to 15                                              warp 3
-//
-//   Eight lanes have 8 x 8 bits, which they transpose. The bits of four stores are one word.
-
-#if PACKED
-__device__ __forceinline__ uint4 ld_shared_v4(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-// Of one byte in each of eight lanes, bit i of lane j becomes bit j of lane i; four bytes at once.
-__device__ __forceinline__ u32 transpose_bits_8x8(u32 bits) {
-  #pragma unroll
-  for (int by = 1; by < 8; by *= 2) {  // a loop from 4 down to 1 is not unrolled
-    const u32 low = by == 4 ? 0x0f0f0f0f : by == 2 ? 0x33333333 : 0x55555555;
-    const u32 got = __shfl_xor_sync(~0u, bits, by);
-    bits = threadIdx.x & by ? bits & ~low | got >> by & low : bits & low | (got & low) << by;
-  }
-  return bits;
-}
-// Write `count` stores (at most COUNT), of units from `feature` on and tokens from `token` on.
-template <int COUNT>
-__device__ __forceinline__ void store_packed(const Out& to, u32 tile, int feature, int token,
-                                             int count) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, n = to.n;
-  const int row = warp / 2 * 8 + lane % 8, piece = warp % 2 * 4 + lane / 8;
-  const int unit = feature + 8 * piece, left = to.m - token - row;
-  const int inside = max(min(count, left + STORE_TOKENS - 1 >> 4), 0);
-  uint4 v[COUNT];
-  u32 halves[2] = {};  // even units in the low halves, odd ones in the high: a byte of each store
-  #pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    v[i] = ld_shared_v4(tile + i * STORE_BYTES + row * EPI_ROW_BYTES + ((piece ^ row % 8) << 4));
-    const int by = 8 * (i % 2);
-    halves[i / 2] |=
-        positive_mask(v[i].x) & 0x20001u << by | positive_mask(v[i].y) & 0x80004u << by |
-        positive_mask(v[i].z) & 0x200010u << by | positive_mask(v[i].w) & 0x800040u << by;
-  }
-  u32 bits = __byte_perm(halves[0], halves[1], 0x5410) | __byte_perm(halves[0], halves[1], 0x7632);
-  if (inside < 4) bits &= (1u << 8 * inside) - 1;  // no bit for a token beyond m
-  const u32 either = bits | __shfl_xor_sync(~0u, bits, 8);  // of 16 units
-  bits = transpose_bits_8x8(bits);
-  if (unit >= n) return;
-  unsigned short* at = to.values + ((u64)(token + row) * n + unit);
-  unsigned char* eight = to.bits + ((u64)((u32)token / 8 + warp / 2) * n + unit + lane % 8);
-  #pragma unroll
-  for (int i = 0; i < COUNT; i++, at += (u64)STORE_TOKENS * n, eight += 2 * (u64)n) {
-    if (either >> 8 * i & 0xff) *(uint4*)at = v[i];
-    if (i < count && left + lane % 8 > i * STORE_TOKENS) *eight = bits >> 8 * i;
-  }
-}
-#endif
 
 // ---- stream-K: partial sums and their reduction ----
 
@@ -541,7 +464,7 @@ __device__ __forceinline__ float4* partial_sums(float4* workspace, const Fixup& 
          threadIdx.x % 128;
 }
 
-// Whoever reads the new count with ld_acquire also sees what the warpgroup wrote.
+// A thread that reads the new count with ld_acquire also sees what the warpgroup wrote.
 __device__ __forceinline__ void red_release_add_1(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
 }
@@ -572,8 +495,8 @@ __device__ __forceinline__ void wait_for_parts(const int* counter, int parts) {
 }
 
 // Reduce all parts of stores `index` to `end`, COUNT at a time, and write the result. The partial
-// sums of UNROLL parts are read at a time: with ten, 20 parts of few tokens take 0.5 to 0.9 us less
-// than with six. More than two warpgroups have registers for fewer.
+// sums of UNROLL parts are read at a time. With ten instead of six, 20 parts of few tokens take 0.5
+// to 0.9 us less. Three warpgroups have registers for fewer.
 constexpr bool ROOM = WARPGROUPS <= 2;
 template <int COUNT, int UNROLL>
 __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int index, int end,
@@ -595,14 +518,10 @@ __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int 
         }
     }
     if (FP8) apply_scales<2 * COUNT>(d, scales, feature, token + index * STORE_TOKENS);
-    if (!PACKED && leader) tma_store_wait_read<0>();
+    if (leader) tma_store_wait_read<0>();
     warpgroup_sync(warpgroup + 1);
     #pragma unroll
     for (int j = 0; j < COUNT; j++) copy_r2s(address + j * STORE_BYTES, d + 8 * j);
-#if PACKED
-    warpgroup_sync(warpgroup + 1);
-    store_packed<COUNT>(*to, out, feature, token + index * STORE_TOKENS, end - index);
-#else
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
     if (leader) {
@@ -610,12 +529,11 @@ __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int 
         copy_s2g(to, out + j * STORE_BYTES, feature, token + (index + j) * STORE_TOKENS);
       tma_store_commit();
     }
-#endif
   }
 }
 
-// Wait for all parts, and reduce this part's share of the stores. The last part sets the counter
-// back to 0, for the next launch.
+// Wait for all parts, and reduce this part's share of the stores. The last part resets the counter
+// to 0 for the next launch.
 __device__ __forceinline__ void fixup_part(const WorkItem& item, const float4* from, int* counter,
                                            const Scales& scales, const Out* to, u32 out,
                                            int feature, int warpgroup) {
@@ -643,19 +561,14 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
   #pragma unroll
   for (int c = 0; c < EPI_TILES; c++) {
     const int stage = c % EPI_STAGES * EPI_BYTES;
-    if (!PACKED && leader) tma_store_wait_read<EPI_STAGES - 1>();
+    if (leader) tma_store_wait_read<EPI_STAGES - 1>();
     // With two stages, a barrier below lies between the reads of one and the next writes to it.
-    if (!PACKED || EPI_STAGES == 1) warpgroup_sync(warpgroup + 1);
+    warpgroup_sync(warpgroup + 1);
     const int stores = at_most(EPI_TOKENS, TOKENS - c * EPI_TOKENS) / STORE_TOKENS;
     #pragma unroll
     for (int i = 0; i < EPI_TOKENS / STORE_TOKENS; i++)  // a constant, or it is not unrolled
       if (i < stores)
         copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * (EPI_TOKENS / STORE_TOKENS) + i));
-#if PACKED
-    warpgroup_sync(warpgroup + 1);
-    store_packed<EPI_TOKENS / STORE_TOKENS>(*to, out + stage, feature, token + c * EPI_TOKENS,
-                                            stores);
-#else
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
     if (leader) {
@@ -665,24 +578,23 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
                  token + c * EPI_TOKENS + i * STORE_TOKENS);
       tma_store_commit();
     }
-#endif
   }
 }
 
 // ---- SPLIT: the CTAs of a cluster share the k tiles of an item ----
 //
-//   CTA `part` adds up and writes SHARE stores of tokens, from part * SHARE on. The others send it
-//   their sums of these, each warpgroup to the same warpgroup, where they lie as
+//   CTA `part` adds up and writes SHARE stores of tokens, from part * SHARE on. Each warpgroup of
+//   the other CTAs sends its sums to the same warpgroup there, in the layout
 //   [sender][store][2][thread] of 16 bytes. An mbarrier counts their bytes.
 
 #if SPLIT
 __device__ __forceinline__ int stores_of(int part) {
   return max(min(SHARE, STORES - part * SHARE), 0);
 }
-__device__ __forceinline__ int bytes_for(int part) {  // that all others send to a warpgroup
+__device__ __forceinline__ int bytes_for(int part) {  // that a warpgroup receives from all others
   return (SPLIT - 1) * stores_of(part) * STORE_TOKENS * ROWS * 4;
 }
-// Send the sums of all stores but this CTA's, and keep these.
+// Send the sums of all stores except this CTA's own, and keep those.
 __device__ __forceinline__ void exchange(const Accumulators& d, float (&own)[8 * SHARE], u32 sums,
                                          u32 received, int part) {
   #pragma unroll
@@ -708,7 +620,7 @@ __device__ __forceinline__ float4 ld_shared_float4(u32 at) {
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
   return v;
 }
-// Add what was received to eight sums of a thread, those of 16 tokens.
+// Add the received sums to eight sums of a thread, those of 16 tokens.
 __device__ __forceinline__ void add_received(float* d, u32 from) {
   #pragma unroll
   for (int sender = 0; sender < SPLIT - 1; sender++)
@@ -804,11 +716,11 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
       mbarrier_arrive_expect_tx(received, bytes_for(part));
     }
     asm volatile("fence.mbarrier_init.release.cluster;");
-  } else if (threadIdx.x == 128 * WARPGROUPS) {  // the warp that brings X
+  } else if (threadIdx.x == 128 * WARPGROUPS) {  // the warp that loads X
     prefetch(&maps.x), prefetch(&maps.out);
   }
   __syncthreads();
-  if (SPLIT > 1) cluster_arrive_relaxed();  // its mbarriers are there
+  if (SPLIT > 1) cluster_arrive_relaxed();  // its mbarriers are initialised
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   const int begin = items.k_tiles * part / SPLIT, end = items.k_tiles * (part + 1) / SPLIT;
   const WorkTile tile{item / items.token_tiles, item % items.token_tiles * TOKENS, begin,
@@ -848,7 +760,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
 
 #else
 
-// One worker, a CTA or a cluster, for each that the GPU runs at a time.
+// As many workers, CTAs or clusters, as the GPU runs at a time.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
@@ -860,7 +772,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   const u32 stages = (smem_address(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
   if (threadIdx.x == 0) {
     init_barriers(stages);
-    asm volatile("fence.mbarrier_init.release.cluster;");  // by all threads it takes 2 us
+    asm volatile("fence.mbarrier_init.release.cluster;");  // 2 us if all threads execute it
   }
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
@@ -889,7 +801,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
                     role * EPI_STAGES * EPI_BYTES;
     Accumulators d;
     for (int i = begin; i < end; i++) {
-      const WorkItem& item = items[i];  // read where it is used: accumulators fill the registers
+      const WorkItem& item = items[i];  // read when used, because accumulators fill the registers
       const int row = tile_row_of(w, item.tile, consumer);
       mainloop(d, x, w_pipeline, w, item.tile, row);
       if (item.fixup.parts > 1) {
@@ -908,7 +820,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
     }
     if (threadIdx.x % 128 == 0) tma_store_wait();
   }
-  if (CLUSTER > 1) cluster_sync();  // the other CTA may still send boxes and arrivals here
+  if (CLUSTER > 1) cluster_sync();  // the other CTA may still send boxes and arrivals to this one
 }
 
 #endif

@@ -200,16 +200,14 @@ def plan(
     config: Config,
     *,
     activation: str | None = None,
-    packed: bool = False,
     watchdog: bool = False,
 ) -> Plan:
     """Schedule the work and upload the list. Reads only the shapes and the dtype of W.
 
-    The caller checks the operands first (`unsupported_operands`). _packed_gate.py binds plans that
-    are `packed`.
+    The caller checks the operands first (`unsupported_operands`).
     """
     device, (n, k) = w.sparse.device, w.shape
-    constants = constants_of(config, w.dtype, activation, packed)
+    constants = constants_of(config, w.dtype, activation)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     launched = kernel, code, device.index
@@ -294,9 +292,7 @@ def _fits(scales: Tensor, size: int) -> bool:
     return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
 
 
-def constants_of(
-    config: Config, dtype: torch.dtype, activation: str | None = None, packed: bool = False
-) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype, activation: str | None = None) -> Constants:
     """Return the macros of spense_wgmma.cu."""
     return (
         ("TOKENS", config.tokens),
@@ -307,7 +303,6 @@ def constants_of(
         ("FP8", int(dtype == torch.float8_e4m3fn)),
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
-        ("PACKED", int(packed)),
         ("THREADS", config.threads),
         ("SHARED_BYTES", SHARED_BYTES),
         ("ROWS", ROWS),

@@ -25,7 +25,6 @@ Where X is not finite, a unit that is off counts as zero; dense products make it
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,21 +42,16 @@ from sparsebench.kernels._common.cuda import (
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense._gemm import Product, fastest_way
-from sparsebench.kernels.twell import _packed_gate, _remainder, _twell_gate
-from sparsebench.kernels.twell._gate import Gate
+from sparsebench.kernels.twell import _remainder, _twell_gate
 from sparsebench.kernels.twell._layer import Layer
 from sparsebench.kernels.twell._remainder import GROUP
-from sparsebench.kernels.twell._twell_gate import Tiles
+from sparsebench.kernels.twell._twell_gate import Gate, Tiles
 
 MOST_SPLIT = 8
 MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
 MOST_ALONE = 512  # tokens; of two CTAs a group, an H200 runs 66 groups at one time
 SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # of 227 KB; the kernel's own are 30, or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
-
-GateProduct = Literal["library", "packed"] | Tiles
-"""Who writes G: a library, all of it; _packed_gate.py, a bitmap and the values that are on; or
-_twell_gate.py, words of such tiles."""
 
 # x, g, wu, wd transposed, y, left, heavy; m, n, limit; bits or words; gates of the lists
 ARGUMENTS = Layout(*"PPPPPPPiiiPP")
@@ -106,16 +100,15 @@ def constants_of(
     squared: bool,
     gated: bool,
     dtype: torch.dtype,
-    stored: bool | Tiles = False,
+    tiles: Tiles | None = None,
     alone: bool = False,
 ) -> Constants:
-    """Return what ffn_sparse.cu is compiled for; G is `stored` as a bitmap, in tiles, or whole."""
-    half, tiles = dtype == torch.float16, stored if isinstance(stored, Tiles) else None
+    """Return the macros of ffn_sparse.cu; G is stored in `tiles`, or as a matrix."""
     flags = {
         "SQUARED": squared,
         "GATED": gated,
-        "GATES": 2 if tiles else int(stored is True),
-        "FP16": half,
+        "TWELL": tiles is not None,
+        "FP16": dtype == torch.float16,
         "ALONE": alone,
     }
     sizes = {"TILE": tiles.tile, "CAPACITY": tiles.capacity} if tiles else {}
@@ -134,19 +127,18 @@ def launch(
     split: int,
     limit: int,
     squared: bool,
-    bits: Tensor | None = None,
+    words: Tensor | None = None,
     tiles: Tiles | None = None,
     alone: bool = False,
 ) -> BoundKernel:
     """Return the kernel that writes Y of all groups that it does not leave to `rest`.
 
     x and y [m, k], gates g [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without wu,
-    H is act(g). With the `bits` of _packed_gate.py, g is packed; with `tiles`, `bits` are the words
-    of _twell_gate.py, and g is their dense tiles. `alone`, it leaves no group, whatever the limit.
+    H is act(g). With `tiles`, `words` are those of _twell_gate.py, and g has its dense tiles. With
+    `alone`, the kernel leaves no group, whatever the limit.
     """
     (m, k), n, device = x.shape, len(wd_t), x.device
-    stored = tiles or bits is not None
-    constants = constants_of(k, split, squared, wu is not None, x.dtype, stored, alone)
+    constants = constants_of(k, split, squared, wu is not None, x.dtype, tiles, alone)
     most = ALONE_BYTES if alone else SHARED_BYTES
     kernel, code = load("ffn_sparse", "up_and_down", constants, most, device)
     groups, (_, threads) = len(rest.heavy), threads_of(k, alone)
@@ -155,38 +147,36 @@ def launch(
     loaded = Loaded(kernel, code, device.index, grid, threads, shared, early=True)
     kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
     gates = x.new_empty(grid * LISTS * MOST_ROWS * GROUP) if tiles else None
-    more = [t for t in (bits, gates) if t is not None]
-    places = [0 if t is None else t.data_ptr() for t in (bits, gates)]
+    more = [t for t in (words, gates) if t is not None]
+    places = [0 if t is None else t.data_ptr() for t in (words, gates)]
     args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, limit, *places)
     return BoundKernel(loaded, args, (*kept, *more), y)
 
 
-def prepare(operands: Operands, layer: Layer, gate: GateProduct, alone: bool = False) -> Launch:
-    """Return the layer after this product of the gate. Raises Unsupported."""
+def prepare(
+    operands: Operands, layer: Layer, tiles: Tiles | None = None, *, alone: bool = False
+) -> Launch:
+    """Return the launch of a layer whose gate is stored in tiles, or as a matrix by a library.
+
+    Raises Unsupported.
+    """
     m, n, k = layer.sizes
     if alone and m > MOST_ALONE:
         raise Unsupported(f"option way: alone takes at most {MOST_ALONE} tokens, found {m}")
     device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
-    tiles = gate if isinstance(gate, Tiles) else None
     split = split_of(m, partial(clusters, k=k, device=device, alone=alone))
     split, squared = max(split, 2) if alone else split, layer.squared
-    gated, stored = layer.up is not None, tiles or gate == "packed"
+    gated = layer.up is not None
     compile_ahead(
-        "ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, stored, alone)]
+        "ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, tiles, alone)]
     )
     gates: Launch | Gate
-    if gate == "library":
-        g, bits = layer.x.new_empty(m, n), None
-        product = Product(layer.x, layer.gate.t(), g)
-        gates = fastest_way(product, pinned)
-    elif tiles:
+    if tiles:
         gates = _twell_gate.prepare(layer.x, layer.gate, tiles, pinned)
-        g, bits = gates.values, gates.on
-    elif layer.up is None:
-        raise Unsupported("option way: a packed product needs a layer with a gate")
+        g, words = gates.dense, gates.words
     else:
-        gates = _packed_gate.prepare(layer.x, layer.gate, pinned)
-        g, bits = gates.values, gates.on
+        g, words = layer.x.new_empty(m, n), None
+        gates = fastest_way(Product(layer.x, layer.gate.t(), g), pinned)
     rest, limit = _remainder.rest_of(m, multiprocessors(device), device), limit_of(m, n)
     x, up, wd, y = layer.x, layer.up, layer.wd, layer.y
     sparse = launch(
@@ -194,14 +184,13 @@ def prepare(operands: Operands, layer: Layer, gate: GateProduct, alone: bool = F
         split=split,
         limit=limit,
         squared=squared,
-        bits=bits,
+        words=words,
         tiles=tiles,
         alone=alone,
     )
-    # Of groups that are left, the launch before has written G as a matrix where it was in tiles.
-    told = None if tiles else bits
-    products = partial(_remainder.products, x, g, up, wd, y, rest, squared=squared, bits=told)
-    steps: list[Callable[[], object]] = [gates, sparse, *([] if alone else products())]
+    # If G is in tiles, `sparse` has written it as a matrix for the groups that it leaves.
+    products = [] if alone else _remainder.products(x, g, up, wd, y, rest, squared=squared)
+    steps: list[Callable[[], object]] = [gates, sparse, *products]
 
     def run() -> Tensor:
         for step in steps:

@@ -17,7 +17,7 @@ pointers; where all groups are left, by TMA.
 
 The sums of a row do not depend on its neighbours, so the order of `heavy` does not change any bit.
 The last program of the last product sets all counts to zero for the next call. Without a gate, H is
-act(G), and there is one product. Of packed gates (_packed_gate.py) it reads values that are on.
+act(G), and there is one product.
 """
 
 from dataclasses import dataclass
@@ -35,11 +35,10 @@ GROUP = 8  # tokens
 BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
 DEPTH, STAGES = 64, 4
 
-Kind = Literal["gated", "packed", "plain", "activated"]
+Kind = Literal["gated", "plain", "activated"]
 """What a product computes:
 
     gated        out = act(out) * (X W.T)
-    packed       the same, where `out` holds a value only for units that are on
     plain        out = X W.T
     activated    out = act(X) W.T
 """
@@ -70,17 +69,14 @@ def products(
     rest: Rest,
     *,
     squared: bool,
-    bits: Tensor | None = None,
 ) -> list[BoundKernel]:
     """Return the kernels of H, which overwrites the gates g [m, n], and of Y; relu2 if `squared`.
 
-    Without wu, H is act(g), which the product of Y computes as it loads g. With `bits`, g is
-    packed.
+    Without wu, H is act(g), which the product of Y computes as it loads g.
     """
     if wu is None:
         return [_program(g, wd, y, rest, "activated", squared)]
-    gate: Kind = "gated" if bits is None else "packed"
-    up = _program(x, wu, g, rest, gate, squared, bits)
+    up = _program(x, wu, g, rest, "gated", squared)
     return [up, _program(g, wd, y, rest, "plain", squared)]
 
 
@@ -91,7 +87,6 @@ def _program(
     rest: Rest,
     kind: Kind,
     squared: bool,
-    bits: Tensor | None = None,
 ) -> BoundKernel:
     (m, k), n = x.shape, len(w)
     tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
@@ -109,8 +104,7 @@ def _program(
         "EARLY": x.device.type != "cpu",
     }
     boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
-    bits = rest.heavy if bits is None else bits  # an argument that is not read
-    args = (x, *boxes, out, bits, rest.heavy, rest.left, m, n, k)
+    args = (x, *boxes, out, rest.heavy, rest.left, m, n, k)
     compiled = constants | options(warps, "pointers")
     compiled["launch_pdl"] = constants["EARLY"]
     return BoundKernel(_multiply, (rest.programs,), args, compiled, out)
@@ -139,7 +133,6 @@ def _multiply(  # type: ignore[no-untyped-def]
     boxes,
     w,
     out,
-    bits,
     heavy,
     left,
     m,
@@ -198,12 +191,8 @@ def _multiply(  # type: ignore[no-untyped-def]
                 total = total.T
             out_at = out + rows * n + (feature + features)[None, :]
             mask = there & (features < n - feature)[None, :]
-            if KIND == "gated" or KIND == "packed":
-                read = mask
-                if KIND == "packed":
-                    eight = tl.load(bits + rows // 8 * n + (feature + features)[None, :], mask, 0)
-                    read = mask & (eight.to(tl.int32) >> (rows % 8).to(tl.int32) & 1 != 0)
-                total *= _act(tl.load(out_at, read, 0.0).to(tl.float32), SQUARED)
+            if KIND == "gated":
+                total *= _act(tl.load(out_at, mask, 0.0).to(tl.float32), SQUARED)
             tl.store(out_at, total.to(out.dtype.element_ty), mask)
         if KIND == "plain" or KIND == "activated":
             tl.debug_barrier()  # all warps have read the count: it may change now

@@ -15,7 +15,7 @@ of which 32 bytes, a count and seven entries, are all that most tiles have.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from sparsebench.kernels._common.cuda import (
     load,
     tensor_map,
 )
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.tuned_table import multiprocessors
-from sparsebench.kernels.twell._gate import Gate, fastest
 
 TOKENS, UNITS = 128, 256  # of a CTA tile
 BOX_TOKENS, BOX = 64, 64  # of X; columns of k
@@ -73,6 +73,26 @@ class Config:
     cluster: int
 
 
+@dataclass(frozen=True)
+class Gate:
+    """Gates as words and dense tiles, and the kernel that writes both."""
+
+    words: Tensor
+    dense: Tensor
+    program: BoundKernel
+    config: Config
+    candidates: tuple[Mapping[str, Any], ...] = ()  # as of a Launch
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Return the configuration as a row holds it."""
+        return asdict(self.config)
+
+    def __call__(self) -> Tensor:
+        """Enqueue the product on the current stream."""
+        return self.program()
+
+
 def configurations() -> list[Config]:
     """Return all configurations, the one for many tokens first."""
     return [Config(2), Config(1)]
@@ -95,14 +115,16 @@ def launch(x: Tensor, w: Tensor, tiles: Tiles, config: Config, *, watchdog: bool
         for t, rows in ((x, BOX_TOKENS), (w, UNITS // config.cluster))
     ]
     args = ARGUMENTS(b"".join(maps), words.data_ptr(), dense.data_ptr(), m, n, k)
-    return Gate(dense, words, BoundKernel(loaded, args, (x, w, dense), words), config)
+    return Gate(words, dense, BoundKernel(loaded, args, (x, w, dense), words), config)
 
 
 def prepare(x: Tensor, w: Tensor, tiles: Tiles, pinned: Mapping[str, Any] | None) -> Gate:
     """Take the pinned configuration, or the fastest. Raises Unsupported."""
     configs = [Config(**pinned)] if pinned else configurations()
     gates = [launch(x, w, tiles, config) for config in configs]
-    return fastest(gates, x.device)
+    found = search(gates, x.device)
+    timed = found.lines([gate.choice for gate in gates])
+    return replace(gates[found.best], candidates=tuple(timed))
 
 
 def constants_of(tiles: Tiles, config: Config, dtype: torch.dtype) -> Constants:

@@ -65,7 +65,7 @@
 #include "ffn_ptx.cuh"
 
 using u16 = unsigned short;
-static_assert(!ALONE || (SPLIT > 1 && GATES != 2), "ALONE");
+static_assert(!ALONE || (SPLIT > 1 && !TWELL), "ALONE");
 
 constexpr int MMA_WARPS = K > 1024 ? 8 : 4;   // whole warpgroups, as list and load warps together
 constexpr int HALVES = K > MMA_WARPS * (ALONE ? 320 : 256) ? 2 : 1;  // of a row
@@ -84,14 +84,14 @@ constexpr int END = -1;  // no group
 // Registers of a thread of an MMA warp, and of any other; a CTA has 64 K.
 constexpr int MMA_REGISTERS = HALVES == 2 ? 224 : COLUMNS > 256 ? 184 : 152;
 constexpr int OTHER_REGISTERS = HALVES == 2 ? 56 : COLUMNS > 256 ? 72 : 104;
-#if GATES == 2
+#if TWELL
 constexpr int CHUNK = 256;  // units that a list warp takes at a time, of eight tokens
 constexpr int WORDS = CAPACITY + 1, TILES = CHUNK / TILE;  // of a tile; of a token, in a chunk
 constexpr int CHUNKS = TILES > 1 || HALVES > 1 ? 1 : 3;  // loaded at a time
 #else
 // Pieces of eight units that a list thread loads at a time: each load takes 2 to 3 us while rows
 // are being copied.
-constexpr int PIECES = ALONE ? 1 : (GATES == 1 ? 3 : 1) * (HALVES == 1 ? 2 : 1);
+constexpr int PIECES = !ALONE && HALVES == 1 ? 2 : 1;
 constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens that it loads at a time
 #endif
 constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // else all threads have enough
@@ -102,7 +102,7 @@ struct List {
   int group, steps;
   bool more;  // ALONE: the next list is of the same group
   alignas(16) u32 rows[MOST_ROWS + ROWS];  // unit << 8 | tokens that it is on for
-  u16* gates;  // of GATES 2: [row][token], in global memory
+  u16* gates;  // with TWELL: [row][token], in global memory
 };
 struct Shared {
   List lists[LISTS];
@@ -111,7 +111,7 @@ struct Shared {
   int counts[2][THREADS / 32], next, after;  // counts of a scan; groups
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
   u64 x_full, x_empty, summed;
-#if GATES == 2
+#if TWELL
   u32 marks[THREADS / 32][CHUNK / 4];  // of a chunk: a byte for a unit, a bit for a token
 #endif
 };
@@ -120,12 +120,12 @@ struct Shared {
 
 struct Layer {
   const u16* x;
-  u16* g;  // of GATES 2: gates of tiles with too many entries; of groups that are left
+  u16* g;  // with TWELL: gates of tiles with too many entries; of groups that are left
   const char *wu, *wd;
   u16* y;
   int *left, *heavy;
   int m, n, limit;
-  const void* packed;  // the bitmap, or the words
+  const void* words;  // with TWELL
   __device__ __forceinline__ int groups() const { return (m + GROUP - 1) / GROUP; }
   __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
   __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * GROUP * K; }
@@ -182,7 +182,7 @@ __device__ __forceinline__ void end_list(List& list, int found, int group,
   if (ALONE && team.thread == 0) list.more = found > MOST_ROWS;
 }
 
-#if GATES != 2
+#if !TWELL
 // Which units are on, of PIECES of eight units: a byte for a unit, a bit for a token.
 struct ActiveMask {
   u32 masks[PIECES][2];
@@ -190,16 +190,6 @@ struct ActiveMask {
   __device__ __forceinline__ void load(const Layer& layer, int group, int tokens, int piece,
                                        int stride) {
     const int pieces = layer.n / 8;  // beyond the last piece or token, the last is read again
-    if (GATES == 1) {
-      uint2 v[PIECES];
-      #pragma unroll
-      for (int i = 0; i < PIECES; i++)
-        v[i] = load_once((const uint2*)layer.packed + (u64)group * pieces +
-                         min(piece + i * stride, pieces - 1));
-      #pragma unroll
-      for (int i = 0; i < PIECES; i++) masks[i][0] = v[i].x, masks[i][1] = v[i].y;
-      return;
-    }
     u32 pairs[PIECES][4] = {};  // of two units each, 16 bits apart
     const uint4* g = (const uint4*)(layer.g + (u64)group * GROUP * layer.n);
     #pragma unroll
@@ -298,7 +288,7 @@ struct Chunk {
     const u64 row = (u64)group * GROUP + token;
     unit = number * CHUNK, n = layer.n;
     there = token < layer.tokens(group) && unit < n;
-    words = (const u32*)layer.packed + (row * tiles + number * TILES) * WORDS;
+    words = (const u32*)layer.words + (row * tiles + number * TILES) * WORDS;
     dense = layer.g + row * n;
   }
   // A lane's two words of the first 32 bytes of a tile, or fewer; zeros where there is no tile.
@@ -431,7 +421,7 @@ __device__ __forceinline__ void list_next(int number, const Layer& layer, GridPl
     named_barrier_sync(team.barrier, team.threads);
     if (ALONE || found <= layer.limit) return;
     if (place.rank()) continue;
-#if GATES == 2
+#if TWELL
     expand_group(layer, group, team);
 #endif
     if (team.thread == 0) layer.heavy[atomicAdd(layer.left, 1)] = group;
@@ -627,7 +617,7 @@ struct MmaWarp {
     const u32 row = list.rows[step * ROWS + threadIdx.x / GROUP];
     const u32 token = threadIdx.x % GROUP;
     if (!(row >> token & 1)) return;
-#if GATES == 2
+#if TWELL
     gate = list.gates[step * ROWS * GROUP + threadIdx.x];
 #else
     gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
@@ -823,9 +813,9 @@ __device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, 
 
 extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS, 1)
 up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* left, int* heavy,
-            int m, int n, int limit, const void* packed, u16* gates) {
+            int m, int n, int limit, const void* words, u16* gates) {
   __shared__ Shared s;
-  const Layer layer{x, g, wu, wd, y, left, heavy, m, n, limit, packed};
+  const Layer layer{x, g, wu, wd, y, left, heavy, m, n, limit, words};
   const GridPlace place{(int)blockIdx.x, (int)gridDim.x};
   if (threadIdx.x == 0) {
     for (int i = 0; i < LISTS; i++) {

@@ -1,17 +1,16 @@
-"""Gated feed-forward layer with few units on, relu or relu2, on Hopper: a portfolio.
+"""Gated feed-forward layer with few active units, relu or relu2, on Hopper: a portfolio.
 
 `prepare` times whole layers on the activations that it is given and keeps the fastest. The option
 `way` says which layers take part:
 
     way       layers
     few       ffn_few.py        one launch, up to 64 tokens
-    library   _grouped.py       groups of eight tokens, after a gate by a library
-    packed    _grouped.py       groups of eight tokens, after a gate that writes who is on
-    alone     _grouped.py       as library, but nothing stands by: up to 512 tokens
-    sparse    few where it can run; else library and packed; alone as well, from 33 tokens to 512
+    library   _grouped.py       groups of eight tokens, after a gate product of a library
+    alone     _grouped.py       as library, without a dense fallback: up to 512 tokens
+    sparse    few if it supports the sizes, else library; from 33 to 512 tokens alone as well
     best      those of `sparse`, and the dense cublas and ffn_dense_triton
 
-`Launch.choice` names what was kept, as `chosen` and `way`.
+`Launch.choice` names the layer that was kept, as `chosen` and `way`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,17 +25,17 @@ from sparsebench.kernels.dense import cublas, ffn_dense_triton
 from sparsebench.kernels.twell import _grouped, ffn_few
 from sparsebench.kernels.twell._layer import Layer, layer_of, unsupported
 
-Way = Literal["best", "sparse", "library", "packed", "alone", "few"]
-Name = Literal["few", "library", "packed", "alone", "dense"]
+Way = Literal["best", "sparse", "library", "alone", "few"]
+Name = Literal["few", "library", "alone", "dense"]
 
 ALONE_FROM = 33  # tokens; up to 32, ffn_few.py reads less: there is no G
 
 DENSE = {"cublas": cublas, "ffn_dense_triton": ffn_dense_triton}
-OLDER = {"cublas_ffn": "cublas"}  # names of dense kernels in choices of older rows
+OLDER = {"cublas_ffn": "cublas"}  # as older rows name dense kernels in their choice
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
-    """Prepare every layer that is asked for, and keep the fastest. Raises Unsupported."""
+    """Prepare every layer of a way, and keep the fastest. Raises Unsupported."""
     return fastest_of(operands, way, DENSE)
 
 
@@ -45,10 +44,13 @@ def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) ->
 
     `dense` are the dense kernels of the op, by name.
     """
+    pinned = operands.pinned["way"] if operands.pinned else None
+    if "packed" in (way, pinned):
+        raise Unsupported("option way: packed was removed, use library")
     if way not in get_args(Way):
         raise Unsupported(f"option way: expected one of {', '.join(get_args(Way))}, found {way!r}")
     layer = layer_of(operands)
-    names = [operands.pinned["way"]] if operands.pinned else _names(way, layer)
+    names = [pinned] if pinned else _names(way, layer)
     launches = [launch for name in names for launch in _launches(name, operands, layer, dense)]
     found = search(launches, operands.device)
     best = launches[found.best]
@@ -58,12 +60,10 @@ def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) ->
 
 
 def _names(way: Way, layer: Layer) -> list[Name]:
-    """Return what a way stands for: single layers, and the dense ones."""
+    """Return the single layers that a way stands for."""
     if way != "best" and way != "sparse":  # as mypy narrows it
         return [way]
-    sparse: list[Name] = ["few"]
-    if ffn_few.unsupported_sizes(*layer.sizes):
-        sparse = ["library", "packed"] if layer.up is not None else ["library"]
+    sparse: list[Name] = ["library" if ffn_few.unsupported_sizes(*layer.sizes) else "few"]
     if ALONE_FROM <= len(layer.x) <= _grouped.MOST_ALONE:
         sparse.append("alone")
     return [*sparse, "dense"] if way == "best" else sparse
@@ -72,7 +72,7 @@ def _names(way: Way, layer: Layer) -> list[Name]:
 def _launches(
     name: Name, operands: Operands, layer: Layer, dense: Mapping[str, ModuleType]
 ) -> Iterator[Launch]:
-    """Yield the layers of a name; the choice of each says what it is."""
+    """Yield the layers of a name; the choice of each names it."""
     op, pinned = operands.problem.op, operands.pinned or {}
     if name == "few":
         launch = ffn_few.launch_of(layer, operands.pinned)
@@ -86,8 +86,7 @@ def _launches(
                 choice = {"by": kernel, "dense": launch.choice}
                 yield _named(replace(launch, choice=choice), f"dense, {kernel}", way=name)
     else:
-        gate: _grouped.GateProduct = "packed" if name == "packed" else "library"
-        launch = _grouped.prepare(operands, layer, gate, alone=name == "alone")
+        launch = _grouped.prepare(operands, layer, alone=name == "alone")
         yield _named(launch, f"cvse, {op}_sparse way={name}", way=name)
 
 

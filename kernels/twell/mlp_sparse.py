@@ -1,9 +1,9 @@
-"""Feed-forward layer without a gate, few units on, relu or relu2, on Hopper: a portfolio.
+"""Feed-forward layer without a gate, few active units, relu or relu2, on Hopper: a portfolio.
 
     U = X @ Wu.T           Y = act(U) @ Wd.T
 
-The same ways as ffn_sparse.py, with U in the place of the gate: no way is packed, and the dense
-kernels are cublas and torch_compile.
+The ways are those of ffn_sparse.py, with U in place of the gate. The dense kernels are cublas and
+torch_compile.
 """
 
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
@@ -15,7 +15,7 @@ DENSE = {"cublas": cublas, "torch_compile": torch_compile}
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
-    """Prepare every layer that is asked for, and keep the fastest. Raises Unsupported."""
+    """Prepare every layer of a way, and keep the fastest. Raises Unsupported."""
     return fastest_of(operands, way, DENSE)
 
 

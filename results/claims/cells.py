@@ -1,17 +1,17 @@
-"""The cells of a test in a run: a contest each, the fastest subject over the fastest baseline.
+"""The cells of a test in a run: one per contest, the fastest subject over the fastest baseline.
 
-    cases of a run ─> those of a wanted problem, scope and cache state
-                   ─> subjects and baselines that ran     none: the cell has a reason and no value
+    cases of a run ─> those of the test's problems, scope and cache state
+                   ─> subjects and baselines that ran     none: the cell has a reason, no value
                    ─> log of (baseline / subject) in each process ─> interval ─> unit of the metric
-    of a test with `over`: ─> each over the cell of that op at equal fields
+    with `over`    ─> each cell over the cell of that op with equal fields
 
-A portfolio that chose a dense kernel is no subject where another one ran. Cells are plain data, so
-that a site keeps them beside its runs.
+A portfolio that chose a dense kernel is a subject only if no other one ran. Cells are plain data,
+so that a site can store them beside its runs.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from typing import Any
 
@@ -30,7 +30,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.store import Run
 
-NAMED = ("op", "dtype", "pattern", "m", "n", "k", "level", "block", "sparsity")
+IN_LABEL = ("op", "dtype", "pattern", "m", "n", "k", "level", "block", "sparsity")
 Line = dict[str, Any]
 
 
@@ -39,16 +39,18 @@ class Cell:
     """One contest of one run, as a test sees it.
 
     fields     of the problem, with `level`, its sparsity
-    logs       log(baseline / subject) of each process, of the metric's quantity
-    value      of the metric in its unit, with low and high
-    reason     why there is no value; "" where there is one
-    kind       what low and high are (IntervalKind)
-    bound      the largest ratio that the device allows: the baseline's time over the least that its
-               ceilings leave for the non-zeros, and an empty launch; 0 where it is unknown
+    simulated  whether no GPU ran
     confirms   whether the run was made for cells that a screening had chosen
-    searched   whether the run chose its configurations: those of a run on another card may make a
-               dense baseline slower, by up to 7 % between two H200s (harness/NOTES.md)
-    case_ids   of the subject and the baselines: what measures the cell again
+    reliable   whether the A/A pairs of the run agree
+    case_ids   of the subject and the baselines, to measure the cell again
+    reason     why there is no value; "" if there is one
+    logs       log(baseline / subject) of the metric's quantity in each process
+    value      of the metric in its unit, with low and high
+    kind       of the interval (IntervalKind)
+    bound      the largest ratio that the device allows: the baseline's time over the shortest time
+               for the non-zeros by its ceilings, at least an empty launch; 0 if unknown
+    searched   whether the run chose its configurations; those of a run on another unit may slow a
+               dense baseline down, by up to 7 % between two H200s (harness/NOTES.md)
     """
 
     test: str
@@ -74,29 +76,29 @@ class Cell:
 
     @property
     def processes(self) -> int:
-        """Return how many processes have a ratio."""
+        """Return the number of processes with a ratio."""
         return len(self.logs)
 
     @property
     def weight(self) -> tuple[bool, int, float]:
-        """Return what ranks equally reliable cells: a search, processes, a narrow interval."""
+        """Return the order among equally reliable cells: search, processes, narrow interval."""
         return self.searched, self.processes, self.low - self.high
 
     @property
     def density(self) -> float:
-        """Return the part of the weights that is not zero."""
+        """Return the fraction of the weights that is not zero."""
         return 1 - float(self.fields.get("level") or 0.0)
 
     @property
     def label(self) -> str:
-        """Name the cell by its fields: m 64, n × k 4096 × 4096, 90 %, blocks of 32."""
+        """Describe the cell by its fields: linear, bf16, m 64, 4096 × 4096, 90 %, blocks of 32."""
         known = self.fields
         parts = [str(known.get("op", "")), str(known.get("dtype", ""))]
         parts += [f"m {known['m']}"] if "m" in known else []
         parts += [f"{known['n']} × {known['k']}"] if {"n", "k"} <= known.keys() else []
         parts += [percent(known["level"])] if known.get("level") else []
         parts += [f"blocks of {known['block']}"] if known.get("block") not in (None, 1, "1") else []
-        others = {n: v for n, v in known.items() if n not in NAMED and v != "iid"}
+        others = {n: v for n, v in known.items() if n not in IN_LABEL and v != "iid"}
         parts += [f"{name} {plain(value)}" for name, value in others.items()]
         return ", ".join(filter(None, parts))
 
@@ -106,41 +108,42 @@ class Cell:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Cell":
-        """Read what `to_json` wrote."""
-        listed = {name: tuple(data[name]) for name in ("case_ids", "logs")}
-        return cls(**{**data, **listed})
+        """Read the output of `to_json`."""
+        tuples = {name: tuple(data[name]) for name in ("case_ids", "logs")}
+        return cls(**{**data, **tuples})
 
 
-def cells(test: Test, wanted: Collection[str], run: Run, found: Analysis) -> list[Cell]:
-    """Return the cells of a test in a run; `wanted` are the ids of its problems."""
-    cases = found.cases
-    here = cases[cases.problem_id.isin(list(wanted)) & ~cases.twin.astype(bool)]
-    if run.state["flags"]["device"] != "cpu":  # it tells no scopes and caches apart
+def cells(test: Test, problems: Collection[str], run: Run, analysis: Analysis) -> list[Cell]:
+    """Return the cells of a test in a run; `problems` are the ids of its problems."""
+    cases = analysis.cases
+    here = cases[cases.problem_id.isin(list(problems)) & ~cases.twin.astype(bool)]
+    if run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
         here = here[(here.scope == test.scope) & (here.cache == test.cache)]
     here = here.assign(chose_dense=chose_dense(here) if len(here) else False)
-    shared = {
-        "test": test.name,
-        "run": run.path.name,
-        "device": device_name(run.environment),
-        "simulated": run.state["flags"]["device"].partition(":")[0] == "sim",
-        "confirms": "confirms" in run.state,
-        "searched": choices_of(run.state) is not Choices.BUNDLE,
-        "reliable": found.noise.reliability[0] is not Reliability.UNRELIABLE,
-        "commit": str(run.environment.get("commit") or "")[:12],
-    }
-    known = run.environment.get("ceilings")
-    least_us = Ceilings.from_json(known).launch_us if known else 0.0
+    ceilings = run.environment.get("ceilings")
+    launch_us = Ceilings.from_json(ceilings).launch_us if ceilings else 0.0
     made = []
-    for _, contest in here.groupby("problem_id", sort=False):
+    for problem, contest in here.groupby("problem_id", sort=False):
         lines: list[Line] = [*contest.to_dict("records")]  # type: ignore[list-item]
         named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "level")}
-        facts = {**shared, "fields": {n: v for n, v in named.items() if v is not None}}
-        made += _cell(test, lines, facts, found.rows, least_us)
+        blank = Cell(
+            test=test.name,
+            problem=str(problem),
+            run=run.path.name,
+            device=device_name(run.environment),
+            fields={n: v for n, v in named.items() if v is not None},
+            simulated=run.state["flags"]["device"].partition(":")[0] == "sim",
+            confirms="confirms" in run.state,
+            reliable=analysis.noise.reliability[0] is not Reliability.UNRELIABLE,
+            commit=str(run.environment.get("commit") or "")[:12],
+            searched=choices_of(run.state) is not Choices.BUNDLE,
+        )
+        made += _cell(test, lines, blank, analysis.rows, launch_us)
     return made
 
 
-def about(test: Test, fields: Mapping[str, Any]) -> bool:
-    """Say whether a problem with these fields is one of a test's: its values, and its levels."""
+def covers(test: Test, fields: Mapping[str, Any]) -> bool:
+    """Return whether a test includes a problem with these fields, by its values and levels."""
     for name, value in test.at.items():
         values = value if isinstance(value, list) else [value]
         if name not in fields or _text(fields[name]) not in map(_text, values):
@@ -149,26 +152,26 @@ def about(test: Test, fields: Mapping[str, Any]) -> bool:
     return test.levels is None or test.levels[0] <= level <= test.levels[1]
 
 
-def of_files(test: Test, measure: Measure | None, run: Run) -> set[str]:
-    """Return the ids of a run's problems that a test is about, if they come of files below --data.
+def file_problems(test: Test, measure: Measure | None, run: Run) -> set[str]:
+    """Return the ids of a run's problems from files below --data that a test includes.
 
-    Without the files nobody can plan them; so those that a run of the suite has are the test's.
+    Without the files they cannot be planned, so those that a run of the suite has count.
     """
     if not (measure and measure.data and run.state["suite"] == measure.suite):
         return set()
     problems = {
         row.case.problem.id: row.case.problem for row in run.rows if row.case.problem.source
     }
-    return {name for name, problem in problems.items() if about(test, problem.fields)}
+    return {name for name, problem in problems.items() if covers(test, problem.fields)}
 
 
-def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
-    """Return cells over those of the op that a test names, at equal fields; as they are, else.
+def over_op(test: Test, known: Sequence[Cell]) -> list[Cell]:
+    """Return cells over those of the test's op `over` with equal fields; unchanged without `over`.
 
-    Both are speed-ups over a dense product of as many operations, so this is a ratio of rates. Of
-    several cells of that op it takes one of a reliable run, then of the same run, of one that
-    searched, of most processes, and the one with the narrowest interval. Cells of different runs
-    have different processes; the first goes with the first.
+    Both are speed-ups over a dense product with as many operations, so this is a ratio of rates.
+    Among several cells of that op the order is: a reliable run, the same run, one that searched,
+    most processes, the narrowest interval. Cells of different runs have different processes, which
+    are paired in order.
     """
     if test.over is None:
         return list(known)
@@ -185,160 +188,158 @@ def over(test: Test, known: Sequence[Cell]) -> list[Cell]:
     return made
 
 
-def _over(test: Test, cell: Cell, other: Cell) -> Cell:
-    ids = (*cell.case_ids, *other.case_ids)
-    facts = {**cell.to_json(), "case_ids": ids, "bound": 0.0}
-    facts |= {"baseline": f"{other.subject} of {test.over}"}
-    facts |= {"run": cell.run if cell.run == other.run else f"{cell.run} over {other.run}"}
-    facts |= {"reliable": cell.reliable and other.reliable}
-    both = Cell.from_json(facts | {"reason": cell.reason or other.reason})
-    if both.reason:
-        return both
-    logs = [np.array([a - b]) for a, b in zip(cell.logs, other.logs, strict=False)]
-    return valued(test, both, logs)
-
-
-def _place(cell: Cell) -> dict[str, Any]:
-    """Return the fields that two ops share; a level as achieved may differ by a tile."""
-    return {name: value for name, value in cell.fields.items() if name not in ("op", "level")}
-
-
-def said(test: Test, cell: Cell, of: str = "{}") -> str:
-    """Write a value with its interval, `1.106× [1.105, 1.107]`; `21.4 %, one process` has none."""
+def value_text(test: Test, cell: Cell, template: str = "{}") -> str:
+    """Write a value with its interval, if it has one: `1.106× [1.105, 1.107]`."""
     unit = SIGNS[test.unit]
     if cell.processes > 1 and cell.high > cell.low:
-        return of.format(between(cell.value, cell.low, cell.high, unit=unit))
-    return of.format(f"{significant(cell.value)}{unit}") + ", one process" * (cell.processes == 1)
+        return template.format(between(cell.value, cell.low, cell.high, unit=unit))
+    one = ", one process" if cell.processes == 1 else ""
+    return template.format(f"{significant(cell.value)}{unit}") + one
 
 
-def most(test: Test, cell: Cell) -> float | None:
-    """Return what a cell can reach at most on its device, in the unit; None where nothing tells."""
+def largest_value(test: Test, cell: Cell) -> float | None:
+    """Return the largest value that the device allows in a cell, in its unit; None if unknown."""
     return METRICS[test.metric].of(cell.bound, cell.density) if cell.bound else None
 
 
-def judging(known: Mapping[str, Sequence[Cell]]) -> dict[str, list[Cell]]:
-    """Return the cells that judge, by claim: simulated ones only where all cells are."""
-    real = any(not cell.simulated for own in known.values() for cell in own)
-    return {n: [c for c in own if not (real and c.simulated)] for n, own in known.items()}
+def judging_cells(known: Mapping[str, Sequence[Cell]]) -> dict[str, list[Cell]]:
+    """Return the cells that judge, by claim: simulated ones only if there are no others."""
+    real = any(not cell.simulated for cells in known.values() for cell in cells)
+    return {name: [c for c in cells if not (real and c.simulated)] for name, cells in known.items()}
 
 
 def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:
-    """Say whether a contender, or a line of cases, is among the chosen.
+    """Return whether a contender, or a line of cases, is among the chosen.
 
-    Options are compared as text, "tuned=True".
+    Options are compared as text, such as "tuned=True".
     """
     if chosen.format not in (None, contender["format"]):
         return False
     if chosen.kernels and contender["kernel"] not in chosen.kernels:
         return False
-    given = contender["options"]
-    words = given.split() if isinstance(given, str) else [f"{n}={v}" for n, v in given.items()]
+    words = contender["options"]
+    words = words.split() if isinstance(words, str) else [f"{n}={v}" for n, v in words.items()]
     return all(f"{name}={value}" in words for name, value in chosen.options.items())
 
 
-def united(known: Sequence[Cell], test: Test) -> Cell:
-    """Return all cells, each with a value, as one: in each process the mean of their log-ratios.
+def pooled(known: Sequence[Cell], test: Test) -> Cell:
+    """Return cells, each with a value, as one: the mean of their log-ratios in each process.
 
-    Cells of different runs have different processes; the first goes with the first, and so on.
+    Cells of different runs have different processes, which are paired in order.
     """
     count = min(cell.processes for cell in known)
     density = exp(float(np.mean([log(max(1e-9, cell.density)) for cell in known])))
-    logs = tuple(float(np.mean([cell.logs[i] for cell in known])) for i in range(count))
+    logs = [np.array([np.mean([cell.logs[i] for cell in known])]) for i in range(count)]
     bounds = [cell.bound for cell in known if cell.bound]
-    facts = {
-        **known[0].to_json(),
-        "fields": {"level": 1 - density},
-        "bound": exp(float(np.mean(np.log(bounds)))) if len(bounds) == len(known) else 0.0,
-        "reliable": all(cell.reliable for cell in known),
-    }
-    return valued(test, Cell.from_json(facts), [np.array([each]) for each in logs])
+    cell = replace(
+        known[0],
+        fields={"level": 1 - density},
+        bound=exp(float(np.mean(np.log(bounds)))) if len(bounds) == len(known) else 0.0,
+        reliable=all(cell.reliable for cell in known),
+    )
+    return with_value(test, cell, logs)
 
 
-def valued(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
-    """Return a cell with its value and interval, from the log-ratios of each process by block."""
-    metric, found = METRICS[test.metric], ratio(logs)
-    ends = [metric.of(end, cell.density) for end in (found.value, found.low, found.high)]
+def with_value(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
+    """Return a cell with its value and interval, from log-ratios by block, an array per process."""
+    metric, estimate = METRICS[test.metric], ratio(logs)
+    ends = (estimate.value, estimate.low, estimate.high)
+    value, low, high = (metric.of(end, cell.density) for end in ends)
     medians = tuple(float(np.median(each)) for each in logs)
-    named = dict(zip(("value", "low", "high"), ends, strict=True))
-    kind = found.interval_kind if len(medians) < FEWEST else IntervalKind.CONFIDENCE
-    given = {**cell.to_json(), **named, "logs": medians, "kind": str(kind)}
-    return Cell.from_json(given)
+    kind = estimate.interval_kind if len(medians) < FEWEST else IntervalKind.CONFIDENCE
+    return replace(cell, logs=medians, value=value, low=low, high=high, kind=str(kind))
+
+
+def _over(test: Test, cell: Cell, other: Cell) -> Cell:
+    both = replace(
+        cell,
+        case_ids=(*cell.case_ids, *other.case_ids),
+        bound=0.0,
+        baseline=f"{other.subject} of {test.over}",
+        run=cell.run if cell.run == other.run else f"{cell.run} over {other.run}",
+        reliable=cell.reliable and other.reliable,
+        reason=cell.reason or other.reason,
+    )
+    if both.reason:
+        return both
+    logs = [np.array([a - b]) for a, b in zip(cell.logs, other.logs, strict=False)]
+    return with_value(test, both, logs)
+
+
+def _place(cell: Cell) -> dict[str, Any]:
+    """Return the fields that two ops share; levels as achieved may differ by a tile."""
+    return {name: value for name, value in cell.fields.items() if name not in ("op", "level")}
 
 
 def _cell(
-    test: Test, lines: list[Line], facts: Line, rows: pd.DataFrame, least_us: float
+    test: Test, lines: list[Line], blank: Cell, rows: pd.DataFrame, launch_us: float
 ) -> list[Cell]:
-    """Return the cell of a contest, in a list; [] where the suite had neither side."""
+    """Return the cell of a contest in a list; [] if the suite lacks a side, or did not measure."""
     subjects = [line for line in lines if matches(test.subject, line)]
     bases = [line for line in lines if matches(test.baseline, line)]
     if not subjects or not bases:
         return []
-    problem = lines[0]["problem_id"]
     ids = tuple(dict.fromkeys(line["case_id"] for line in [*subjects, *bases]))
-    blank = Cell(**facts, problem=problem, case_ids=ids, reason="")
-    for who, side in (("subject", subjects), ("baseline", bases)):
+    blank = replace(blank, case_ids=ids)
+    for name, side in (("subject", subjects), ("baseline", bases)):
         if not any(line["status"] == Status.OK for line in side):
-            return [_without(blank, f"no {who} ran: {_reasons(side)}")]
+            return [replace(blank, reason=f"no {name} ran: {_reasons(side)}")]
     subject = _fastest(subjects)
     others = [line for line in bases if line["case_id"] != subject["case_id"]]
     if not any(line["status"] == Status.OK for line in others):
-        return [_without(blank, "the subject is the only baseline")]
+        return [replace(blank, reason="the subject is the only baseline")]
     base = _fastest(others)
     logs = _logs(test, subject, base, rows)
     if not logs:
-        return []  # the run did not measure it, as energy without --energy
-    sides = {"subject": subject["ran"], "baseline": base["ran"]}
-    bound = {"bound": _bound(test, subject, base, least_us)}
-    return [valued(test, Cell.from_json({**blank.to_json(), **sides, **bound}), logs)]
+        return []  # such as energy without --energy
+    bound = _bound(test, subject, base, launch_us)
+    cell = replace(blank, subject=subject["ran"], baseline=base["ran"], bound=bound)
+    return [with_value(test, cell, logs)]
 
 
-def _bound(test: Test, subject: Line, base: Line, least_us: float) -> float:
-    """Return the largest ratio of times that the device allows; 0 where nothing tells."""
+def _bound(test: Test, subject: Line, base: Line, launch_us: float) -> float:
+    """Return the largest ratio of times that the device allows; 0 if it is unknown."""
     timed = METRICS[test.metric].column == "time" and test.scope == "kernel"
-    if not timed or not least_us or pd.isna(subject["bound_us"]):
+    if not timed or not launch_us or pd.isna(subject["bound_us"]):
         return 0.0
-    return float(base["median_us"] / max(subject["bound_us"], least_us))
+    return float(base["median_us"] / max(subject["bound_us"], launch_us))
 
 
 def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any]:
-    """Return the log-ratios of each process: of times by block, else of one value a process."""
+    """Return the log-ratios of each process: of times by block, else of one value per process."""
     column = METRICS[test.metric].column
     if column == "time":
         return list(contest_logs(subject["blocks"], base["blocks"]).values())
     sides = []
     for line in (base, subject):
-        own = rows[(rows.case_id == line["case_id"]) & (rows.status == Status.OK)]
-        own = own[(own.scope == line["scope"]) & (own.cache == line["cache"])]
-        sides.append(own.set_index("replicate")[column].astype("float64").dropna())
+        ran = rows[(rows.case_id == line["case_id"]) & (rows.status == Status.OK)]
+        ran = ran[(ran.scope == line["scope"]) & (ran.cache == line["cache"])]
+        sides.append(ran.set_index("replicate")[column].astype("float64").dropna())
     over, under = sides
     shared = [n for n in over.index if n in under.index and over[n] > 0 and under[n] > 0]
     return [np.array([log(over[number] / under[number])]) for number in shared]
 
 
 def _fastest(lines: list[Line]) -> Line:
-    """Return the line with the least time; one whose portfolio chose dense only if all did."""
+    """Return the line with the shortest time; one whose portfolio chose dense only as a last."""
     ran = [line for line in lines if line["status"] == Status.OK]
     return min(ran, key=lambda line: (line["chose_dense"], line["median_us"]))
 
 
 def _reasons(lines: Iterable[Line]) -> str:
-    found = Counter(f"{line['kernel']}: {line['detail'] or line['status']}" for line in lines)
-    return "; ".join(reason for reason, _ in found.most_common(2))
-
-
-def _without(cell: Cell, reason: str) -> Cell:
-    return Cell.from_json({**cell.to_json(), "reason": reason})
+    reasons = Counter(f"{line['kernel']}: {line['detail'] or line['status']}" for line in lines)
+    return "; ".join(reason for reason, _ in reasons.most_common(2))
 
 
 def _text(value: Any) -> str:
-    """Write a field so that equal ones are equal: 64, 0.9, 16x32."""
+    """Write a field so that equal values have equal text: 64, 0.9, 16x32."""
     if isinstance(value, list):
         return "x".join(map(str, value))
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return a field as JSON has it; None where a case has no such field."""
+    """Return a field as JSON data; None if a case has no such field."""
     if value is None or (not isinstance(value, str) and pd.isna(value)) or value == "":
         return None
     return value.item() if hasattr(value, "item") else value

@@ -1,29 +1,33 @@
-"""What a claim may be about: each metric is a rising function of one ratio a process.
+"""The metrics of claims: each is an increasing function of one ratio per process.
 
     r  =  quantity of the baseline / quantity of the subject
 
     speedup       x   r of the times                   paired block by block (statistics.py)
-    of_ideal      %   100 r (1 - s) of the times       of 1 / (1 - s), which a kernel reaches that
-                                                       wastes nothing; s is the cell's sparsity
+    of_ideal      %   100 r (1 - s) of the times       relative to 1 / (1 - s), the speed-up of a
+                                                       kernel without waste at sparsity s
     energy_saved  %   100 (1 - 1 / r) of the energy    of one hot call
-    memory_saved  %   100 (1 - 1 / r) of the memory    most on the device, prepare and first call
-    loss_saved    %   100 (1 - 1 / r) of the loss      of a training, in nats a byte held out
-    storage       x   r of the bytes of the weights    as stored, the indices included
+    memory_saved  %   100 (1 - 1 / r) of the memory    peak on the device, prepare and first call
+    loss_saved    %   100 (1 - 1 / r) of the loss      of a training, in nats per held-out byte
+    storage       x   r of the bytes of the weights    as stored, indices included
 
-So one interval, that of r over processes, gives the interval of every metric.
+So the interval of r over processes gives the interval of every metric.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+SIGNS = {"x": "×", "%": " %"}
+"""How a unit is written after a number."""
+
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its unit, the column that r is of, and the function of r and of the density 1 - s.
+    """A metric.
 
-    back  its inverse
-    none  its value where baseline and subject are equal; None of one that also asks for the density
-    said  what a cell has that has a value, {}
+    column    the quantity
+    of        the value from r and the density 1 - s, and `back` its inverse
+    none      the value of equal contenders; None if it depends on the density
+    template  the text of a value, with {} for the number
     """
 
     unit: str
@@ -31,37 +35,36 @@ class Metric:
     of: Callable[[float, float], float]
     back: Callable[[float, float], float]
     none: float | None
-    said: str
+    template: str
 
 
-SIGNS = {"x": "×", "%": " %"}
-"""How a unit is written behind a number."""
+def _ratio(column: str, template: str) -> Metric:
+    return Metric("x", column, lambda r, d: r, lambda v, d: v, 1.0, template)
 
 
-def _saved(ratio: float, density: float) -> float:
-    return 100 * (1 - 1 / ratio)
-
-
-def _of_saved(percent: float, density: float) -> float:
-    return 1 / max(1e-9, 1 - percent / 100)
-
-
-def _ratio(ratio: float, density: float) -> float:
-    return ratio
+def _saved(column: str, template: str) -> Metric:
+    return Metric(
+        unit="%",
+        column=column,
+        of=lambda r, d: 100 * (1 - 1 / r),
+        back=lambda v, d: 1 / max(1e-9, 1 - v / 100),
+        none=0.0,
+        template=template,
+    )
 
 
 METRICS: dict[str, Metric] = {
-    "speedup": Metric("x", "time", _ratio, _ratio, 1.0, "a speed-up of {}"),
+    "speedup": _ratio("time", "a speed-up of {}"),
     "of_ideal": Metric(
-        "%",
-        "time",
-        lambda r, d: 100 * r * d,
-        lambda v, d: v / 100 / d,
-        None,
-        "{} of the ideal speed-up",
+        unit="%",
+        column="time",
+        of=lambda r, d: 100 * r * d,
+        back=lambda v, d: v / 100 / d,
+        none=None,
+        template="{} of the ideal speed-up",
     ),
-    "energy_saved": Metric("%", "energy_j", _saved, _of_saved, 0.0, "{} of the energy saved"),
-    "memory_saved": Metric("%", "peak_bytes", _saved, _of_saved, 0.0, "{} of the memory saved"),
-    "loss_saved": Metric("%", "loss", _saved, _of_saved, 0.0, "{} of the loss saved"),
-    "storage": Metric("x", "stored_bytes", _ratio, _ratio, 1.0, "weights smaller by {}"),
+    "energy_saved": _saved("energy_j", "{} of the energy saved"),
+    "memory_saved": _saved("peak_bytes", "{} of the memory saved"),
+    "loss_saved": _saved("loss", "{} of the loss saved"),
+    "storage": _ratio("stored_bytes", "weights smaller by {}"),
 }

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sparsebench.errors import ResultError
-from sparsebench.results.claims.cells import Cell, valued
+from sparsebench.results.claims.cells import Cell, with_value
 from sparsebench.results.claims.metrics import METRICS
 from sparsebench.results.claims.schema import Chosen, Test
 from sparsebench.results.files import JSON_BYTES, content
@@ -103,7 +103,7 @@ def _trained_cell(
         subject="BlockSparseLinear" if logs else "",
         baseline=f"dense, {width} wide" if logs else "",
     )
-    return valued(test, cell, logs) if logs else cell
+    return with_value(test, cell, logs) if logs else cell
 
 
 def _whole_cell(
@@ -136,7 +136,7 @@ def _whole_cell(
     )
     if reason:
         return cell
-    return valued(test, cell, [np.array([log(_value(base, column) / _value(subject, column))])])
+    return with_value(test, cell, [np.array([log(_value(base, column) / _value(subject, column))])])
 
 
 def _has(training: PatternTraining, field: str, value: Any) -> bool:

@@ -1,14 +1,14 @@
-"""A claim with what its tests ask for: all that judging it needs beside cells.
+"""A claim with its planned problems: everything but cells that a verdict needs.
 
-The harness makes it, since a suite must be expanded for it; reports and sites read it.
+The harness makes it, because planning expands a suite; reports and sites read it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.claims.cells import Cell, cells, of_files
-from sparsebench.results.claims.schema import Claim, Written
+from sparsebench.results.claims.cells import Cell, cells, file_problems
+from sparsebench.results.claims.schema import Claim, ClaimFile
 from sparsebench.results.claims.verdict import Verdict, judge
 from sparsebench.results.store import Run
 
@@ -17,19 +17,19 @@ from sparsebench.results.store import Run
 class PlannedClaim:
     """A claim, planned.
 
-    wanted   by test, the ids of its problems
-    bounds   by test and problem, the largest speed-up at the efficiency of dense
-    beyond   tests that no kernel as efficient as the baseline can meet
-    refused  by test, why it was not run
-    files    cells of its tests about files of commands, which come from no run
+    problems     ids of the problems of each test
+    bounds       by test and problem, the largest speed-up at the efficiency of dense
+    unreachable  tests that no kernel as efficient as the baseline can meet
+    refused      by test, the reason why it was not run
+    model_cells  cells of its tests about models, which come from files and not from runs
     """
 
-    written: Written
-    wanted: Mapping[str, Collection[str]]
+    written: ClaimFile
+    problems: Mapping[str, Collection[str]]
     bounds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    beyond: Collection[str] = ()
+    unreachable: Collection[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    files: Sequence[Cell] = ()
+    model_cells: Sequence[Cell] = ()
 
     @property
     def name(self) -> str:
@@ -41,20 +41,27 @@ class PlannedClaim:
         """Return the claim."""
         return self.written.claim
 
-    def cells(self, run: Run, found: Analysis) -> list[Cell]:
+    def cells(self, run: Run, analysis: Analysis) -> list[Cell]:
         """Return the cells of all its tests in a run."""
-        made = []
-        for test in self.claim.tests:
-            measure = self.claim.measured(test)
-            ids = {*self.wanted.get(test.name, ()), *of_files(test, measure, run)}
-            made += cells(test, ids, run, found)
-        return made
+        return [
+            cell
+            for test in self.claim.tests
+            for cell in cells(
+                test,
+                {
+                    *self.problems.get(test.name, ()),
+                    *file_problems(test, self.claim.measured(test), run),
+                },
+                run,
+                analysis,
+            )
+        ]
 
     def verdicts(self, known: Sequence[Cell]) -> list[Verdict]:
-        """Return its verdicts on its cells, one a device; a single one where there are none."""
-        return judge(self.name, self.claim, known, self.wanted, self.refused)
+        """Return the verdicts on its cells, one per device, or one without a device."""
+        return judge(self.name, self.claim, known, self.problems, self.refused)
 
 
-def problems(asked: Iterable[PlannedClaim]) -> set[str]:
-    """Return the ids of all problems that some claims ask for."""
-    return {each for one in asked for ids in one.wanted.values() for each in ids}
+def problems(claims: Iterable[PlannedClaim]) -> set[str]:
+    """Return the ids of the problems of all tests of some claims."""
+    return {each for claim in claims for ids in claim.problems.values() for each in ids}

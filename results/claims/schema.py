@@ -1,18 +1,18 @@
-"""A claim as a file: who said what, under which conditions, and what would show it here.
+"""The file of a claim: who said what, under which conditions, and which tests would show it.
 
     schema: sparsebench/claim@1
     title: Spense makes fp8 layers faster          for tables
     statement: ...                                 at most 25 words if it is verbatim
     verbatim: true
     source: {title: ..., url: ..., date: "2026-06-09", kind: preprint, checked: how we read it}
-    hardware: {scope: named, gpus: [B200]}         general: a failure anywhere refutes it
-    conditions:                                    published: null is unknown
-      dtype: {published: fp8, field: dtype}        ours is the field of the measured cells
+    hardware: {scope: named, gpus: [B200]}         general: a failure on any GPU refutes it
+    conditions:                                    published: null means unknown
+      dtype: {published: fp8, field: dtype}        our value is a field of the measured cells
       timing: {published: null, ours: device time} or a text
-    readings: [what vague words mean here]
-    measure: {suite: spense-ffn, only: "dtype=fp8"}    or problems, contenders, baselines: a suite
-                                                   data: true, where its problems are files below
-                                                   --data; without it those in the runs count
+    readings: [how we read vague words]
+    measure: {suite: spense-ffn, only: "dtype=fp8"}    or a suite: problems, contenders, baselines
+                                                   data: true if its problems are files below
+                                                   --data; without it, those in the runs count
     tests:
       - name: at decode
         subject: {format: spense}                  the fastest of these in each contest ...
@@ -22,19 +22,19 @@
         unit: x
         quantifier: exists                         or typical (all cells together), for_all
         at: {m: [16, 64]}                          cells: problems with these fields
-        levels: [0.5, 0.95]                        and of this to that sparsity, to a percent
+        levels: [0.5, 0.95]                        and sparsity in this range, to a percent
         over: linear                               each speed-up over that of this op
         proxy: one layer, not a served model       why this is less than what was claimed
       - trained: parameters                        cells: trainings of `train-lm --pattern`, each
-        ...                                        beside dense of equal parameters, or width
+        ...                                        against dense of equal parameters or width
       - whole: step                                cells: files of `whole`, a forward pass or step;
-        ...                                        a kernel is that of the MLP
+        ...                                        kernels are those of the MLP
     bounds: [{of: the layer, density: 0.75, bits: 8, bits_per_element: 0.5, share: 0.8}]
-    commands: [sparsebench whole --out whole.json] what writes the files of such tests
-    missing: a B200, and vLLM with this format     why what was claimed itself is not tested
+    commands: [sparsebench whole --out whole.json] commands that write the files of such tests
+    missing: a B200, and vLLM with this format     why the claim itself is not tested
     caveats: [what a reader must know]
 
-`read` refuses a claim that is incomplete or contradicts itself, by the line of its file.
+`read` refuses a claim that is incomplete or contradicts itself, and names the line.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ from sparsebench.results import files
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 
 SCHEMA = "sparsebench/claim@1"
-QUOTED_WORDS = 25  # of a statement that is quoted word for word
+QUOTED_WORDS = 25  # the longest verbatim quotation
 OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
 FIELDS_OF_TRAINING = "pattern", "block", "width"
@@ -67,7 +67,7 @@ class _Model(BaseModel):
 
 
 class Source(_Model):
-    """Where a statement stands, and how it was checked that it does."""
+    """The source of a statement, and how we checked that it says so."""
 
     title: Text
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
@@ -77,7 +77,7 @@ class Source(_Model):
 
 
 class Hardware(_Model):
-    """Which GPUs a statement is about, those that it names or any; and where it was measured."""
+    """The GPUs that a statement names, and whether it is about them or about any GPU."""
 
     scope: Literal["named", "general"]
     gpus: list[Text] = []
@@ -85,12 +85,12 @@ class Hardware(_Model):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.scope == "named" and not self.gpus:
-            raise ValueError("gpus where the scope is named")
+            raise ValueError("gpus, because the scope is named")
         return self
 
 
 class Condition(_Model):
-    """One condition: what was published (null: unknown), and a field of our cells or our own."""
+    """A condition: the published value (null: unknown) and ours, a field of our cells or a text."""
 
     published: str | int | float | None
     field: str | None = None
@@ -105,7 +105,7 @@ class Condition(_Model):
 
 
 class Chosen(_Model):
-    """Which contenders: of a format, of these kernels, with these options."""
+    """A choice of contenders: of a format, of these kernels, with these options."""
 
     format: str | None = None
     kernel: str | list[str] = []
@@ -119,12 +119,12 @@ class Chosen(_Model):
 
     @property
     def kernels(self) -> list[str]:
-        """Return the names of the kernels; none is any."""
+        """Return the names of the kernels; an empty list means any."""
         return [self.kernel] if isinstance(self.kernel, str) else self.kernel
 
 
 class Measure(_Model):
-    """What to run: a suite by name or file, or one written here."""
+    """What to run: a suite by name or file, or one given here."""
 
     suite: str | None = None
     only: str = ""
@@ -141,11 +141,11 @@ class Measure(_Model):
         if (self.suite is None) == (not self.problems):
             raise ValueError("the name of a suite, or problems, and not both")
         if self.problems and not self.contenders:
-            raise ValueError("contenders beside problems")
+            raise ValueError("contenders, because problems are given")
         if self.problems and (self.only or self.data):
-            raise ValueError("only and data beside the name of a suite")
+            raise ValueError("only and data together with the name of a suite")
         if self.data and self.only:
-            raise ValueError("at and levels in a test, and not only, where data is true")
+            raise ValueError("at and levels in a test instead of only, because data is true")
         return self
 
 
@@ -184,7 +184,7 @@ class Test(_Model):
             raise ValueError(f"a threshold, at_least or at_most, not {found}")
         self._agree_on_files()
         if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
-            raise ValueError("over beside a speed-up that is typical or for all")
+            raise ValueError("over with a speed-up that is typical or for_all")
         up, none = self.at_least is not None, metric.none
         value = self.threshold + (-self.tolerance if up else self.tolerance)
         if self.partly_at is not None and (self.partly_at < self.threshold) != up:
@@ -196,7 +196,7 @@ class Test(_Model):
 
     @property
     def of_file(self) -> bool:
-        """Say whether its cells are in a file that a command wrote, and no suite measures them."""
+        """Return whether its cells come from a file of a command and not from a suite."""
         return self.trained is not None or self.whole is not None
 
     def _agree_on_files(self) -> None:
@@ -214,19 +214,24 @@ class Test(_Model):
 
     @property
     def threshold(self) -> float:
-        """Return the value as claimed, in the unit."""
-        found = self.at_least if self.at_least is not None else self.at_most
-        assert found is not None
-        return found
+        """Return the claimed value, in the unit."""
+        value = self.at_least if self.at_least is not None else self.at_most
+        assert value is not None
+        return value
 
     @property
     def limit(self) -> float:
-        """Return the value that is tested: as claimed, less the tolerance."""
+        """Return the tested value: the claimed one, less strict by the tolerance."""
         return self.threshold + (-self.tolerance if self.at_least is not None else self.tolerance)
 
     @property
+    def limit_text(self) -> str:
+        """Write the tested value: `1.25×`."""
+        return f"{self.limit:g}{SIGNS[self.unit]}"
+
+    @property
     def sentence(self) -> str:
-        """Say what is tested, in a few words."""
+        """Write what is tested in a few words."""
         sign = "≥" if self.at_least is not None else "≤"
         how = {"exists": "in a cell", "typical": "over all cells", "for_all": "in every cell"}
         metric = self.metric.replace("_", " ") + (f" over that of {self.over}" if self.over else "")
@@ -235,12 +240,12 @@ class Test(_Model):
 
 
 class Bound(_Model):
-    """What a format can save at most, at the efficiency of dense: bytes or FLOPs, then Amdahl.
+    """The largest saving of a format at the efficiency of dense: bytes or FLOPs, then Amdahl.
 
         part   =  density (1 + bits_per_value / bits) + bits_per_element / bits
         bound  =  1 / ((1 - share) + share part)
 
-    2:4 has a density of 0.5 and a bit an element. Of FLOPs, no index counts.
+    2:4 has a density of 0.5 and one bit per element. Indices do not count towards FLOPs.
     """
 
     of: Text
@@ -260,7 +265,7 @@ class Bound(_Model):
 
 
 class Claim(_Model):
-    """A claim; see the module."""
+    """A claim; the module's docstring shows an example."""
 
     schema_: Literal["sparsebench/claim@1"] = Field(alias="schema")
     title: Text
@@ -283,30 +288,30 @@ class Claim(_Model):
         if self.verbatim and words > QUOTED_WORDS:
             raise ValueError(f"a quote of at most {QUOTED_WORDS} words, not {words}")
         if not self.tests and not self.missing:
-            raise ValueError("tests, or what is missing for one")
+            raise ValueError("tests, or a reason in missing")
         for test in self.tests:
             if not (test.measure or self.measure or test.of_file):
                 raise ValueError(f"measure, for the test {test.name}")
         if self.commands and not any(test.of_file for test in self.tests):
-            raise ValueError("commands where a test is trained or whole")
+            raise ValueError("commands only if a test is trained or whole")
         names = [test.name for test in self.tests]
         if len(set(names)) < len(names):
             raise ValueError(f"tests of different names, not {', '.join(names)}")
         whole = [test.name for test in self.tests if not test.proxy]
         if self.missing and whole:
-            raise ValueError(f"missing only where every test is a proxy: {whole[0]} is none")
+            raise ValueError(f"missing only if every test is a proxy; {whole[0]} is not")
         if self.tests and not whole and not self.missing:
-            raise ValueError("missing, where every test is a proxy: why the claim itself is not")
+            raise ValueError("missing, because every test is a proxy: why the claim is not tested")
         return self
 
     def measured(self, test: Test) -> Measure | None:
-        """Return what a test measures: its own, or the claim's."""
+        """Return what a test measures: its own `measure`, or the claim's."""
         return test.measure or (None if test.of_file else self.measure)
 
 
 @dataclass(frozen=True)
-class Written:
-    """A claim with its name, the text of its file, and where its parts stand in it."""
+class ClaimFile:
+    """A claim with its name, and the lines of its parts in the file."""
 
     name: str
     where: str
@@ -314,17 +319,17 @@ class Written:
     root: yaml.Node
 
     def at(self, *path: str | int) -> str:
-        """Return `FILE:LINE` of a part; of one that is not there, that of the nearest above it."""
+        """Return `FILE:LINE` of a part; if it is missing, of its nearest parent."""
         return f"{self.where}:{_line(self.root, path)}"
 
 
-def read(path: Path) -> Written:
-    """Read a file; SuiteError names the file, the line, what was expected and what was found."""
+def read(path: Path) -> ClaimFile:
+    """Read a file; raises a SuiteError that names the file, the line and what is wrong."""
     return parse(str(path), files.text(path, files.YAML_BYTES, SuiteError))
 
 
-def parse(where: str, text: str) -> Written:
-    """Read the text of a claim that `where` names."""
+def parse(where: str, text: str) -> ClaimFile:
+    """Read the text of a claim; error messages begin with `where`."""
     data = files.from_yaml(where, text, SuiteError)
     root = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(data, dict) or root is None:
@@ -332,14 +337,14 @@ def parse(where: str, text: str) -> Written:
     try:
         claim = Claim.model_validate(data)
     except ValidationError as error:
-        raise SuiteError(f"{where}:{_said(error, root)}") from error
-    return Written(Path(where).stem, where, claim, root)
+        raise SuiteError(f"{where}:{_message(error, root)}") from error
+    return ClaimFile(Path(where).stem, where, claim, root)
 
 
-def _said(error: ValidationError, root: yaml.Node) -> str:
+def _message(error: ValidationError, root: yaml.Node) -> str:
     """Write the first error: its line, its place, what was expected and found.
 
-    A key that is unknown comes before one that is missing: it may be that one, misspelt.
+    An unknown key comes before a missing one, because it may be that key misspelt.
     """
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     path = [part for part in first["loc"] if not _is_branch(part)]
@@ -362,20 +367,20 @@ _KEYS = [
 
 
 def _is_branch(part: str | int) -> bool:
-    """Say whether pydantic put the name of a type of a union into a place."""
+    """Return whether pydantic added this part to a place to name a type of a union."""
     return part in ("str", "int", "float", "bool") or (isinstance(part, str) and "[" in part)
 
 
 def _line(node: yaml.Node, path: Sequence[str | int]) -> int:
-    """Return the line of a part of a document; of one that is not there, of what it would be in."""
+    """Return the line of a part of a document; if it is missing, of its nearest parent."""
     line = node.start_mark.line
     for part in path:
-        found: Mapping[Any, tuple[int, yaml.Node]] = {}
+        parts: Mapping[Any, tuple[int, yaml.Node]] = {}
         if isinstance(node, yaml.MappingNode):
-            found = {key.value: (key.start_mark.line, value) for key, value in node.value}
+            parts = {key.value: (key.start_mark.line, value) for key, value in node.value}
         elif isinstance(node, yaml.SequenceNode):
-            found = {i: (item.start_mark.line, item) for i, item in enumerate(node.value)}
-        if part not in found:
+            parts = {i: (item.start_mark.line, item) for i, item in enumerate(node.value)}
+        if part not in parts:
             break
-        line, node = found[part]
+        line, node = parts[part]
     return line + 1

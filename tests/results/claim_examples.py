@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import yaml
 
-from sparsebench.results.claims.cells import Cell, valued
+from sparsebench.results.claims.cells import Cell, with_value
 from sparsebench.results.claims.schema import Claim
 from sparsebench.results.claims.verdict import Basis
 
@@ -72,7 +72,7 @@ def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: o
     }
     blank = Cell(**(facts | changed))  # type: ignore[arg-type]
     logs = [np.array([np.log(ratio)]) for ratio in ratios]
-    return blank if blank.reason else valued(claim.tests[0], blank, logs)
+    return blank if blank.reason else with_value(claim.tests[0], blank, logs)
 
 
 def spread(middle: float, percent: float = 1.0, processes: int = 8) -> list[float]:

@@ -10,9 +10,9 @@ import yaml
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_catalog import load
+from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.model_cells import model_cells, read_model_file, trained
-from sparsebench.results.claims.schema import Claim, Written, parse
-from sparsebench.results.claims.verdict import Word
+from sparsebench.results.claims.schema import Claim, ClaimFile, parse
 from sparsebench.results.model_files import (
     MlpTiming,
     ModelTimings,
@@ -45,7 +45,7 @@ OF_WHOLE = {
 }
 
 
-def written(**changed: Any) -> Written:
+def written(**changed: Any) -> ClaimFile:
     data = yaml.safe_load(CLAIM)
     del data["measure"]
     data["tests"] = [{**TEST, **changed}]
@@ -99,7 +99,7 @@ def test_metrics_are_those_of_a_training(changed: dict[str, Any], value: float) 
 
 
 @pytest.mark.parametrize(
-    ("seeds", "gain", "word", "leans"),
+    ("seeds", "gain", "word", "tendency"),
     [
         (8, 0.02, Word.REPRODUCED, None),
         (8, 0.005, Word.PARTLY, None),
@@ -108,16 +108,16 @@ def test_metrics_are_those_of_a_training(changed: dict[str, Any], value: float) 
     ],
 )
 def test_trainings_are_judged_as_runs_are(
-    seeds: int, gain: float, word: Word, leans: Word | None, tmp_path: Path
+    seeds: int, gain: float, word: Word, tendency: Word | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "a-file.json"
     write_json(file, asdict(trainings(seeds, gain)))
     asked = written(at={"pattern": "uniform"})
     found = evidence([asked], [file])
     (verdict,) = found.verdicts()[asked.name]
-    assert (verdict.word, verdict.leans) == (word, leans)
-    (planned,) = found.asked()
-    assert [cell.run for cell in planned.files] == ["a-file"]
+    assert (verdict.word, verdict.tendency) == (word, tendency)
+    (planned,) = found.planned()
+    assert [cell.run for cell in planned.model_cells] == ["a-file"]
     assert not found.cells[asked.name]
 
 
@@ -168,7 +168,7 @@ def test_a_whole_model_is_a_cell_a_file(
     assert "layers 2" in cell.label
     (verdict,) = found.verdicts()[asked.name]
     assert verdict.word is Word.INCONCLUSIVE
-    assert verdict.leans is not None
+    assert verdict.tendency is not None
 
 
 def test_a_way_without_times_is_a_reason() -> None:

@@ -24,13 +24,11 @@ from sparsebench.kernels.peers import (
     _cusparse_sddmm,
     cusparse_bell,
     cusparse_bsr,
-    cusparse_bsr_wgrad,
     cusparse_csr,
-    cusparse_csr_wgrad,
 )
 from sparsebench.results.record import Problem
 
-WGRAD_PEERS = [(cusparse_csr_wgrad, None), (cusparse_bsr_wgrad, 4), (cusparse_bsr_wgrad, 3)]
+WGRAD_PEERS = [(cusparse_csr, None), (cusparse_bsr, 4), (cusparse_bsr, 3)]
 PEERS = [(cusparse_csr, None), (cusparse_bsr, 4), (cusparse_bell, 4), (cusparse_bsr, 3)]
 
 
@@ -224,7 +222,7 @@ def test_every_layout_describes_the_same_weight_gradient(
     monkeypatch.setattr(_cusparse_sddmm, "X_LAYOUTS", (x_layout,))
     monkeypatch.setattr(_cusparse_sddmm, "DY_LAYOUTS", (dy_layout,))
     operands = wgrad_of(*shape, block)
-    launch = peer.KERNEL.prepare(operands)
+    launch = peer.WGRAD.prepare(operands)
     assert (launch.choice["x_layout"], launch.choice["dy_layout"]) == (x_layout, dy_layout)
     dy, x = (tensor.normal_() for tensor in operands.activations.values())
     found, expected = launch(), operands.pattern.sample(dy.t() @ x)
@@ -239,7 +237,7 @@ def test_a_pinned_layout_is_taken_again(
 ) -> None:
     operands = wgrad_of(5, 9, 14, block)
     pinned = {"dy_layout": "rows", "x_layout": "columns"}
-    launch = peer.KERNEL.prepare(replace(operands, pinned=pinned))
+    launch = peer.WGRAD.prepare(replace(operands, pinned=pinned))
     assert pinned.items() <= launch.choice.items()
 
 

@@ -45,7 +45,7 @@ from tests.tools.paths import cuda_source
 CPU = torch.device("cpu")
 OP = load_op("ffn")
 DENSE, MLP_DENSE = ffn_sparse.DENSE, [f"dense, {name}" for name in mlp_sparse.DENSE]
-GROUPED = "library", "packed", "alone"
+GROUPED = "library", "alone"
 
 
 def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:
@@ -128,13 +128,8 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
         (64, "ffn", "library", ["cvse, ffn_sparse way=library"]),
         (65, "ffn", "sparse", [f"cvse, ffn_sparse way={w}" for w in GROUPED]),
         (512, "ffn", "sparse", [f"cvse, ffn_sparse way={w}" for w in GROUPED]),
-        (513, "ffn", "sparse", [f"cvse, ffn_sparse way={w}" for w in GROUPED[:2]]),
-        (
-            33,
-            "ffn",
-            "sparse",
-            [f"cvse, ffn_{w}" for w in ("few", "sparse way=alone")],
-        ),
+        (513, "ffn", "sparse", [f"cvse, ffn_sparse way={w}" for w in GROUPED[:1]]),
+        (33, "ffn", "sparse", [f"cvse, ffn_{w}" for w in ("few", "sparse way=alone")]),
         (32, "ffn", "sparse", ["cvse, ffn_few"]),
         (64, "mlp", "few", ["cvse, mlp_few"]),
         (513, "mlp", "sparse", ["cvse, mlp_sparse way=library"]),
@@ -175,15 +170,15 @@ def test_the_kernel_for_few_tokens_refuses_many(kernel: Any, op: str) -> None:
 @pytest.mark.parametrize("k", sampled([2048, 200, 2040]))
 @pytest.mark.parametrize("split", sampled([1, 8]))
 @pytest.mark.parametrize(
-    ("gated", "stored"),
-    sampled([(True, True), (True, False), (False, False), (True, Tiles()), (True, Tiles(64, 7))]),
+    ("gated", "tiles"),
+    sampled([(True, None), (False, None), (True, Tiles()), (True, Tiles(64, 7))]),
     ids=str,
 )
 def test_it_compiles_without_a_spill(
-    k: int, split: int, gated: bool, stored: bool | Tiles, tmp_path: Path
+    k: int, split: int, gated: bool, tiles: Tiles | None, tmp_path: Path
 ) -> None:
     for squared, dtype in ((False, torch.bfloat16), (True, torch.float16)):
-        constants = _grouped.constants_of(k, split, squared, gated, dtype, stored)
+        constants = _grouped.constants_of(k, split, squared, gated, dtype, tiles)
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 
@@ -206,10 +201,10 @@ def on_cpu(constants: Constants, folder: Path, late: bool) -> Any:
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
     source += """
       static struct { const u16* x; u16* g; const char *wu, *wd; u16* y; int *left, *heavy;
-                      const void* packed; u16* gates; } p;
+                      const void* words; u16* gates; } p;
       static struct { int m, n, limit; } q;
       static void run() {
-        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.limit, p.packed,
+        up_and_down(p.x, p.g, p.wu, p.wd, p.y, p.left, p.heavy, q.m, q.n, q.limit, p.words,
                     p.gates);
       }
       extern "C" void call(void** pointers, int* sizes, int grid, size_t bytes) {
@@ -218,14 +213,6 @@ def on_cpu(constants: Constants, folder: Path, late: bool) -> Any:
       }
     """
     return built(source, (*constants, ("LATE", int(late))), folder)
-
-
-def packed_gate(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gates as _packed_gate.py does: NaN where a unit is off, a bit where it is on."""
-    on = ~(g <= 0)
-    eights = torch.nn.functional.pad(on, (0, 0, 0, -len(on) % 8)).unflatten(0, (-1, 8))
-    bits = (eights.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)[:, None]).sum(1)
-    return g.where(on, float("nan")), bits.to(torch.uint8)
 
 
 def gate_in_tiles(g: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -273,19 +260,21 @@ ALONE = [
     (33, 2056, 72, 0.03, 8, None),
     (17, 1800, 72, 0.9, 3, None),
 ]
-# dtype, squared, gated, how G is stored
-KINDS = [
-    ("bf16", False, True, False),
-    ("fp16", True, False, False),
-    ("fp16", True, True, True),
-    ("bf16", False, True, True),
+# dtype, squared, gated, the tiles in which G is stored
+WHOLE = [
+    ("bf16", False, True, None),
+    ("fp16", True, False, None),
+    ("fp16", True, True, None),
+    ("bf16", False, False, None),
+]
+IN_TILES = [
     ("bf16", False, True, Tiles(256, 31)),
     ("fp16", True, False, Tiles(64, 7)),
     ("bf16", True, True, Tiles(128, 3)),
 ]
-PAIRS = [(case, KINDS[(i + j) % 4]) for i, case in enumerate(CASES) for j in (0, 1)]
-PAIRS += [(case, KINDS[4 + (i + j) % 3]) for i, case in enumerate(CASES) for j in (0, 1)]
-PAIRS += [(case, KINDS[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
+PAIRS = [(case, WHOLE[(i + j) % 4]) for i, case in enumerate(CASES) for j in (0, 1)]
+PAIRS += [(case, IN_TILES[(i + j) % 3]) for i, case in enumerate(CASES) for j in (0, 1)]
+PAIRS += [(case, WHOLE[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -293,7 +282,7 @@ PAIRS += [(case, KINDS[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0
 def test_its_threads_give_the_product_on_a_cpu(
     case: tuple[Any, ...], kind: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    (m, n, k, part, split, limit), (dtype, squared, gated, stored) = case, kind
+    (m, n, k, part, split, limit), (dtype, squared, gated, tiles) = case, kind
     torch.manual_seed(0)
     as_stored = DTYPES[dtype]
     x, wu, wd_t = (torch.randn(*size).to(as_stored) for size in ((m, k), (n, k), (n, k)))
@@ -301,17 +290,14 @@ def test_its_threads_give_the_product_on_a_cpu(
     g[1] = 0  # a token without a unit
     g[2, 3] = float("nan")
     y, rest = torch.full_like(x, 7.0), _remainder.rest_of(m, 1, CPU)
-    if isinstance(stored, Tiles):
-        in_memory, bits = gate_in_tiles(g, stored)
-    else:
-        in_memory, bits = packed_gate(g) if stored else (g, g)
+    in_memory, words = gate_in_tiles(g, tiles) if tiles else (g, g)
     gates = torch.full((16, _grouped.LISTS * _grouped.MOST_ROWS * 8), 7.0, dtype=as_stored)
-    kept = x, in_memory, wu, wd_t, y, rest.left, rest.heavy, bits, gates
+    kept = x, in_memory, wu, wd_t, y, rest.left, rest.heavy, words, gates
     pointers = (ctypes.c_void_p * 9)(*(t.data_ptr() for t in kept))
     alone = limit is None
     bytes_ = ctypes.c_size_t(_grouped.shared_bytes(k, alone))
     sizes = (ctypes.c_int * 3)(m, n, 0 if alone else limit)
-    constants = _grouped.constants_of(k, split, squared, gated, as_stored, stored, alone)
+    constants = _grouped.constants_of(k, split, squared, gated, as_stored, tiles, alone)
     groups = len(rest.heavy)
     grid = groups * split if split > 1 else min(2, groups)
     on_cpu(constants, tmp_path, late=squared).call(pointers, sizes, grid, bytes_)
@@ -325,7 +311,7 @@ def test_its_threads_give_the_product_on_a_cpu(
     assert sorted(rest.heavy[: rest.left[0]].tolist()) == heavy
     left = torch.isin(group, torch.tensor(heavy))
     assert (y[left] == 7).all()
-    if isinstance(stored, Tiles):  # G of the groups that are left, for the dense products
+    if tiles:  # G of the groups that are left, for the dense products
         assert torch.equal(in_memory[left].nan_to_num(9999), g.clamp(min=0)[left].nan_to_num(9999))
     done = ~left & (torch.arange(m) != 2)
     assert y[2].isnan().all() or left[2]
@@ -339,18 +325,17 @@ def test_its_threads_give_the_product_on_a_cpu(
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "squared"), [("fp16", False), ("fp32", True)])
 @pytest.mark.parametrize(("m", "heavy"), [(21, [2, 0]), (150, [*range(19)]), (9, [])])
-@pytest.mark.parametrize(("gated", "packed"), [(True, False), (False, False), (True, True)])
-def test_interpreted_groups_that_are_left_are_multiplied(m, heavy, gated, packed, dtype, squared):
+@pytest.mark.parametrize("gated", [True, False])
+def test_interpreted_groups_that_are_left_are_multiplied(m, heavy, gated, dtype, squared):
     n, k, kind = 72, 40, DTYPES[dtype]
     torch.manual_seed(0)
     x, wu, wd, g = (torch.randn(*s).to(kind) for s in ((m, k), (n, k), (k, n), (m, n)))
     g[0, 0] = float("nan")
     rest, gates, y = _remainder.rest_of(m, 3, CPU), g.clone(), torch.full_like(x, 7.0)
-    g, bits = packed_gate(g) if packed else (g, None)
     rest.left[2] = 5
     rest.left[0], rest.heavy[: len(heavy)] = len(heavy), torch.tensor(heavy, dtype=torch.int32)
-    how = {"squared": squared, "bits": bits}
-    for program in _remainder.products(x, g, wu if gated else None, wd, y, rest, **how):
+    up = wu if gated else None
+    for program in _remainder.products(x, g, up, wd, y, rest, squared=squared):
         program()
 
     gate, up = gates.double().relu(), x.double() @ wu.double().T if gated else 1
@@ -411,10 +396,9 @@ def empty(*shape: int) -> Tensor:
 def test_what_is_left_compiles_for_any_number_of_tokens(m: int) -> None:
     n, k = 5632, 2048
     rest = _remainder.rest_of(m, 132, torch.device("meta"))
-    bits = torch.empty(-(-m // 8), n, dtype=torch.uint8, device="meta")
-    for wu, on in ((empty(n, k), None), (None, None), (empty(n, k), bits)):
+    for wu in (empty(n, k), None):
         x, g, wd, y = empty(m, k), empty(m, n), empty(k, n), empty(m, k)
-        for program in _remainder.products(x, g, wu, wd, y, rest, squared=m == 300, bits=on):
+        for program in _remainder.products(x, g, wu, wd, y, rest, squared=m == 300):
             assert_triton_compiles(program)
 
 
@@ -448,7 +432,7 @@ def test_a_compiled_definition_follows_its_activations() -> None:
 GPU = torch.device("cuda", 0)
 SHAPES = [(1, 512, 256), (3, 1000, 200), (16, 5632, 2048), (33, 520, 1032), (77, 1408, 512)]
 SHAPES += [(300, 2056, 2048), (1500, 1024, 2048), (2500, 520, 4096), (130, 14336, 4096)]
-GATES = "library", "packed", Tiles(), Tiles(64, 7)
+GATES = "library", Tiles(), Tiles(64, 7)
 
 
 def layer(these: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
@@ -482,7 +466,7 @@ def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, acti
 @pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
 @pytest.mark.parametrize("way", GATES[1:], ids=str)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 64], ids=str)
-def test_packed_gates_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
+def test_gates_in_tiles_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
     for active in (1, shape[1] / 64, shape[1] / 2):
         asked = problem(*shape, dtype, activation=activation, active=active)
         these = given(asked, GPU)
@@ -520,15 +504,21 @@ def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
     assert again.choice == launch.choice
 
 
+def test_other_ways_are_refused() -> None:
+    these = given(problem(4, 64, 32))
+    with pytest.raises(Unsupported, match=r"expected one of best, sparse"):
+        ffn_sparse.prepare(these, way="dense")
+    with pytest.raises(Unsupported, match="use library"):
+        ffn_sparse.prepare(these, way="packed")
+    with pytest.raises(Unsupported, match="use library"):
+        ffn_sparse.prepare(replace(these, pinned={"way": "packed"}))
+
+
 @pytest.mark.gpu
 @hopper
-def test_no_other_way_is_known() -> None:
-    with pytest.raises(Unsupported, match=r"expected one of best, sparse, .*, found 'd"):
-        ffn_sparse.prepare(gpu_case(), way="dense")
+def test_few_refuses_many_tokens_on_a_gpu() -> None:
     with pytest.raises(Unsupported, match="expected 1 to 64 tokens, found 300"):
         ffn_sparse.prepare(gpu_case(), way="few")
-    with pytest.raises(Unsupported, match="a packed product needs a layer with a gate"):
-        mlp_sparse.prepare(given(problem(9, 64, 64, op="mlp", active=8), GPU), way="packed")
 
 
 def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:

@@ -185,7 +185,7 @@ def test_words_are_right_on_a_hopper_gpu(config: Config, tiles: Tiles, name: str
             gate = _twell_gate.launch(x.to(dtype), w.to(dtype), tiles, config, watchdog=True)
             right = (x.double() @ w.to(dtype).double().T).to(dtype)
             for _ in range(2):
-                gate.on.fill_(-1)
-                gate.values.fill_(7.0)
+                gate.words.fill_(-1)
+                gate.dense.fill_(7.0)
                 gate()
-                assert_words(gate.on, gate.values, right, tiles)
+                assert_words(gate.words, gate.dense, right, tiles)

@@ -1,0 +1,189 @@
+"""The decision on one test from its cells, by its quantifier; verdict.py lists the rules."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import log
+
+import numpy as np
+
+from sparsebench.results.claims.cells import Cell, largest_value, pooled, value_text
+from sparsebench.results.claims.metrics import METRICS, SIGNS
+from sparsebench.results.claims.schema import Test
+from sparsebench.results.formatting import are
+from sparsebench.results.statistics import FEWEST, more_processes
+
+
+class Word(StrEnum):
+    """The word of a verdict."""
+
+    REPRODUCED = "reproduced"
+    PARTLY = "partly"
+    REFUTED = "refuted"
+    NOT_CARRIED_OVER = "not carried over"
+    INCONCLUSIVE = "inconclusive"
+    NOT_TESTABLE = "not testable"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A verdict on the cells of a test before its basis and number of processes limit it.
+
+    deciding  the cells that it rests on
+    confirm   the cell that a confirming run would have to measure
+    """
+
+    word: Word
+    why: str
+    deciding: Sequence[Cell]
+    confirm: Cell | None = None
+
+
+def cell_state(test: Test, cell: Cell) -> str:
+    """Return whether a cell is "met", "missed" or "unclear"."""
+    up = test.at_least is not None
+    met = cell.low >= test.limit if up else cell.high <= test.limit
+    missed = cell.high < test.limit if up else cell.low > test.limit
+    return "met" if met else "missed" if missed else "unclear"
+
+
+def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
+    """Return the verdict on cells with values; others `failed` or are still `unmeasured`."""
+    alone = len(cells) == 1 and not failed and not unmeasured
+    if test.quantifier == "typical" or (test.quantifier == "for_all" and alone):
+        return _typical(test, cells, failed, unmeasured)
+    if test.quantifier == "for_all":
+        return _for_all(test, cells, failed, unmeasured)
+    return _exists(test, cells, unmeasured)
+
+
+def _typical(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
+    if unmeasured:
+        return _open(f"{are(unmeasured, 'cell')} not measured", cells)
+    whole = pooled(cells, test)
+    state = cell_state(test, whole)
+    few = {1: "the only cell has", 2: "both cells together have"}
+    which = few.get(len(cells), f"all {len(cells)} cells together have")
+    why = f"{which} {_value(test, whole)}; {_claimed(test)}"
+    if state == "met" and not failed:
+        return Decision(Word.REPRODUCED, f"{why}.", [whole])
+    if state == "unclear":
+        return _open(f"{why}, which is inside the interval{_more(test, whole)}", [whole])
+    if _partly(test, whole) or state == "met":
+        return Decision(Word.PARTLY, f"{why}.", [whole])
+    return _missed(test, why, [whole], whole)
+
+
+def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
+    met, missed, unclear = (
+        [cell for cell in cells if cell_state(test, cell) == state]
+        for state in ("met", "missed", "unclear")
+    )
+    up = test.at_least is not None
+    ends = ("smallest", "largest") if up else ("largest", "smallest")
+    over = f" that of {test.over}" if test.over else ""
+    limit = f"{'≥' if up else '≤'} {test.limit_text}{over}"
+    count = f"{len(met)} of {are(len(cells) + failed, 'cell')} {limit}"
+    if len(met) == len(cells) and not failed and not unmeasured:
+        worst = _best(test, cells, worst=True)
+        why = f"{count}; the {ends[0]} is {value_text(test, worst)}."
+        return Decision(Word.REPRODUCED, why, [worst])
+    if met and (missed or failed):
+        worst = _best(test, missed or met, worst=True)
+        why = f"{count}, but {worst.label} has {value_text(test, worst)}."
+        return Decision(Word.PARTLY, why, [worst])
+    if unmeasured:
+        return _open(f"{count}; {are(unmeasured, 'cell')} not measured", cells)
+    if unclear:
+        worst = _best(test, unclear)
+        value = f"{value_text(test, worst)}, an interval around the limit"
+        return _open(f"{count}; {worst.label} has {value}{_more(test, worst)}", unclear)
+    best = _best(test, cells)
+    word = Word.PARTLY if _partly(test, best) else Word.REFUTED
+    return Decision(word, f"{count}; the {ends[1]} is {value_text(test, best)}.", [best])
+
+
+def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
+    """Judge by one cell; the best of several must be met in a run made for it."""
+    met, unclear = (
+        [cell for cell in cells if cell_state(test, cell) == state] for state in ("met", "unclear")
+    )
+    alone = len(cells) == 1 and not unmeasured
+    only = "the only cell" if alone else "the only measured cell"
+    which = f"the best of {len(cells)} cells" if len(cells) > 1 else only
+    if proven := [cell for cell in met if cell.confirms or alone]:
+        best = _best(test, proven)
+        cell = "the cell measured again after a screening" if best.confirms else "the only cell"
+        why = f"{cell}, {best.label}, has {_value(test, best)}; {_claimed(test)}."
+        return Decision(Word.REPRODUCED, why, [best])
+    if met:
+        best = _best(test, met)
+        why = f"{which}, {best.label}, has {_value(test, best)}; {_claimed(test)}"
+        why += ". A run made for this cell alone would decide"
+        return Decision(Word.INCONCLUSIVE, f"{why}.", [best], confirm=best)
+    if unclear:
+        best = _best(test, unclear)
+        limit = f"an interval around the claimed {test.limit_text}{_more(test, best)}"
+        why = f"{which}, {best.label}, has {_value(test, best)}, {limit}."
+        confirm = None if best.confirms or alone else best
+        return Decision(Word.INCONCLUSIVE, why, [best], confirm)
+    best = _best(test, cells)
+    if unmeasured:
+        left = f"{are(unmeasured, 'cell')} not measured"
+        return _open(f"the best so far has {value_text(test, best)}; {left}", [best])
+    name = "" if alone else f", {best.label},"
+    why = f"{which}{name} has {_value(test, best)}; {_claimed(test)}"
+    if _partly(test, best):
+        return Decision(Word.PARTLY, f"{why}.", [best])
+    return _missed(test, why, cells, best)
+
+
+def _missed(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Decision:
+    """Refute, unless the device's ceilings do not allow the limit in any of these cells."""
+    up = test.at_least is not None
+    allowed = [largest_value(test, cell) if up else None for cell in cells]
+    known = [value for value in allowed if value is not None]
+    if len(known) < len(allowed) or max(known) >= test.limit:
+        return Decision(Word.REFUTED, f"{why}.", [deciding])
+    most = f"this device allows at most {max(known):.3g}{SIGNS[test.unit]}"
+    why = f"{why}, which these cells cannot reach: {most}."
+    return Decision(Word.NOT_TESTABLE, why, [deciding])
+
+
+def _open(why: str, deciding: Sequence[Cell]) -> Decision:
+    return Decision(Word.INCONCLUSIVE, f"{why}.", deciding)
+
+
+def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:
+    up = (test.at_least is not None) != worst
+    return (max if up else min)(cells, key=lambda cell: cell.value)
+
+
+def _partly(test: Test, cell: Cell) -> bool:
+    """Return whether a cell that missed the limit still shows part of the claim."""
+    if test.partly_at is not None:
+        up = test.at_least is not None
+        return cell.low >= test.partly_at if up else cell.high <= test.partly_at
+    none = METRICS[test.metric].none
+    return test.at_least is not None and none is not None and none < min(cell.low, test.threshold)
+
+
+def _claimed(test: Test) -> str:
+    return f"the claim is at {'least' if test.at_least is not None else 'most'} {test.limit_text}"
+
+
+def _value(test: Test, cell: Cell) -> str:
+    """Write a value with its quantity: `27.1 % [26.8, 27.3] of the ideal speed-up`."""
+    over = f" over that of {test.over}" if test.over else ""
+    return value_text(test, cell, METRICS[test.metric].template + over)
+
+
+def _more(test: Test, cell: Cell) -> str:
+    """Say how many more processes would decide a cell whose interval contains the limit."""
+    if cell.processes < FEWEST:
+        return ""
+    at = log(METRICS[test.metric].back(test.limit, cell.density))
+    count = more_processes(np.array(cell.logs) - at, margin=0.0)
+    if not count:
+        return "; more processes would not decide"
+    return f"; {count} more process{'' if count == 1 else 'es'} would decide"
