@@ -165,7 +165,8 @@ def _text(name: str) -> tuple[str, str]:
     if not name.endswith((".yaml", ".yml")):
         names = sorted(packaged)
         hint = did_you_mean(name, names)
-        raise SuiteError(f"expected a file.yaml or one of {', '.join(names)}; found {name!r}{hint}")
+        expected = "expected a file.yaml or one of the suites in `sparsebench list`"
+        raise SuiteError(f"{expected}; found {name!r}{hint}")
     if not files.utf8(name):
         raise SuiteError(f"expected a suite with a name in UTF-8, found {name!r}")
     return name, files.text(Path(name), files.YAML_BYTES, SuiteError)

@@ -113,7 +113,7 @@ def load(folder: str, name: str) -> Any:
     known, constant = modules(folder), CONSTANTS[folder]
     if name not in known and "." not in name and ":" not in name:
         what, hint = folder.rpartition(".")[2], did_you_mean(name, [*known])
-        raise SuiteError(f"expected one of the {what} {', '.join(known)}; found {name!r}{hint}")
+        raise SuiteError(f"expected one of the {what} in `sparsebench list`; found {name!r}{hint}")
     place = known.get(name, name)
     if not PLACE.fullmatch(place):
         raise SuiteError(f"{name}: expected package.module or package.module:NAME")
