@@ -145,13 +145,13 @@ def test_an_empty_row_must_be_exactly_zero() -> None:
         (torch.zeros_like, "all zero"),
     ],
 )
-def test_what_is_wrong_is_said(spoil, reason: str) -> None:
+def test_a_wrong_output_has_a_reason(spoil, reason: str) -> None:
     right, out = expected("fp16")
     assert reason in str(check(spoil(out), right).reason)
 
 
 @pytest.mark.parametrize("pattern", [Csr, Bsr])
-def test_a_packed_output_is_held_where_the_pattern_stores_elements(pattern: type) -> None:
+def test_a_packed_output_is_compared_where_the_pattern_stores_elements(pattern: type) -> None:
     right, out = expected("fp16")
     w = pattern.from_dense(out.where(out > 0.5, 0))  # blocks of 32 stick out of 48 x 40
     verdict = check(w.sample(out), right, w)
@@ -162,7 +162,7 @@ def test_a_packed_output_is_held_where_the_pattern_stores_elements(pattern: type
     assert check(w.sample(out.neg()), right, w).reason
 
 
-def test_what_sticks_out_of_the_matrix_must_be_exactly_zero() -> None:
+def test_padding_outside_the_matrix_must_be_exactly_zero() -> None:
     right, out = expected("fp16")
     w = Bsr.from_dense(out, block=32)
     gradient = w.sample(out)

@@ -106,7 +106,7 @@ def test_one_warning_makes_a_machine_unfit() -> None:
     assert unfit([*fit, findings.slices(True)])
 
 
-def test_what_was_found_is_in_numbers() -> None:
+def test_findings_contain_the_numbers() -> None:
     assert findings.others([7, 12], 30).found == "processes 7, 12; 30 % busy before"
     assert findings.reasons(0x4 | 0x80).found == "power brake, power limit"
     assert findings.slowed_down({"seconds": 2.0, "power_capped_us": 5e5}).found == (

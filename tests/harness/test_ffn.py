@@ -41,7 +41,7 @@ def units_on(asked: Problem, drawn: DenseOperands) -> Tensor:
 @pytest.mark.parametrize("op", GATE)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("active", [8.0, 100.0])
-def test_as_many_units_are_on_as_asked_for_at_every_draw(op, dtype, active) -> None:
+def test_every_draw_has_the_requested_number_of_active_units(op, dtype, active) -> None:
     asked = problem(op, dtype=dtype, active=active, skew="iid")
     drawn = built(asked)
     for draw in (0, 1):
@@ -109,7 +109,7 @@ def test_a_row_that_has_its_bias_alone_is_never_on() -> None:
 
 
 @pytest.mark.parametrize("skew", ["iid", "zipf", "correlated"])
-def test_probabilities_have_the_mean_asked_for(skew) -> None:
+def test_probabilities_have_the_requested_mean(skew) -> None:
     found = probabilities(29.0, 5632, skew)
     assert sum(found) == pytest.approx(29)
     assert list(found) == sorted(found, reverse=True)
@@ -198,7 +198,7 @@ contenders: [{format: dense, kernel: reference}]
         ),
     ],
 )
-def test_what_biases_cannot_bring_about_is_refused(written: str, message: str, tmp_path: Any):
+def test_fields_that_biases_cannot_achieve_are_refused(written: str, message: str, tmp_path: Any):
     path = tmp_path / "s.yaml"
     path.write_text(SUITE.replace("ACTIVE", written))
     with pytest.raises(SuiteError, match=message):

@@ -11,7 +11,7 @@ def row(kernel: str, *samples_us: float, baseline: bool = False) -> Row:
     return Row(Case(PROBLEM, contender), Status.OK, samples_us=samples_us, samples_per_block=1)
 
 
-def test_the_leader_is_told_by_ratios_within_blocks() -> None:
+def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
     """The clock doubles from block to block, for both."""
     base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
     assert leader([base, row("fast", 200.0, 100.0, 50.0)]) == "; last: fast, 2.0 x cublas"

@@ -22,7 +22,7 @@ BEGAN = Spent(at_s=0.0, busy_s=100.0, own_s=5.0, cores=2)
         ("cuda", 19.0, Level.WARNING),
     ],
 )
-def test_what_others_took_of_the_cores_is_judged(kind: str, others_s: float, level: Level) -> None:
+def test_other_work_on_the_cores_is_judged(kind: str, others_s: float, level: Level) -> None:
     now = Spent(at_s=10.0, busy_s=100.0 + 7.0 + others_s, own_s=5.0 + 7.0, cores=2)
     found = host(BEGAN, now, kind)
     assert found.level is level
@@ -33,7 +33,7 @@ def test_a_system_without_counters_is_a_note() -> None:
     assert host(None, None, "cpu").level is Level.NOTE
 
 
-def test_this_machine_is_looked_at() -> None:
+def test_this_machine_can_be_examined() -> None:
     spent = read_spent()
     assert spent is None or (spent.cores >= 1 and spent.busy_s > 0)
     (found,) = before("cpu", "", os.getpid())

@@ -25,7 +25,7 @@ def ceilings(asked: list[list[str]], card: str, *dtypes: str) -> dict[str, Any]:
     return runner.recent_ceilings(card, dtypes, measure)
 
 
-def test_a_second_run_takes_them_and_says_how_old_they_are(asked: list[list[str]]) -> None:
+def test_a_second_run_takes_recent_ceilings_with_their_age(asked: list[list[str]]) -> None:
     assert "age_s" not in ceilings(asked, "GPU-1", "bf16", "fp8")
     assert ceilings(asked, "GPU-1", "bf16")["age_s"] == 100.0
     assert ceilings(asked, "GPU-1", "fp8")["age_s"] == 200.0

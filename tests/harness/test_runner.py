@@ -87,7 +87,7 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
     assert statuses == ["ok", "failed", "failed", "out_of_memory", "ok"]
 
 
-def test_a_contest_nobody_is_to_blame_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contest_without_a_known_offender_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     (found,) = rows()
@@ -178,7 +178,7 @@ def suite(tmp_path: Path) -> Suite:
     return read(str(path))
 
 
-def test_a_run_is_complete_and_says_so(suite: Suite, tmp_path: Path) -> None:
+def test_a_complete_run_is_finished(suite: Suite, tmp_path: Path) -> None:
     path = measure(suite, Flags("cpu", replicates=2), tmp_path / "run", None)
     run = store.read(path)
     assert run.state["status"] == "finished"
