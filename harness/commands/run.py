@@ -185,7 +185,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     else:
         wide().print(Answer(measured, analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page, found=analysis)  # after the answer, which need not wait for the page
+    build(measured, page, analysis=analysis)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
     if browse:

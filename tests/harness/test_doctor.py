@@ -204,5 +204,5 @@ def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> No
 def test_a_gpu_is_examined_and_its_clocks_agree() -> None:
     found = {finding.check: finding for finding in examination.examine(torch.device("cuda:0"))}
     assert {"other work on the GPU", "slowed down under load", "SM clock under load"} < set(found)
-    assert found["a sample of nothing"].level is OK
+    assert found["an empty sample"].level is OK
     assert sum(check.startswith("clocks, ") for check in found) == len(timing_checks.LADDER)

@@ -189,7 +189,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_sealed_and_valid_when_it_ends(simulated: Path) -> None:
     done = sparsebench("validate", simulated)
     assert done.returncode == 0, done.stderr
-    assert "plan: 9 rows a replicate, all that suite.yaml asks for" in done.stdout
+    assert "plan: 9 rows" in done.stdout
 
 
 def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A decoding step: right in every layer, from what a row names, and on activations drawn anew."""
+"""A decoding step: right in every layer, searched or pinned, and on redrawn activations."""
 
 import json
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def given(
 
 
 def verdict(launch: Launch, these: Operands, weights: Mapping[str, Tensor]) -> Any:
-    """Draw other activations, poison what the launch wrote, and judge what it writes then."""
+    """Redraw the activations, poison the output, and check what the launch writes."""
     asked, activations = these.problem, these.activations
     redraw(asked, OP, activations, 7)
     out = launch()
@@ -90,7 +90,7 @@ def assert_right(these: Operands, weights: Mapping[str, Tensor], prepare: Any) -
 
 
 def assert_right_twice(these: Operands, weights: Mapping[str, Tensor], prepare: Any) -> Launch:
-    """Prepare, and again from what a row names."""
+    """Check a searched launch, and one from the pinned choice."""
     launch = assert_right(these, weights, prepare)
     again = prepare(replace(these, pinned=json.loads(json.dumps(launch.choice))))
     assert again.choice == launch.choice
@@ -113,7 +113,7 @@ def test_an_interpreted_step_is_right(fields: Any) -> None:
 
 
 @pytest.mark.interpreted
-def test_an_interpreted_choice_is_taken_again() -> None:
+def test_an_interpreted_choice_can_be_pinned() -> None:
     launch = assert_right_twice(*given(problem()), decoder_dense.prepare)
     assert [*launch.choice] == ["qkv", "o", "gate_up", "down", "head", "attention"]
 
@@ -172,7 +172,7 @@ def test_attention_compiles_without_a_spill(
     assert complaint_about(source, capability, {"num_warps": warps}) is None
 
 
-def test_copies_have_memory_of_their_own() -> None:
+def test_copies_have_separate_memory() -> None:
     weight = Dense.from_dense(torch.randn(4, 8))
     copy = _decoder.copied(weight)
     assert torch.equal(copy.values, weight.values)
@@ -183,7 +183,7 @@ class _Small:
     total_memory = 10**9
 
 
-def test_a_model_that_is_too_large_is_told_before_it_is_built(
+def test_a_model_that_is_too_large_is_refused_before_it_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = problem(

@@ -1,4 +1,4 @@
-"""Dense layers of several products: right, from what a row names, and on activations drawn anew."""
+"""Dense layers of several products: searched, pinned, and on redrawn activations."""
 
 import json
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ def problem(op: str, sizes: tuple[int, int, int], dtype: str, activation: str) -
 
 
 def given(asked: Problem, device: torch.device) -> Operands:
-    """Draw operands; weights such that sums keep to 1."""
+    """Draw operands, with weights that keep sums near 1."""
     op, weights, activations = load_op(asked.op), {}, {}
     for name, operand in op.operands.items():
         drawn = torch.randn([asked[size] for size in operand.shape], device=device)
@@ -51,7 +51,7 @@ def given(asked: Problem, device: torch.device) -> Operands:
 
 
 def assert_right(launch: Launch, operands: Operands) -> None:
-    """Draw other activations, poison what the launch wrote, and judge what it writes then."""
+    """Redraw the activations, poison the output, and check what the launch writes."""
     asked, op = operands.problem, load_op(operands.problem.op)
     for activation in operands.activations.values():
         activation.copy_(torch.randn(activation.shape))
@@ -69,7 +69,7 @@ def assert_right(launch: Launch, operands: Operands) -> None:
 
 
 def assert_right_twice(operands: Operands, prepare: Any) -> None:
-    """Prepare, and again from what a row names."""
+    """Check a searched launch, and one from the pinned choice."""
     launch = prepare(operands)
     assert_right(launch, operands)
     again = prepare(replace(operands, pinned=json.loads(json.dumps(launch.choice))))
@@ -95,7 +95,7 @@ def test_a_choice_of_one_library_is_the_definition_by_that_library() -> None:
     assert_right(launch, operands)
 
 
-def test_between_products_memory_is_read_and_written_in_16_bytes(
+def test_the_kernel_between_products_reads_and_writes_16_bytes_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
