@@ -1,7 +1,9 @@
-"""harness/bench/device_ceilings.py: what a device can do at most, and what is faster than that."""
+"""Ceilings: measured, recent ones reused, raised by references, and the rows that they judge."""
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.device_ceilings import measure
 from sparsebench.harness.plan.selection import references
 from sparsebench.harness.plan.suite import read as read_suite
+from sparsebench.harness.run import runner
 from sparsebench.harness.run.measure import measure as run_suite
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
@@ -183,3 +186,42 @@ def test_nothing_that_torch_has_beats_the_ceilings() -> None:
         for row in rows:
             assert row.status is Status.OK
             assert row.raises is None or row.raises < 1.01, row.detail
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return what was measured, by a clock of 100 s a reading."""
+    readings = iter(range(0, 100_000, 100))
+    monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
+    monkeypatch.setattr(runner, "_cached", {})
+    return []
+
+
+def ceilings(asked: list[list[str]], card: str, *dtypes: str) -> dict[str, Any]:
+    def measure(wanted: Collection[str]) -> dict[str, Any]:
+        asked.append(sorted(wanted))
+        return {"matrix_tflops": dict.fromkeys(wanted, 1.0)}
+
+    return runner.recent_ceilings(card, dtypes, measure)
+
+
+def test_a_second_run_takes_recent_ceilings_with_their_age(asked: list[list[str]]) -> None:
+    assert "age_s" not in ceilings(asked, "GPU-1", "bf16", "fp8")
+    assert ceilings(asked, "GPU-1", "bf16")["age_s"] == 100.0
+    assert ceilings(asked, "GPU-1", "fp8")["age_s"] == 200.0
+    assert asked == [["bf16", "fp8"]]
+
+
+def test_another_dtype_is_measured_with_those_before(asked: list[list[str]]) -> None:
+    ceilings(asked, "GPU-1", "bf16")
+    assert "age_s" not in ceilings(asked, "GPU-1", "fp16")
+    assert ceilings(asked, "GPU-1", "bf16", "fp16")["age_s"] > 0
+    assert asked == [["bf16"], ["bf16", "fp16"]]
+
+
+def test_another_card_and_a_later_hour_are_measured(asked: list[list[str]]) -> None:
+    ceilings(asked, "GPU-1", "bf16")
+    ceilings(asked, "GPU-2", "bf16")
+    for _ in range(7):  # seconds 100 to 900
+        ceilings(asked, "GPU-1", "bf16")
+    assert asked == [["bf16"], ["bf16"], ["bf16"]]

@@ -1,3 +1,5 @@
+"""The parent process: workers that fail, runs that stop and resume, and lines of progress."""
+
 import json
 import os
 import signal
@@ -15,7 +17,7 @@ from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
-from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.measure import RunOptions, leader, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results import store
@@ -290,3 +292,19 @@ def test_a_real_illegal_address_is_a_row() -> None:
         runner.kill()
     assert [row.status.value for row in measured.rows] == ["ok", "failed", "out_of_memory"]
     assert "illegal memory access" in measured.rows[1].detail
+
+
+TINY = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks"})
+
+
+def row(kernel: str, *samples_us: float, baseline: bool = False) -> Row:
+    contender = Contender("dense", kernel, baseline=baseline)
+    return Row(Case(TINY, contender), Status.OK, samples_us=samples_us, samples_per_block=1)
+
+
+def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
+    """The clock doubles from block to block, for both."""
+    base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
+    assert leader([base, row("fast", 200.0, 100.0, 50.0)]) == "; last: fast, 2.0 x cublas"
+    assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == "; last: cublas, the baseline"
+    assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""
