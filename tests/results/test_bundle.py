@@ -210,7 +210,7 @@ def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> 
     )  # fmt: skip
     store.replace_rows(run, rows(run / "suite.yaml", data))
     bundle.seal(run)
-    assert lines(run, data)[-1].startswith("plan: 4 rows a replicate")
+    assert lines(run, data)[-1].startswith("plan: 4 rows")
     (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 2\n")
     assert "expected a.smtx with SHA-256 " in lines(run, data)[-1]
     (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
@@ -283,7 +283,7 @@ def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_p
     shutil.copytree(run, home)
     page = tmp_path / "published" / "README.md"
     page.write_text(f"```\n{bundle.identity(home)}  gpu/small/manifest.json\n```\n")
-    assert "README.md" in lines(home)[1]
+    assert "as listed in README.md" in lines(home)[1]
     store.replace_rows(home, [replace(row, samples_us=(0.15, 0.25)) for row in store.rows(home)])
     bundle.seal(home)
     assert "expected a manifest with SHA-256 " in said(home)
