@@ -23,15 +23,17 @@ def load(name: str) -> ClaimFile:
     """Read a claim by name or from a file. Raises SuiteError with the file and the line."""
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
-    known = claims()
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; found {name!r}{hint}")
-    return parse(known[name].name, known[name].read_text("utf-8"))
+    packaged = claims()
+    if name not in packaged:
+        hint = did_you_mean(name, packaged)
+        raise SuiteError(
+            f"expected a file.yaml or one of {', '.join(packaged)}; found {name!r}{hint}"
+        )
+    return parse(packaged[name].name, packaged[name].read_text("utf-8"))
 
 
 def chosen(names: list[str]) -> list[ClaimFile]:
-    """Read the claims of these names, or all known claims without any."""
+    """Read the claims of these names, or all packaged claims without any."""
     selected = [load(name) for name in names or claims()]
     twice = [name for name, count in Counter(each.name for each in selected).items() if count > 1]
     if twice:
