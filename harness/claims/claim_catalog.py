@@ -9,7 +9,7 @@ from collections import Counter
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from sparsebench._discovery import did_you_mean, documents
+from sparsebench._discovery import documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.results.claims.schema import ClaimFile, parse, read
 
@@ -25,15 +25,12 @@ def load(name: str) -> ClaimFile:
         return read(Path(name))
     packaged = claims()
     if name not in packaged:
-        hint = did_you_mean(name, packaged)
-        raise SuiteError(
-            f"expected a file.yaml or one of {', '.join(packaged)}; found {name!r}{hint}"
-        )
+        raise SuiteError(unknown("a file.yaml or a known claim", name, packaged))
     return parse(packaged[name].name, packaged[name].read_text("utf-8"))
 
 
 def chosen(names: list[str]) -> list[ClaimFile]:
-    """Read the claims of these names, or all packaged claims without any."""
+    """Read the claims of these names, or all known claims without any."""
     selected = [load(name) for name in names or claims()]
     twice = [name for name, count in Counter(each.name for each in selected).items() if count > 1]
     if twice:
