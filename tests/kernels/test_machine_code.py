@@ -37,7 +37,7 @@ def elf(**sections: bytes) -> bytes:
     return head + bodies + b"".join(headers)
 
 
-def test_a_path_or_a_name_leaves_the_digest_as_it_is() -> None:
+def test_a_path_or_a_name_does_not_change_the_digest() -> None:
     here = elf(__text__kernel=b"add", __debug_line=b"/here", __nv__global__init=b"12")
     there = elf(__debug_line=b"/there/further", __text__kernel=b"add", __nv__info=b"1")
     assert digest(here) == digest(there)

@@ -233,7 +233,7 @@ def operands_of(op: str, dtype: str) -> Operands:
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "tf32"])
 @pytest.mark.parametrize("path", ["tma", None])
 @pytest.mark.parametrize("kernel", [bsr_triton_dgrad, bsr_triton_wgrad])
-def test_prepared_gradients_are_of_later_activations_and_settle(kernel: Any, path, dtype):
+def test_prepared_gradients_follow_later_activations(kernel: Any, path, dtype):
     operands = operands_of(kernel.KERNEL.op, dtype)
     launch = kernel.prepare(operands, path=path)
     for activation in operands.activations.values():
@@ -251,7 +251,7 @@ def test_prepared_gradients_are_of_later_activations_and_settle(kernel: Any, pat
 
 
 @pytest.mark.parametrize("path", ["tma", None])
-def test_products_of_tf32_problems_are_asked_for_in_tf32(path):
+def test_products_of_tf32_problems_use_tf32(path):
     w, x = weights(48, 64, [16, 16], "tf32"), torch.randn(3, 64)
     problem = Problem("linear", {"dtype": "tf32"})
     weight = {"w": Bsr.from_dense(w, block=16)}

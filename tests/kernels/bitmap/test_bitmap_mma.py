@@ -178,7 +178,7 @@ def test_nan_and_infinity_are_where_the_definition_has_them(
 
 
 @needs_compiler
-def test_rows_of_x_may_be_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(3, 40, 520, 0.5, BF16)
     wide = torch.full((3, 544), float("nan"), dtype=BF16)[:, :520]
     wide.copy_(x)

@@ -261,7 +261,7 @@ def test_weights_without_a_non_zero_give_zeros(
 
 
 @pytest.mark.parametrize(("peer", "block"), PEERS)
-def test_what_the_library_refuses_is_unsupported_with_its_own_reason(
+def test_a_refusal_of_the_library_is_the_reason(
     library: HostCusparse, peer: Any, block: int | None
 ) -> None:
     library.refuses = True

@@ -178,7 +178,7 @@ def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
         (16, (256, 256), "fp32", [16]),
     ],
 )
-def test_tiles_divide_the_tokens_and_hold_what_torch_ships(
+def test_tiles_divide_the_tokens_and_include_torchs(
     m: int, block: tuple[int, int], dtype: str, tiles: list[int]
 ) -> None:
     assert torch_bsr.token_tiles(m, block, DTYPES[dtype]) == tiles

@@ -121,7 +121,7 @@ def test_sizes_that_stk_cannot_take_are_unsupported(
     assert found is None if reason is None else reason in str(found)
 
 
-def test_without_a_gpu_or_stk_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("linear", SIZES)
     assert "found device cpu" in str(stk.unsupported(problem, torch.device("cpu")))
 

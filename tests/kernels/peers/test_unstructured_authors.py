@@ -61,13 +61,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("peer", "fields", "said"), WRONG)
-def test_what_the_authors_cannot_run_is_said(
+def test_cases_that_the_authors_cannot_run_have_a_reason(
     peer: ModuleType, fields: dict[str, Any], said: str, checkouts: Path
 ) -> None:
     assert said in (peer.unsupported(problem(**fields), CUDA) or "")
 
 
-def test_what_they_can_run_needs_a_checkout(
+def test_cases_that_they_can_run_need_a_checkout(
     checkouts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {spinfer: problem(m=384), macko: problem(m=1)}
@@ -85,7 +85,7 @@ def test_a_suite_may_name_them() -> None:
         assert (kernel.op, kernel.consumes, kernel.device) == ("linear", "csr", "cuda")
 
 
-def test_code_that_does_not_build_is_one_line_and_nothing_is_kept(
+def test_code_that_does_not_build_is_one_line_and_stores_nothing(
     checkouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))

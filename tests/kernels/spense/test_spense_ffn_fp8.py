@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("written", REFUSED)
-def test_what_fp8_is_too_imprecise_for_is_refused(written: str, tmp_path: Path) -> None:
+def test_problems_too_imprecise_for_fp8_are_refused(written: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(
         "schema: sparsebench/suite@1\ntitle: t\nproblems:\n"

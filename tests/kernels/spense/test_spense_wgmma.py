@@ -252,7 +252,7 @@ def test_few_items_are_cut_into_equal_parts() -> None:
     assert set(items[:, 3].tolist()) == {66, 67}
 
 
-def test_what_runs_at_one_time_shares_tokens_and_features() -> None:
+def test_items_of_a_wave_share_tokens_and_features() -> None:
     work = schedule(layer(*LAYERS[0][:2], 0.5, "rows"), 8192, 256, 2, 66)
     wave = work.items[work.starts[:-1]]
     assert len(np.unique(wave[:, 1])) == 8
@@ -300,7 +300,7 @@ def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(
         (128, (3072, 1024), (64, 1, 1), 0),  # 96
     ],
 )
-def test_the_model_knows_what_won(
+def test_the_model_ranks_the_winners_first(
     m: int, shape: tuple[int, int], won: tuple[int, int, int], likelier: int
 ) -> None:
     found = _clusters.likeliest(m, shape, 2, AT_ONCE, 5)
