@@ -125,9 +125,7 @@ def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
             fresh_file = Path(fresh) / file.name
             command = *NVCC, f"-arch={target}", "-I", folder, source, "-o", fresh_file
             try:
-                built = subprocess.run(
-                    [*NVCC, *arguments], capture_output=True, text=True, check=False
-                )
+                built = subprocess.run(command, capture_output=True, text=True, check=False)
             except OSError as error:
                 raise Unsupported(f"needs nvcc to build {name}; found {error.strerror}") from error
             if built.returncode:
