@@ -1,4 +1,4 @@
-"""What a captured graph reads lives as long as the graph, by a driver that keeps count."""
+"""Operands of a captured graph live as long as the graph; a fake driver counts references."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ from sparsebench.kernels._kernel import Launch
 
 
 class Driver:
-    """The calls of libcuda that are made, and graphs that own user objects."""
+    """A fake libcuda that records user objects and the graphs that own them."""
 
     def __init__(self) -> None:
         self.capturing = 0  # the number of the capture

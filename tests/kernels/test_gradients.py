@@ -1,4 +1,4 @@
-"""The gradients of a linear layer: definitions against autograd, peers against definitions."""
+"""Gradients of a linear layer: definitions agree with autograd, and peers with definitions."""
 
 import subprocess
 import sys

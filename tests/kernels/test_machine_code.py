@@ -1,4 +1,4 @@
-"""The digest of a compiled kernel: of its instructions, whatever paths and names there are."""
+"""The digest of a compiled kernel covers its instructions, but no paths or file names."""
 
 import struct
 
@@ -6,7 +6,7 @@ from sparsebench.kernels._common.machine_code import digest
 
 
 def elf(**sections: bytes) -> bytes:
-    """Return an ELF64 file of these sections; a name's `__` is a dot."""
+    """Return an ELF64 file with these sections; `__` in a name stands for a dot."""
     names, bodies, headers = b"\0", b"", [struct.pack("<IIQQQQQQII", *[0] * 10)]
     listed = {name.replace("__", "."): body for name, body in sections.items()}
     places = {}

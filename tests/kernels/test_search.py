@@ -1,4 +1,4 @@
-"""What a search tells a row: every candidate's choice, with its time or why it has none."""
+"""The lines of a search: the choice of each candidate, with its time or the reason for none."""
 
 import gzip
 import json

@@ -45,7 +45,7 @@ class Compile(NamedTuple):
     warps: int
     dtype: str
     capability: int
-    aligned: bool  # sizes are multiples of 16, and Triton knows
+    aligned: bool  # Triton knows that sizes are multiples of 16
 
 
 def all_compiles() -> Iterator[Compile]:
@@ -116,7 +116,7 @@ def assert_all_compile(those: list[Compile]) -> None:
 
 @pytest.fixture
 def every(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Compile]:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a compile, not a memory of one
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # without a cache
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return [*dict.fromkeys(all_compiles())]
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: right in Triton's interpreter, and refused where Triton cannot run."""
+"""The Triton kernels are right in the interpreter, and refused where Triton cannot run."""
 
 from dataclasses import replace
 

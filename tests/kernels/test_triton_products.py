@@ -49,7 +49,7 @@ CORES = 4  # multiprocessors: so few that hundreds of tokens are split
 
 
 def weights(n: int, k: int, block: list[int], dtype: str) -> Tensor:
-    """Half of the blocks, none in the second block row, none in the last block column."""
+    """Store half of the blocks, none in the second block row or the last block column."""
     r, c = block
     kept = torch.rand(-(-n // r), -(-k // c)) < 0.5
     kept[0] = True
@@ -60,7 +60,7 @@ def weights(n: int, k: int, block: list[int], dtype: str) -> Tensor:
 
 
 def assert_exact(y: Tensor, x: Tensor, w: Tensor) -> None:
-    """Hold Y against fp64: one rounding to its dtype, fp32 sums over the largest terms."""
+    """Compare Y with fp64: one rounding to its dtype, fp32 sums over the largest terms."""
     x64, w64 = x.double(), w.double()
     expected, sizes = x64 @ w64.T, x64.abs() @ w64.abs().T
     sums = len(w.T) * EPSILON[torch.float32] * sizes
@@ -73,7 +73,7 @@ def seed() -> None:
 
 
 def run_twice(launch: Launch) -> Tensor:
-    """Poison the first output, so that what a second call leaves out is seen."""
+    """Poison the first output, so that elements that a second call omits are seen."""
     launch().fill_(float("nan"))
     return launch()
 
@@ -131,7 +131,7 @@ def wgrad_runs(dy: Tensor, x: Tensor, pattern: Bsr, path: str) -> list[Launch]:
 
 
 def assert_right_gradient(values: Tensor, dy: Tensor, x: Tensor, pattern: Bsr) -> None:
-    """Ask what the harness asks of a gradient at a pattern."""
+    """Check a gradient at a pattern like the harness."""
     exact = dy.double(), x.double()
     reference, spread = linear_wgrad.definition(*exact), linear_wgrad.spread(*exact)
     expected = Expected(reference, spread, x.dtype, len(x))

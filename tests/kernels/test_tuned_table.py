@@ -1,4 +1,4 @@
-"""Tables of tuned configurations: what is found in them, what is not, and how they are filled."""
+"""Tables of tuned configurations: lookups, and how `sparsebench tune` fills them."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def entry(sizes: Sizes = AT, kernel: str = "bsr_wgmma", **changes: Any) -> Entry
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
-    """Put tables into a folder of the test, and a GPU of 132 multiprocessors into the machine."""
+    """Use tables in a temporary folder, and a fake GPU with 132 multiprocessors."""
     found = {"user": tmp_path / "user", "package": tmp_path / "package"}
     for folder in found.values():
         folder.mkdir()
@@ -206,7 +206,7 @@ def test_a_launch_records_the_origin_of_its_configuration(tuned: Any, by: str) -
     problem = Problem("linear", {"m": 32, "n": 128, "k": 256, "dtype": "fp16"})
     x = torch.ones(32, 256).half()
     operands = Operands(problem, {"w": packed}, {"x": x}, definition)
-    launch = bsr_triton.prepare(operands, tuned=tuned)  # a CPU takes the first, untimed
+    launch = bsr_triton.prepare(operands, tuned=tuned)  # a CPU takes the first without timing
     assert launch.choice["by"] == by
     again = bsr_triton.prepare(replace(operands, pinned=launch.choice), tuned=tuned)
     assert again.choice == launch.choice
@@ -241,7 +241,7 @@ def test_a_space_contains_the_search_and_is_bounded(m: int, side: int, dtype: st
 
 
 def test_the_byte_model_by_hand() -> None:
-    # 16 x 2 programs of 256 x 64 on 10 multiprocessors: 4 one after the other on the busiest.
+    # 16 x 2 programs of 256 x 64 on 10 multiprocessors: the busiest runs 4 in turn.
     assert tuned_table.loads(32, 10, 1024, 256, 64) == 4 * 1024 * (256 + 64)
     config = bsr_triton.configurations(4096, (64, 64), 2, "tma")[0]
     sizes = blocked(4096, 128, 1024, "bf16", (64, 64), stored=8)  # a quarter of 2 x 16 blocks
@@ -270,7 +270,7 @@ def suite(tmp_path: Path) -> Suite:
 
 
 class Bench:
-    """A runner whose searches find 2 µs where the default takes 3, and end as `ends` says."""
+    """A fake runner: searches find 2 µs, the default takes 3, and `ends` gives the status."""
 
     seen: ClassVar[list[int]]
     ends: ClassVar[dict[str, Status]]
@@ -322,7 +322,7 @@ def test_tuning_fills_the_users_table_that_lookups_then_find(
     assert first.versions == {"driver": "580", "torch": "2.11.0", "triton": "3.6.0"}
     sizes = blocked(256, 256, 256, "bf16", (64, 64), stored=8)
     assert tokens_of(sizes) == tokens_of(sizes, "bsr_triton") == 256
-    assert tuning.tune(suite, "cuda:0", 1).found == 0  # all of it is known
+    assert tuning.tune(suite, "cuda:0", 1).found == 0  # everything is in the table
     assert len(bench.seen) == 3
 
 

@@ -41,7 +41,7 @@ def example(shape: tuple[int, int, int, float], dtype: torch.dtype) -> tuple[Ten
 
 
 def on_this_machine(name: str, dtype: torch.dtype) -> str:
-    """Return the source of a kernel, with what stands in for the device."""
+    """Return the source of a kernel with stand-ins for the device."""
     narrowing = "__float_as_uint(f)" if dtype == FP32 else "(u16)narrow(f)"
     return f"""
       #define __align__(n)

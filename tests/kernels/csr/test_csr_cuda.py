@@ -41,7 +41,7 @@ from tests.tools.marks import sampled
 
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
-    """Build the kernel's own source for this machine."""
+    """Build the kernel's source for this machine."""
     source = on_this_machine("csr_cuda.cu", dtype)
     source += """
       static void** a;
@@ -118,7 +118,7 @@ def test_a_matrix_of_zeros_gives_zeros(
 
 @needs_compiler
 def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that are filled up multiply zeros by zeros, and no token of X."""
+    """Padding of steps multiplies zeros by zeros, and no token of X."""
     x, w = example(SHAPES[1], FP32)
     x[3], x[7, 5], x[9, 0] = float("nan"), float("inf"), float("nan")
     wide = torch.full((len(x), x.shape[1] + 3), float("nan"))[:, : x.shape[1]]

@@ -34,7 +34,7 @@ from tests.tools.marks import sampled
 
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
-    """Build both kernels' own source for this machine."""
+    """Build the source of both kernels for this machine."""
     source = on_this_machine("csr_cuda_wgrad.cu", dtype)
     source += """
       static void** a;

@@ -43,7 +43,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     _cusparselt.handle_on.cache_clear()
-    # oneDNN, which torch 2.13 takes for fp8 where a CPU has AMX, ignores the strides of `out`.
+    # oneDNN, which torch 2.13 uses for fp8 on CPUs with AMX, ignores the strides of `out`.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     yield stand_in
     _cusparselt.handle_on.cache_clear()
@@ -188,7 +188,7 @@ def test_a_refused_plan_leaves_nothing_behind(library: OnCpu) -> None:
 
 
 def pick(monkeypatch: pytest.MonkeyPatch, module: Any, index: int) -> list[int]:
-    """Make every search end with one candidate, the last if there are fewer; return their sizes."""
+    """Make every search choose one candidate, the last if there are fewer; return their sizes."""
     sizes: list[int] = []
 
     def search(calls: list[Any], *_: Any) -> Search:
@@ -210,7 +210,7 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     operands = operands_of(dtype)
     launch = cusparselt.prepare(operands)
     layouts = 2 if dtype == "fp8" else 8
-    # The library's search finds nothing where X.T is copied, and is not asked where it traps.
+    # The library's search finds nothing if X.T is copied, and is not called if it would trap.
     found = {"fp8": 2, "fp16": 2}.get(dtype, 4)
     numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
     few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
@@ -388,7 +388,7 @@ def test_fp8_needs_a_gpu_that_has_it(library: OnCpu, monkeypatch: pytest.MonkeyP
 
 
 def on_the_gpu(kernel: Any, operands: Operands, **options: Any) -> Iterator[Launch]:
-    """Prepare, and prepare again as pinned, as a later process does."""
+    """Prepare, and prepare again with the choice pinned, like a later process."""
     if reason := kernel.KERNEL.unsupported(operands.problem, operands.device):
         pytest.skip(reason)
     first = kernel.prepare(operands, **options)

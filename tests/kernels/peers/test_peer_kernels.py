@@ -1,4 +1,4 @@
-"""The dense, scipy and torch peers: right where they run, and a reason where they do not."""
+"""The dense, scipy and torch peers are right where they run, and have a reason elsewhere."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def operands_of(
 
 
 def assert_right(y: torch.Tensor, operands: Operands) -> None:
-    """Hold every element to 16 rounding errors of its terms, and one of its value."""
+    """Allow every element 16 rounding errors of its terms, and one of its value."""
     dtype = operands.problem["dtype"]
     w, x = operands.weights["w"].to_dense().double(), operands.activations["x"].double()
     expected = definition(w, x)

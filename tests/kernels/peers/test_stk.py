@@ -1,4 +1,4 @@
-"""STK as a peer: what is unsupported, and its calls and layouts, with dense products for STK."""
+"""STK as a peer: unsupported cases, calls and layouts; dense products stand in for STK."""
 
 import sys
 from dataclasses import replace
@@ -21,7 +21,7 @@ SIZES = {"m": 128, "n": 384, "k": 256, "dtype": "fp16"}
 
 
 class Matrix:
-    """STK's matrix, as far as it is used: three arrays, and a flag for the transposed view."""
+    """The used part of STK's matrix: three arrays, and a flag for the transposed view."""
 
     def __init__(
         self, size: Any, data: Tensor, rows: Tensor, columns: Tensor, offsets: Tensor

@@ -1,4 +1,4 @@
-"""TwELL's authors as a peer: what it needs, their calls on a CPU, and values that are lost."""
+"""The kernels of TwELL's authors: requirements, calls on a CPU, and values that are lost."""
 
 import sys
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from sparsebench.results.record import Contender, Problem, Status
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("ffn")
 TWELL = '''
-"""What the authors' module is called with, by torch: a word is a value and a place."""
+"""A fake of the authors' module in torch: a word is a value and a place."""
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,10 +157,10 @@ def test_few_active_units_are_right(checkout: Path, monkeypatch: pytest.MonkeyPa
 def test_a_value_that_is_lost_is_wrong_and_counted(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 44 of 512 units on a tile seldom has more than 31: the error alone would pass."""
+    """With 44 of 512 units active a tile seldom has more than 31, so the error would pass."""
     row = ran_contest(problem(active=44), monkeypatch)
     assert row.status is Status.WRONG
-    when, reason = row.detail.split(" timing: ")  # operands are drawn anew after timing
+    when, reason = row.detail.split(" timing: ")  # operands are redrawn after timing
     count, rest = reason.split(" ", 1)
     assert when in ("before", "after")
     assert rest == "values lost: the format had no room for them"

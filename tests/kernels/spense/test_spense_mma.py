@@ -53,7 +53,7 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
     two = (torch.rand(64, 32, 4).argsort(-1) < 2).flatten(1)
     dense = torch.randn(64, 128).half().where(two, 0)
     _, theirs = conversions.sparse_semi_structured_from_dense_cutlass(dense)
-    # Of 32 columns and 32 rows, a word for each lane: rows 0 to 15 for the selector 0, then 16 on.
+    # A word per lane for 32 columns and 32 rows: rows 0 to 15 for the selector 0, then from 16 on.
     theirs = theirs.flatten().view(torch.int32).view(4, 2, 8, 2, 2)
     tile = Spense.from_dense(dense).sparse[0, 0, VALUE_BYTES:].view(torch.int32)
     ours = tile.view(2, 2, 8, 2, 4)  # 32 rows, 16 of them, lane / 4, lane % 2, product
@@ -65,7 +65,7 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool, folder: Path) -> Any:
-    """Build the kernel's own source for this machine."""
+    """Build the kernel's source for this machine."""
     source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu")
     source += """
       static void** a;
@@ -100,7 +100,7 @@ def emulated(
     patch: pytest.MonkeyPatch,
     late: bool = True,
 ) -> Tensor:
-    """Run the launch, twice: counters must be as they were."""
+    """Run the launch twice, because it must reset its counters."""
     patch.setattr(spense_mma, "load", lambda *given: (None, "code"))
     patch.setattr(spense_mma, "workers", lambda device, config, shared: workers)
     patch.setattr(spense_mma, "target_of", lambda device: "cpu")
@@ -164,9 +164,9 @@ def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.Mo
     dense = w.to_dense()
     dense[1, 0:4] = torch.tensor([float("nan"), 0.0, -0.0, 0.0])
     dense[2, 500] = float("nan")
-    dense[3] = -0.0  # of the sparse part two of four, which is what is left of it
+    dense[3] = -0.0  # two of four in the sparse part
     dense[3, :384].view(-1, 4)[:, 2:] = 0
-    x[4, 520] = float("inf")  # in the dense part every feature reads it
+    x[4, 520] = float("inf")  # every feature reads it in the dense part
     w = Spense.from_dense(dense, dense_fraction=0.25, split="columns")
     y = emulated(x, w, Config(16), 7, folder, monkeypatch)
     right = (x.float() @ dense.float().T).half()
