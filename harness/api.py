@@ -112,7 +112,7 @@ class Run:
         if name not in (known := self.plots):
             found = f"{name!r}{did_you_mean(name, known)}"
             raise ResultError(f"plot: expected one of {', '.join(known)}; found {found}")
-        return Plot(name, build(self.stored, alone=name))
+        return Plot(name, build(self.stored, only=name))
 
     def report(self, path: Path | str | None = None) -> Path:
         """Write the report, by default into the run, and return its path."""

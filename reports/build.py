@@ -1,14 +1,14 @@
-"""A run as one HTML file that opens offline, with every figure of reports/figures/ in its order.
+"""Write a run as one HTML file that opens offline, with every figure of reports/figures/.
 
     run ─> analysis ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
 
-    ┌ badges, device, title              #top      the first screen is the answer;
-    │ figure `answer`                    #answer   every other figure is folded below it
+    ┌ badges, device, title              #top      the first screen is the answer,
+    │ figure `answer`                    #answer   and the other figures are folded below it
     │ how it was measured                #measured
     └ every other figure, in its order   #NAME
 
-The page loads nothing: style, script, drawings and data are inside. Only the links to the files
-of the run point out of the page. What is chosen stands in the address: #m=16&block=64.
+The page loads nothing: it contains its style, script, drawings and data. Only the links to the
+files of the run lead out of it. The address holds the chosen view: #m=16&block=64.
 """
 
 import os
@@ -35,7 +35,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
-FIRST = "answer"  # the figure that is not folded
+FIRST = "answer"  # the only figure that is not folded
 VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
 
 
@@ -51,7 +51,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Surrounding:
-    """HTML that a site adds to a report: in the head of the file, above the page and below it."""
+    """HTML that a site adds to a report: in the head element, above the page and below it."""
 
     head: str = ""
     top: str = ""
@@ -63,26 +63,27 @@ def build(
     out_path: Path | None = None,
     pruning: Pruning | None = None,
     surrounding: Surrounding = Surrounding(),
-    found: Analysis | None = None,
-    alone: str = "",
+    analysis: Analysis | None = None,
+    only: str = "",
 ) -> str:
     """Return the report, and write it if a path is given.
 
-    pruning  the errors that one figure draws against the run's speed-ups
-    found    the run's analysis, where it is known
-    alone    the name of the only figure of the page; ResultError where it does not apply to the run
+    pruning      errors that one figure draws against the run's speed-ups
+    surrounding  what a site adds around the report
+    analysis     the analysis of the run, if it was made already
+    only         the name of a figure to draw alone; ResultError if it does not apply to the run
     """
-    found = found or analyse(run)
-    frames = Frames(run, found.rows, found.cases, found.noise, pruning)
-    chosen = [figure for figure in figures() if alone in ("", figure.name)]
+    analysis = analysis or analyse(run)
+    frames = Frames(run, analysis.rows, analysis.cases, analysis.noise, pruning)
+    chosen = [figure for figure in figures() if only in ("", figure.name)]
     drawn = [(figure, body) for figure in chosen if (body := _drawn(figure, frames))]
-    if not drawn and alone:
-        raise ResultError(f"{run.path}: figure {alone}: expected cases to draw, found none")
+    if not drawn and only:
+        raise ResultError(f"{run.path}: figure {only}: expected cases to draw, found none")
     page = rendered(
-        first=[(figure, body) for figure, body in drawn if figure.name == (alone or FIRST)],
-        sections=[(figure, body) for figure, body in drawn if figure.name != (alone or FIRST)],
+        first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
+        sections=[(figure, body) for figure, body in drawn if figure.name != (only or FIRST)],
         badges=_badges(frames),
-        links=[] if alone else _links(run.path, out_path),
+        links=[] if only else _links(run.path, out_path),
         surrounding=surrounding,
         facts=_facts(frames),
         trust=_trust(frames),
@@ -101,13 +102,13 @@ def rendered(**parts: Any) -> str:
 
 
 def figures() -> list[Figure]:
-    """Return the figures by their place on the page, other packages' too. Raises SuiteError."""
-    found = [load_figure(name) for name in modules("reports.figures")]
-    return sorted(found, key=lambda figure: (figure.order, figure.name))
+    """Return all figures in their order, those of plug-ins included. Raises SuiteError."""
+    loaded = [load_figure(name) for name in modules("reports.figures")]
+    return sorted(loaded, key=lambda figure: (figure.order, figure.name))
 
 
 def load_figure(name: str) -> Figure:
-    """Return a figure by the name of its file, or of another package's. Raises SuiteError."""
+    """Return a figure by the name of its file or of a plug-in. Raises SuiteError."""
     parts = load("reports.figures", name)
     title, order, draw = (getattr(parts, part, None) for part in ("TITLE", "ORDER", "draw"))
     if not (isinstance(title, str) and isinstance(order, int) and callable(draw)):
@@ -122,29 +123,29 @@ def _drawn(figure: Figure, frames: Frames) -> Markup:
     except Exception as error:
         place = modules("reports.figures").get(figure.name, "")
         kind = RuntimeError if place.startswith("sparsebench.") else SuiteError
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise kind(f"figure {figure.name} ({place}): {said}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise kind(f"figure {figure.name} ({place}): {reason}") from error
 
 
 def _badges(frames: Frames) -> list[tuple[str, str, str]]:
     """Return the class, the text and the reason of each badge."""
     run, cases = frames.run, frames.cases
-    found = badges(cases, frames.noise, run.environment, run.state)
-    return [(badge.name.lower(), badge_text(badge, cases), why) for badge, why in found]
+    shown = badges(cases, frames.noise, run.environment, run.state)
+    return [(badge.name.lower(), badge_text(badge, cases), why) for badge, why in shown]
 
 
 def _facts(frames: Frames) -> list[tuple[str, str]]:
-    """Return names and values: when, where, which versions, how many cases are ok."""
+    """Return names and values: date, devices, versions, commit, numbers of cases and processes."""
     run, cases = frames.run, frames.cases
-    known = flat(run.environment)
+    facts_of_run = flat(run.environment)
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
-    versions = [f"{name} {known[key]}" for name, key in names.items() if key in known]
-    dirty = " with uncommitted changes" if known.get("dirty") == "True" else ""
+    versions = [f"{name} {facts_of_run[key]}" for name, key in names.items() if key in facts_of_run]
+    dirty = " with uncommitted changes" if facts_of_run.get("dirty") == "True" else ""
     facts = {
         "started": str(run.state.get("started", "")),
         "devices": _devices(run),
         "versions": ", ".join(versions),
-        "commit": known.get("commit", "") + dirty,
+        "commit": facts_of_run.get("commit", "") + dirty,
         "only": selection(run.state.get("flags", {}).get("only", "")),
         "cases": f"{_counted(cases)}, of {amount(cases.problem_id.nunique(), 'problem')}",
         "processes": str(frames.rows.replicate.nunique()),
@@ -156,51 +157,51 @@ def _counted(cases: pd.DataFrame) -> str:
     """Count cases by their worst status: `229 ok, 57 unsupported`."""
     worst = cases.sort_values("status", key=lambda status: status == Status.OK, kind="stable")
     counts = worst.drop_duplicates("case_id").status.value_counts()
-    said = [f"{counts[status]} {status}" for status in Status if status in counts]
-    return ", ".join(said).replace("_", " ")
+    parts = [f"{counts[status]} {status}" for status in Status if status in counts]
+    return ", ".join(parts).replace("_", " ")
 
 
 def _devices(run: Run) -> str:
-    """Say on how many devices a merged run was measured; "" of one that was not shared out."""
+    """Name the devices of a merged run; "" for a run on a single device."""
     shards = run.state.get("shards", [])
     if not shards:
         return ""
     hosts = len({shard["host"] for shard in shards})
-    taken = f"{run.state['seconds']:g} s of all in {run.state['wall_s']:g} s"
+    taken = f"{run.state['seconds']:g} s in total, in {run.state['wall_s']:g} s of wall time"
     return f"{devices_named(run.environment)}, on {amount(hosts, 'host')}; {taken}"
 
 
 def _trust(frames: Frames) -> list[str]:
-    """Return sentences on how far the numbers can be trusted."""
-    cases, found = frames.cases, [frames.noise.reliability[1]]
+    """Return sentences about the reliability of the numbers."""
+    cases, sentences = frames.cases, [frames.noise.reliability[1]]
     if frames.raced.size:
-        found.append(intervals(frames.raced))
+        sentences.append(intervals(frames.raced))
     if frames.run.state.get("shards"):
-        found.append(_shared(frames))
+        sentences.append(_shared(frames))
     once = cases.drop_duplicates("case_id").mark.fillna("")
     marks = once[once != ""]
     if len(marks):
         named = ", ".join(f"{count} {mark}" for mark, count in marks.value_counts().items())
-        slowed = f"the GPU was slowed down while {len(marks)} of {len(once)} cases were timed"
-        found.append(f"Marked, not dropped: {slowed} ({named}).")
+        slowed = f"The GPU slowed down while {len(marks)} of {len(once)} cases were timed"
+        sentences.append(f"{slowed} ({named}). They are marked and kept.")
     accuracy = cases.drop_duplicates("case_id").marks.fillna("")
     for mark, count in accuracy[accuracy != ""].value_counts().items():
-        found.append(f"Marked for its accuracy: {count} of {len(once)} cases ({mark}).")
-    return found
+        sentences.append(f"{count} of {len(once)} cases are marked for their accuracy ({mark}).")
+    return sentences
 
 
 def _shared(frames: Frames) -> str:
-    """Say whether intervals of a merged run are over processes of more than one device."""
+    """Say whether intervals of a merged run span processes of more than one device."""
     count = frames.rows.groupby("case_id").device.nunique()
     devices = len(frames.run.environment["devices"])
     on = f"All contenders of a problem ran on one device of {devices}"
     if (count == 1).all():
-        return f"{on}, in every process: no interval is over two devices."
+        return f"{on} in every process, so no interval spans two devices."
     moved = f"{(count > 1).sum()} of {len(count)} cases have processes on more than one device"
-    return f"{on} in each process. {moved}: their intervals hold what devices differ by, too."
+    return f"{on} in each process. {moved}; their intervals include the difference of devices."
 
 
 def _links(run: Path, out: Path | None) -> list[tuple[str, str]]:
-    """Return the run's files and their paths, relative to the folder of the page."""
+    """Return the run's files with their paths relative to the folder of the page."""
     home = Path(os.path.relpath(run.resolve(), out.resolve().parent)) if out else Path()
     return [(name, (home / name).as_posix()) for name in DATA if (run / name).exists()]

@@ -1,11 +1,11 @@
-"""Runs compared: a summary first, then every case, the largest change first.
+"""Compare runs: a summary, then every case, the largest change first.
 
-    A, B, C ...   the runs; each is held against A
-    warning       first of all, where one of them is simulated
-    summary       how many cases are faster, slower, equal; geometric mean; what else differs
+    A, B, C ...   the runs; each is compared with A
+    warning       comes first if a run is simulated
+    summary       the number of faster, slower and equal cases; geometric mean; other differences
     table         speed-ups over the local baseline, their ratio, parts of the local bound, times
 
-A terminal shows the LINES largest changes, Markdown folds all cases away, HTML has them all.
+A terminal shows the LINES largest changes, Markdown folds all cases away, and HTML shows them all.
 """
 
 import json
@@ -42,7 +42,7 @@ LINES = 30
 FACTS_SHOWN = 8
 ADDED = ("× baseline {}", "{} / A", "{} is", "of bound A, {}", "time A, {}", "why {}")
 WORDS = ("{} is", "why {}")
-SPARE = ("time A, {}", "of bound A, {}", "× baseline {}", "why {}")  # the first goes first
+SPARE = ("time A, {}", "of bound A, {}", "× baseline {}", "why {}")  # dropped in this order
 STYLES = {
     Change.BROKEN: "bad",
     Change.SLOWER: "bad",
@@ -56,7 +56,7 @@ RANKS |= {Change.FASTER: 3, Change.SLOWER: 3, Change.BROKEN: 4}
 
 @dataclass(frozen=True)
 class Compared:
-    """Runs by their letters; `others` are the changes of every run but the first."""
+    """Runs by their letters; `others` holds the changes of every run except the first."""
 
     runs: Mapping[str, Run]
     others: Mapping[str, Changes]
@@ -77,157 +77,160 @@ class Compared:
 
 
 def compared(given: Sequence[Run]) -> Compared:
-    """Hold every run against the first; ResultError where two have nothing in common."""
+    """Compare every run with the first; ResultError if two runs share no case."""
     if not 2 <= len(given) <= len(ascii_uppercase):
         raise ResultError(f"compare: expected 2 to 26 runs, found {len(given)}")
     named = dict(zip(ascii_uppercase, given, strict=False))
     others = {name: changes(given[0], named[name]) for name in [*named][1:]}
-    for name, own in others.items():
-        if not own.counts:
-            expected = "expected a case in common that is no baseline and has a time"
+    for name, change in others.items():
+        if not change.counts:
+            expected = "expected a shared case with a time that is not a baseline"
             raise ResultError(f"{given[0].path} and {named[name].path}: {expected}, found none")
     return Compared(named, others)
 
 
-def runs(found: Compared) -> list[str]:
-    """Return a line a run: its letter, path, device, commit and badges."""
-    return [f"{name}: {_about(run)}" for name, run in found.runs.items()]
+def runs(result: Compared) -> list[str]:
+    """Return a line per run: its letter, path, device, commit and badges."""
+    return [f"{name}: {_about(run)}" for name, run in result.runs.items()]
 
 
-def warning(found: Compared) -> list[str]:
-    """Return what comes before any result where runs are simulated; else nothing."""
-    simulated = [name for name, run in found.runs.items() if "sim" in run.environment]
+def warning(result: Compared) -> list[str]:
+    """Return the sentence that precedes all results if runs are simulated."""
+    simulated = [name for name, run in result.runs.items() if "sim" in run.environment]
     if not simulated:
         return []
     verb = "is" if len(simulated) == 1 else "are"
-    said = f"{listed(simulated)} {verb} simulated: no GPU ran, a model of one made these times."
-    if len(simulated) < len(found.runs):
-        said += " What differs from a real run says nothing of a GPU."
-    return [said]
+    sentence = f"{listed(simulated)} {verb} simulated: a model computed these times, not a GPU."
+    if len(simulated) < len(result.runs):
+        sentence += " Differences from a measured run say nothing about a GPU."
+    return [sentence]
 
 
-def sentences(found: Compared) -> list[str]:
-    """Return the result in a sentence a run."""
-    return [f"{name} against A, {own.sentence}." for name, own in found.others.items()]
+def sentences(result: Compared) -> list[str]:
+    """Return the result, one sentence per run."""
+    return [f"{name} against A, {change.sentence}." for name, change in result.others.items()]
 
 
-def summary(found: Compared) -> Table:
-    """Return a line for each run but the first."""
-    words = [w for w in Change if w and any(str(w) in c.counts for c in found.others.values())]
+def summary(result: Compared) -> Table:
+    """Return a line for each run except the first."""
+    words = [w for w in Change if w and any(str(w) in c.counts for c in result.others.values())]
     lines: list[list[Cell]] = []
-    for name, own in found.others.items():
+    for name, change in result.others.items():
         counted: list[Cell] = [
-            (str(own.counts.get(str(word), 0)), STYLES[word] if str(word) in own.counts else "")
+            (
+                str(change.counts.get(str(word), 0)),
+                STYLES[word] if str(word) in change.counts else "",
+            )
             for word in words
         ]
-        base = own.baseline_mean
-        only = f"{len(own.comparison.only_a)} | {len(own.comparison.only_b)}"
-        mean, base_mean = significant(own.mean, 4), significant(base, 4)
+        base = change.baseline_mean
+        only = f"{len(change.comparison.only_a)} | {len(change.comparison.only_b)}"
+        mean, base_mean = significant(change.mean, 4), significant(base, 4)
         lines.append(
-            [f"{name} / A", str(sum(own.counts.values())), *counted, mean, base_mean, only]
+            [f"{name} / A", str(sum(change.counts.values())), *counted, mean, base_mean, only]
         )
     means = ("geometric mean", "baselines, by time", "only in one")
     columns = ("", "cases", *map(str, words), *means)
     return Table(columns=columns, lines=lines, words=("",), spare=("only in one",))
 
 
-def notes(found: Compared) -> list[str]:
-    """Return what a reader must know to believe the table."""
-    told = {name: _badges(run) for name, run in found.runs.items()}
-    said = []
-    looks = [name for name, words in told.items() if any(word.startswith("LOOK") for word in words)]
+def notes(result: Compared) -> list[str]:
+    """Return the caveats of the table."""
+    badges = {name: _badges(run) for name, run in result.runs.items()}
+    notes = []
+    looks = [name for name, texts in badges.items() if any(t.startswith("LOOK") for t in texts)]
     if looks:
-        said.append(
-            f"{', '.join(looks)}: a look, no verdict. Ranges are compared, and an unlucky process "
-            "moves them."
+        notes.append(
+            f"{listed(looks)} {'is a look' if len(looks) == 1 else 'are looks'}, not a verdict. "
+            "Ranges are compared, and a single slow process widens a range."
         )
-    for name, own in found.others.items():
-        if not own.same_device:
-            devices = f"{own.comparison.name_a} and {own.comparison.name_b}"
-            said.append(
-                f"{name} / A is between devices, {devices}: ratios are of speed-ups over each "
-                "device's own baseline; times are not compared."
+    for name, change in result.others.items():
+        if not change.same_device:
+            devices = f"{change.comparison.name_a} and {change.comparison.name_b}"
+            notes.append(
+                f"{name} / A compares two devices, {devices}: it is a ratio of speed-ups over each "
+                "device's own baseline. Times are not compared."
             )
-        if own.differences:
+        if change.differences:
             facts = ", ".join(
-                f"{n} {a[:12]} > {b[:12]}" for n, a, b in own.differences[:FACTS_SHOWN]
+                f"{n} {a[:12]} > {b[:12]}" for n, a, b in change.differences[:FACTS_SHOWN]
             )
-            more = len(own.differences) - FACTS_SHOWN
+            more = len(change.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
-            said.append(f"Differs between A and {name}: {facts}{rest}.")
-    return said
+            notes.append(f"A and {name} differ in {facts}{rest}.")
+    return notes
 
 
-def table(found: Compared, folded: bool = False) -> Table:
-    """Return all cases, the largest change first; broken ones before all others.
+def table(result: Compared, folded: bool = False) -> Table:
+    """Return all cases: first the broken ones, then the others by the size of their change.
 
-    `folded`: what varies of the problems is one column, for a page.
+    `folded` puts the fields of the problem into one column, for a page.
     """
-    ordered = sorted(_joined(found), key=lambda case: -max(map(_size, case.values())))
+    ordered = sorted(_joined(result), key=lambda case: -max(map(_size, case.values())))
     first = [next(iter(case.values())) for case in ordered]
-    every = pd.DataFrame(first)
-    names = [n for n in ["op", *_fields(every), "scope", "cache"] if n in every]
-    varying, constant = split(every, names)
+    frame = pd.DataFrame(first)
+    names = [n for n in ["op", *_fields(frame), "scope", "cache"] if n in frame]
+    varying, constant = split(frame, names)
     columns = [*(["problem"] if folded else varying), "contender", "× baseline A"]
     cells: list[list[Cell]] = []
     for case, line in zip(ordered, first, strict=True):
         base = " (baseline)" if line["is_baseline"] else ""
-        own: list[Cell] = [shown(name, line[name]) for name in varying]
-        own = [_problem(varying, line)] if folded else own
-        own += [kernel(line["label"]) + base, rounded(line["speedup_a"], line["uncertainty_a"])]
-        for name in found.others:
-            own += _of(case[name]) if name in case else [""] * len(ADDED)
-        cells.append(own)
-    others = [*found.others]
+        line_: list[Cell] = [shown(name, line[name]) for name in varying]
+        line_ = [_problem(varying, line)] if folded else line_
+        line_ += [kernel(line["label"]) + base, rounded(line["speedup_a"], line["uncertainty_a"])]
+        for name in result.others:
+            line_ += _of(case[name]) if name in case else [""] * len(ADDED)
+        cells.append(line_)
+    others = [*result.others]
     columns += [text.format(name) for name in others for text in ADDED]
     words = {"problem", "contender", "op", "pattern", "dtype"}
     words |= {text.format(name) for name in others for text in ADDED if text in WORDS}
     spare = [text.format(name) for text in SPARE for name in others]
     title = ": ".join(filter(None, ["Largest changes first", constant]))
-    spare += ["× baseline A", *(f"{name} is" for name in others)]  # a ratio also has a colour
+    spare += ["× baseline A", *(f"{name} is" for name in others)]  # the ratio has a colour too
     return Table(title=title, columns=columns, lines=cells, words=words, spare=spare)
 
 
-def markdown(found: Compared) -> str:
-    """Return the comparison for a pull request: the summary, and all cases folded away."""
-    head = [f"- {line}" for line in runs(found)]
+def markdown(result: Compared) -> str:
+    """Return the comparison for a pull request: the summary and all cases folded away."""
+    head = [f"- {line}" for line in runs(result)]
     parts = [
-        *warning(found),
-        "\n".join(sentences(found)),
+        *warning(result),
+        "\n".join(sentences(result)),
         "\n".join(head),
-        summary(found).markdown(),
-        *notes(found),
+        summary(result).markdown(),
+        *notes(result),
     ]
-    whole = table(found).markdown()
+    whole = table(result).markdown()
     parts.append(f"<details><summary>Every case</summary>\n\n{whole}\n\n</details>")
     return "\n\n".join(parts) + "\n"
 
 
-def html(found: Compared, root: str = "") -> str:
+def html(result: Compared, root: str = "") -> str:
     """Return the comparison as one page that opens offline.
 
-    In a site, `root` leads from the page to the folder that the runs' paths are relative to.
+    In a site, `root` is the path from the page to the folder that contains the runs.
     """
     return render(
         "comparison.html",
-        title=f"{len(found.runs)} runs compared",
-        warning=warning(found),
-        sentences=sentences(found),
+        title=f"{len(result.runs)} runs compared",
+        warning=warning(result),
+        sentences=sentences(result),
         root=root,
         runs=[
             (line, f"{root}{run.path.as_posix()}/index.html" if root else "")
-            for line, run in zip(runs(found), found.runs.values(), strict=True)
+            for line, run in zip(runs(result), result.runs.values(), strict=True)
         ],
-        summary=summary(found).html(),
-        notes=notes(found),
-        table=table(found, folded=True).html(),
+        summary=summary(result).html(),
+        notes=notes(result),
+        table=table(result, folded=True).html(),
     )
 
 
-def agreement_sheet(found: Comparison) -> Table:
-    """Return the cells of two runs that do not agree, and what each run says of them."""
-    apart = found.cases[found.cases.agree.eq(False).fillna(False)]
-    names = [n for n in ["op", *_fields(found.cases), "scope", "cache"] if n in apart]
+def disagreements(result: Comparison) -> Table:
+    """Return the cells in which two runs disagree, with the speed-up in each run."""
+    apart = result.cases[result.cases.agree.eq(False).fillna(False)]
+    names = [n for n in ["op", *_fields(result.cases), "scope", "cache"] if n in apart]
     varying, constant = split(apart, names)
     lines = [
         [
@@ -238,35 +241,35 @@ def agreement_sheet(found: Comparison) -> Table:
         for line in apart.to_dict("records")
     ]
     columns = (*varying, "contender", "× baseline there", "× baseline here")
-    title = f"Cells that do not agree: {constant}" if lines else "No cell disagrees"
+    title = f"Cells that disagree: {constant}" if lines else "All cells agree"
     words = ("contender", "× baseline there", "× baseline here", "op")
     return Table(title=title, columns=columns if lines else (), lines=lines, words=words)
 
 
-def to_json(found: Compared) -> dict[str, Any]:
+def to_json(result: Compared) -> dict[str, Any]:
     """Return everything for a script."""
     return {
-        "runs": {name: str(run.path) for name, run in found.runs.items()},
+        "runs": {name: str(run.path) for name, run in result.runs.items()},
         "changes": {
             name: {
-                **own.counts,
-                "geometric_mean": None if np.isnan(own.mean) else own.mean,
-                "same_device": own.same_device,
-                "baselines_mean": None if np.isnan(own.baseline_mean) else own.baseline_mean,
-                "cases": json.loads(own.cases.to_json(orient="records")),
+                **change.counts,
+                "geometric_mean": None if np.isnan(change.mean) else change.mean,
+                "same_device": change.same_device,
+                "baselines_mean": None if np.isnan(change.baseline_mean) else change.baseline_mean,
+                "cases": json.loads(change.cases.to_json(orient="records")),
             }
-            for name, own in found.others.items()
+            for name, change in result.others.items()
         },
     }
 
 
 def _problem(names: Sequence[str], line: Mapping[Any, Any]) -> str:
     """Write the fields of a problem that vary: `linear, bf16, two_four, 50 %, m 16, n 4096`."""
-    told = [(name, shown(name, line[name])) for name in names]
-    told = [each for each in told if each[1] != "-" and each not in USUAL]
+    values = [(name, shown(name, line[name])) for name in names]
+    values = [pair for pair in values if pair[1] != "-" and pair not in USUAL]
     plain = (*PARTS, "sparsity")
-    first = [value for name, value in told if name in plain]
-    return ", ".join([*first, *(f"{name} {value}" for name, value in told if name not in plain)])
+    first = [value for name, value in values if name in plain]
+    return ", ".join([*first, *(f"{name} {value}" for name, value in values if name not in plain)])
 
 
 def _about(run: Run) -> str:
@@ -277,30 +280,30 @@ def _about(run: Run) -> str:
 
 
 def _badges(run: Run) -> list[str]:
-    found = analyse(run)
-    return [text for _, text in labels(run, found.cases, found.noise)]
+    analysis = analyse(run)
+    return [text for _, text in labels(run, analysis.cases, analysis.noise)]
 
 
-def _joined(found: Compared) -> list[dict[str, dict[Any, Any]]]:
-    """Return each case that has a word: its lines by the letter of the run."""
+def _joined(result: Compared) -> list[dict[str, dict[Any, Any]]]:
+    """Return each case with a change: its lines by the letter of the run."""
     cases: dict[tuple[Any, ...], dict[str, dict[Any, Any]]] = {}
-    for name, own in found.others.items():
-        for line in own.cases.to_dict("records"):
+    for name, change in result.others.items():
+        for line in change.cases.to_dict("records"):
             if line["word"]:
                 cases.setdefault(tuple(line[key] for key in KEYS), {})[name] = line
     return list(cases.values())
 
 
 def _fields(cases: pd.DataFrame) -> list[str]:
-    """Name the fields of the problems in the cases of a comparison."""
+    """Return the names of the problems' fields in the cases of a comparison."""
     names = list(cases.columns)
     return names[names.index("op") + 1 : names.index("level")]
 
 
 def _size(line: Mapping[Any, Any]) -> float:
-    """Sort broken cases first, then what is decided, then what is not, each by its size."""
-    known = 0.0 if np.isnan(line["ratio"]) else abs(float(np.log(line["ratio"])))
-    return 1e3 * RANKS[line["word"]] + known
+    """Return the sort key of a change: broken, then decided, then undecided, each by size."""
+    size = 0.0 if np.isnan(line["ratio"]) else abs(float(np.log(line["ratio"])))
+    return 1e3 * RANKS[line["word"]] + size
 
 
 def _of(line: Mapping[Any, Any]) -> list[Cell]:
@@ -321,7 +324,7 @@ def _of(line: Mapping[Any, Any]) -> list[Cell]:
 def _side(line: Mapping[Any, Any], side: str) -> str:
     names = "speedup", "speedup_low", "speedup_high", "uncertainty"
     ends = [line[f"{name}_{side}"] for name in names]
-    said = line[f"outcome_{side}"].replace("_", " ")
+    outcome = line[f"outcome_{side}"].replace("_", " ")
     if pd.isna(ends[0]):
         return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
-    return f"{estimate(*ends)} {said}".rstrip()
+    return f"{estimate(*ends)} {outcome}".rstrip()

@@ -143,7 +143,7 @@ def with_columns(cases: pd.DataFrame, run: str) -> pd.DataFrame:
     sizes = zip(cases.n, cases.k, strict=True)
     return cases.assign(
         run=run,
-        shape=[None if pd.isna(n) else f"{n} × {k}" for n, k in sizes],
+        shape=["" if pd.isna(n) else f"{n} × {k}" for n, k in sizes],
         ours=cases.kernel.isin(ours()),
         dense=chose_dense(cases),
     )
@@ -172,10 +172,9 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         raise ResultError(
             f"{run.home}: expected one problem with {question.where}, found none or several"
         )
-    line = subjects.loc[subjects.speedup.idxmax()]
+    line = subjects.sort_values("speedup").iloc[-1]
     contest = problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)]
-    peers = contest[~contest.ours]
-    peer = peers.loc[peers.speedup.idxmax()]
+    peer = contest[~contest.ours].sort_values("speedup").iloc[-1]
     active = line.get("active")
     level = percent(line.level) if pd.isna(active) else f"{active:g} of {line.n} active"
     block = f", blocks of {line.block}" if line["format"] == "bsr" else ""

@@ -160,7 +160,7 @@ def figure(runs: Runs) -> str:
     shown = shown[shown.ours & (shown.level == LEVEL)].sort_values("block", key=pd.to_numeric)
     gains = ", ".join(
         f"{times(line.speedup, line.uncertainty)} with blocks of {line.block}"
-        for line in shown.itertuples()
+        for _, line in shown.iterrows()
     )
     base_us = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
     first = run.cases.iloc[0]

@@ -69,7 +69,7 @@ class Table:
             )
         for line in self.lines:
             cells = dict(zip(self.columns, map(split_style, line), strict=True))
-            styled = ((text, STYLES.get(style, "")) for text, style in map(cells.get, shown))
+            styled = ((cells[name][0], STYLES.get(cells[name][1], "")) for name in shown)
             table.add_row(*(Text(*cell) for cell in styled))
         yield table
 

@@ -1,14 +1,14 @@
-"""The answer of a run on a terminal, or in Markdown: sentences, each format, the fastest, trust.
+"""The answer of a run, for a terminal, as Markdown and as JSON.
 
-    device, suite, badges          what a reader must know before any number
-    sentences                      results/answer.py, as on the page
-    formats                        each format once, or why it has no time
-    fastest                        of each problem, a table for each op, pattern and dtype
-    break-even                     of each format, by its first contender
-    not measured                   every reason, with its cases
-    trust                          noise floor, reliability, marks, the state of the machine
+    device, suite, badges    needed to read any number
+    sentences                those of the report (results/answer.py)
+    formats                  each format once, or the reason that it has no time
+    fastest                  the fastest case of each problem; a table per op, pattern and dtype
+    break-even               each format's, by its first contender
+    not measured             every reason, with its cases
+    trust                    noise floor, reliability, marks, state of the machine
 
-Tables are fitted to the window. The name of a winner is never cut.
+Tables fit the window, but the name of a winner is never cut.
 """
 
 import json
@@ -33,12 +33,12 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
-VERDICT = 8  # processes that are advised for a verdict; FEWEST is the least
-LEVEL = 0.9  # that the formats are compared at, or the nearest that was measured
-LINES = 30  # of a table on a terminal; the report and Markdown have them all
+VERDICT = 8  # recommended processes for a verdict; FEWEST is the minimum
+LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
+LINES = 30  # lines of a table on a terminal; the report and Markdown show all
 MORE = "more lines are in the report and in --markdown"
-REASONS = 12
-PARTS = ["op", "pattern", "dtype"]  # a table each
+REASONS = 12  # shown at most
+PARTS = ["op", "pattern", "dtype"]  # one table for each combination
 CONTEST = ["problem_id", "scope", "cache"]
 USUAL = {("scope", "kernel"), ("cache", "cold"), ("block", "1"), ("skew", "iid"), ("block", "")}
 OUTCOMES = {"faster": "good", "slower": "bad", "inconclusive": "unsure", "no_difference": "quiet"}
@@ -47,103 +47,103 @@ GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 @dataclass(frozen=True)
 class Answer:
-    """What `sparsebench run` ends with, for a rich console."""
+    """The answer that `sparsebench run` prints, for a rich console."""
 
     run: Run
-    found: Analysis
+    analysis: Analysis
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Yield every part, top to bottom."""
-        cases = by_size(self.found.cases)
-        yield _title(self.run, cases, self.found)
-        for about, said in answers(cases):
-            yield from (Text(line, style="bold") for line in said)
+        """Yield every part from top to bottom."""
+        cases = by_size(self.analysis.cases)
+        yield _title(self.run, cases, self.analysis)
+        for about, lines in answers(cases):
+            yield from (Text(line, style="bold") for line in lines)
             yield Text(f"({about})")
         if not (cases.status == Status.OK).any():
             yield Text("Nothing was measured.", style=BAD)
-        for sheet in sheets(cases):
+        for table in tables(cases):
             yield Text()
-            yield sheet.shortened(LINES, MORE)
+            yield table.shortened(LINES, MORE)
         yield Text()
-        yield from (Text(line) for line in trust(self.run, cases, self.found))
+        yield from (Text(line) for line in trust(self.run, cases, self.analysis))
 
 
-def answer_markdown(run: Run, found: Analysis) -> str:
-    """Return the answer as Markdown, for pasting; with every line of every table."""
-    cases = by_size(found.cases)
-    marked = [text for _, text in labels(run, cases, found.noise)]
-    said = ["\n".join([*said, f"({about})"]) for about, said in answers(cases)]
-    parts = [f"**{_heading(run)}** ({'; '.join(marked)})", *said]
-    parts += [sheet.markdown() for sheet in sheets(cases)]
-    return "\n\n".join([*parts, *trust(run, cases, found)]) + "\n"
+def answer_markdown(run: Run, analysis: Analysis) -> str:
+    """Return the answer as Markdown with every line of every table."""
+    cases = by_size(analysis.cases)
+    badge_texts = [text for _, text in labels(run, cases, analysis.noise)]
+    sentences = ["\n".join([*sentences, f"({about})"]) for about, sentences in answers(cases)]
+    parts = [f"**{_heading(run)}** ({'; '.join(badge_texts)})", *sentences]
+    parts += [table.markdown() for table in tables(cases)]
+    return "\n\n".join([*parts, *trust(run, cases, analysis)]) + "\n"
 
 
-def answer_json(run: Run, found: Analysis) -> dict[str, Any]:
+def answer_json(run: Run, analysis: Analysis) -> dict[str, Any]:
     """Return the answer for a script."""
-    cases = by_size(found.cases)
+    cases = by_size(analysis.cases)
     tables = {"winners": winners(cases), "break_even": break_even(cases)}
-    said = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
-    word, why = found.noise.reliability
-    head: dict[str, Any] = {
+    plain = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+    word, why = analysis.noise.reliability
+    answer: dict[str, Any] = {
         "answer": [{"where": about, "sentences": lines} for about, lines in answers(cases)],
-        "badges": [text for _, text in labels(run, cases, found.noise)],
+        "badges": [text for _, text in labels(run, cases, analysis.noise)],
     }
-    floors = {"noise_floor": found.noise.floors}
-    return head | said | floors | {"reliability": word, "reliability_why": why}
+    floors = {"noise_floor": analysis.noise.floors}
+    return answer | plain | floors | {"reliability": word, "reliability_why": why}
 
 
 def labels(run: Run, cases: pd.DataFrame, noise: Noise) -> list[tuple[Badge, str]]:
-    """Return a run's badges and their texts, the gravest first."""
-    found = badges(cases, noise, run.environment, run.state)
-    return [(badge, badge_text(badge, cases)) for badge, _ in found]
+    """Return a run's badges and their texts, the most severe first."""
+    badges_ = badges(cases, noise, run.environment, run.state)
+    return [(badge, badge_text(badge, cases)) for badge, _ in badges_]
 
 
-def counted(found: Analysis) -> dict[str, int]:
-    """Count the suite's cases by status; `ok` means ok in every process, scope and cache state."""
-    asked = _asked(by_size(found.cases))
-    return {str(status): int(count) for status, count in asked.status.value_counts().items()}
+def counted(analysis: Analysis) -> dict[str, int]:
+    """Count the cases of the suite by status; `ok` means ok in all processes and measures."""
+    each_once = _once(by_size(analysis.cases))
+    return {str(status): int(count) for status, count in each_once.status.value_counts().items()}
 
 
 def by_size(cases: pd.DataFrame) -> pd.DataFrame:
-    """Sort cases by the fields of their problems: a run takes them in a random order."""
+    """Sort cases by the fields of their problems, because a run takes them in random order."""
     names = ["op", *fields(cases), "source"]
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
-def sheets(cases: pd.DataFrame) -> list[Table]:
+def tables(cases: pd.DataFrame) -> list[Table]:
     """Return the tables of an answer."""
-    found = []
+    answer_tables = []
     if (cases.status == Status.OK).any():
-        found.append(_formats(cases))
+        answer_tables.append(_formats(cases))
         timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-        several = timed[timed.groupby(CONTEST).label.transform("nunique") > 1]
-        parts = winners(several).groupby(PARTS, sort=False, dropna=False)
-        found += [_fastest(part) for _, part in parts]
+        contested = timed[timed.groupby(CONTEST).label.transform("nunique") > 1]
+        parts = winners(contested).groupby(PARTS, sort=False, dropna=False)
+        answer_tables += [_fastest(part) for _, part in parts]
         even = break_even(cases[cases["format"] != "dense"])
         even = even[even.first_level < even.last_level]
-        found += [] if even.empty else [_crossings(even)]
+        answer_tables += [] if even.empty else [_crossings(even)]
     missing = _missing(cases)
-    return found + ([missing] if missing.lines else [])
+    return answer_tables + ([missing] if missing.lines else [])
 
 
-def trust(run: Run, cases: pd.DataFrame, found: Analysis) -> list[str]:
-    """Return sentences on how far the numbers can be trusted."""
-    noise = found.noise
+def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
+    """Return sentences about the reliability of the numbers."""
+    noise = analysis.noise
     busy = "; ".join(unfit(run.state))
-    lines = [f"The machine was busy, so no number here is to be trusted: {busy}."] if busy else []
+    lines = [f"Do not trust these numbers, because the machine was busy: {busy}."] if busy else []
     lines.append(noise.sentence)
     if noise.reliability[0] is not Reliability.UNKNOWN:
         lines.append(noise.reliability[1])
     if (cases.processes < FEWEST).all():
-        few = f"Fewer than {FEWEST} processes give a look, not a verdict"
-        lines.append(f"{few}: --replicates {VERDICT} gives one.")
+        few = f"Fewer than {FEWEST} processes give a look. For a verdict"
+        lines.append(f"{few}, use --replicates {VERDICT}.")
     above = len(_beyond(cases))
     if above:
-        why = "more than zeros can save. There the baseline is slow, by itself or by other work"
+        why = "more than zeros can save. There the baseline is slow or was disturbed by other work"
         lines.append(f"{are(above, 'speed-up')} above 1 / (1 - sparsity), {why}.")
-    for name, why in (("mark", "{} when timed"), ("marks", "{}, of their outputs")):
+    for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = cases[name][cases[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
     return lines
@@ -156,7 +156,7 @@ def outcome(line: Mapping[Any, Any]) -> Cell:
 
 
 def shown(name: str, value: Any) -> str:
-    """Write a field: a level in per cent, a source by its file."""
+    """Write a field: a sparsity as a percentage, a source by its file name."""
     if pd.isna(value):
         return "-"
     if name == "sparsity":
@@ -165,25 +165,25 @@ def shown(name: str, value: Any) -> str:
 
 
 def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
-    """Return the fields that vary, for columns, and the constant ones as text."""
+    """Return the names of the fields that vary, and the constant fields as text."""
     values = {name: table[name].unique() for name in names if name in table}
-    varying = [name for name, found in values.items() if len(found) > 1]
-    constant = {name: found[0] for name, found in values.items() if len(found) == 1}
-    said = {name: shown(name, value) for name, value in constant.items()}
-    words = [value for name, value in said.items() if name in PARTS]
-    words += [f"{n} {v}" for n, v in said.items() if n not in PARTS and (n, v) not in USUAL]
+    varying = [name for name, distinct in values.items() if len(distinct) > 1]
+    constant = {name: distinct[0] for name, distinct in values.items() if len(distinct) == 1}
+    texts = {name: shown(name, value) for name, value in constant.items()}
+    words = [value for name, value in texts.items() if name in PARTS]
+    words += [f"{n} {v}" for n, v in texts.items() if n not in PARTS and (n, v) not in USUAL]
     return varying, ", ".join(word for word in words if not word.endswith("-"))
 
 
-def _asked(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return each case once, with its worst status."""
-    asked = cases[~cases.twin.astype(bool)]
-    worst_first = asked.sort_values("status", key=lambda status: status == Status.OK)
+def _once(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return each case once with its worst status."""
+    cases_of_suite = cases[~cases.twin.astype(bool)]
+    worst_first = cases_of_suite.sort_values("status", key=lambda status: status == Status.OK)
     return worst_first.drop_duplicates("case_id")
 
 
 def _sizes(column: pd.Series) -> pd.Series:
-    """Return what to sort a column by: its numbers where it has any, else its text."""
+    """Return the sort key of a column: its numbers if it has any, else its text."""
     numbers = pd.to_numeric(column, errors="coerce")
     return numbers if numbers.notna().any() else column.astype(str)
 
@@ -193,20 +193,20 @@ def _heading(run: Run) -> str:
     return " · ".join([*words, str(run.suite.get("title", ""))]).rstrip(" ·")
 
 
-def _title(run: Run, cases: pd.DataFrame, found: Analysis) -> Text:
+def _title(run: Run, cases: pd.DataFrame, analysis: Analysis) -> Text:
     line = Text(_heading(run))
-    for badge, text in labels(run, cases, found.noise):
+    for badge, text in labels(run, cases, analysis.noise):
         line.append("  ").append(f"[{text}]", style="" if badge in GOOD else BAD)
     return line
 
 
 def _formats(cases: pd.DataFrame) -> Table:
-    """Return each format once, at the level nearest to LEVEL, over the fastest dense contender."""
-    found = with_gains(cases)
-    sparse = found[found.side != "dense"]
+    """Return each format at the sparsity nearest to LEVEL, over the fastest dense contender."""
+    timed = with_gains(cases)
+    sparse = timed[timed.side != "dense"]
     best = {name: _nearest(group) for name, group in sparse.groupby("kind", sort=False)}
     top = max(best.values(), key=lambda case: case["gain"], default=None)
-    dense = _dense(found, top)
+    dense = _dense(timed, top)
     lines: list[list[Cell]] = []
     for name, group in cases[~cases.twin.astype(bool)].groupby("format", sort=False):
         case, word = dense if name == "dense" else best.get(name), FORMATS.get(str(name), str(name))
@@ -227,22 +227,22 @@ def _formats(cases: pd.DataFrame) -> Table:
 
 
 def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
-    """Return the fastest case at the level nearest to LEVEL."""
+    """Return the fastest case at the sparsity nearest to LEVEL."""
     away = (group.level - LEVEL).abs().fillna(1).round(6)
     near = group[away == away.min()].assign(haste=-group.median_us)
     return dict(near.sort_values(["gain", "haste"], na_position="first").iloc[-1])
 
 
-def _dense(found: pd.DataFrame, top: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
-    """Return the fastest dense case of the contest of `top`; without one that of all."""
-    dense = found[(found.side == "dense") & (found.gain == 1)]
+def _dense(timed: pd.DataFrame, top: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
+    """Return the fastest dense case in the contest of `top`, or overall without one."""
+    dense = timed[(timed.side == "dense") & (timed.gain == 1)]
     if top is not None:
         dense = dense[(dense[CONTEST] == pd.Series(top)[CONTEST]).all(axis=1)]
     return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
 
 
 def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the sparse weights faster by more than 1 / (1 - sparsity): the baseline was slow."""
+    """Return the cases faster by more than 1 / (1 - sparsity), whose baseline was slow."""
     sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
     dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS})
     sparse = sparse[~dense & (sparse.level > 0) & (sparse.level < 1)]
@@ -250,16 +250,16 @@ def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def _condition(case: Mapping[Any, Any]) -> str:
-    """Say how sparse a case is: `90 %, blocks of 128`; `29 of 5632 units on`."""
+    """Describe the sparsity of a case: `90 %, blocks of 128` or `29 of 5632 units active`."""
     block = str(case.get("block", ""))
-    said = [percent(case["level"])] if case["level"] > 0 else []
-    said += [f"blocks of {block}"] if block not in ("", "1", "nan") else []
+    parts = [percent(case["level"])] if case["level"] > 0 else []
+    parts += [f"blocks of {block}"] if block not in ("", "1", "nan") else []
     if pd.notna(case.get("active")):
-        units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # of a decoding step
-        said.append(f"{case['active']:g} of {units} units on")
+        units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
+        parts.append(f"{case['active']:g} of {units} units active")
     if pd.notna(case.get("source")):
-        said.append(str(case["source"]).rpartition("/")[2])
-    return ", ".join(said)
+        parts.append(str(case["source"]).rpartition("/")[2])
+    return ", ".join(parts)
 
 
 def _place(best: Mapping[Any, Any]) -> str:
@@ -267,15 +267,15 @@ def _place(best: Mapping[Any, Any]) -> str:
 
 
 def who(case: Mapping[Any, Any]) -> str:
-    """Name what ran: of a portfolio the kernel that it chose, and by whom."""
-    chosen, own = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
+    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio."""
+    chosen, name = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
     if not chosen or chosen.startswith(str(case["kernel"])):
-        return chosen or own
+        return chosen or name
     return f"{chosen} (by {case['kernel']})"
 
 
 def _fastest(best: pd.DataFrame) -> Table:
-    """Return the fastest case of each problem, with the interval and outcome of its speed-up."""
+    """Return the fastest case of each problem with the interval and outcome of its speed-up."""
     varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
@@ -303,7 +303,7 @@ def _fastest(best: pd.DataFrame) -> Table:
 
 
 def _crossings(even: pd.DataFrame) -> Table:
-    """Return from which sparsity on each format is faster, by its first contender."""
+    """Return the sparsity at which each format overtakes the baseline, by its first contender."""
     even = even.assign(
         ran_as=[FORMATS.get(kind, kind) for kind in even["format"]],
         order=even.break_even.mask(even.note == NoCrossing.BELOW, 0.0).fillna(2.0),
@@ -329,9 +329,9 @@ def _crossings(even: pd.DataFrame) -> Table:
 
 
 def _missing(cases: pd.DataFrame) -> Table:
-    """Return why cases have no time: what went wrong first, then what cannot run here."""
-    asked = _asked(cases)
-    bad = asked[asked.status != Status.OK]
+    """Return why cases have no time: first the failures, then the unsupported cases."""
+    each_once = _once(cases)
+    bad = each_once[each_once.status != Status.OK]
     groups = bad.groupby(["status", "detail"], sort=False)
     counted = sorted(
         ((status == Status.UNSUPPORTED, -len(group), str(status), str(why), group)
@@ -340,17 +340,17 @@ def _missing(cases: pd.DataFrame) -> Table:
     )  # fmt: skip
     lines: list[list[Cell]] = []
     for fine, count, status, why, group in counted[:REASONS]:
-        who = ", ".join(dict.fromkeys(map(kernel, group.label)))
+        kernels = ", ".join(dict.fromkeys(map(kernel, group.label)))
         style = "quiet" if fine else "bad"
-        lines.append([str(-count), (status.replace("_", " "), style), f"{why}: {who}"])
+        lines.append([str(-count), (status.replace("_", " "), style), f"{why}: {kernels}"])
     if left := len(counted) - REASONS:
-        lines += [[str(left), "", "more reasons: in the report"]] if left > 0 else []
-    columns = ("cases", "status", "reason, and who")
+        lines += [[str(left), "", "more reasons are in the report"]] if left > 0 else []
+    columns = ("cases", "status", "reason and contenders")
     return Table(title="Not measured", columns=columns, lines=lines, words=columns[1:])
 
 
 def _ratio(line: Mapping[Any, Any]) -> Cell:
-    """Write a speed-up, coloured by its outcome; of a look by its interval."""
+    """Write a speed-up, coloured by its outcome, or by its interval in a look."""
     if line["label"] == line["baseline_label"]:
         return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]

@@ -27,7 +27,7 @@ def reproduce(
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build
-    from sparsebench.reports.comparison import agreement_sheet
+    from sparsebench.reports.comparison import disagreements
     from sparsebench.results import store
     from sparsebench.results.comparison import agreement
 
@@ -43,7 +43,7 @@ def reproduce(
         cases = json.loads(result.comparison.cases.to_json(orient="records"))
         print_json({"run": str(fresh), **result.counts, "cases": cases})
     else:
-        wide().print(agreement_sheet(result.comparison))
+        wide().print(disagreements(result.comparison))
         stdout.say("\n".join(result.sentences))
     if not result.reproduced:
         raise typer.Exit(GATE_FAILED)

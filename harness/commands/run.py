@@ -161,8 +161,8 @@ def _profiled(
         return profiler.under(profile, command, str(picked), data)
     code = 0
     for case in profiler.call_each(contests, picked, data, repeat):
-        stdout.say(case.said)
-        code = code if case.fine else SOME_FAILED
+        stdout.say(case.text)
+        code = code if case.ok else SOME_FAILED
     return code
 
 
@@ -185,7 +185,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     else:
         wide().print(Answer(measured, analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page, found=analysis)  # after the answer, which need not wait for the page
+    build(measured, page, analysis=analysis)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
     if browse:

@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsebench._discovery import did_you_mean
+from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.catalog import (
@@ -163,9 +163,7 @@ def _text(name: str) -> tuple[str, str]:
     if name in packaged:
         return packaged[name].name, packaged[name].read_text()
     if not name.endswith((".yaml", ".yml")):
-        known = sorted(packaged)
-        hint = did_you_mean(name, known)
-        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; found {name!r}{hint}")
+        raise SuiteError(unknown("a file.yaml or a known suite", name, sorted(packaged)))
     if not files.utf8(name):
         raise SuiteError(f"expected a suite with a name in UTF-8, found {name!r}")
     return name, files.text(Path(name), files.YAML_BYTES, SuiteError)

@@ -1,11 +1,11 @@
-"""Cases under a profiler: each checked as in a run, then called in an NVTX range of its name.
+"""Run cases under a profiler: each is checked as in a run, then called in a named NVTX range.
 
     run SUITE --profile nsys    nsys profile ... run SUITE --repeat 1
     try KERNEL --profile ncu    ncu ... try KERNEL --repeat 1
 
     range    bsr/bsr_wgmma linear m=64 n=4096 ... case 1f0c...
 
-On a GPU, calls lie between cudaProfilerStart and Stop as well, which ncu waits for. A profiler
+On a GPU, the calls also lie between cudaProfilerStart and Stop, which ncu waits for. A profiler
 slows everything down, so nothing is timed, and there is no run directory.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import ContestOptions, Entry
+from sparsebench.harness.bench.contest_state import Entry
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Case, Row, Status
@@ -35,66 +35,64 @@ NAMES = {"ncu": "Nsight Compute", "nsys": "Nsight Systems"}
 
 
 @dataclass(frozen=True)
-class Called:
-    """A case that was called, or the reason why it could not be."""
+class ProfiledCase:
+    """The range of a case that was called, or why it could not be called."""
 
-    said: str
-    fine: bool
+    text: str
+    ok: bool
 
 
 def under(tool: str, command: Sequence[str], device: str, data: Path | None) -> int:
     """Run a command of sparsebench with `--repeat 1` under a profiler; return its exit code.
 
-    Raises SuiteError where the profiler is unknown or not there.
+    Raises SuiteError if the profiler is unknown or not installed.
     """
     if tool not in TOOLS:
         raise SuiteError(f"--profile: expected {' or '.join(TOOLS)}, found {tool!r}")
     if shutil.which(tool) is None:
         raise SuiteError(f"--profile: expected {tool} ({NAMES[tool]}) on PATH, found none")
     place = ["--device", device, *(["--data", str(data)] if data else [])]
-    own = [sys.executable, "-P", "-m", "sparsebench", *command, *place, "--repeat", "1"]
-    return subprocess.run([*TOOLS[tool], *own], check=False).returncode
+    child = [sys.executable, "-P", "-m", "sparsebench", *command, *place, "--repeat", "1"]
+    return subprocess.run([*TOOLS[tool], *child], check=False).returncode
 
 
 def call_each(
     contests: Iterable[Contest], device: torch.device, data: Path | None, times: int
-) -> Iterator[Called]:
-    """Check the cases of each contest, call the right ones in their ranges, and yield each."""
-    for one in contests:
-        entries = [Entry(Row(Case(one.problem, c), Status.OK)) for c in one.contenders]
-        running = contest.start(
-            one.problem, entries, device, data, ContestOptions(), lambda case, stage: None
-        )
+) -> Iterator[ProfiledCase]:
+    """Check the cases of each contest, call the correct ones in their ranges, and yield each."""
+    for planned in contests:
+        entries = [Entry(Row(Case(planned.problem, c), Status.OK)) for c in planned.contenders]
+        running = contest.start(planned.problem, entries, device, data)
         try:
             for entry in entries:
                 name = range_of(entry.row.case)
                 if entry.launch is None:
-                    fine = entry.row.status is Status.UNSUPPORTED
-                    yield Called(f"{name}: {entry.row.status}: {entry.row.detail}", fine)
+                    ok = entry.row.status is Status.UNSUPPORTED
+                    yield ProfiledCase(f"{name}: {entry.row.status}: {entry.row.detail}", ok)
                     continue
                 with marked(name, device):
                     call(entry.launch, times)
-                yield Called(name, fine=True)
+                yield ProfiledCase(name, ok=True)
         finally:
-            running.guard.watched.clear()  # it knows the contest: a cycle would keep all memory
+            running.guard.watched.clear()  # breaks a reference cycle that would keep all memory
             gc.collect()
 
 
 def range_of(case: Case) -> str:
-    """Name the range of a case."""
+    """Return the name of a case's range."""
     fields = " ".join(f"{name}={value}" for name, value in case.problem.fields.items())
     return f"{case.contender.label} {case.problem.op} {fields} case {case.id}"
 
 
 def call(launch: Launch, times: int) -> None:
-    """Call a launch so many times."""
+    """Call a launch `times` times."""
     for _ in range(times):
         launch()
 
 
 @contextmanager
 def marked(name: str, device: torch.device) -> Iterator[None]:
-    """Mark the work of the block for a profiler of GPUs; on a CPU there is none."""
+    """Mark the block's work for a GPU profiler; do nothing on a CPU."""
     if device.type != "cuda":
         yield
         return

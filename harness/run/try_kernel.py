@@ -1,4 +1,4 @@
-"""One kernel on one problem, at once: what a kernel engineer runs fifty times a day.
+"""Try one kernel on one problem at once, the command of a kernel engineer's inner loop.
 
     sparsebench try bsr_wgmma m=4096 n=4096 k=4096 block=64 sparsity=0.9
 
@@ -6,7 +6,7 @@
 
 A word is a field of the op (m=64), an option of the kernel (tuned=false), a parameter of the format
 (dense_fraction=0.5, wd.split=columns), or one of OWN. A parameter that is not given takes the field
-of its name: a BSR kernel's blocks are the problem's. One process is a look, never a verdict.
+of its name, so a BSR kernel's blocks are the problem's. One process is a look, never a verdict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,6 +36,7 @@ from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Problem, Row, Status
 
 OWN = {"op", "format", "baseline", "seed"}
+HEADINGS = "time, µs", "quartiles", "speed-up", "of bound", "error", "of usual", "of allowed"
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 DTYPES = {"cuda": "bf16", "cpu": "fp32"}
 CLOCKS = {
@@ -46,15 +47,15 @@ CLOCKS = {
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What came of it: a row of the kernel, one of its baseline, and the device's name."""
+class TrialResult:
+    """A row of the kernel, one of its baseline, and the device's name."""
 
     rows: list[Row]
     device: str
 
     @property
     def right(self) -> bool:
-        """Say whether every contender gave the right output."""
+        """Return whether every contender gave the right output."""
         return all(row.status is Status.OK for row in self.rows)
 
 
@@ -64,15 +65,15 @@ def try_kernel(
     device: torch.device,
     data: Path | None = None,
     on_failure: OnFailure = ignore_failure,
-) -> Tried:
+) -> TrialResult:
     """Draw, convert, check against fp64 and time a kernel beside its baseline.
 
-    `on_failure` receives the traceback of what fails. Raises SuiteError where a word cannot be
-    used, Unsupported where the kernel cannot run it here.
+    `on_failure` receives tracebacks. Raises SuiteError for a word that cannot be used, and
+    Unsupported if the kernel cannot run the problem here.
     """
     planned = plan(name, words, device, data)
     contenders = [*planned.contenders]
-    # Before anything is measured: ceilings and the baseline's search take 30 to 70 s.
+    # Check first: ceilings and the baseline's search take 30 to 70 s.
     for contender in sorted(contenders, key=lambda contender: contender.baseline):
         if reason := unsupported(planned.problem, contender, device):
             raise Unsupported(f"{contender.kernel}: {reason}")
@@ -83,23 +84,21 @@ def try_kernel(
         if row.status is Status.UNSUPPORTED:
             raise Unsupported(f"{row.case.contender.kernel}: {row.detail}")
     called = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Tried(rows, called)
+    return TrialResult(rows, called)
 
 
 def repeat(
     name: str, words: Sequence[str], device: torch.device, times: int, data: Path | None = None
 ) -> None:
-    """Run a checked kernel so many times, alone and untimed, for a profiler to look at.
+    """Run a checked kernel `times` times, alone and untimed, for a profiler.
 
-    On a GPU they lie in an NVTX range (profile.py). Raises Unsupported, and SuiteError where the
+    On a GPU the calls lie in an NVTX range (profiling.py). Raises Unsupported, or SuiteError if the
     output is wrong.
     """
     planned = plan(name, words, device, data)
     contender = next(c for c in planned.contenders if c.kernel == name)
     entry = Entry(Row(Case(planned.problem, contender), Status.OK))
-    contest.start(
-        planned.problem, [entry], device, data, ContestOptions(), lambda case, stage: None
-    )
+    contest.start(planned.problem, [entry], device, data)
     if entry.launch is None:
         error = Unsupported if entry.row.status is Status.UNSUPPORTED else SuiteError
         raise error(f"{name}: {entry.row.status}: {entry.row.detail}")
@@ -110,7 +109,7 @@ def repeat(
 def plan(
     name: str, words: Sequence[str], device: torch.device, data: Path | None = None
 ) -> Contest:
-    """Return the contest that the words ask for: the kernel and its baseline. Raises SuiteError."""
+    """Return the contest of the words: the kernel and its baseline. Raises SuiteError."""
     kernel, given = load_kernel(name), _parsed(words)
     own = {word: given.pop(word) for word in OWN & given.keys()}
     op = str(own.get("op", "linear" if kernel.op == "any" else kernel.op))
@@ -130,14 +129,14 @@ def plan(
             "contenders": [contender | {"params": _one(params), "options": _one(options)}],
             "baselines": [{"format": "dense", "kernel": baseline}],
         }
-        (found,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
-        return found
+        (contest,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
+        return contest
 
-    return expanded(_said_by(expanded(params).problem, stored) | params)
+    return expanded(_from_problem(expanded(params).problem, stored) | params)
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
-    """Read field=value; a value is YAML, and 32x64 is a block of 32 rows and 64 columns."""
+    """Parse field=value; a value is YAML, or 32x64 for a block of 32 rows and 64 columns."""
     given: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -155,18 +154,18 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _one(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as a suite takes one of each: there a list is a sweep."""
+    """Wrap each value in a list, because a list in a suite is a sweep."""
     return {name: [value] for name, value in given.items()}
 
 
 def _sorted_out(
     given: Mapping[str, Any], kernel: Kernel, op: str, stored: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Divide what is given into the problem's fields, the kernel's options, the format's params."""
-    found = load_op(op)
-    fields, options = set(found.fields.model_fields), keywords(kernel.prepare)
+    """Divide the words into the problem's fields, the kernel's options, the format's params."""
+    loaded = load_op(op)
+    fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
     params = keywords(weights_format(stored).from_dense)
-    params |= {f"{weight}.{name}" for weight in found.weights for name in params}
+    params |= {f"{weight}.{name}" for weight in loaded.weights for name in params}
     known = fields | options | params | OWN
     for name in given.keys() - known:
         expected = f"expected one of {', '.join(sorted(known))}"
@@ -179,36 +178,27 @@ def _sorted_out(
 
 
 def _pattern(fields: Mapping[str, Any]) -> str:
-    """Return the pattern where none is asked for: uniform random blocks, or elements."""
+    """Return the default pattern: uniform random blocks, or elements."""
     if not fields.get("sparsity"):
         return "dense"
     return "blocks" if "block" in fields else "unstructured"
 
 
-def _said_by(problem: Problem, stored: str) -> dict[str, Any]:
-    """Return the format's parameters that the problem's fields, or its pattern, say."""
-    said = {**problem.fields, **derived(problem.fields)}
-    wanted = keywords(weights_format(stored).from_dense)
-    return {name: said[name] for name in wanted & said.keys()}
+def _from_problem(problem: Problem, stored: str) -> dict[str, Any]:
+    """Return the format's parameters that follow from the problem's fields or its pattern."""
+    values = {**problem.fields, **derived(problem.fields)}
+    names = keywords(weights_format(stored).from_dense)
+    return {name: values[name] for name in names & values.keys()}
 
 
-def report(tried: Tried) -> Group:
-    """Return the lines for a terminal: error, time, bound, speed-up and choice of each."""
-    table, rows = frame(tried.rows), tried.rows
+def report(result: TrialResult) -> Group:
+    """Return the result for a terminal: error, time, bound, speed-up and choice of each row."""
+    table, rows = frame(result.rows), result.rows
     problem = rows[0].case.problem
     fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
     shown = Table(title=f"{problem.op} {fields}", title_justify="left", box=None, pad_edge=False)
-    for heading in (
-        "",
-        "time, µs",
-        "quartiles",
-        "speed-up",
-        "of bound",
-        "error",
-        "of usual",
-        "of allowed",
-    ):
-        shown.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+    for heading in ("", *HEADINGS):
+        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for row, (_, line) in zip(rows, table.iterrows(), strict=True):
         label = escape(row.case.contender.label)
         if row.status is not Status.OK:
@@ -217,21 +207,16 @@ def report(tried: Tried) -> Group:
         faster = "baseline" if row.case.contender.baseline else f"{line.speedup:.2f}"
         of_bound = f"{line.of_bound:.0%}" if row.bound_us else ""
         quartiles = f"{line.q1_us:.2f} to {line.q3_us:.2f}"
-        shown.add_row(
-            *(label, f"{line.median_us:.2f}", quartiles, faster, of_bound),
-            *(
-                f"{row.error or 0:.1e}",
-                f"{line.error_of_usual:.2f}",
-                f"{row.error_of_bound or 0:.2f}",
-            ),
-        )
-    return Group(shown, *_notes(rows[0], table.iloc[0], tried.device))
+        errors = f"{row.error or 0:.1e}", f"{line.error_of_usual:.2f}"
+        allowed = f"{row.error_of_bound or 0:.2f}"
+        shown.add_row(label, f"{line.median_us:.2f}", quartiles, faster, of_bound, *errors, allowed)
+    return Group(shown, *_notes(rows[0], table.iloc[0], result.device))
 
 
 def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
-    """Return what else is known of the kernel's own row, a line each."""
+    """Return further facts of the kernel's row, one per line."""
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
-    told = {
+    facts = {
         "accuracy": str(line.marks),
         "choice": choice,
         "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
@@ -240,7 +225,7 @@ def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
         f"prepare {row.prepare_s or 0:.2f} s",
         "machine code": row.code or "",
     }
-    lines = [f"{name}: {escape(text)}" for name, text in told.items() if text]
+    lines = [f"{name}: {escape(text)}" for name, text in facts.items() if text]
     return [*lines, f"{device}, {CLOCKS[row.clock]}, one process: a look"]
 
 

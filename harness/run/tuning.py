@@ -1,11 +1,12 @@
-"""Tuning: a long search for every problem of a suite, into a table of this GPU.
+"""Tune: search long for every problem of a suite, into a table of this GPU.
 
-    suite's problems x contenders that tune ─> contests of {tuned: wide} beside {tuned: false}
+    problems x contenders that tune ─> contests of {tuned: wide} beside {tuned: false}
       ─> a worker: convert, search, check, time the two in turn, check again ─> rows
-      ─> an entry: the faster of the two, where the search's answer is right ─> the file, at once
+      ─> an entry: the faster of the two, if the search's answer is right ─> the file, at once
 
-What the table has of the same code and the same libraries is not searched again: tuning that was
-stopped, by its time or by Ctrl-C, goes on with the rest. Entries of other code are dropped.
+Problems for which the table has entries of the same code and libraries are not searched again, so
+tuning that was stopped, by its time or by Ctrl-C, continues with the rest. Entries of other code
+are dropped.
 """
 
 import random
@@ -29,38 +30,40 @@ from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Case, Row, Status
 
-TIMEOUT_S = 300.0  # of silence: a first search compiles some forty programs
+TIMEOUT_S = 300.0  # without an answer; a first search compiles some forty programs
 
 
 @dataclass
 class Tuning:
-    """What came of it: `found` entries are new, `left` problems were not reached, `failed` say why.
+    """The result of tuning.
 
-    `failed` are the cases whose search ended wrong or not at all; the table has nothing of them.
+    new     number of new entries
+    left    number of problems that were not reached
+    failed  a line for each case whose search failed or was wrong; it has no entry
     """
 
     file: Path
     table: Table
-    found: int = 0
+    new: int = 0
     left: int = 0
     failed: list[str] = field(default_factory=list)
 
     @property
     def lines(self) -> list[str]:
-        """Tell it: the table, what its configurations save, what is left and what failed."""
+        """Return the result as text: the table, its gains, and what is left or failed."""
         entries = self.table.entries
-        kept = amount(len(entries), "entry")
-        told = [f"{self.file}: {kept} for {self.table.gpu}, {self.found} new"]
+        count = amount(len(entries), "entry")
+        lines = [f"{self.file}: {count} for {self.table.gpu}, {self.new} new"]
         timed = [entry for entry in entries if entry.untuned_us is not None]
         if timed:
             worst = max(timed, key=_gain)
             where = " ".join(f"{k}={v}" for k, v in asdict(worst.sizes).items())
             usual, most = median(map(_gain, timed)), _gain(worst)
-            told.append(f"untuned over tuned: median {usual:.2f}, at most {most:.2f}")
-            told[-1] += f" ({worst.kernel} {where})"
+            gains = f"median {usual:.2f}, at most {most:.2f} ({worst.kernel} {where})"
+            lines.append(f"untuned over tuned: {gains}")
         if self.left:
-            told.append(f"time is up: {amount(self.left, 'problem')} left; tune again to go on")
-        return told + self.failed
+            lines.append(f"time is up: {amount(self.left, 'problem')} left; tune again to continue")
+        return lines + self.failed
 
 
 def _gain(entry: Entry) -> float:
@@ -76,9 +79,9 @@ def tune(
     data: Path | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, problem: None,
 ) -> Tuning:
-    """Search what the table lacks, for so many minutes; raises SuiteError.
+    """Search the problems that the table lacks, for some minutes. Raises SuiteError.
 
-    The table is the user's, or `out`. It is on disk after every problem.
+    The table is `out` or the user's, and is written after every problem.
     """
     if simulated(device) or torch.device(device).type != "cuda":
         raise SuiteError(f"--device {device}: expected an NVIDIA GPU to tune for")
@@ -91,22 +94,22 @@ def tune(
         major, minor = map(int, gpu["compute_capability"].split("."))
         name = tuned_table.file_name((major, minor), gpu["multiprocessors"])
         file = out or tuned_table.folders()["user"] / name
-        known = _known(file)
-        done = {case for case, entry in known.items() if entry.versions == versions}
+        current = _current(file)
+        done = {case for case, entry in current.items() if entry.versions == versions}
         todo = [part for contest in contests if (part := _lacking(contest, done))]
-        tuning = Tuning(file, Table(SCHEMA, gpu["name"], list(known.values())))
+        tuning = Tuning(file, Table(SCHEMA, gpu["name"], list(current.values())))
         end = monotonic() + 60 * minutes
         for number, contest in enumerate(todo):
             tuning.left = len(todo) - number
             if monotonic() > end:
                 break
             progress(number, len(todo), describe(contest))
-            for measured in runner.run([contest]):
-                entries, failed = _entries(measured.rows, versions)
-                known |= {entry.case: entry for entry in entries}
-                tuning.found += len(entries)
+            for result in runner.run([contest]):
+                entries, failed = _entries(result.rows, versions)
+                current |= {entry.case: entry for entry in entries}
+                tuning.new += len(entries)
                 tuning.failed += failed
-            tuning.table = Table(SCHEMA, gpu["name"], list(known.values()))
+            tuning.table = Table(SCHEMA, gpu["name"], list(current.values()))
             file.parent.mkdir(parents=True, exist_ok=True)
             tuned_table.write(file, tuning.table)
             tuning.left -= 1
@@ -116,8 +119,8 @@ def tune(
 
 
 def searches(suite: Suite, condition: str) -> list[Contest]:
-    """Return a contest a problem: each contender that tunes, searched and as it is by default."""
-    found = []
+    """Return a contest per problem: each contender that tunes, searched and with its default."""
+    contests = []
     for contest in only(suite.contests, condition):
         pairs = {}
         for contender in contest.contenders:
@@ -129,28 +132,30 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
                 pairs[Case(contest.problem, wide).id] = wide, default
         if pairs:
             both = tuple(contender for pair in pairs.values() for contender in pair)
-            found.append(Contest(contest.problem, both))
-    if not found:
+            contests.append(Contest(contest.problem, both))
+    if not contests:
         expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
         raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
-    return random.Random(suite.name).sample(found, len(found))  # little time: a bit of everything
+    return random.Random(suite.name).sample(
+        contests, len(contests)
+    )  # so that little time covers some of all
 
 
-def _known(file: Path) -> dict[str, Entry]:
-    """Return what a table has of the present code, by case."""
+def _current(file: Path) -> dict[str, Entry]:
+    """Return the entries of the present code, by case."""
     entries = tuned_table.read(file).entries if file.exists() else []
     return {entry.case: entry for entry in entries if entry.current}
 
 
 def _lacking(contest: Contest, done: set[str]) -> Contest | None:
-    """Leave out the pairs whose search the table has; None where nothing is left."""
+    """Leave out the pairs that the table has; return None if nothing is left."""
     pairs = zip(contest.contenders[::2], contest.contenders[1::2], strict=True)
     left = [pair for pair in pairs if Case(contest.problem, pair[0]).id not in done]
     return replace(contest, contenders=tuple(c for pair in left for c in pair)) if left else None
 
 
 def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[Entry], list[str]]:
-    """Return the entries of a contest, and a line for each search that ended badly."""
+    """Return the entries of a contest, and a line for each search that failed."""
     entries, failed = [], []
     for wide, default in zip(rows[::2], rows[1::2], strict=True):
         if wide.status is Status.OK:

@@ -1,19 +1,19 @@
 """A suite as pytest sees it: a file of contests, each a collector of cases.
 
     suite.yaml
-    └ linear-m:16-n:64-...-sparsity:0.9    a contest, measured when the first of its cases is due
-      ├ dense/torch_dense                  a case, which hands its samples to pytest-benchmark
+    └ linear-m:16-n:64-...-sparsity:0.9    a contest, measured before its first case
+      ├ dense/torch_dense                  a case, which passes its samples to pytest-benchmark
       └ bsr/scipy_bsr
 
-A contest is measured as in a run (contest.py): checked, timed side by side, checked again, but held
-to no ceiling; cases that were deselected take no part. pytest-benchmark's timer is then moved by
-the samples, one a round, in the order taken:
+A contest is measured as in a run (contest.py): checked, timed together, checked again, but without
+ceilings; deselected cases take no part. The samples then advance pytest-benchmark's timer, one per
+round, in the order taken:
 
     timer()    call: += sample    timer()
 
-So its times are device time (on a CPU the host clock's). timing.py decides the number of rounds;
-no --benchmark option does. A wrong output has no time. All is one process: a look, not a verdict,
-and a kernel that crashes or hangs takes pytest with it.
+So its times are device times (on a CPU, the host clock's). sampling.py decides the number of
+rounds; no --benchmark option does. A wrong output has no time. Everything runs in one process, so
+the result is a look, not a verdict, and a kernel that crashes or hangs takes pytest with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,10 +38,10 @@ CLOCK = ["device", "scope", "cache", "clock", "convert_us", "prepare_s"]
 
 
 class SuiteFile(pytest.File):
-    """A suite. What is wrong with it is one line."""
+    """A suite file; an error in it is reported in one line."""
 
     def collect(self) -> "Iterator[ContestNode]":
-        """Read the suite for the device asked for."""
+        """Read the suite for the requested device."""
         option = self.config.getoption
         if option("benchmark_only", None) is None:
             raise self.CollectError(f"{self.path}: expected pytest-benchmark to run it, found none")
@@ -60,18 +60,18 @@ class SuiteFile(pytest.File):
 
 
 class ContestNode(pytest.Collector):
-    """A problem and its cases. pytest sets it up before the first of them that was selected."""
+    """A problem with its cases. pytest sets it up before the first selected one."""
 
     def __init__(
         self, *, contest: Contest, device: torch.device, measures: tuple[Measure, ...], **node: Any
     ) -> None:
-        """Take what is to be measured, and where."""
+        """Store what to measure, and where."""
         super().__init__(**node)
         self.contest, self.device, self.measures = contest, device, measures
         self.rows: dict[tuple[str, str, str], Row] = {}
 
     def collect(self) -> "Iterator[CaseItem]":
-        """Yield each contender; a scope or a cache beyond the suite's first is in the name."""
+        """Yield each contender; a scope or cache state other than the first is in its name."""
         for contender in self.contest.contenders:
             case = Case(self.contest.problem, contender)
             for measure in self.measures:
@@ -85,7 +85,7 @@ class ContestNode(pytest.Collector):
                 )
 
     def setup(self) -> None:
-        """Measure the cases that were selected, side by side."""
+        """Measure the selected cases together."""
         items = [i for i in self.session.items if isinstance(i, CaseItem) and i.parent is self]
         problem, cases = self.contest.problem, {item.case.id for item in items}
         contenders = [c for c in self.contest.contenders if Case(problem, c).id in cases]
@@ -98,7 +98,7 @@ class ContestNode(pytest.Collector):
             rows, _ = contest.run(problem, contenders, self.device, data, options)
         except Fatal as end:
             blamed = next((i.name for i in items if i.case.id == end.case), "one of the contest")
-            self.session.shouldstop = "after a CUDA error nothing more can be trusted"
+            self.session.shouldstop = "no result can be trusted after a CUDA error"
             pytest.fail(f"{blamed}: {end.detail}", pytrace=False)
         except SuiteError as error:
             pytest.fail(str(error), pytrace=False)
@@ -111,17 +111,17 @@ class CaseItem(pytest.Function):
     """A case in one scope and cache state: a benchmark."""
 
     def __init__(self, *, case: Case, measure: Measure, group: str, **node: Any) -> None:
-        """Take what is to be measured; `group` is what pytest-benchmark compares it within."""
+        """Store what to measure; pytest-benchmark compares cases of one `group`."""
         super().__init__(callobj=self.play, **node)
         self.case, self.measure, self.seconds = case, measure, 0.0
         self.add_marker(pytest.mark.benchmark(group=group, timer=self.device_time))
 
     def device_time(self) -> float:
-        """Return the seconds of all samples so far: the timer."""
+        """Return the seconds of all samples so far, as the timer."""
         return self.seconds
 
     def play(self, benchmark: Any) -> None:
-        """Hand the samples to pytest-benchmark, a round each, or say why there are none."""
+        """Pass the samples to pytest-benchmark, one per round, or fail with the reason."""
         assert isinstance(self.parent, ContestNode)
         row = self.parent.rows[self.case.id, *self.measure]
         if row.status is Status.UNSUPPORTED:
@@ -130,9 +130,9 @@ class CaseItem(pytest.Function):
 
         def sample() -> None:
             if row.status is not Status.OK:
-                benchmark.has_error = True  # in no table and no JSON
+                benchmark.has_error = True  # keeps it out of tables and JSON
                 pytest.fail(f"{row.status}: {row.detail}", pytrace=False)
-            self.seconds += 1e-6 * next(samples_us, 0.0)  # a profiler calls once more
+            self.seconds += 1e-6 * next(samples_us, 0.0)  # a profiler makes one more call
 
         contender = self.case.contender
         named = {"format": contender.format, "kernel": contender.kernel}
@@ -141,12 +141,12 @@ class CaseItem(pytest.Function):
         benchmark.pedantic(sample, rounds=len(row.samples_us) or 1)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Point to the suite."""
+        """Return the suite as the location."""
         return self.path, None, f"{self.parent.name if self.parent else ''} {self.name}"
 
 
 def _facts(row: Row, device: torch.device) -> dict[str, Any]:
-    """Return what a reader of the benchmark's JSON needs beside the times."""
+    """Return facts for the benchmark's JSON beside the times."""
     problem, contender = row.case.problem, row.case.contender
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     asked = {"case": row.case.id, "op": problem.op, "problem": dict(problem.fields), "gpu": gpu}
@@ -164,13 +164,13 @@ def _problem_name(problem: Problem) -> str:
 
 
 def _contender_name(case: Case) -> str:
-    """Name a contender, with its options and what its parameters do not take from the problem."""
+    """Name a contender with its options, and with parameters that differ from the problem's."""
     fields, contender = case.problem.fields, case.contender
     own = {name: v for name, v in contender.params.items() if fields.get(name) != v}
     return _named(f"{contender.format}/{contender.kernel}", {**own, **contender.options})
 
 
 def _named(what: str, values: Mapping[str, Value]) -> str:
-    """Add values to a name; `-k` takes no `=`, and a node id after its file no `[`."""
+    """Append values to a name without `=`, which -k rejects, and `[`, which node ids reject."""
     plain = {n: "x".join(map(str, v)) if isinstance(v, list) else str(v) for n, v in values.items()}
     return "-".join([what, *(f"{name}:{value}" for name, value in plain.items())])

@@ -1,4 +1,4 @@
-"""A contract is a list of sentences, each with a call that raises where it does not hold."""
+"""A contract is a list of sentences, each with a call that raises if the sentence is not true."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """One sentence of a contract. As text it is the sentence: the id of a parametrised test."""
+    """One sentence of a contract; str() gives the sentence, for the id of a parametrised test."""
 
     sentence: str
     holds: Callable[[], None]
 
     def __call__(self) -> None:
-        """Raise AssertionError, with what was expected and found, where the sentence is not true.
+        """Raise AssertionError, with expected and found, if the sentence is not true.
 
-        What the plug-in itself raises comes through as it is.
+        Exceptions of the plug-in itself are passed through.
         """
         self.holds()
 
@@ -24,12 +24,12 @@ class Check:
 
 
 def expect(condition: object, message: str) -> None:
-    """Raise AssertionError unless the condition holds; Python's -O leaves this one in."""
+    """Raise AssertionError unless the condition holds, even with python -O."""
     if not condition:
         raise AssertionError(message)
 
 
 def every(checks: Iterable[Check]) -> None:
-    """Run all checks; the first that fails ends it."""
+    """Run all checks up to the first failure."""
     for check in checks:
         check()

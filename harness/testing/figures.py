@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import expand
-from sparsebench.harness.sim import simulated_contest as contest
+from sparsebench.harness.sim import simulated_contest
 from sparsebench.harness.sim.gpu_model import Spec
 from sparsebench.harness.testing.contract import Check, every, expect
 from sparsebench.reports.build import load_figure
@@ -36,14 +36,14 @@ baselines:
 
 
 def check_figure(name: str) -> None:
-    """Raise AssertionError where a figure does not keep its contract; see `figure_checks`."""
+    """Raise AssertionError if a figure violates its contract; see `figure_checks`."""
     every(figure_checks(name))
 
 
 def figure_checks(name: str) -> list[Check]:
-    """Return the contract of a figure, sentence by sentence. `name` is that of its entry point."""
+    """Return the contract of a figure, sentence by sentence. `name` is its entry point's."""
     about: dict[str, Callable[[], None]] = {
-        "has a title, a place and a function that draws": partial(_parts, name),
+        "has a title, a place and a drawing function": partial(_parts, name),
         "draws a sweep": partial(_draws, name, False),
         "draws a run in which nothing has a time": partial(_draws, name, True),
     }
@@ -55,10 +55,10 @@ def _parts(name: str) -> None:
 
 
 def _draws(name: str, refused: bool) -> None:
-    found = load_figure(name).draw(_frames(refused))
-    said = f"expected Markup, found {type(found).__name__}"
-    expect(isinstance(found, Markup), f"{said}: text of a run must never be taken for HTML")
-    expect("<script" not in found, "expected no script: a report loads and runs nothing")
+    drawn = load_figure(name).draw(_frames(refused))
+    message = f"expected Markup, found {type(drawn).__name__}"
+    expect(isinstance(drawn, Markup), f"{message}: text of a run must never become HTML")
+    expect("<script" not in drawn, "expected no script: a report must run none")
 
 
 @cache
@@ -68,7 +68,9 @@ def _frames(refused: bool) -> Frames:
     for replicate in range(2):
         options = ContestOptions(replicate=replicate)
         for c in suite.contests:
-            rows += contest.run(spec, c.problem, c.contenders, options, lambda case, stage: None)
+            rows += simulated_contest.run(
+                spec, c.problem, c.contenders, options, lambda case, stage: None
+            )
     if refused:
         none = partial(replace, status=Status.UNSUPPORTED, detail="not here", samples_us=())
         rows = [none(row) for row in rows]

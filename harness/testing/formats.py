@@ -1,4 +1,4 @@
-"""The contract of a format: what goes in comes out, and -0.0 is zero."""
+"""The contract of a format: to_dense returns what from_dense was given, and -0.0 is zero."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ SPECIAL = -0.0, float("nan"), float("inf"), -float("inf"), 6e-8
 def check_format(
     name: str, examples: Sequence[Tensor] = (), *, device: str = "cpu", **params: Any
 ) -> None:
-    """Raise AssertionError where a format does not keep its contract; see `format_checks`."""
+    """Raise AssertionError if a format violates its contract; see `format_checks`."""
     every(format_checks(name, examples, device=device, **params))
 
 
@@ -29,9 +29,9 @@ def format_checks(
 ) -> list[Check]:
     """Return the contract of a format, sentence by sentence.
 
-    `name` is what a suite writes. `examples` are matrices [rows, columns] that the format holds,
-    every one; without any, it must hold one of 2 non-zeros in each 4 of a row, 256 x 256, and of
-    others it may refuse some. `params` are those of from_dense.
+    `name` is the format's name in a suite. The format must hold every one of `examples`, matrices
+    [rows, columns]. Without any, it must hold a 256 x 256 matrix with 2 non-zeros in each 4 of a
+    row, and may refuse others. `params` are those of from_dense.
     """
     given = [example.to(device) for example in examples]
     must = given or [two_of_four((256, 256)).to(device)]
@@ -49,7 +49,7 @@ def format_checks(
                     continue
 
     about: list[tuple[str, Callable[[], None]]] = [
-        ("holds the matrices that it is for", partial(_holds, must, stored)),
+        ("holds its example matrices", partial(_holds, must, stored)),
         ("refuses what is not a matrix", partial(_refuses, device, stored)),
         ("counts the bytes of its arrays", partial(_counts, held)),
         ("samples other matrices at the positions that it stores", partial(_samples, held)),
@@ -76,7 +76,7 @@ def two_of_four(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> T
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of each element; those of +0.0 for -0.0."""
+    """Return the bits of each element, with -0.0 as +0.0."""
     whole = tensor.view(BITS[tensor.element_size()])
     return whole.where(has_value(whole), 0)
 
@@ -159,7 +159,7 @@ def _samples(held: Held) -> None:
         other = matrix((dense.shape[0], dense.shape[1]), 1.0, torch.float64).to(dense.device)
         try:
             places, sampled = packed.sample(ones).to_dense(), packed.sample(other)
-        except FormatError:  # a format need not have this operation
+        except FormatError:  # the operation is optional
             return
         what = f"a matrix {list(dense.shape)}"
         all_places = bool((places.bool() | (dense == 0)).all())

@@ -1,7 +1,7 @@
-"""The contract of a kernel: what it computes is right, and what it cannot compute it refuses.
+"""The contract of a kernel: its results are right, and it refuses what it cannot compute.
 
-It is held by contests, as a run holds them: poisoned output, activations redrawn in place, calls
-looked at while they are timed, operands and harness compared after each step (bench/contest.py).
+Contests check it as in a run: poisoned output, activations redrawn in place, spot checks while
+timing, operands and harness compared after each step (bench/contest.py).
 """
 
 import inspect
@@ -26,24 +26,24 @@ PROBLEMS = (
     "pattern=two_four sparsity=0.5",
     "",
 )
-"""What is tried where no words are given: a format holds some of these, and refuses others."""
+"""The problems to try if no words are given: a format holds some of them, and refuses others."""
 
 
 def check_kernel(name: str, *words: str, device: str = "cpu") -> None:
-    """Raise AssertionError where a kernel does not keep its contract; see `kernel_checks`."""
+    """Raise AssertionError if a kernel violates its contract; see `kernel_checks`."""
     every(kernel_checks(name, *words, device=device))
 
 
 def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
     """Return the contract of a kernel, sentence by sentence.
 
-    `name` is what a suite writes. Each of `words` is a problem, `m=16 n=64 k=64 sparsity=0.9`, in
-    the words of `sparsebench try`, and the kernel must run every one, in one of DTYPES at least.
-    Without words it must run one of PROBLEMS.
+    `name` is the kernel's name in a suite. Each of `words` is a problem in the words of
+    `sparsebench try`, such as `m=16 n=64 k=64 sparsity=0.9`, and the kernel must run every one, in
+    at least one of DTYPES. Without words it must run one of PROBLEMS.
     """
     about: list[tuple[str, Callable[[], None]]] = [
-        ("is of an op and a format that are there", partial(_names, name)),
-        ("prepares from operands, with options by keyword", partial(_signature, name)),
+        ("has an op and a format that exist", partial(_names, name)),
+        ("prepares from operands, with keyword-only options", partial(_signature, name)),
     ]
     if words:
         about += [(f"is right: {w}", partial(_right, name, [w], device)) for w in words]
@@ -74,7 +74,7 @@ def _signature(name: str) -> None:
 def _right(name: str, problems: Sequence[str], device: str) -> None:
     """Run every problem; at least one row must be ok, and none may be wrong.
 
-    The first problem that runs is run in every dtype, the others in the first dtype that ran.
+    The first problem that runs is tried in every dtype, the others in the first dtype that ran.
     """
     refused: list[str] = []
     first: tuple[str, str] | None = None
@@ -83,20 +83,20 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
             what = f"{words} {dtype}".strip()
             try:
                 row = _row(name, words, dtype, device)
-            except SuiteError as error:  # a field that the op has not, a level that is not met
+            except SuiteError as error:  # an unknown field, or an impossible level
                 refused.append(f"{what}: {error}")
                 continue
             if row.status is Status.UNSUPPORTED:
                 refused.append(f"{what}: {row.detail}")
                 continue
-            said = f"expected a right output, found {row.status}: {row.detail}"
-            expect(row.status is Status.OK, f"{what}: {said}")
+            message = f"expected a right output, found {row.status}: {row.detail}"
+            expect(row.status is Status.OK, f"{what}: {message}")
             first = first or (words, dtype)
     expect(first, f"expected a problem that it runs, found none: {'; '.join(refused)}")
 
 
 def _row(name: str, words: str, dtype: str, device: str) -> Row:
-    """Return the kernel's row of a contest for itself. Raises SuiteError."""
+    """Return the kernel's row of a contest without other contenders. Raises SuiteError."""
     given = dict(word.split("=", 1) for word in words.split())
     known = load_op(_op(name, given)).fields.model_fields
     sizes = {size: str(value) for size, value in SIZES.items() if size in known}

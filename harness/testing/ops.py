@@ -17,21 +17,21 @@ from sparsebench.results.record import Problem
 
 SIZES = {"m": 3, "n": 6, "k": 5}
 DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-FEWEST_BITS = 4  # times a dtype's epsilon: more than rounding may cost, measured by the spread
+FEWEST_BITS = 4  # times a dtype's epsilon: an upper limit of rounding errors over the spread
 
 
 def check_op(name: str) -> None:
-    """Raise AssertionError where an op does not keep its contract; see `op_checks`."""
+    """Raise AssertionError if an op violates its contract; see `op_checks`."""
     every(op_checks(name))
 
 
 def op_checks(name: str) -> list[Check]:
-    """Return the contract of an op, sentence by sentence. `name` is what a suite writes."""
+    """Return the contract of an op, sentence by sentence, for its name in a suite."""
     about: dict[str, Callable[[str], None]] = {
         "has fields, weights and activations": _fields,
         "takes operands in order and fields by name": _signatures,
         "has a definition that keeps the dtype, and a spread of its shape": _shapes,
-        "gives bf16 of sums in fp32 where it takes fp8": _fp8,
+        "gives bf16 of sums in fp32 for fp8 operands": _fp8,
         "has a spread that is finite, and zero only without terms": _spread,
         "has a spread of the size of rounding errors": _rounding,
         "counts work that grows with the non-zeros": _work,
@@ -40,9 +40,9 @@ def op_checks(name: str) -> list[Check]:
 
 
 def sizes(op: Op) -> dict[str, int]:
-    """Return a small size for each name that is one: SIZES, and 7, 8, ... for other names.
+    """Return a small value for each size: SIZES, and 7, 8, ... for other names.
 
-    Those of an op with an example, and what follows from them, are its own.
+    An op with an example has its own, and those that follow from them.
     """
     if op.example:
         return dict(op.sizes(op.example))
@@ -52,7 +52,7 @@ def sizes(op: Op) -> dict[str, int]:
 
 
 def drawn(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return the operands that an op's definition takes, small and the same ones each time."""
+    """Return small operands of an op's definition, the same ones each time."""
     op, found = load_op(name), dict[str, Tensor]()
     for operand in op.arguments:
         found[operand] = torch.empty([sizes(op)[size] for size in op.operands[operand].shape])
@@ -117,7 +117,7 @@ def _spread(name: str) -> None:
     op, operands = load_op(name), drawn(name)
     found = pinned(name, op.spread)(**operands)
     expect(found.isfinite().all(), "expected a finite spread")
-    off = pinned(name, op.definition)(**operands) == 0  # a unit that no token has on
+    off = pinned(name, op.definition)(**operands) == 0  # a unit that is on for no token
     expect((found > 0)[~off].all(), "expected a spread above 0 wherever the output is not 0")
     expect(not off.all(), "expected outputs that are not 0")
     empty = {operand: torch.zeros_like(tensor) for operand, tensor in operands.items()}

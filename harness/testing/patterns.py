@@ -1,4 +1,4 @@
-"""The contract of a pattern: the level that it promises is the part of the elements left out."""
+"""The contract of a pattern: the level that it promises is the fraction of pruned elements."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,43 +17,45 @@ FIELDS = {"n": 120, "k": 200, "block": [12, 20]}  # blocks that divide both
 LEVELS = 0.0, 0.25, 0.375, 0.5, 0.7, 0.72, 0.75, 0.8, 0.9, 0.95
 CPU = torch.device("cpu")
 
-Met = Callable[[], list[dict[str, Any]]]
+Levels = Callable[[], list[dict[str, Any]]]
 
 
 def check_pattern(name: str, **fields: Any) -> None:
-    """Raise AssertionError where a pattern does not keep its contract; see `pattern_checks`."""
+    """Raise AssertionError if a pattern violates its contract; see `pattern_checks`."""
     every(pattern_checks(name, **fields))
 
 
 def pattern_checks(name: str, **fields: Any) -> list[Check]:
     """Return the contract of a pattern, sentence by sentence.
 
-    `name` is what a suite writes, `fields` are a problem's, in place of FIELDS: n and k, block, and
-    the sparsity, without which every one of LEVELS is tried that the pattern has.
+    `name` is the pattern's name in a suite. `fields` of a problem replace FIELDS: n and k, block,
+    and sparsity, without which the checks try those of LEVELS that the pattern has.
     """
-    asked = {"pattern": name, **FIELDS, **fields}
-    levels = [asked["sparsity"]] if "sparsity" in asked else LEVELS
+    problem = {"pattern": name, **FIELDS, **fields}
+    levels = [problem["sparsity"]] if "sparsity" in problem else LEVELS
 
-    def met() -> list[dict[str, Any]]:
+    def possible() -> list[dict[str, Any]]:
         """Return the fields of each level that the pattern has."""
-        found, refused = [], ""
+        fields_at, refused = [], ""
         for sparsity in levels:
-            at = {**asked, "sparsity": sparsity}
+            at = {**problem, "sparsity": sparsity}
             try:
                 level(at)
             except SuiteError as error:
                 refused = str(error)
             else:
-                found.append(at)
-        expect(found, f"expected a level that it has, found none: {refused}")
-        return found
+                fields_at.append(at)
+        expect(fields_at, f"expected a level that it has, found none: {refused}")
+        return fields_at
 
-    about: dict[str, Callable[[Met], None]] = {
-        "leaves out what its level says": _exact,
-        "is the same for a seed": _repeats,
-        "says what follows from it, by name": _derives,
+    about: dict[str, Callable[[Levels], None]] = {
+        "prunes the fraction that its level promises": _exact,
+        "is the same for equal seeds": _repeats,
+        "names the values that follow from it": _derives,
     }
-    return [Check(f"{name} {said}", partial(holds, met)) for said, holds in about.items()]
+    return [
+        Check(f"{name} {sentence}", partial(holds, possible)) for sentence, holds in about.items()
+    ]
 
 
 def hashed(grid: Grid, seed: int = 0) -> Tensor:
@@ -66,24 +68,24 @@ def chosen(asked: Mapping[str, Any]) -> Tensor:
     return mask(asked, ("n", "k"), hashed, CPU)
 
 
-def _exact(met: Met) -> None:
-    for asked in met():
-        kept, n, k = chosen(asked), asked["n"], asked["k"]
+def _exact(levels: Levels) -> None:
+    for fields in levels():
+        kept, n, k = chosen(fields), fields["n"], fields["k"]
         expect(kept.shape == (n, k), f"expected a mask {[n, k]}, found {list(kept.shape)}")
-        promised, found = level(asked), 1 - float(kept.double().mean())
-        said = f"sparsity {asked['sparsity']}: expected {promised:.6g}, found {found:.6g}"
-        expect(abs(found - promised) < 1e-12, f"{said} of the elements left out")
-        expect(kept.any(), f"sparsity {asked['sparsity']}: expected an element that is kept")
+        promised, found = level(fields), 1 - float(kept.double().mean())
+        said = f"sparsity {fields['sparsity']}: expected {promised:.6g}, found {found:.6g}"
+        expect(abs(found - promised) < 1e-12, f"{said} as the fraction of pruned elements")
+        expect(kept.any(), f"sparsity {fields['sparsity']}: expected an element that is kept")
 
 
-def _repeats(met: Met) -> None:
-    for asked in met():
-        same = torch.equal(chosen(asked), chosen(asked))
-        expect(same, f"sparsity {asked['sparsity']}: expected one mask, found two")
+def _repeats(levels: Levels) -> None:
+    for fields in levels():
+        same = torch.equal(chosen(fields), chosen(fields))
+        expect(same, f"sparsity {fields['sparsity']}: expected one mask, found two")
 
 
-def _derives(met: Met) -> None:
-    for asked in met():
-        found = derived(asked)
+def _derives(levels: Levels) -> None:
+    for fields in levels():
+        found = derived(fields)
         named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
         expect(named, f"expected values by name, found {found!r}")

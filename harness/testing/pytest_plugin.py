@@ -13,7 +13,7 @@ OURS = re.compile(rb"^schema:\s*['\"]?sparsebench/suite@", re.MULTILINE)  # in a
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what `sparsebench run` calls --device, --data and --only."""
+    """Add the options --device, --data and --only of `sparsebench run`."""
     group = parser.getgroup("sparsebench", "sparsebench: pytest SUITE.yaml --benchmark-only")
     group.addoption(
         "--sparsebench-device",
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Take a YAML file that was named itself and says that it is a suite: others are not ours."""
+    """Collect a YAML file that was named on the command line and is a suite."""
     named = file_path.suffix in (".yaml", ".yml") and parent.session.isinitpath(file_path)
     if not named or not OURS.search(file_path.read_bytes()):
         return None

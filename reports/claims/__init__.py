@@ -1,1 +1,1 @@
-"""Claims as pages: quote, conditions, bound, cells, verdict; and their table on a site."""
+"""Pages of claims, their table, and their tables in the terminal."""

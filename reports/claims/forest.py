@@ -1,10 +1,9 @@
-"""The cells of a test, one below the other, with their intervals, the threshold and the bound.
+"""The cells of a test with their intervals, the threshold and the bound, one per line.
 
 m 16, 90 %   ├──●──┤     :        ●  met   ○  missed   ◐  unclear (a square)
 m 64, 90 %     ├─○─┤     :        :  the threshold
-m 64, 95 %        ├──■───:─┤  |   |  the most that the device allows
-All cells: linear, bf16           what they share is said once: labels are read on a telephone;
-                                  the run too, where they are of several
+m 64, 95 %        ├──■───:─┤  |   |  the upper bound on this device
+All cells: linear, bf16           what the labels share, because they must fit a phone
 """
 
 from collections.abc import Sequence
@@ -23,11 +22,11 @@ from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.formatting import amount
 
-MOST = 24  # cells drawn; the others are in the table
-LINE = 17  # CSS pixels a cell
+MOST = 24  # cells drawn; the table lists the others
+LINE = 17  # CSS pixels per cell
 WIDTH = 480
 LONGEST = 48  # characters of a label
-APART = 8.0  # largest over least value from which on the axis is logarithmic
+APART = 8.0  # the axis is logarithmic if the largest value is more than this times the least
 LOOKS: dict[str, dict[str, Any]] = {
     "met": {"marker": "o", "color": OURS},
     "missed": {"marker": "o", "color": PEER, "markerfacecolor": PAPER},
@@ -36,12 +35,12 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def forest(test: Test, cells: Sequence[Cell]) -> Markup:
-    """Draw the cells of a device that have a value, the best first; nothing where there is none."""
-    known = [cell for cell in cells if not cell.reason]
-    if not known:
+    """Draw the cells of a device that have a value, the best first; "" if there are none."""
+    valued = [cell for cell in cells if not cell.reason]
+    if not valued:
         return Markup("")
-    known.sort(key=lambda cell: cell.value, reverse=test.at_least is not None)
-    shown = _sample(known)
+    valued.sort(key=lambda cell: cell.value, reverse=test.at_least is not None)
+    shown = _sample(valued)
     with style():
         figure, axes = canvas((WIDTH, 60 + LINE * len(shown)), fitted=True)
         for place, cell in enumerate(reversed(shown)):
@@ -64,40 +63,39 @@ def forest(test: Test, cells: Sequence[Cell]) -> Markup:
         axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
         limit = f"{test.limit:g}{SIGNS[test.unit]}"
         drawn = svg(figure, f"{test.name}: {amount(len(shown), 'cell')}, threshold {limit}")
-    left = len(known) - len(shown)
-    said = "Dotted: the threshold. Line: the interval. "
+    left = len(valued) - len(shown)
+    words = "The dotted line is the threshold, and lines are intervals. "
     if test.at_least is not None and any(cell.bound for cell in shown):
-        said += "Tick: the most that the device allows. "
-    said += "Filled: beyond the threshold; open circle: short of it; open square: astride it."
+        words += "Ticks are the upper bounds of the device. "
+    words += "Filled circles meet the threshold, open circles miss it, open squares span it."
     if left:
-        said += f" Left out: {amount(left, 'cell')} between the best and the worst."
-    who = "The cell" if len(shown) == 1 else "All cells"
-    said += f" {who}: {shared}."
-    return Markup('<div class="forest">%s</div>') % drawn + note(said)
+        words += f" Left out: {amount(left, 'cell')} between the best and the worst."
+    words += f" {'The cell' if len(shown) == 1 else 'All cells'}: {shared}."
+    return Markup('<div class="forest">%s</div>') % drawn + note(words)
 
 
 def _sample(cells: list[Cell]) -> list[Cell]:
-    """Keep at most MOST: the best half and the worst half."""
+    """Keep at most MOST cells: the best half and the worst half."""
     if len(cells) <= MOST:
         return cells
     return [*cells[: MOST // 2], *cells[-MOST // 2 :]]
 
 
 def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
-    """Return what the labels of all cells share, with run and GPU, and the rest of each."""
+    """Return the parts that all labels share, with run and GPU, and the rest of each label."""
     parts = [[*cell.label.split(", "), f"run {cell.run}", where(cell)] for cell in cells]
     shared = [part for part in parts[0] if all(part in each for each in parts)]
-    own = [", ".join(part for part in each if part not in shared) for each in parts]
-    return ", ".join(shared), [label[:LONGEST] for label in own]
+    labels = [", ".join(part for part in each if part not in shared) for each in parts]
+    return ", ".join(shared), [label[:LONGEST] for label in labels]
 
 
 def where(cell: Cell) -> str:
-    """Name the device of a cell; a model of one is said to be that."""
+    """Name the device of a cell, and whether it is simulated."""
     return cell.device.removeprefix("NVIDIA ") + (" (simulated)" if cell.simulated else "")
 
 
 def _across(axes: Axes, values: list[float]) -> None:
-    """Make the axis logarithmic where values are far apart."""
+    """Make the axis logarithmic if the values are far apart."""
     low, high = min(values), max(values)
     if low > 0 and high / low > APART:
         axes.set_xscale("log")

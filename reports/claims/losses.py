@@ -1,4 +1,4 @@
-"""What pruning costs beside what it saves: the loss on held-out text against the speed-up.
+"""The loss on held-out text against the speed-up: the cost of pruning and its benefit.
 
     loss │           ┌─o 0      a point: one dense fraction (its number) at the speed-up of a cell
          │     ┌─o 25┘          step: the front, the least loss at that speed-up or more
@@ -22,12 +22,12 @@ from sparsebench.results.claims.cells import Cell
 from sparsebench.results.formatting import between, percent
 from sparsebench.results.model_files import Pruning, PruningOutcome
 
-NEAR = 0.01  # between a timed dense fraction and a pruned one: both are rounded to tiles
+NEAR = 0.01  # tolerance of dense fractions, which are rounded to tiles
 SIZE = (420, 260)
 
 
 def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
-    """Draw loss against speed-up; a sentence where no cell has a fraction that was pruned."""
+    """Draw loss against speed-up, or a sentence if no cell has a pruned fraction."""
     points = [
         (cell, outcome)
         for cell in cells
@@ -35,15 +35,15 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
         if not cell.reason and outcome.loss is not None and _same(cell, outcome)
     ]
     if not points or pruning.loss is None:
-        return note(f"No cell leaves a fraction dense that {pruning.weights} was pruned to.")
+        return note(f"No cell has a dense fraction to which {pruning.weights} was pruned.")
     methods = list(dict.fromkeys(_method(outcome) for _, outcome in points))
     with style():
         figure, axes = canvas(SIZE)
         for number, method in enumerate(methods):
-            own = [(c, o) for c, o in points if _method(o) == method]
+            chosen = [(c, o) for c, o in points if _method(o) == method]
             look = series(number) | {"linestyle": "none", "label": method}
-            axes.plot([c.value for c, _ in own], [o.loss or 0.0 for _, o in own], **look)
-            for cell, outcome in own:
+            axes.plot([c.value for c, _ in chosen], [o.loss or 0.0 for _, o in chosen], **look)
+            for cell, outcome in chosen:
                 axes.hlines(outcome.loss or 0.0, cell.low, cell.high, color=look["color"])
         for cell, outcome in {(o.dense, o.method, o.region): (c, o) for c, o in points}.values():
             place, text = (cell.value, outcome.loss or 0.0), f"{100 * outcome.dense:g}"
@@ -54,20 +54,20 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
         axes.axhline(pruning.loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
         axes.axvline(1, color=INK, linewidth=0.7, alpha=0.5)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel("speed-up, x")
+        axes.set_xlabel("speed-up, ×")
         axes.set_ylabel("loss on held-out text, nats a token")
         drawn = svg(figure, "loss on held-out text against speed-up")
-    said = (
+    words = (
         f"{pruning.weights}: {pruning.held_out:,} tokens held out of {pruning.tokens_from}. "
-        f"Dotted: the dense model, {pruning.loss:.3f}. Numbers: per cent left dense. "
-        "Step: the Pareto front with the dense model. The weights that were timed are others."
+        f"The dotted line is the dense model ({pruning.loss:.3f}). Numbers are the percentage left "
+        "dense. The step is the Pareto front with the dense model. The timed weights differ."
     )
     lines = [
         [_method(o), percent(o.dense), c.label, between(c.value, c.low, c.high), f"{o.loss:.3f}"]
         for c, o in points
     ]
     heads = ["pruned by", ">dense", "cell", ">speed-up", ">loss, nats"]
-    return drawn + note(said) + folded("The losses", html_table(heads, lines))
+    return drawn + note(words) + folded("The losses", html_table(heads, lines))
 
 
 def _method(outcome: PruningOutcome) -> str:
@@ -75,8 +75,8 @@ def _method(outcome: PruningOutcome) -> str:
 
 
 def _same(cell: Cell, outcome: PruningOutcome) -> bool:
-    """Say whether a cell leaves the same fraction dense: 2:4 prunes half of the rest."""
+    """Return whether a cell has the same dense fraction; 2:4 prunes half of the rest."""
     pattern = str(cell.fields.get("pattern", ""))
-    known = pattern.startswith("spense") or pattern == "two_four"
-    hybrid = outcome.pattern == "2:4"  # zeros anywhere are no cell of these claims
-    return known and hybrid and abs(1 - 2 * (1 - cell.density) - outcome.dense) <= NEAR
+    spense = pattern.startswith("spense") or pattern == "two_four"
+    hybrid = outcome.pattern == "2:4"  # these claims have no cells with zeros anywhere
+    return spense and hybrid and abs(1 - 2 * (1 - cell.density) - outcome.dense) <= NEAR

@@ -1,13 +1,11 @@
-"""A page a claim, a table of all of them, and a badge each: in a folder of their own or in a site.
+"""A page and a badge per claim and a table of all claims, in a separate folder or in a site.
 
-claims/index.html        every claim with its verdict on each GPU
-claims/NAME.html         quote, verdict, conditions beside ours, bound, cells, what would change
-badges/claims/NAME.svg   the verdict
+claims/index.html    every claim with its verdict on each GPU
+claims/NAME.html     quote, verdict, published conditions and ours, bounds, cells
+claims/NAME.svg      the verdict as a badge
 
-verdicts ─> lines (a table of verdicts)     conditions ─> published beside ours, ≠ marked
-
-What says most comes first: title, badge and tables agree. Where a cell is real, no simulated one
-judges.
+The strongest verdict comes first, so that title, badge and tables agree. Simulated cells count only
+if there are no measured ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +31,7 @@ from sparsebench.results.claims.verdict import TestVerdict, Verdict
 from sparsebench.results.formatting import amount, capital, plain
 from sparsebench.results.model_files import Pruning
 
-MOST_VALUES = 6  # of a field, in one cell of the table of conditions
+MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 BADGE = {
     Word.REPRODUCED: "#00694c",
     Word.PARTLY: "#5a6b00",
@@ -46,9 +44,9 @@ BADGE = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim with what was found: its cells and, by `asked`, its verdicts; losses if there are."""
+    """A claim with its cells, its verdicts, and the losses of pruning if there are any."""
 
-    asked: PlannedClaim
+    planned: PlannedClaim
     cells: Sequence[Cell] = ()
     pruning: Pruning | None = None
     verdicts: Sequence[Verdict] = field(default_factory=list)
@@ -59,110 +57,113 @@ def entries(
     cells: Mapping[str, Sequence[Cell]],
     pruning: Pruning | None = None,
 ) -> list[Entry]:
-    """Judge claims by their cells, by name; by simulated ones only where all are."""
-    known = judging_cells(
-        {each.name: [*cells.get(each.name, ()), *each.model_cells] for each in claims}
+    """Judge claims by their cells; simulated cells count only if all are simulated."""
+    counted = judging_cells(
+        {claim.name: [*cells.get(claim.name, ()), *claim.model_cells] for claim in claims}
     )
     return [
-        Entry(each, known[each.name], pruning, each.verdicts(known[each.name])) for each in claims
+        Entry(claim, counted[claim.name], pruning, claim.verdicts(counted[claim.name]))
+        for claim in claims
     ]
 
 
-def pages(found: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield path and text of every page and badge of some claims."""
-    yield "claims/index.html", render("claims.html", site=site, lines=lines(found))
-    for entry in found:
+def pages(judged: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of every page and badge."""
+    yield "claims/index.html", render("claims.html", site=site, lines=lines(judged))
+    for entry in judged:
         page = render(
             "claim.html",
             site=site,
-            claim=entry.asked.claim,
-            name=entry.asked.name,
-            verdicts=[(each, STYLES[each.word]) for each in entry.verdicts],
+            claim=entry.planned.claim,
+            name=entry.planned.name,
+            verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
             conditions=conditions(entry),
-            bounds=_bounds(entry.asked),
-            tests=[_test(entry, test) for test in entry.asked.claim.tests],
-            commands=_commands(entry.asked),
+            bounds=_bounds(entry.planned),
+            tests=[_test(entry, test) for test in entry.planned.claim.tests],
+            commands=_commands(entry.planned),
             prose=prose,
             runs=sorted(
                 {(cell.run, cell.commit, amount(cell.processes, "process")) for cell in entry.cells}
             ),
         )
-        yield f"claims/{entry.asked.name}.html", distinct(page)
-        yield f"claims/{entry.asked.name}.svg", badge(entry)
+        yield f"claims/{entry.planned.name}.html", distinct(page)
+        yield f"claims/{entry.planned.name}.svg", badge(entry)
 
 
-def alone(found: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
-    """Yield the pages with the style that they need beside them: a folder of their own."""
+def alone(judged: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
+    """Yield the pages and their style sheet, for a separate folder."""
     site = Site(version=version, feed=False)
     yield "style.css", stylesheet()
-    yield from pages(found, site)
+    yield from pages(judged, site)
 
 
 def prose(text: str) -> Markup:
-    """Return a line of a claim with a capital, and what stands in backticks as code."""
+    """Return a line of a claim with a capital first letter, and backticks as code."""
     parts = capital(text).split("`")
     code = Markup("<code>%s</code>")
     return Markup("").join(code % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
-def lines(found: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return a line a claim and device, for the tables of all claims."""
+def lines(judged: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return a line per claim and device, for the tables of all claims."""
     return [
         {
-            "name": entry.asked.name,
-            "title": entry.asked.claim.title,
-            "source": entry.asked.claim.source,
-            "device": each.device.removeprefix("NVIDIA "),
-            "simulated": each.simulated,
-            "word": str(each.word),
-            "style": STYLES[each.word],
-            "basis": str(each.basis),
-            "tendency": str(each.tendency or ""),
-            "why": each.why,
+            "name": entry.planned.name,
+            "title": entry.planned.claim.title,
+            "source": entry.planned.claim.source,
+            "device": verdict.device.removeprefix("NVIDIA "),
+            "simulated": verdict.simulated,
+            "word": str(verdict.word),
+            "style": STYLES[verdict.word],
+            "basis": str(verdict.basis),
+            "tendency": str(verdict.tendency or ""),
+            "why": verdict.why,
         }
-        for entry in found
-        for each in entry.verdicts
+        for entry in judged
+        for verdict in entry.verdicts
     ]
 
 
 def badge(entry: Entry) -> str:
-    """Return a claim's verdict as an image: the first, on the device that says most."""
+    """Return a claim's first verdict as an image."""
     first = entry.verdicts[0]
     right = str(first.word) + (f" (tends to {first.tendency})" if first.tendency else "")
     right += f" · {first.device.removeprefix('NVIDIA ')}" if first.device else ""
     right += " · simulated" if first.simulated else ""
-    left = entry.asked.name
+    left = entry.planned.name
     widths = [round(6.6 * len(text)) + 16 for text in (left, right)]
     colour = BADGE[first.word]
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
-def _commands(asked: PlannedClaim) -> list[str]:
-    """Return what measures a claim again, and judges it, a line each."""
-    tests, made = asked.claim.tests, []
+def _commands(planned: PlannedClaim) -> list[str]:
+    """Return the commands that measure and judge a claim again."""
+    tests, commands = planned.claim.tests, []
     if not tests or not all(test.of_file for test in tests):
-        made += [f"sparsebench claims check {asked.name} --replicates 8"]
-    if asked.claim.commands:
-        made += asked.claim.commands
+        commands += [f"sparsebench claims check {planned.name} --replicates 8"]
+    if planned.claim.commands:
+        commands += planned.claim.commands
     elif any(test.trained for test in tests):
-        made += ["sparsebench train-lm --pattern small_world,uniform --seeds 8 --out trained.json"]
+        commands += [
+            "sparsebench train-lm --pattern small_world,uniform --seeds 8 --out trained.json"
+        ]
     elif any(test.whole for test in tests):
-        made += ["sparsebench whole --energy 30 --out whole.json"]
+        commands += ["sparsebench whole --energy 30 --out whole.json"]
     if any(test.of_file for test in tests):
-        files = [word for line in made for word in line.split() if word.endswith(".json")]
-        made += [f"sparsebench claims report {asked.name} --from {' --from '.join(files)}"]
-    return made
+        files = [word for line in commands for word in line.split() if word.endswith(".json")]
+        commands += [f"sparsebench claims report {planned.name} --from {' --from '.join(files)}"]
+    return commands
 
 
 def conditions(entry: Entry) -> list[tuple[str, str, str, str]]:
-    """Return name, published, ours and a mark of each condition: =, ≠ or ?."""
-    known = [cell for cell in entry.cells if not cell.reason]
-    found = []
-    for name, condition in entry.asked.claim.conditions.items():
+    """Return the name, the published value, ours and a mark (=, ≠, ?) of each condition."""
+    measured = [cell for cell in entry.cells if not cell.reason]
+    compared = []
+    for name, condition in entry.planned.claim.conditions.items():
         published = "unknown" if condition.published is None else plain(condition.published)
-        ours = _ours(name, condition, known)
-        found.append((name, published, ours, _mark(condition, published, ours)))
-    return found
+        ours = _ours(name, condition, measured)
+        compared.append((name, published, ours, _mark(condition, published, ours)))
+    return compared
 
 
 def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
@@ -173,11 +174,13 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
     if condition.field is None and name.lower() == "gpu":
         values = {cell.device for cell in cells}
     else:
-        named = condition.field or name
-        values = {plain(cell.fields[named]) for cell in cells if named in cell.fields} or {"–"}
-    few = sorted(values, key=lambda text: (len(text), text))
-    more = f" and {len(few) - MOST_VALUES} more" if len(few) > MOST_VALUES else ""
-    return ", ".join(few[:MOST_VALUES]) + more
+        field_name = condition.field or name
+        values = {
+            plain(cell.fields[field_name]) for cell in cells if field_name in cell.fields
+        } or {"–"}
+    texts = sorted(values, key=lambda text: (len(text), text))
+    more = f" and {len(texts) - MOST_VALUES} more" if len(texts) > MOST_VALUES else ""
+    return ", ".join(texts[:MOST_VALUES]) + more
 
 
 def _mark(condition: Condition, published: str, ours: str) -> str:
@@ -188,21 +191,21 @@ def _mark(condition: Condition, published: str, ours: str) -> str:
     return "=" if published.casefold() in map(str.casefold, ours.split(", ")) else "≠"
 
 
-def _bounds(asked: PlannedClaim) -> list[str]:
-    """Return a sentence a bound: of the arithmetic that was given, and of the tests' own cells."""
-    lines = []
-    for bound in asked.claim.bounds:
+def _bounds(planned: PlannedClaim) -> list[str]:
+    """Return a sentence per bound: those that the claim gives, and those of the tests' cells."""
+    sentences = []
+    for bound in planned.claim.bounds:
         part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
         why = f" ({bound.share_from})" if bound.share_from else ""
-        lines.append(f"{bound.of}: at most {bound.most:.3g}×{part}{why}.")
-    for test in asked.claim.tests:
-        known = asked.bounds.get(test.name, {}).values()
-        if known:
-            ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(known), max(known))))
-            short = " No kernel as efficient as the baseline can meet the threshold."
-            beyond = short if test.name in asked.unreachable else ""
-            lines.append(f"{test.name}: at most {ends}× at the efficiency of dense.{beyond}")
-    return lines
+        sentences.append(f"{bound.of}: at most {bound.most:.3g}×{part}{why}.")
+    for test in planned.claim.tests:
+        bounds = planned.bounds.get(test.name, {}).values()
+        if bounds:
+            ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(bounds), max(bounds))))
+            short = " No kernel that is as efficient as the baseline can meet the threshold."
+            beyond = short if test.name in planned.unreachable else ""
+            sentences.append(f"{test.name}: at most {ends}× at the efficiency of dense.{beyond}")
+    return sentences
 
 
 def _test(entry: Entry, test: Test) -> dict[str, Any]:
@@ -212,22 +215,22 @@ def _test(entry: Entry, test: Test) -> dict[str, Any]:
 
 
 def _part(entry: Entry, verdict: Verdict, judged: TestVerdict) -> dict[str, Any]:
-    """Return what the page says of a test on a device."""
+    """Return the part of the page about a test on a device."""
     test, cells = judged.test, judged.cells
-    kept = entry.pruning and test.metric == "speedup" and losses(cells, entry.pruning)
+    drawn = entry.pruning and test.metric == "speedup" and losses(cells, entry.pruning)
     return {
         "judged": judged,
         "style": STYLES[judged.word],
         "device": verdict.device if cells else "",
         "figure": forest(test, cells),
-        "losses": kept or Markup(""),
+        "losses": drawn or Markup(""),
         "cells": _table(test, cells, judged.others),
-        "change": _change(judged, entry.asked.claim),
+        "change": _change(judged, entry.planned.claim),
     }
 
 
 def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
-    """Write the cells that count, and below them other measurements of the same; best first."""
+    """Write the cells that count and, below them, other measurements of them, best first."""
     if not cells:
         return Markup("")
     up = test.at_least is not None
@@ -260,19 +263,19 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
 
 
 def _change(judged: TestVerdict, claim: Claim) -> str:
-    """Say what would change the verdict on a test."""
-    asked = judged.test.limit_text
+    """Describe a measurement that would change the verdict on a test."""
+    threshold = judged.test.limit_text
     match judged.word:
         case Word.REPRODUCED:
-            return f"A run of 6 processes in which the deciding cell misses {asked}."
+            return f"A run with 6 processes in which the deciding cell misses {threshold}."
         case Word.PARTLY if judged.test.proxy:
-            rest = "the other tests ask for it"
-            return f"Measuring what was claimed itself: {claim.missing or rest}."
+            rest = "see the other tests"
+            return f"Measure the claimed quantity itself: {claim.missing or rest}."
         case Word.PARTLY | Word.REFUTED:
             how = "confirmed cell" if judged.test.quantifier == "exists" else "run of all cells"
-            return f"A {how} beyond {asked}: a faster kernel, or a slower baseline."
+            return f"A {how} beyond {threshold}: a faster kernel, or a slower baseline."
         case Word.NOT_CARRIED_OVER:
             return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
         case Word.INCONCLUSIVE:
-            return "Six processes or more, and for a chosen cell a run made for it alone."
-    return claim.missing or "A kernel, a library or a device that can run it."
+            return "Measure six processes or more, and selected cells in a separate run."
+    return claim.missing or "Use a kernel, a library or a device that can run it."

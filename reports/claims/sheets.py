@@ -1,4 +1,4 @@
-"""Claims in the terminal: what is known, what could at most be reached, what was found."""
+"""Tables of claims for the terminal: the list, the bounds, the verdicts."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,56 +18,56 @@ STYLES = {
     Word.INCONCLUSIVE: "unsure",
     Word.NOT_TESTABLE: "quiet",
 }
-NOTHING = "Nothing was measured here; `--from results/published/GPU` judges runs that are known"
-WORDS = frozenset({"claim", "what is claimed", "source", "test", "verdict", "basis", "why"})
+NOTHING = "Nothing was measured here; use `--from results/published/GPU` to judge published runs"
+WORDS = frozenset({"claim", "statement", "source", "test", "verdict", "basis", "why"})
 WORDS |= {"tends to", "GPU"}
 
 
 def listed(claims: Iterable[ClaimFile]) -> Table:
-    """Return a line a claim: its name, what it says, who and when, how many tests."""
+    """Return a line per claim: name, statement, source and number of tests."""
     lines = [
         [w.name, w.claim.title, f"{w.claim.source.kind}, {w.claim.source.date}", _tests(w)]
         for w in claims
     ]
-    columns = ("claim", "what is claimed", "source", "tests")
+    columns = ("claim", "statement", "source", "tests")
     return Table(columns=columns, lines=lines, words=WORDS, spare=("source",))
 
 
 def bounded(claims: Iterable[PlannedClaim]) -> Table:
-    """Return a line a test: its threshold, the bound over its cells, and whether it can be met."""
+    """Return a line per test: threshold, bound over its cells, and whether it can be met."""
     lines: list[Sequence[Cell]] = []
-    for asked in claims:
-        for test in asked.claim.tests:
-            known = asked.bounds.get(test.name, {}).values()
-            most = "–" if not known else _range(min(known), max(known))
-            beyond = test.name in asked.unreachable
-            said: Cell = ("no", "bad") if beyond else "yes" if known else ("?", "quiet")
+    for claim in claims:
+        for test in claim.claim.tests:
+            bounds = claim.bounds.get(test.name, {}).values()
+            most = "–" if not bounds else _range(min(bounds), max(bounds))
+            beyond = test.name in claim.unreachable
+            answer: Cell = ("no", "bad") if beyond else "yes" if bounds else ("?", "quiet")
             proxy = " (proxy)" if test.proxy else ""
-            lines.append([asked.name, said, most, test.name + proxy, test.sentence])
-        for bound in asked.claim.bounds:
+            lines.append([claim.name, answer, most, test.name + proxy, test.sentence])
+        for bound in claim.claim.bounds:
             share = f", {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
             most = f"{rounded(bound.most, 0.01)}{SIGNS['x']}"
-            lines.append([asked.name, "", most, bound.of + share, ""])
-    title = "At most, as efficient as dense; no: no such kernel can meet the threshold"
+            lines.append([claim.name, "", most, bound.of + share, ""])
+    title = "Bounds for kernels as efficient as dense; no: none of these can meet the threshold"
     columns = ("claim", "can be met", "at most", "test or part", "threshold")
     words = WORDS | {"threshold", "test or part"}
     return Table(title=title, columns=columns, lines=lines, words=words)
 
 
 def judged(verdicts: Iterable[Verdict]) -> Table:
-    """Return a line a claim and device: verdict, basis, the tendency of a look, and why."""
-    known = list(verdicts)
-    measured = any(test.cells for each in known for test in each.tests)
+    """Return a line per claim and device: verdict, basis, tendency of a look, reason."""
+    judged_claims = list(verdicts)
+    measured = any(test.cells for verdict in judged_claims for test in verdict.tests)
     lines: list[Sequence[Cell]] = [
         [
-            each.claim,
-            ("SIMULATED " if each.simulated else "") + each.device.removeprefix("NVIDIA "),
-            (str(each.word), STYLES[each.word]),
-            str(each.basis),
-            str(each.tendency or ""),
-            each.why,
+            verdict.claim,
+            ("SIMULATED " if verdict.simulated else "") + verdict.device.removeprefix("NVIDIA "),
+            (str(verdict.word), STYLES[verdict.word]),
+            str(verdict.basis),
+            str(verdict.tendency or ""),
+            verdict.why,
         ]
-        for each in known
+        for verdict in judged_claims
     ]
     columns = ("claim", "GPU", "verdict", "basis", "tends to", "why")
     title = "" if measured else NOTHING
@@ -79,5 +79,5 @@ def _range(low: float, high: float) -> str:
 
 
 def _tests(written: ClaimFile) -> str:
-    found = written.claim.tests
-    return str(len(found)) if found else "none"
+    tests = written.claim.tests
+    return str(len(tests)) if tests else "none"

@@ -39,5 +39,6 @@ def draw(frames: Frames) -> Markup:
     words = f"{same}. Bytes of values and indices as a percentage of the dense matrix. "
     words += "The dotted line is 1 − sparsity."
     first = stored.drop_duplicates("format")
-    names = {line.format: frames.series[line.label] for line in first.itertuples()}
+    numbers = first.label.map(frames.series)
+    names = dict(zip(first["format"].astype(str), numbers, strict=True))
     return note(words) + legend(names, "dense") + draw_panels(frames, groups, axis, BYTES, dress)

@@ -1,1 +1,1 @@
-"""Runs as a static site: a page a run, a format and a kernel, with downloads, feed and badges."""
+"""A static site of runs: a page per run, format, kernel and claim, downloads, badges and a feed."""

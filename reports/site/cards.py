@@ -1,12 +1,13 @@
-"""What the pages of a site say of a run: its card, read from rows once and kept as summary.json.
+"""The card of a run: everything that a site shows about it, read from rows once (summary.json).
 
-    run ─> card    who, when, badges, sentences; a line a case; from which sparsity each format pays
-    cards ─> lines, pays    tables over all runs: index, page a format, page a kernel
-          ─> cells          what claims are judged by, by the claim's name
+    run ─> card    device, date, badges, sentences, a line per case, the break-even of each format
+    cards ─> lines, pays    tables over all runs, for the index and the pages of formats and kernels
+          ─> cells          the cells of claims, by the claim's name
 
-A card has the times of one measure: kernel time with a cold cache, or the first that the run has.
-`place` of a line is its contest; `wins` says that nothing in it was faster, dense included.
-In the tables each line has the processes and the day of its run, and whether it is a verdict.
+A card holds the times of one measure: kernel time with a cold cache, or the run's first measure.
+`place` of a line numbers its contest. `wins` is true if nothing in the contest was faster, dense
+contenders included. In the tables each line has the processes and the day of its run, and whether
+the run is a verdict.
 """
 
 import json
@@ -38,7 +39,7 @@ SCHEMA = "sparsebench/card@6"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["kind", "tile", "kernel", "name", "side", "cache"]
 LINE += ["median_us", "gain", "low", "high", "decided"]
-ROLES = {  # of a run that was made of another one: what run.json calls it
+ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
 }
@@ -48,10 +49,12 @@ OF_RUN = ["run", "gpu", "suite", "name_of_run", "processes", "day", "verdict"]
 
 @dataclass(frozen=True)
 class Card:
-    """A run in a site. `slug` is its folder and never changes; `identity` names its bundle.
+    """A run in a site.
 
-    `name` is what the folder was called that it was published from.
-    `role` says what a run is that was made of another one (ROLES); else it is "".
+    slug      its folder, which never changes
+    identity  the SHA-256 of the manifest of its bundle
+    name      the name of the folder that it was published from
+    role      the purpose of a run that was made from another one (ROLES), or ""
     """
 
     schema: str
@@ -77,7 +80,7 @@ class Card:
 
     @property
     def verdict(self) -> bool:
-        """Say whether it ran in enough processes for verdicts."""
+        """Return whether the run has enough processes for verdicts."""
         return any(name == Badge.VERDICT.name.lower() for name, *_ in self.badges)
 
     def to_json(self) -> dict[str, Any]:
@@ -87,16 +90,16 @@ class Card:
 
 def card(
     run: Run,
-    found: Analysis,
+    analysis: Analysis,
     slug: str,
     identity: str,
     claims: Sequence[PlannedClaim] = (),
     name: str = "",
 ) -> Card:
     """Read a run's card from its analysis, with the cells of these claims."""
-    ways = views(found.cases)
-    about = (where(ways[0]), variants(ways[0], found.cases)) if ways else ()
-    lines = _lines(found.cases)
+    run_views = views(analysis.cases)
+    about = (where(run_views[0]), variants(run_views[0], analysis.cases)) if run_views else ()
+    lines = _lines(analysis.cases)
     return Card(
         schema=SCHEMA,
         slug=slug,
@@ -110,73 +113,73 @@ def card(
         started=str(run.state["started"]),
         commit=flat(run.environment).get("commit", ""),
         processes=int(run.state["flags"]["replicates"]),
-        cases=int(found.cases[~found.cases.twin.astype(bool)].case_id.nunique()),
+        cases=int(analysis.cases[~analysis.cases.twin.astype(bool)].case_id.nunique()),
         badges=[
             [badge.name.lower(), badge.value, why]
-            for badge, why in badges(found.cases, found.noise, run.environment, run.state)
+            for badge, why in badges(analysis.cases, analysis.noise, run.environment, run.state)
         ],
         where=" · ".join(filter(None, about)),
-        sentences=sentences(ways[0]) if ways else ["No case of this run has a time."],
-        gain=_gain(ways[0]) if ways else "no times",
+        sentences=sentences(run_views[0]) if run_views else ["No case of this run has a time."],
+        gain=_gain(run_views[0]) if run_views else "no times",
         lines=[] if lines.empty else _plain(lines[["place", *PLACE, *LINE, "wins"]]),
-        pays=_plain(_pays(ways)),
+        pays=_plain(_pays(run_views)),
         cells={
-            claim.name: [cell.to_json() | {"run": slug} for cell in own]
+            claim.name: [cell.to_json() | {"run": slug} for cell in claim_cells]
             for claim in claims
-            if (own := claim.cells(run, found))
+            if (claim_cells := claim.cells(run, analysis))
         },
     )
 
 
 def lines(cards: Iterable[Card]) -> pd.DataFrame:
-    """Return every line of every card, with what OF_RUN names."""
+    """Return every line of every card with the columns of OF_RUN."""
     return _table(cards, "lines", ["place", *PLACE, *LINE, "wins"])
 
 
 def pays(cards: Iterable[Card]) -> pd.DataFrame:
-    """Return between which levels each format begins to pay, by card: BreakEven."""
-    found = _table(cards, "pays", PAYS)
-    return found.astype({"slower": "float64", "faster": "float64"})
+    """Return the levels between which each format overtakes dense (BreakEven), by card."""
+    table = _table(cards, "pays", PAYS)
+    return table.astype({"slower": "float64", "faster": "float64"})
 
 
 def cells(cards: Iterable[Card]) -> dict[str, list[Cell]]:
     """Return the cells of all cards, by the claim's name."""
-    found: dict[str, list[Cell]] = {}
+    by_claim: dict[str, list[Cell]] = {}
     for card in cards:
-        for name, own in card.cells.items():
-            found.setdefault(name, []).extend(map(Cell.from_json, own))
-    return found
+        for name, records in card.cells.items():
+            by_claim.setdefault(name, []).extend(map(Cell.from_json, records))
+    return by_claim
 
 
 def _lines(cases: pd.DataFrame) -> pd.DataFrame:
-    found = with_gains(cases)
-    if found.empty:
-        return found
-    measures = found[["scope", "cache"]].drop_duplicates().to_records(index=False).tolist()
+    raced = with_gains(cases)
+    if raced.empty:
+        return raced
+    measures = raced[["scope", "cache"]].drop_duplicates().to_records(index=False).tolist()
     scope, cache = ("kernel", "cold") if ("kernel", "cold") in measures else measures[0]
-    found = with_shapes(found[(found.scope == scope) & (found.cache == cache)])
-    haste = found.gain.fillna(-found.median_us)
-    keys = pd.MultiIndex.from_frame(found[CONTEST])
-    best = haste.groupby(keys.to_flat_index()).idxmax()
-    texts = {name: found[name].map(plain) if name in found else "" for name in ("dtype", "pattern")}
-    return found.assign(wins=found.index.isin(best), place=pd.factorize(keys)[0], **texts)
+    raced = with_shapes(raced[(raced.scope == scope) & (raced.cache == cache)])
+    rank = raced.gain.fillna(-raced.median_us)
+    keys = pd.MultiIndex.from_frame(raced[CONTEST])
+    best = rank.groupby(keys.to_flat_index()).idxmax()
+    texts = {name: raced[name].map(plain) if name in raced else "" for name in ("dtype", "pattern")}
+    return raced.assign(wins=raced.index.isin(best), place=pd.factorize(keys)[0], **texts)
 
 
-def _pays(ways: list[View]) -> pd.DataFrame:
-    """Return the break-evens of views whose block, shape and m are given."""
-    found = []
-    for view in ways:
+def _pays(run_views: list[View]) -> pd.DataFrame:
+    """Return the break-evens of the views that have one block, one shape and one m."""
+    records = []
+    for view in run_views:
         same = {n: _one(view, n) for n in ("op", "dtype", "m", "shape", "block")}
         if view.units or ANY in view.choice.values():
             continue
         levels = view.formats.groupby(["kind", "y"]).x.nunique()
-        for each in break_evens(view):
-            if levels[each.kind, each.row] < 2:
-                continue  # one level is no sweep
-            given = {**same, **({view.y: each.row} if view.y else {}), **vars(each)}
-            if all(given[name] is not None for name in ("m", "shape", "block")):
-                found.append({name: given[name] for name in PAYS})
-    table = pd.DataFrame(found, columns=PAYS)
+        for even in break_evens(view):
+            if levels[even.kind, even.row] < 2:
+                continue  # a single level is not a sweep
+            fields = {**same, **({view.y: even.row} if view.y else {}), **vars(even)}
+            if all(fields[name] is not None for name in ("m", "shape", "block")):
+                records.append({name: fields[name] for name in PAYS})
+    table = pd.DataFrame(records, columns=PAYS)
     return table.drop_duplicates(["op", "dtype", "m", "shape", "kind", "block"])
 
 
@@ -186,32 +189,32 @@ def _one(view: View, name: str) -> Any:
 
 
 def _gain(view: View) -> str:
-    """Return the largest gain of a view and its cell, for a badge: 5.58× at 90 %, blocks of 64."""
+    """Return the largest gain of a view and its place, for a badge: 5.58× at 90 %, blocks of 64."""
     cells = view.cells[view.cells.best_gain.notna()]
     if cells.empty:
         return "no dense contender"
     chosen = cells[cells.x == 0.9] if view.x == "level" else cells
     top = (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
-    said = [n for n in view.choice if n not in (view.x, view.y, "block", "pattern")]
-    rest = [field_text(n, view.choice[n]) for n in said if view.choice[n] != "linear"]
+    names = [n for n in view.choice if n not in (view.x, view.y, "block", "pattern")]
+    rest = [field_text(n, view.choice[n]) for n in names if view.choice[n] != "linear"]
     at = ", ".join(filter(None, [place(view, top), field_text("block", top.best_tile), *rest]))
     return f"{times(top.best_gain, top.best_half) if top.best_gain > 1 else 'dense wins'} {at}"
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return lines as JSON has them: no NaN, numbers with 6 digits."""
+    """Return lines as JSON holds them: without NaN, with 6 decimals."""
     text: str = table.to_json(orient="records", double_precision=6)
-    found: list[dict[str, Any]] = json.loads(text)
-    return found
+    records: list[dict[str, Any]] = json.loads(text)
+    return records
 
 
 def _table(cards: Iterable[Card], what: str, columns: list[str]) -> pd.DataFrame:
-    found = [
+    records = [
         dict(line, **dict(zip(OF_RUN, _of_run(card), strict=True)))
         for card in cards
         for line in getattr(card, what)
     ]
-    return pd.DataFrame(found, columns=[*OF_RUN, *columns])
+    return pd.DataFrame(records, columns=[*OF_RUN, *columns])
 
 
 def _of_run(card: Card) -> list[Any]:

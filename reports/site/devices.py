@@ -1,12 +1,12 @@
-"""Devices held against each other: a page for each suite that a site has of several devices.
+"""Compare devices: one page for each suite that ran on several of them.
 
-    compare/SUITE.html    A is the run of the device with most cases, B, C ... those of the others
-    compare/SUITE.json    the same for a script; it names the runs that the page is of
+    compare/SUITE.html    A is the device with the most cases; B, C, ... are the others
+    compare/SUITE.json    the same for a script, with the names of the runs
 
-Of each device it takes the run with the most processes, the newest of these. Simulated devices come
-last. A device that has no sparse case in common with A is left out, as a CPU, which times warm
-caches.
-Runs are read again only where one of them is new or the code has changed.
+Each device is represented by its run with the most processes, and by the newest if several have as
+many. Simulated devices come last. A device that shares no sparse case with A is left out; this
+holds for a CPU, which is timed with a warm cache. Runs are read again only if one of them is new or
+the code has changed.
 """
 
 import json
@@ -21,43 +21,43 @@ from sparsebench.results import store
 from sparsebench.results.answer import Badge
 from sparsebench.results.formatting import listed
 
-MOST = 26  # runs of one comparison, A to Z
+MOST = 26  # runs in one comparison, A to Z
 
 
 @dataclass(frozen=True)
 class Devices:
-    """A suite, and its runs by device; `pages` lie in the site."""
+    """A suite and the card of its run on each device."""
 
     suite: str
     cards: Sequence[Card]
 
     @property
     def title(self) -> str:
-        """Say what is compared."""
+        """Name the suite and the devices."""
         return f"{self.suite}: {listed([card.gpu for card in self.cards])}"
 
     @property
     def name(self) -> str:
-        """Return the path of the pages, without an ending."""
+        """Return the path of the pages in the site, without a suffix."""
         return f"compare/{safe(self.suite)}"
 
 
 def compared(cards: Sequence[Card]) -> list[Devices]:
-    """Return the suites that ran on several devices, by name."""
+    """Return the suites that ran on several devices, sorted by name."""
     best: dict[str, dict[str, Card]] = {}
     for card in sorted(cards, key=lambda card: (card.processes, card.started, card.slug)):
         best.setdefault(card.suite, {})[card.gpu] = card
-    found = []
+    suites = []
     for suite, of_device in sorted(best.items()):
         first, *others = sorted(of_device.values(), key=_rank)
         shared = [card for card in others if _timed(card) & _timed(first)]
         if shared:
-            found.append(Devices(suite, [first, *shared][:MOST]))
-    return found
+            suites.append(Devices(suite, [first, *shared][:MOST]))
+    return suites
 
 
 def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield path and text of each suite's page and of its JSON; `redone` are slugs of runs."""
+    """Yield the path and the text of each page and its JSON; `redone` are the slugs of new runs."""
     for devices in every:
         slugs = [f"runs/{card.slug}" for card in devices.cards]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
@@ -67,9 +67,9 @@ def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterat
             if [*json.loads(texts[1])["runs"].values()] == slugs:
                 yield from zip([f"{devices.name}.html", f"{devices.name}.json"], texts, strict=True)
                 continue
-        found = comparison.compared([replace(store.read(to / s), path=Path(s)) for s in slugs])
-        yield f"{devices.name}.html", comparison.html(found, root="../")
-        yield f"{devices.name}.json", json.dumps(comparison.to_json(found)) + "\n"
+        result = comparison.compared([replace(store.read(to / s), path=Path(s)) for s in slugs])
+        yield f"{devices.name}.html", comparison.html(result, root="../")
+        yield f"{devices.name}.json", json.dumps(comparison.to_json(result)) + "\n"
 
 
 def _rank(card: Card) -> tuple[bool, int, str]:
@@ -77,7 +77,7 @@ def _rank(card: Card) -> tuple[bool, int, str]:
 
 
 def _timed(card: Card) -> set[tuple[str, ...]]:
-    """Return what is sparse and has a time: its problem, its name, and the state of the cache."""
+    """Return the sparse cases with a time: problem, name and cache state of each."""
     lines = [line for line in card.lines if line["side"] != "dense"]
     return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in lines}
 

@@ -1,12 +1,12 @@
-"""What the pages of a site tabulate: how fast each format is, and from which sparsity on it pays.
+"""The tables of a site: how fast each format is, and from which sparsity on it beats dense.
 
-    gains   m × sparsity: each format over dense, of the block that gains most, for one GPU
-    pays    format and block × m: between which levels of sparsity it overtakes dense
+    gains   m × sparsity: each format over dense, with the block that gains most, for one GPU
+    pays    format and block × m: the levels of sparsity between which it overtakes dense
     cases   every case of a format or a kernel, over all runs
 
-Contests with equal m, sparsity and block (shapes, runs) share a cell, which shows their range.
-Formats are each held against dense and not against each other: most have problems of their own.
-A cell has verdicts alone where there are any; else it is marked as a look.
+Contests with the same m, sparsity and block share a cell, which shows the range over shapes and
+runs. Each format is compared with dense and not with other formats, because most formats have
+different problems. A cell shows only verdicts if there are any; otherwise it is marked as a look.
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ from sparsebench.results.formatting import (
     times,
 )
 
-LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # that the first page shows, where they were measured
+LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the columns of the first page, if they were measured
 COLUMNS = 6
 MOST_M = 8  # rows of the first page
-SHOWN = 4  # contests that a cell lists
-OP, DTYPE = "linear", "bf16"  # of the first page, where they were measured
-ANYWHERE = "on zeros anywhere"  # blocks of a pattern without blocks
+SHOWN = 4  # contests in the tooltip of a cell
+OP, DTYPE = "linear", "bf16"  # of the first page, if they were measured
+ANYWHERE = "with zeros anywhere"  # the block of patterns without blocks
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A line in a cell: what it shows, what it says on hover, and the run that it is from.
+    """A line in a cell: its text, its tooltip and its run.
 
     `span` is the interval of `text`. `lost`: dense is faster. `look`: there is no verdict.
     """
@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table whose columns have headings; `rows` are a heading and the lines of each cell."""
+    """A table; each row is a heading and the lines of each of its cells."""
 
     kind: str
     op: str
@@ -66,12 +66,12 @@ class Grid:
 
 
 def named(kind: str) -> str:
-    """Name a format as readers do."""
+    """Return the name of a format for readers."""
     return FORMATS.get(kind, kind)
 
 
 def chosen(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return the lines of the op and the dtype that the first page shows."""
+    """Return the lines with the op and the dtype of the first page."""
     for column, wanted in (("op", OP), ("dtype", DTYPE)):
         values = lines[column].value_counts()
         if len(values):
@@ -80,79 +80,79 @@ def chosen(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def trusted(lines: pd.DataFrame, place: list[str]) -> pd.DataFrame:
-    """Leave out the looks of each place that has a verdict."""
-    known = lines.groupby(place, dropna=False).verdict.transform("any")
-    return lines[lines.verdict | ~known.astype(bool)]
+    """Drop the looks of each place that has a verdict."""
+    has_verdict = lines.groupby(place, dropna=False).verdict.transform("any")
+    return lines[lines.verdict | ~has_verdict.astype(bool)]
 
 
 def gains(lines: pd.DataFrame) -> Grid | None:
-    """Return each format's speed-up over dense at each m and sparsity; None where none is known.
+    """Return each format's speed-up over dense at each m and sparsity; None if there is none.
 
-    Formats that are never faster are left out, and named, unless none is ever faster.
+    Formats that are never faster are only named, unless no format is ever faster.
     """
-    found = chosen(lines[lines.side != "dense"])
-    found = found[found.level.notna() & found.gain.notna() & found.m.notna()]
-    if found.empty:
+    sparse = chosen(lines[lines.side != "dense"])
+    sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
+    if sparse.empty:
         return None
-    won = found.kind.isin(found.kind[found.gain > 1])
-    lost = [named(str(kind)) for kind in found.kind[~won].unique()] if won.any() else []
-    found = found[won] if won.any() else found
-    found = found.assign(level=found.level.round(2), m=found.m.astype(int))
-    contests = found.drop_duplicates(["run", "place"])
+    won = sparse.kind.isin(sparse.kind[sparse.gain > 1])
+    lost = [named(str(kind)) for kind in sparse.kind[~won].unique()] if won.any() else []
+    sparse = sparse[won] if won.any() else sparse
+    sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int))
+    contests = sparse.drop_duplicates(["run", "place"])
     levels = _most(contests.level, [x for x in LEVELS if x in set(contests.level)], COLUMNS)
     tokens = _most(contests.m, [m for m in (16, 4096) if m in set(contests.m)], MOST_M)
     place = ["m", "level", "kind"]
-    found = trusted(found[found.level.isin(levels) & found.m.isin(tokens)], place)
+    sparse = trusted(sparse[sparse.level.isin(levels) & sparse.m.isin(tokens)], place)
     cells: dict[tuple[Any, Any], list[Cell]] = {}
-    for (m, level, _), group in found.groupby(place, sort=False):
+    for (m, level, _), group in sparse.groupby(place, sort=False):
         cells.setdefault((m, level), []).append(_gain(group))
     rows = [(f"m {m}", [cells.get((m, level), []) for level in levels]) for m in tokens]
-    about = f"{', '.join(_same(found))}, kernel time. {dated(found)}"
+    about = f"{', '.join(_same(sparse))}, kernel time. {dated(sparse)}"
     if lost:
-        about += f" Nowhere faster than dense: {listed(lost)}."
-    return Grid("gains", *_same(found), about, [percent(level) for level in levels], rows)
+        about += f" Never faster than dense: {listed(lost)}."
+    return Grid("gains", *_same(sparse), about, [percent(level) for level in levels], rows)
 
 
-def pays(found: pd.DataFrame) -> Grid | None:
-    """Return from which sparsity on each format and block is faster than dense, by m."""
-    found = chosen(found)
-    if found.empty:
+def pays(evens: pd.DataFrame) -> Grid | None:
+    """Return the sparsity at which each format and block overtakes dense, by m."""
+    evens = chosen(evens)
+    if evens.empty:
         return None
-    tokens = _most(found.m.astype(float), [], COLUMNS)
-    sizes = pd.to_numeric(found.block, errors="coerce").where(found.kind == "bsr")
-    found = found.assign(m=found.m.astype(int), size=sizes)
-    found = found.assign(block=found.block.where(found.kind == "bsr", ""))
+    tokens = _most(evens.m.astype(float), [], COLUMNS)
+    sizes = pd.to_numeric(evens.block, errors="coerce").where(evens.kind == "bsr")
+    evens = evens.assign(m=evens.m.astype(int), size=sizes)
+    evens = evens.assign(block=evens.block.where(evens.kind == "bsr", ""))
     place = ["kind", "size", "block"]
-    found = trusted(found[found.m.isin(tokens)], [*place, "m"])
+    evens = trusted(evens[evens.m.isin(tokens)], [*place, "m"])
     rows, never = [], []
-    for (kind, _, block), group in found.groupby(place, dropna=False):
+    for (kind, _, block), group in evens.groupby(place, dropna=False):
         head = f"{named(str(kind))} {ANYWHERE if block == '1' else block}".strip()
         if group.faster.isna().all():
             never.append(head)
             continue
-        cells = [[_pays(own, head)] if len(own := group[group.m == m]) else [] for m in tokens]
+        cells = [[_pays(cell, head)] if len(cell := group[group.m == m]) else [] for m in tokens]
         rows.append((head, cells))
-    about = f"{', '.join(_same(found))}. {dated(found)}"
+    about = f"{', '.join(_same(evens))}. {dated(evens)}"
     if never:
-        about += f" Not faster at any sparsity measured: {listed(never)}."
-    return Grid("pays", *_same(found), about, [f"m {m:g}" for m in tokens], rows)
+        about += f" Not faster at any measured sparsity: {listed(never)}."
+    return Grid("pays", *_same(evens), about, [f"m {m:g}" for m in tokens], rows)
 
 
 def dated(lines: pd.DataFrame) -> str:
-    """Say in how many processes and when: `Verdicts: 8 processes, 2026-11-23 to 2026-11-24.`."""
-    said = []
-    for name, own in (("Verdicts", lines[lines.verdict]), ("Looks", lines[~lines.verdict])):
-        if len(own):
-            count = _span(own.processes)
-            days = " to ".join(dict.fromkeys([own.day.min(), own.day.max()]))
-            said.append(f"{name}: {count} process{'' if count == '1' else 'es'}, {days}.")
-    return " ".join(said)
+    """Name the processes and the days: `Verdicts: 8 processes, 2026-11-23 to 2026-11-24.`."""
+    parts = []
+    for name, group in (("Verdicts", lines[lines.verdict]), ("Looks", lines[~lines.verdict])):
+        if len(group):
+            count = _span(group.processes)
+            days = " to ".join(dict.fromkeys([group.day.min(), group.day.max()]))
+            parts.append(f"{name}: {count} process{'' if count == '1' else 'es'}, {days}.")
+    return " ".join(parts)
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
-    """Return a line a case for a page, the largest gain first."""
+    """Return a line per case, the largest gain first."""
     ranked = lines.sort_values("gain", ascending=False, na_position="last", kind="stable")
-    found: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
+    records: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     return [
         {
             **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name")},
@@ -163,51 +163,51 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
             "wins": bool(line["wins"]),
             "of": _of(line),
         }
-        for line in found
+        for line in records
     ]
 
 
 def best_places(lines: pd.DataFrame) -> list[str]:
-    """Return a sentence a GPU: in how many contests these lines win, and the largest gain."""
-    said = []
-    for gpu, own in lines.groupby("gpu", sort=False):
-        contests = len(own.drop_duplicates(["run", "place"]))
-        won = own[own.wins]
+    """Return a sentence per GPU: the contests that these lines win, and the largest gain."""
+    sentences = []
+    for gpu, group in lines.groupby("gpu", sort=False):
+        contests = len(group.drop_duplicates(["run", "place"]))
+        won = group[group.wins]
         line = f"{gpu}: the fastest in {len(won)} of {amount(contests, 'contest')}"
         if len(won) and won.gain.notna().any():
             top = won.sort_values("gain", kind="stable", na_position="first").iloc[-1]
-            line += f"; {times(top.gain)} at most, {_problem(top)}, {percent(top.level)}"
-        said.append(f"{line}.")
-    return said
+            line += f"; at most {times(top.gain)}, for {_problem(top)}, {percent(top.level)}"
+        sentences.append(f"{line}.")
+    return sentences
 
 
 def _problem(line: Any) -> str:
     """Write the fields of a line for a reader: linear, bf16, m 16, n × k 4096 × 4096."""
-    known = {name: plain(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
-    known = {name: "" if text in ("nan", "None") else text for name, text in known.items()}
+    fields = {name: plain(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
+    fields = {name: "" if text in ("nan", "None") else text for name, text in fields.items()}
     tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
-    block = f"blocks of {known['block']}" if known["block"] not in ("", "1") else ""
-    pattern = known["pattern"] if known["pattern"] not in ("dense", "blocks") else ""
-    shape = f"n × k {known['shape']}" if known["shape"] else ""
-    return ", ".join(filter(None, [known["op"], known["dtype"], tokens, shape, pattern, block]))
+    block = f"blocks of {fields['block']}" if fields["block"] not in ("", "1") else ""
+    pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
+    shape = f"n × k {fields['shape']}" if fields["shape"] else ""
+    return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))
 
 
-def _gain(found: pd.DataFrame) -> Cell:
-    """Return what a cell says of a format: of the block that gains most in its median contest."""
-    ranked = found.sort_values("gain", ascending=False, kind="stable")
+def _gain(records: pd.DataFrame) -> Cell:
+    """Return the cell of a format, for the block with the largest median gain."""
+    ranked = records.sort_values("gain", ascending=False, kind="stable")
     best = ranked.drop_duplicates(["run", "place", "tile"])
     tile = best.groupby("tile", sort=False).gain.median().idxmax()
-    own: list[dict[str, Any]] = [*best[best.tile == tile].to_dict("records")]  # type: ignore[list-item]
-    top = own[0]
+    shown: list[dict[str, Any]] = [*best[best.tile == tile].to_dict("records")]  # type: ignore[list-item]
+    top = shown[0]
     head = f"{named(top['kind'])} {tile}".strip()
-    each = [
+    tooltips = [
         f"n × k {line['shape']}: {line['name']}, "
         f"{between(line['gain'], line['low'], line['high'])}, {_of(line)}"
-        for line in own[:SHOWN]
+        for line in shown[:SHOWN]
     ]
-    decided = all(line["decided"] for line in own)
-    title = f"{head} at {percent(top['level'])}: {_few(each, len(own))}"
-    text, span = _range(own)
+    decided = all(line["decided"] for line in shown)
+    title = f"{head} at {percent(top['level'])}: {_few(tooltips, len(shown))}"
+    text, span = _range(shown)
     return Cell(
         head,
         text,
@@ -220,11 +220,11 @@ def _gain(found: pd.DataFrame) -> Cell:
     )
 
 
-def _range(own: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return the range of several contests' gains; of one its gain and its interval."""
-    gain, low, high = (own[0][name] for name in ("gain", "low", "high"))
-    if len(own) > 1:
-        ends = dict.fromkeys([rounded(own[-1]["gain"]), rounded(gain)])
+def _range(records: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the range of several gains, or a single gain and its interval."""
+    gain, low, high = (records[0][name] for name in ("gain", "low", "high"))
+    if len(records) > 1:
+        ends = dict.fromkeys([rounded(records[-1]["gain"]), rounded(gain)])
         return f"{'–'.join(ends)}×", ""
     if pd.isna(low) or high <= low:
         return times(gain), ""
@@ -249,23 +249,24 @@ def _few(shown: list[str], count: int) -> str:
     return "; ".join([*shown, *([f"{count - len(shown)} more"] if count > len(shown) else [])])
 
 
-def _pays(own: pd.DataFrame, name: str) -> Cell:
-    """Return one cell of `pays`: the measured levels between which dense is overtaken.
+def _pays(evens: pd.DataFrame, name: str) -> Cell:
+    """Return a cell of `pays`: the measured levels between which the format overtakes dense.
 
-    50–80 %: slower at 50 %, faster from 80 % on. ≤ 80 %: in some problems faster at every level,
-    in all from 80 % on. > 50 %: in some problems not faster up to the last level.
+    50–80 %   slower at 50 %, faster from 80 % on
+    ≤ 80 %    faster from 80 % on in all problems, and in some at every level
+    > 80 %    not faster up to 80 %, the last level, in some problems
     """
-    low = None if own.slower.isna().any() else percent(own.slower.min())
-    high = None if own.faster.isna().any() else percent(own.faster.max())
+    low = None if evens.slower.isna().any() else percent(evens.slower.min())
+    high = None if evens.faster.isna().any() else percent(evens.faster.max())
     if low and high:
         text = f"{low.removesuffix(' %')}–{high}"
     else:
         text = f"> {low}" if low else f"≤ {high}" if high else "varies"
-    lines: list[dict[str, Any]] = [*own.to_dict("records")]  # type: ignore[list-item]
-    each = [f"n × k {line['shape']}: {_between(line)}, {_of(line)}" for line in lines[:SHOWN]]
-    title = f"{name} against dense: {_few(each, len(lines))}"
-    decided, verdict = bool(own.decided.all()), bool(own.verdict.all())
-    return Cell(text, "", title, str(own.run.iloc[0]), decided=decided, look=not verdict)
+    lines: list[dict[str, Any]] = [*evens.to_dict("records")]  # type: ignore[list-item]
+    tooltips = [f"n × k {line['shape']}: {_between(line)}, {_of(line)}" for line in lines[:SHOWN]]
+    title = f"{name} against dense: {_few(tooltips, len(lines))}"
+    decided, verdict = bool(evens.decided.all()), bool(evens.verdict.all())
+    return Cell(text, "", title, str(evens.run.iloc[0]), decided=decided, look=not verdict)
 
 
 def _between(line: dict[str, Any]) -> str:
@@ -277,6 +278,6 @@ def _between(line: dict[str, Any]) -> str:
 
 
 def _most(values: "pd.Series[Any]", wanted: list[float], count: int) -> list[float]:
-    """Return the wanted values, then the most frequent ones up to a count, in order."""
+    """Return the preferred values and the most frequent others, up to a count, in order."""
     often = [value for value in values.value_counts().index if value not in wanted]
     return ordered(pd.Series([*wanted, *often][:count]))

@@ -1,8 +1,8 @@
-"""The pages of a site, from the cards of its runs: no row is read for them.
+"""The pages of a site, written from the cards of its runs without reading rows.
 
-index.html            the first screen: which format beats dense where, from which sparsity on
-formats/NAME.html     a format: where it is best, its kernels, its cases over all runs
-kernels/NAME.html     a kernel, likewise
+index.html            which format beats dense for which sizes, and from which sparsity on
+formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
+kernels/NAME.html     the same for a kernel
 feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css
 """
 
@@ -23,17 +23,17 @@ from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
 
-WIDTH = 6.6  # px a character of a badge
+WIDTH = 6.6  # pixels per character of a badge
 
 
 @dataclass(frozen=True)
 class Site:
-    """What pages need to know beside cards.
+    """What pages need besides cards.
 
-    base      address of the site with a last slash, or ""; feeds and cards for sharing need it
-    formats   first line of each format's documentation, by name; kernels likewise
+    base      address of the site with a final slash, or ""; feeds and link previews need it
+    formats   first line of each format's docstring, by name; the same for kernels
     version   of sparsebench
-    claims    that runs are to be judged by
+    claims    the claims to judge
     feed      whether the site has a feed and a page to cite
     """
 
@@ -51,10 +51,10 @@ def pages(
     verdicts: Sequence[Mapping[str, Any]] = (),
     compared: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and text of every page but the runs' own, the claims' and comparisons.
+    """Yield the path and the text of every page except those of runs, claims and comparisons.
 
-    `verdicts` are the lines of the table of claims; `compared` are pages by what they compare.
-    The newest run is first; runs that were made of another one are last.
+    `verdicts` are the lines of the table of claims, and `compared` the comparison pages by title.
+    The newest run comes first; runs that were made from another one come last.
     """
     cards = sorted(cards, key=lambda card: (not card.role, card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -78,14 +78,14 @@ def pages(
     ):
         column = "kind" if what == "format" else "kernel"
         for name in names:
-            own = every[every[column] == name]
-            yield page_of(what, name), _name_page(what, name, docs.get(name, ""), own, shared)
+            cases = every[every[column] == name]
+            yield page_of(what, name), _name_page(what, name, docs.get(name, ""), cases, shared)
     for card in cards:
         yield f"badges/{card.slug}.svg", _badge(card)
         yield f"badges/{card.slug}.json", _shields(card)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", *(f"claims/{asked.name}.html" for asked in site.claims)]
+        paths = ["", *(f"claims/{claim.name}.html" for claim in site.claims)]
         paths += [*(compared or {}).values(), *(f"runs/{card.slug}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
@@ -94,15 +94,15 @@ def pages(
 
 
 def around(card: Card, site: Site, removed: Removed, downloads: Sequence[str]) -> Surrounding:
-    """Return what a run's page has beside its report."""
-    given = {"card": card, "site": site, "removed": removed, "downloads": downloads}
+    """Return what a site adds to the report of a run."""
+    values = {"card": card, "site": site, "removed": removed, "downloads": downloads}
     parts = ["head", "top", "foot"]
-    head, top, foot = (render(f"site_{part}.html", **given, cite=cited(card)) for part in parts)
+    head, top, foot = (render(f"site_{part}.html", **values, cite=cited(card)) for part in parts)
     return Surrounding(head, top, foot)
 
 
 def cited(card: Card) -> str:
-    """Return how to cite a run."""
+    """Return the citation of a run."""
     return (
         f"sparsebench run {card.slug}: {card.suite} on {card.gpu}, {card.started[:10]}, "
         f"commit {card.commit[:12] or 'unknown'}, manifest SHA-256 {card.identity}."
@@ -110,12 +110,12 @@ def cited(card: Card) -> str:
 
 
 def page_of(what: str, name: str) -> str:
-    """Return the path of a format's or a kernel's page; a name may hold any character."""
+    """Return the path of a format's or kernel's page; a name may contain any character."""
     return f"{what}s/{safe(name)}.html"
 
 
 def safe(name: str) -> str:
-    """Return a name as a file's."""
+    """Return a name that is safe as a file name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "unnamed"
 
 
@@ -125,26 +125,26 @@ def stylesheet() -> str:
 
 
 def _gpus(cards: Sequence[Card], every: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return what the first page says of each GPU; those that no model made come first."""
-    of_pays, found = pays(cards), []
+    """Return the parts of the first page, one per GPU; simulated ones come last."""
+    evens, gpus = pays(cards), []
     for gpu in dict.fromkeys(card.gpu for card in cards):
-        own = [card for card in cards if card.gpu == gpu]
-        modelled = all(any(badge[0] == "simulated" for badge in card.badges) for card in own)
-        found.append(
+        shown = [card for card in cards if card.gpu == gpu]
+        simulated = all(any(badge[0] == "simulated" for badge in card.badges) for card in shown)
+        gpus.append(
             {
                 "name": gpu,
-                "simulated": modelled,
-                "cards": own,
+                "simulated": simulated,
+                "cards": shown,
                 "gains": grids.gains(every[every.gpu == gpu]),
-                "pays": grids.pays(of_pays[of_pays.gpu == gpu]),
+                "pays": grids.pays(evens[evens.gpu == gpu]),
             }
         )
-    return sorted(found, key=lambda gpu: (gpu["simulated"], -len(gpu["cards"])))
+    return sorted(gpus, key=lambda gpu: (gpu["simulated"], -len(gpu["cards"])))
 
 
-def _name_page(what: str, name: str, doc: str, own: pd.DataFrame, shared: dict[str, Any]) -> str:
+def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict[str, Any]) -> str:
     tables = [
-        (gpu, grid) for gpu, of in own.groupby("gpu", sort=False) if (grid := grids.gains(of))
+        (gpu, grid) for gpu, of in cases.groupby("gpu", sort=False) if (grid := grids.gains(of))
     ]
     return render(
         "site_name.html",
@@ -154,10 +154,10 @@ def _name_page(what: str, name: str, doc: str, own: pd.DataFrame, shared: dict[s
         title=grids.named(name) if what == "format" else name,
         doc=doc,
         family="" if what == "format" else family(name),
-        best=grids.best_places(own),
+        best=grids.best_places(cases),
         grids=tables,
-        others=sorted(own.kernel.unique() if what == "format" else own.kind.unique()),
-        cases=grids.cases(own),
+        others=sorted(cases.kernel.unique() if what == "format" else cases.kind.unique()),
+        cases=grids.cases(cases),
     )
 
 

@@ -1,18 +1,18 @@
-"""A static site of runs: what is there stays, a new run is added, and only what changed is redone.
+"""Add runs to a static site; existing runs stay, and only changed files are written again.
 
     DIR/index.html, formats/, kernels/, badges/, feed.xml, ...      from the cards (pages.py)
-    DIR/runs/SLUG/     a bundle that `sparsebench validate` reads: rows.jsonl.gz, suite.yaml, ...
+    DIR/runs/SLUG/     a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yaml, ...
                        removed.json     what is not in it (results/bundle.py)
-                       name.txt         the name of the folder that it came from
+                       name.txt         the name of the folder that the run came from
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card
-    DIR/claims/        a page a claim, judged by all runs of the site (reports/claims)
-    DIR/compare/       a page a suite that several devices ran (devices.py)
+    DIR/claims/        a page per claim, judged by all runs of the site (reports/claims)
+    DIR/compare/       a page per suite that ran on several devices (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
-A link to a run never breaks: its SLUG is made of GPU, suite and manifest. A run is redone when
-one of these has changed: the code of results/ or reports/, the address of the site, the claims,
-whether pyarrow is there. To take a run away, remove its folder and publish again.
+Links to a run stay valid because its SLUG comes from the GPU, the suite and the manifest. A run is
+written again if the code of results/ or reports/, the address of the site or the claims change, or
+if pyarrow was installed or removed. To remove a run, delete its folder and publish again.
 """
 
 import gzip
@@ -41,12 +41,12 @@ from sparsebench.results.provenance import device_name
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 NAME = "name.txt"
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
-PAGES = ("formats", "kernels", "badges", "claims", "compare")  # made of cards
+PAGES = ("formats", "kernels", "badges", "claims", "compare")  # written from cards
 
 
 @dataclass(frozen=True)
 class Published:
-    """What `publish` did: all slugs, those written now, and what was left out or removed."""
+    """The result of `publish`: all slugs, those written now, and notes on omissions."""
 
     slugs: list[str]
     written: list[str]
@@ -54,9 +54,10 @@ class Published:
 
 
 def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]) -> Published:
-    """Add runs to a site, or make one; ResultError before anything is written.
+    """Add runs to a site, or create one.
 
-    `check` raises for a run that may not be published; it sees those that the site lacks.
+    `check` is called for each new run and raises if it must not be published. Raises ResultError
+    before anything is written.
     """
     state = _state(to)
     named = _named(runs)
@@ -77,17 +78,17 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
         _redo(to / "runs" / slug, site)
     cards = [_card(to / "runs" / slug) for slug in _slugs(to)]
     judged = claims.entries(site.claims, cells(cards))
-    own = dict(claims.pages(judged, site)) if judged else {}
+    texts = dict(claims.pages(judged, site)) if judged else {}
     suites = devices.compared(cards)
-    own |= devices.pages(to, suites, redone)
-    held = {each.title: f"{each.name}.html" for each in suites}
-    _write_pages(to, {**own, **dict(pages(cards, site, claims.lines(judged), held))})
+    texts |= devices.pages(to, suites, redone)
+    compared = {entry.title: f"{entry.name}.html" for entry in suites}
+    _write_pages(to, {**texts, **dict(pages(cards, site, claims.lines(judged), compared))})
     (to / STATE).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
-    return Published([each.slug for each in cards], redone, _notes(to, written, site))
+    return Published([entry.slug for entry in cards], redone, _notes(to, written, site))
 
 
 def _state(to: Path) -> dict[str, str]:
-    """Return the state of a site, {} of a new one; ResultError where DIR holds anything else."""
+    """Return the state of a site, {} for a new one; ResultError if DIR holds anything else."""
     if not to.exists():
         return {}
     if not to.is_dir():
@@ -108,20 +109,20 @@ def _state(to: Path) -> dict[str, str]:
 
 
 def _named(runs: Sequence[Path]) -> dict[str, Path]:
-    """Return the runs by their slugs; ResultError where there is none, or one is there twice."""
+    """Return the runs by their slugs; ResultError if there is none or one is given twice."""
     if not runs:
         raise ResultError("expected one run or more, found none")
-    found: dict[str, Path] = {}
+    by_slug: dict[str, Path] = {}
     for path in runs:
         identity = bundle.identity(path)
         environment, state = (
             json.loads(bundle.content(path, name)) for name in ("environment.json", "run.json")
         )
         slug = bundle.link_name(device_name(environment), str(state["suite"]), identity)
-        if slug in found:
-            raise ResultError(f"{path}: expected each run once, found it also as {found[slug]}")
-        found[slug] = path
-    return found
+        if slug in by_slug:
+            raise ResultError(f"{path}: expected each run once, found it also as {by_slug[slug]}")
+        by_slug[slug] = path
+    return by_slug
 
 
 def _slugs(to: Path) -> list[str]:
@@ -129,7 +130,7 @@ def _slugs(to: Path) -> list[str]:
 
 
 def _add(run: Path, folder: Path) -> None:
-    """Copy a bundle into the site, without names and paths; a folder is there whole or not."""
+    """Copy a bundle without private names and paths into the site, whole or not at all."""
     fresh = folder.with_name(f".new-{folder.name}")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -139,7 +140,7 @@ def _add(run: Path, folder: Path) -> None:
 
 
 def _called(run: Path) -> str:
-    """Return the name of a run's folder; "" where the name of a user or a host is part of it."""
+    """Return the name of a run's folder; "" if it contains the name of a user or a host."""
     texts = [bundle.content(run, name).decode() for name in ("environment.json", "run.json")]
     names = [name for text in texts for name in bundle.HOME.findall(text)]
     names += [name for text in texts for *_, name in bundle.FIELD.findall(text)]
@@ -149,24 +150,24 @@ def _called(run: Path) -> str:
 
 
 def _redo(folder: Path, site: Site) -> None:
-    """Write the report, the card and the downloads of a bundle that is in the site."""
+    """Write the report, the card and the downloads of a bundle in the site."""
     run, removed = store.read(folder), bundle.read_removed(folder)
-    found = analyse(run)
+    analysis = analyse(run)
     file = folder / NAME
     name = file.read_text("utf-8").strip() if file.exists() else ""
-    own = card(run, found, folder.name, bundle.identity(folder), site.claims, name)
-    (folder / "summary.json").write_text(json.dumps(own.to_json()) + "\n", "utf-8")
-    to_csv(found.rows, folder / "rows.csv")
+    run_card = card(run, analysis, folder.name, bundle.identity(folder), site.claims, name)
+    (folder / "summary.json").write_text(json.dumps(run_card.to_json()) + "\n", "utf-8")
+    to_csv(analysis.rows, folder / "rows.csv")
     if find_spec("pyarrow"):
-        to_parquet(found.rows, folder / "rows.parquet")
+        to_parquet(analysis.rows, folder / "rows.parquet")
     _pack(folder)
     downloads = [name for name in DOWNLOADS if (folder / name).exists()]
-    beside = around(own, site, removed, downloads)
-    build(run, folder / "index.html", surrounding=beside, found=found)
+    beside = around(run_card, site, removed, downloads)
+    build(run, folder / "index.html", surrounding=beside, analysis=analysis)
 
 
 def _pack(folder: Path) -> None:
-    """Write bundle.tar.gz; equal bundles give equal files."""
+    """Write bundle.tar.gz; the same bundle gives the same bytes."""
     names = [f"{bundle.ROWS}.gz" if n == bundle.ROWS else n for n in bundle.verify(folder)]
 
     def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -195,7 +196,7 @@ def _card(folder: Path) -> Card:
 
 
 def _write_pages(to: Path, made: dict[str, str]) -> None:
-    """Write the pages that differ; remove pages of formats, kernels and badges that are no more."""
+    """Write the pages that differ, and remove pages that the site no longer has."""
     for name, text in made.items():
         file = to / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -208,30 +209,30 @@ def _write_pages(to: Path, made: dict[str, str]) -> None:
 
 
 def _notes(to: Path, written: Sequence[str], site: Site) -> list[str]:
-    found = []
+    notes = []
     for slug in written:
         removed = bundle.read_removed(to / "runs" / slug)
         texts = [f"{text} ({count})" for text, count in removed.texts.items()] + removed.files
         if texts:
-            found.append(f"{slug}: removed {', '.join(texts)}")
+            notes.append(f"{slug}: removed {', '.join(texts)}")
     if not site.base:
-        found.append("sitemap.xml is left out, and feed.xml has relative links: no --base-url")
+        notes.append("no --base-url: sitemap.xml is left out and feed.xml has relative links")
     if not find_spec("pyarrow"):
-        found.append("rows.parquet is left out: pip install 'sparsebench[parquet]'")
-    return found
+        notes.append("rows.parquet is left out; pip install 'sparsebench[parquet]' adds it")
+    return notes
 
 
 def _asked(site: Site) -> str:
-    """Return the SHA-256 of the claims and of what they ask for."""
-    asked = [
+    """Return the SHA-256 of the claims and of the cases that they need."""
+    digests = [
         [
-            each.name,
-            each.claim.model_dump_json(),
-            {n: sorted(ids) for n, ids in each.problems.items()},
+            claim.name,
+            claim.claim.model_dump_json(),
+            {n: sorted(ids) for n, ids in claim.problems.items()},
         ]
-        for each in site.claims
+        for claim in site.claims
     ]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def _code() -> str:
@@ -244,10 +245,10 @@ def _code() -> str:
 
 
 def _sources(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
-    found = []
+    sources = []
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name in ("claims", "figures", "site", "templates"):
-            found += _sources(entry, f"{prefix}{entry.name}/")
+            sources += _sources(entry, f"{prefix}{entry.name}/")
         elif entry.is_file() and (prefix == "templates/" or entry.name.endswith(".py")):
-            found.append((prefix + entry.name, entry.read_bytes()))
-    return found
+            sources.append((prefix + entry.name, entry.read_bytes()))
+    return sources

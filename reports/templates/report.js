@@ -1,14 +1,14 @@
-// What is chosen and what is filtered stands in the address: #m=16&block=64&q=bsr&sort=-speed-up.
-// A plain fragment (#cases, #case-1a2b) is a place on the page, and opens what folds it.
+// The address holds the chosen view, the filters and the order: #m=16&block=64&q=bsr&sort=-speed-up.
+// A plain fragment (#cases, #case-1a2b) names a place on the page; folded parts around it open.
 const state = () => new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
 const remember = (changes) => {
   const now = state();
   for (const [name, value] of Object.entries(changes)) value ? now.set(name, value) : now.delete(name);
-  if (location.protocol === "about:") return; // inside a notebook a page has no address
+  if (location.protocol === "about:") return; // a page inside a notebook has no address
   history.replaceState(null, "", now.size ? `#${now}` : location.pathname + location.search);
 };
 
-// The first screen: show the view that fits the selectors best, and say so if none fits.
+// The first screen: show the view that matches the selectors best, and say so if none matches all.
 const choose = document.querySelector(".choose");
 const views = [...document.querySelectorAll(".view")];
 const choices = views.map((view) => JSON.parse(view.dataset.choice));
@@ -22,7 +22,7 @@ const show = (wanted, changed) => {
   for (const [name, value] of Object.entries(choices[best])) if (choose.elements[name]) choose.elements[name].value = value;
   const missed = Object.entries(wanted).filter(([name, value]) => choices[best][name] !== value && (!changed || name === changed));
   const said = missed.map(([name, value]) => `${name} ${value}`).join(", ");
-  choose.querySelector("output").textContent = said ? `Nothing was measured at ${said}; shown is the nearest choice.` : "";
+  choose.querySelector("output").textContent = said ? `Nothing was measured at ${said}, so this is the nearest choice.` : "";
   return choices[best];
 };
 if (choose) {
@@ -38,7 +38,7 @@ const restore = () => {
   if (choose && wanted.length) show(Object.fromEntries(wanted));
 };
 
-// A link to a place opens what folds it.
+// A link to a place opens the folded parts around it.
 const open = () => {
   restore();
   const place = location.hash.includes("=") ? null : document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -49,7 +49,7 @@ const open = () => {
 };
 addEventListener("hashchange", open);
 
-// The value of the nearest marker, at the pointer.
+// Show the value of the marker nearest to the pointer.
 const tip = document.body.appendChild(Object.assign(document.createElement("div"), { id: "tip", hidden: true }));
 document.addEventListener("pointermove", (event) => {
   const svg = event.target.closest?.("svg");
@@ -67,7 +67,7 @@ document.addEventListener("pointermove", (event) => {
   tip.style.top = `${event.clientY + 14}px`;
 });
 
-// On a narrow screen the style sets lines of a table as paragraphs: each value has its head, a dash is left out.
+// On a narrow screen the style turns table lines into paragraphs: values carry their heads, dashes are hidden.
 for (const table of document.querySelectorAll(".scroll > table:not(.map)")) {
   if (!table.tHead) continue;
   table.classList.add("stacked");
@@ -78,13 +78,13 @@ for (const table of document.querySelectorAll(".scroll > table:not(.map)")) {
   }
 }
 
-// Every contender of a figure, on demand.
+// Show every contender of a figure on demand.
 for (const box of document.querySelectorAll("[data-every]")) {
   const section = box.closest("section");
   box.addEventListener("change", () => section.classList.toggle("every", box.checked));
 }
 
-// What scrolls can be reached and scrolled from the keyboard; what is folded is printed.
+// Make scrolling parts reachable by keyboard, and open folded parts for printing.
 const reachable = () => {
   for (const box of document.querySelectorAll(".scroll")) {
     if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) {
@@ -101,7 +101,7 @@ let closed = [];
 addEventListener("beforeprint", () => (closed = [...folded()]).forEach((each) => (each.open = true)));
 addEventListener("afterprint", () => closed.forEach((each) => (each.open = false)));
 
-// The table of every case: sort by a head, find words, filter a column; all of it in the address.
+// The table of every case: sort by a head, find words, filter a column, and keep all of it in the address.
 const number = (text) => parseFloat(text.replaceAll(",", "").replace("–", ""));
 const fits = (wanted, text, numeric) => {
   const span = wanted.match(/^(-?[\d.]+)\.\.(-?[\d.]+)$/), limit = wanted.match(/^([<>]=?)\s*(-?[\d.]+)$/);
@@ -144,7 +144,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       row.hidden = !shown;
       count += shown;
     });
-    form.querySelector("output").textContent = count ? `${count} of ${rows.length}` : `0 of ${rows.length}: no case fits; remove a word or a filter.`;
+    form.querySelector("output").textContent = count ? `${count} of ${rows.length}` : `0 of ${rows.length}: no case matches; remove a word or a filter.`;
   };
   const sort = (index, down) => {
     heads.forEach((head, i) => (i === index ? head.setAttribute("aria-sort", down ? "descending" : "ascending") : head.removeAttribute("aria-sort")));

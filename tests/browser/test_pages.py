@@ -70,7 +70,7 @@ def test_the_first_screen_of_the_site_says_which_format_wins(
     assert simulated.locator(".simulated").count() >= 1
     row = simulated.locator("tr", has=page.get_by_role("rowheader", name="m 16", exact=True)).first
     assert "BSR 64" in row.inner_text()
-    assert page.get_by_role("heading", name="Which sparse format beats dense where").is_visible()
+    assert page.get_by_role("heading", name="Where sparse formats beat dense").is_visible()
     assert page.locator("h1").bounding_box()["height"] > 10
     assert page.locator("#gpu-1 table").first.bounding_box()["y"] < 800
 

@@ -315,14 +315,14 @@ def test_tuning_fills_the_users_table_that_lookups_then_find(
 ) -> None:
     found = tuning.tune(suite, "cuda:0", 1)
     assert found.file == folders["user"] / "sm90_132.json"
-    assert (found.found, found.left, found.failed) == (6, 0, [])
+    assert (found.new, found.left, found.failed) == (6, 0, [])
     assert "untuned over tuned: median 1.50, at most 1.50" in found.lines[1]
     first = tuned_table.read(found.file).entries[0]
     assert (first.time_us, first.untuned_us, first.choice) == (2.0, 3.0, {"tokens": 256})
     assert first.versions == {"driver": "580", "torch": "2.11.0", "triton": "3.6.0"}
     sizes = blocked(256, 256, 256, "bf16", (64, 64), stored=8)
     assert tokens_of(sizes) == tokens_of(sizes, "bsr_triton") == 256
-    assert tuning.tune(suite, "cuda:0", 1).found == 0  # everything is in the table
+    assert tuning.tune(suite, "cuda:0", 1).new == 0  # everything is in the table
     assert len(bench.seen) == 3
 
 
@@ -356,10 +356,10 @@ def test_tuning_ends_at_its_time_limit_and_resumes(
     times = iter([0.0, 0.0, 100.0])
     monkeypatch.setattr(tuning, "monotonic", lambda: next(times))
     found = tuning.tune(suite, "cuda:0", 1)
-    assert (found.found, found.left) == (2, 2)
-    assert "2 problems left; tune again to go on" in found.lines[-1]
+    assert (found.new, found.left) == (2, 2)
+    assert "2 problems left" in found.lines[-1]
     monkeypatch.setattr(tuning, "monotonic", lambda: 0.0)
-    assert tuning.tune(suite, "cuda:0", 1).found == 4
+    assert tuning.tune(suite, "cuda:0", 1).new == 4
     assert sorted(bench.seen) == [64, 128, 256]
 
 
@@ -416,4 +416,4 @@ def test_a_search_of_the_whole_space_is_right_and_fills_a_table(
     monkeypatch.undo()
     out = tmp_path / "mine.json"
     found = tuning.tune(suite, "cuda:0", 5, "m=64 kernel=bsr_triton", out)
-    assert (found.failed, found.found, found.left) == ([], 1, 0)
+    assert (found.failed, found.new, found.left) == ([], 1, 0)

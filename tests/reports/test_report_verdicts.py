@@ -253,7 +253,7 @@ def test_marks_are_counted_in_a_sentence_and_stand_in_the_table() -> None:
     telemetry = {"seconds": 1.0, "power_capped_us": 5e5, "power_w": 690.0, "sm_mhz": 1755.0}
     sizes: dict[str, Any] = {"held_bytes": 10**7, "peak_bytes": 2 * 10**7}
     text = build(run(telemetry=telemetry, energy_j=0.25, **sizes))
-    assert "the GPU was slowed down while 20 of 20 cases were timed (20 power-limited)" in text
+    assert "20 of 20 cases were timed (20 power-limited)" in text
     table = section("cases", text)
     for cell in ["power-limited", "690", "1,755", "10.0", "20.0", "250"]:
         assert f">{cell}</td>" in table, cell

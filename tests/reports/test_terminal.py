@@ -93,7 +93,7 @@ def test_a_verdict_says_its_outcome(bsr_us: float, noise: float, outcome: str) -
 
 def test_three_processes_give_a_look_and_it_is_said_once() -> None:
     text = said(run(3, 50.0))
-    assert text.count("a look, not a verdict: --replicates 8 gives one") == 1
+    assert text.count("--replicates 8") == 1
     assert "[LOOK: 3 processes]" in text
 
 
@@ -124,7 +124,7 @@ def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
     text = said(replace(busy, environment={"sim": {"seed": 0}}))
     assert "[SIMULATED]" in text
     assert "[BUSY MACHINE]" in text
-    assert "no number here is to be trusted: before the run 1.8 of 2 cores" in text
+    assert "before the run 1.8 of 2 cores" in text
 
 
 def test_more_than_zeros_can_save_is_told() -> None:

@@ -52,7 +52,7 @@ DESIGNS = (
     Design("four of 8, for two processes each", 4),
     Design("every process", 8),
     Design("every process, later ones among the finalists of the first", 8, among=True),
-    Design("nobody: fixed beforehand", 0),
+    Design("no process: fixed beforehand", 0),
 )
 
 
