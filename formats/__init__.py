@@ -1,1 +1,1 @@
-"""Storage formats, one in each file: layout, conversion, inverse."""
+"""Storage formats: one per file, with its layout, the conversion and its inverse."""

@@ -1,1 +1,1 @@
-"""Kernels, one a file, in a folder a family: what multiplies a format."""
+"""Kernels: one per file, in a folder per family. A family multiplies what its format stores."""

@@ -1,18 +1,17 @@
 """The contract that every file in kernels/ keeps.
 
-A kernel file NAME.py names one KERNEL, and may name a DGRAD: the kernel NAME_dgrad of the input's
-gradient, by the same code. `unsupported` answers before anything is built; `prepare` uploads,
-packs, compiles and tunes; the Launch that it returns is what is timed.
+A kernel file names one KERNEL. `unsupported` answers before anything is built. `prepare` uploads,
+packs, compiles and tunes, and returns the Launch that is timed.
 
-What `prepare` may look at:
+`prepare` may use:
 
-    weights       everything: their values stay as they are
-    activations   shapes, strides, dtype; it may also time candidates on their values
+    weights       everything: their values stay the same
+    activations   shapes, strides and dtype; it may also time candidates on their values
 
-The harness redraws the activations, from the same distribution, before the timing that is
-published. So nothing that is computed from their values in `prepare` can be right. But what is
-fastest may depend on their distribution, such as how many hidden units are on: the choice may, too,
-and the row says what was chosen.
+The harness redraws the activations from the same distribution before the published timing, so
+nothing that `prepare` computes from their values can be correct. Which candidate is fastest may
+depend on their distribution, for instance on how many hidden units are active. The choice may
+depend on it too, and the row records the choice.
 """
 
 import math
@@ -30,19 +29,20 @@ from sparsebench.results.record import Problem
 
 @dataclass(frozen=True)
 class Operands:
-    """What a kernel is given.
+    """The operands of a problem, as `prepare` receives them.
 
-    weights      packed in the format the kernel consumes, by operand name; theirs to read for ever
-    activations  dense and token-major, by operand name; redrawn in place between preparing and
-                 timing: `prepare` may time candidates on them, and compute nothing from them
+    weights      by operand name, in the format that the kernel consumes, or dense if that format
+                 stores activations; they remain valid for the launch's lifetime
+    activations  by operand name, dense and token-major; redrawn in place between `prepare` and the
+                 timing, so `prepare` may time candidates on them but compute nothing from them
     definition   the op as a plain torch function of its dense operands, in their dtype
-    pinned       the choice that `prepare` made for this case in an earlier process of the run (its
-                 Launch.choice), to be taken again without a search; None where there is none
-    timed        what an earlier process of the run timed for this case (its Launch.candidates): a
-                 long search times the finalists of these and no others; empty where there is none
-    pattern      of an op whose output is sparse (a weight's gradient): what the output must be
-                 packed like; its values mean nothing. None where the output is dense, as it is for
-                 whoever competes with format dense
+    pinned       the Launch.choice of this case in an earlier process of the run, which `prepare`
+                 takes again without a search; None if there is none
+    timed        the Launch.candidates of this case in an earlier process of the run: a long search
+                 times only the finalists among these; empty if there are none
+    pattern      for an op with a sparse output (a weight's gradient): a matrix in the layout that
+                 the output must have; its values have no meaning. None if the output is dense, as
+                 it is for contenders of format dense
     """
 
     problem: Problem
@@ -55,24 +55,27 @@ class Operands:
 
     @property
     def device(self) -> torch.device:
-        """Return where the operands are."""
+        """Return the device of the operands."""
         return next(iter(self.activations.values())).device
 
 
 Output = Tensor | Format
-"""What a launch returns: a dense token-major tensor, or a matrix packed like operands.pattern."""
+"""The result of a launch: a dense token-major tensor, or a matrix packed like operands.pattern."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The timed work and nothing else: call it for the product, on the operands' device.
+    """The timed work and nothing else: a call computes the product on the operands' device.
 
-    `choice` records what `prepare` chose (tile, layout, algorithm), and how where the kernel
-    tunes (`by`); that of a Portfolio has `chosen`. `code` is a digest of the machine code, where it
-    is ours. `candidates` is what was timed for the choice, the default first (search.py). All three
-    go into the row. A CUDA graph that it is captured into keeps what it reads (capture.py). `lost`
-    counts values that the last call left out, since its format had no room for them: one is wrong,
-    however small. The harness asks after each call that it checks.
+    choice      what `prepare` chose (tile, layout, algorithm), and for a kernel that tunes also
+                how (`by`); a Portfolio's has `chosen`
+    code        digest of the machine code, if it is ours
+    candidates  what was timed for the choice, the default first (search.py)
+    lost        counts the values that the last call dropped because its format had no room for
+                them; the harness asks after each call that it checks, and any is an error
+
+    The row records the first three. A CUDA graph that captures the launch keeps alive what the
+    launch reads (capture.py).
     """
 
     run: Callable[[], Output]
@@ -89,15 +92,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute an op from weights in one format.
+    """One way to compute an op whose sparse operand has one format.
 
-    op           the op's name, or "any": the kernel runs `operands.definition`
-    consumes     the format's name, or "any"
+    op           name of the op, or "any": the kernel runs `operands.definition`
+    consumes     name of the format of the sparse operand, weights or hidden activations; or "any"
     device       "cuda", "cpu" or "any"
-    prepare      (operands, **options) to a Launch; raises Unsupported, and never falls back
-    unsupported  (problem, device) to the reason why this kernel cannot run here, or None
-    tunes        `prepare` takes the option `tuned` (_common/tuned_table.py): tables hold its
-                 configurations
+    prepare      (operands, **options) -> Launch; raises Unsupported, and never falls back
+    unsupported  (problem, device) -> reason why the kernel cannot run the problem, or None
+    tunes        `prepare` takes the option `tuned`, and tables hold configurations
+                 (_common/tuned_table.py)
     """
 
     op: str
@@ -107,26 +110,30 @@ class Kernel:
     unsupported: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
     tunes: bool = False
 
-    def refusal(self, problem: Problem, device: torch.device) -> str | None:
-        """Say why it cannot run a problem on a device, or None; builds nothing."""
-        if self.op not in ("any", problem.op):
-            return f"computes {self.op}, not {problem.op}"
-        if self.device not in ("any", device.type):
-            return f"runs on {self.device}, not on {device.type}"
-        return self.unsupported(problem, device)
-
 
 @dataclass(frozen=True)
 class Portfolio(Kernel):
     """A kernel that times other kernels on a whole problem and returns the launch of the fastest.
 
-    The candidates are kernels of the same op that a suite can name, of any format, dense ones
-    included. `Launch.choice` has the key `chosen`, "FORMAT, KERNEL", such as "dense, cublas":
-    rows and reports name it, and a dense kernel is not a win of the portfolio's format.
+    The candidates are kernels of the same op that a suite can name, of any format, including dense.
+    `Launch.choice` has the key `chosen`, "FORMAT, KERNEL", such as "dense, cublas". Rows and
+    reports name that kernel, and a dense kernel does not count as a win of the portfolio's format.
 
-    A kernel that searches its own configurations is no portfolio. Nor is one that builds an op from
-    products of its own format and picks a kernel for each (bsr_ffn): its choice names them.
+    A kernel that searches its own configurations is not a portfolio. Neither is one that builds an
+    op from products of its own format and picks a kernel for each (bsr_ffn): its choice names them.
     """
+
+
+def unsupported(kernel: Kernel, problem: Problem, device: torch.device) -> str | None:
+    """Return the reason why a kernel cannot run a problem on a device, or None; builds nothing.
+
+    Checks the op and the kind of device before the kernel's own `unsupported`.
+    """
+    if kernel.op not in ("any", problem.op):
+        return f"computes {kernel.op}, not {problem.op}"
+    if kernel.device not in ("any", device.type):
+        return f"runs on {kernel.device}, not on {device.type}"
+    return kernel.unsupported(problem, device)
 
 
 DTYPES = {
@@ -136,20 +143,21 @@ DTYPES = {
     "tf32": torch.float32,
     "fp8": torch.float8_e4m3fn,
 }
-"""The dtypes of a problem, by the name a suite uses, and how its operands are stored.
+"""The torch dtype of a problem's operands, by the name that a suite uses.
 
-tf32 is fp32 of which a product may use 10 bits of mantissa. An exact kernel may run it too.
-fp8 is e4m3, whose sums may be kept in 13 bits of mantissa, as Hopper's tensor cores do. Weights of
-ffn stand there for unit_scale(columns) times what is stored.
+tf32 is fp32 of which a product may use 10 bits of mantissa; an exact kernel may run it too.
+fp8 is e4m3, whose sums may have 13 bits of mantissa, as on Hopper's tensor cores. A weight of ffn
+in fp8 means unit_scale(columns) times the stored value.
 """
 
 OUTPUTS = DTYPES | {"fp8": torch.bfloat16}
-"""How the output of a problem is stored, by the same names."""
+"""The torch dtype of a problem's output, by the same names."""
 
 
 def unit_scale(columns: int) -> float:
-    """Return the power of two next to 1 / sqrt(columns), by which sums of as many terms keep to 1.
+    """Return the power of two nearest to 1 / sqrt(columns). It keeps such sums near 1.
 
-    It scales drawn weights; in fp8, where these have a deviation of 1, products with them.
+    It scales drawn weights. Drawn fp8 weights have a standard deviation of 1, so it scales their
+    products instead.
     """
     return float(2.0 ** -round(math.log2(columns) / 2))

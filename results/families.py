@@ -1,8 +1,8 @@
-"""Whose a kernel is, by the folder of its file: kernels/FAMILY/NAME.py.
+"""The family of each kernel, from the folder of its file: kernels/FAMILY/NAME.py.
 
 ours     bitmap, bsr, csr, spense, twell
-dense    dense: cuBLAS, torch.compile and the like
-peers    peers, every other package's, and names that no file has any more
+dense    dense: cuBLAS, torch.compile and others
+peers    peers, kernels of other packages, and names that no file has any more
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
 
 @cache
 def family(kernel: str) -> str:
-    """Return the folder of a kernel in this project; "peers" for any other."""
+    """Return the folder of a kernel of this project, or "peers" for any other kernel."""
     if kernel in REMOVED:
         return REMOVED[kernel]
     parts = modules("kernels").get(kernel, kernel).split(".")
@@ -28,5 +28,5 @@ def family(kernel: str) -> str:
 
 
 def ours() -> list[str]:
-    """Name our kernels."""
+    """Return the names of our kernels."""
     return [name for name in modules("kernels") if family(name) in OURS]

@@ -32,6 +32,7 @@ from sparsebench.harness.bench.operands import DenseOperands, Layer
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
 from sparsebench.harness.catalog import load_kernel, weights_format
+from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Status
 
@@ -169,7 +170,7 @@ def _memory(device: torch.device) -> Iterator[Memory]:
 
 def unsupported(problem: Problem, contender: Contender, device: torch.device) -> str | None:
     """Return why a contender cannot run a problem on a device, or None; build nothing."""
-    return load_kernel(contender.kernel).refusal(problem, device)
+    return _kernel.unsupported(load_kernel(contender.kernel), problem, device)
 
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:

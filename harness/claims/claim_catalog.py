@@ -9,7 +9,7 @@ from collections import Counter
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from sparsebench._discovery import did_you_mean, documents
+from sparsebench._discovery import documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.results.claims.schema import ClaimFile, parse, read
 
@@ -25,8 +25,7 @@ def load(name: str) -> ClaimFile:
         return read(Path(name))
     known = claims()
     if name not in known:
-        hint = did_you_mean(name, known)
-        raise SuiteError(f"expected a file.yaml or one of {', '.join(known)}; found {name!r}{hint}")
+        raise SuiteError(unknown("a file.yaml or a known claim", name, known))
     return parse(known[name].name, known[name].read_text("utf-8"))
 
 

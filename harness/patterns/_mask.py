@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench._discovery import did_you_mean, load, modules
+from sparsebench._discovery import load, modules, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.grid import Score, best
 from sparsebench.harness.inputs.sources import FILE
@@ -77,8 +77,7 @@ def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
 def _pattern(name: str) -> Pattern:
     known = [*modules("harness.patterns"), FILE]
     if name not in known and "." not in name and ":" not in name:
-        hint = did_you_mean(name, known)
-        raise SuiteError(f"pattern: expected one of {', '.join(known)}; found {name!r}{hint}")
+        raise SuiteError(f"pattern: {unknown('a known pattern', name, known)}")
     found = load("harness.patterns", name)
     if not isinstance(found, Pattern):
         raise SuiteError(f"{name}: expected PATTERN to be a Pattern, found {found!r}")

@@ -25,7 +25,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparsebench._discovery import did_you_mean, documents
+from sparsebench._discovery import did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.duration import seconds
 from sparsebench.harness.plan.selection import only
@@ -113,9 +113,8 @@ class Campaign:
         """Return the entries of these names in the campaign's order, or all without any."""
         for name in names:
             if name not in self.names:
-                hint = did_you_mean(name, self.names) or f"; its entries: {', '.join(self.names)}"
-                expected = "expected the name of an entry"
-                raise SuiteError(f"{self.where}: {expected}; found {name!r}{hint}")
+                message = unknown("the name of an entry", name, self.names)
+                raise SuiteError(f"{self.where}: {message}")
         return [entry for entry in self.entries if not names or entry.name in names]
 
     def above(self, entry: Entry) -> list[Entry]:
@@ -136,8 +135,7 @@ def campaign(name: str) -> Campaign:
     if name in packaged:
         return _read(packaged[name].name, packaged[name].read_text("utf-8"))
     if not name.endswith((".yaml", ".yml")):
-        found = f"found {name!r}{did_you_mean(name, packaged)}"
-        raise SuiteError(f"expected a file.yaml or one of {', '.join(packaged)}; {found}")
+        raise SuiteError(unknown("a file.yaml or a known campaign", name, packaged))
     return _read(name, files.text(Path(name), files.YAML_BYTES, SuiteError))
 
 

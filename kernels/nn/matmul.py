@@ -47,7 +47,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep, sweep
 from sparsebench.kernels._common.cuda import HOPPER
-from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, unsupported
 from sparsebench.kernels.nn import _bsr_autograd, _spense_op
 from sparsebench.kernels.nn._bsr_plans import pattern_of
 from sparsebench.results.record import Problem
@@ -208,7 +208,7 @@ class Product:
         if name not in modules("kernels") and op != "linear":
             raise Unsupported(f"matmul: {self.kernel} has no gradient here: no kernel {name}")
         kernel = _known(name)
-        if reason := kernel.refusal(self._problem(op, x), x.device):
+        if reason := unsupported(kernel, self._problem(op, x), x.device):
             raise Unsupported(f"matmul: {name}: {reason}")
         return kernel
 

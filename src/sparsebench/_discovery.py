@@ -1,20 +1,20 @@
-"""Names to modules and files. A name in a suite is a file name, and there is no registry.
+"""Find modules and files by name. A name in a suite is a file name, and there is no registry.
 
-    kernels/bsr/bsr_wgmma.py                  bsr_wgmma    a folder is searched one level deep
+    kernels/bsr/bsr_wgmma.py                  bsr_wgmma    folders are searched one level deep
       DGRAD = Kernel(...) in that file        bsr_wgmma_dgrad
-    kernels/bsr/_wgmma_pairs.py, _common/     (none)       a leading underscore is plumbing
-    kernels/nn/linear.py                      (none)       it names no KERNEL
-    suites/decode.yaml                        decode       data: its text is what the name means
+    kernels/bsr/_wgmma_pairs.py, _common/     (none)       a leading underscore marks internals
+    kernels/nn/linear.py                      (none)       it defines no KERNEL
+    suites/decode.yaml                        decode       data: the name means the file's text
 
-What another package adds:
+Another package adds names by entry points, or a suite names its objects directly:
 
     entry point diagonal = "acme.diagonal"         of sparsebench.kernels: the module's KERNEL
     entry point diagonal = "acme.kernels:FAST"     the object FAST of the module
     entry point acme = "acme.suites"               of sparsebench.suites, .claims: its *.yaml
     acme.diagonal, acme.kernels:FAST               in a suite, without an entry point
 
-That is code that runs when it is imported. `own_code_only` refuses it: a suite out of somebody's
-bundle may name any module. Two of one name are an error: a suite could not say which it means.
+Importing such a module runs its code. `own_code_only` refuses that, because the suite of a bundle
+may name any module. Two objects of one name are an error, since a suite could mean either.
 """
 
 import re
@@ -41,109 +41,117 @@ CONSTANTS = {
     "harness.patterns": "PATTERN",
     "reports.figures": "TITLE",
 }
-"""What a file of each folder must name to be found."""
+"""The constant that a file of each folder must define to be found."""
 
 SECOND = {"kernels": {"DGRAD": "_dgrad", "WGRAD": "_wgrad"}}
-"""Further objects that a file may name: each is listed as the file's name with a suffix."""
+"""Further constants that a file may define, and the suffix that their names add to the file's."""
 
 DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".yaml"}
-"""What a file of data ends in, by folder: a new kind of entry points is a line here or above."""
+"""The ending of data files by folder. A new kind of entry point is a line here or above."""
 
 WHOLE = {"reports.figures"}
-"""Folders whose files are what is loaded, not a constant in them."""
+"""Folders of which `load` returns the module, not a constant in it."""
+
+MOVED = {"sparsebench.kernels.sparse_activations": "sparsebench.kernels.twell"}
+"""Packages of 0.1 and where they are now: suites and plug-ins may still name them."""
+
+FEW = 8  # names that an error message lists
 
 NAME = re.compile(r"\w[\w-]*")
 PLACE = re.compile(r"[^\W\d]\w*(?:\.\w+)*(?::[^\W\d]\w*(?:\.\w+)*)?")  # package.module:ATTRIBUTE
 
 others: set[str] = set()
-"""The packages that were imported because of a name, without ours."""
+"""Packages of others that were imported because a suite names them."""
 
-_allowed = ContextVar("whether modules of other packages are imported", default=True)
+_allowed = ContextVar("other packages may be imported", default=True)
 
 
 def group(folder: str) -> str:
-    """Return the group of entry points that adds to a folder."""
+    """Return the group of entry points that add to a folder."""
     return f"sparsebench.{folder.rpartition('.')[2]}"
 
 
-@cache  # reading the metadata of 250 installed packages takes 15 ms, and a suite asks for each case
+@cache  # reading the metadata of 250 packages takes 15 ms, and each case of a suite needs it
 def modules(folder: str) -> MappingProxyType[str, str]:
-    """Return the place of every name in a folder ("kernels"), in order: `package.module[:ATTR]`.
+    """Return `package.module[:ATTR]` by name for a folder ("kernels"), in order.
 
-    Raises SuiteError where a name is taken, or no name, or its place none.
+    Raises SuiteError if a name is taken twice, or an entry point is malformed.
     """
-    found = dict(sorted(_own(folder).items()))
+    places = dict(sorted(_packaged(folder).items()))
     for entry in _entries(folder):
         place = _place(entry)
         if not NAME.fullmatch(entry.name):
             expected = "expected a name of letters, digits, _ and -"
-            raise SuiteError(f"{_told(entry)}: {expected}; found {entry.name!r}")
-        _add(found, entry.name, place, _of(entry))
-    return MappingProxyType(found)
+            raise SuiteError(f"{_described(entry)}: {expected}; found {entry.name!r}")
+        _add(places, entry.name, place, _owner(entry))
+    return MappingProxyType(places)
 
 
 def documents(folder: str) -> dict[str, Traversable]:
-    """Return every file of data of a folder ("suites"), by name. Raises SuiteError."""
-    what, ends = folder.rpartition(".")[2], DOCUMENTS[folder]
+    """Return the data files of a folder ("suites") by name. Raises SuiteError."""
+    kind, ending = folder.rpartition(".")[2], DOCUMENTS[folder]
     found: dict[str, Traversable] = {}
     first, *rest = folder.split(".")
-    owned = [(files(f"sparsebench.{first}").joinpath(*rest), "")]
-    for package, owner in {_place(entry): _of(entry) for entry in _entries(folder)}.items():
-        expected = f"{what}: expected a package {package}"
+    folders = [(files(f"sparsebench.{first}").joinpath(*rest), "")]
+    for package, owner in {_place(entry): _owner(entry) for entry in _entries(folder)}.items():
+        expected = f"{kind}: expected a package {package}"
         if not hasattr(_imported(package, expected), "__path__"):
             raise SuiteError(f"{expected}, found a module{owner}")
-        owned.append((files(package), owner))
-    for inside, owner in owned:
+        folders.append((files(package), owner))
+    for inside, owner in folders:
         for file in sorted(inside.iterdir(), key=lambda file: file.name):
-            name = file.name.removesuffix(ends)
-            if file.name.endswith(ends) and name in found:
+            if not file.name.endswith(ending):
+                continue
+            name = file.name.removesuffix(ending)
+            if name in found:
                 taken = f"found {found[name]} and {file}{owner}"
-                one = what.removesuffix("s")
-                raise SuiteError(f"{name}: expected one {one} of this name, {taken}")
-            if file.name.endswith(ends):
-                found[name] = file
+                raise SuiteError(
+                    f"{name}: expected one {kind.removesuffix('s')} of this name, {taken}"
+                )
+            found[name] = file
     return found
 
 
 def load(folder: str, name: str) -> Any:
-    """Return what a name stands for: a file's constant, or the object that is named itself.
+    """Return the object of a name: the constant of a file, or the object that the name points to.
 
     The name is that of a file, of an entry point, or `package.module[:ATTR]`. Raises SuiteError.
     """
-    known, constant = modules(folder), CONSTANTS[folder]
-    if name not in known and "." not in name and ":" not in name:
-        what, hint = folder.rpartition(".")[2], did_you_mean(name, [*known])
-        raise SuiteError(f"expected one of the {what} {', '.join(known)}; found {name!r}{hint}")
-    place = known.get(name, name)
+    places, constant = modules(folder), CONSTANTS[folder]
+    if name not in places and "." not in name and ":" not in name:
+        kind = folder.rpartition(".")[2].removesuffix("s")
+        raise SuiteError(unknown(f"a known {kind}", name, places))
+    place = places.get(name, name)
     if not PLACE.fullmatch(place):
         raise SuiteError(f"{name}: expected package.module or package.module:NAME")
-    module, _, attribute = place.partition(":")
-    if module.partition(".")[0] != "sparsebench" and not _allowed.get():
-        raise SuiteError(f"{name}: not imported, since {module} is no module of sparsebench")
-    found = _imported(module, f"{name}: expected to import {module}")
+    path, _, attribute = place.partition(":")
+    if path.partition(".")[0] != "sparsebench" and not _allowed.get():
+        raise SuiteError(f"{name}: not imported, because {path} is no module of sparsebench")
+    module = _imported(path, f"{name}: expected to import {path}")
     try:
-        constant_of = attrgetter(attribute or constant)(found)
+        value = attrgetter(attribute or constant)(module)
     except AttributeError as error:
-        expected = f"expected {module} to define {attribute or constant}"
+        expected = f"expected {path} to define {attribute or constant}"
         raise SuiteError(f"{name}: {expected}, found no such name") from error
-    return found if folder in WHOLE and not attribute else constant_of
+    return module if folder in WHOLE and not attribute else value
 
 
-def _imported(module: str, expected: str) -> ModuleType:
-    """Import a module. Raises SuiteError, which begins as it is told to, whatever it raises."""
-    others.update({module.partition(".")[0]} - {"sparsebench"})
+def _imported(path: str, expected: str) -> ModuleType:
+    """Import a module. Wraps any error in a SuiteError prefixed with `expected`."""
+    others.update({path.partition(".")[0]} - {"sparsebench"})
     try:
-        return import_module(module)
+        return import_module(path)
     except ModuleNotFoundError as error:
-        raise SuiteError(f"{expected}, found: {error}") from error
+        moved = [f" ({old} is now {new})" for old, new in MOVED.items() if old in str(error)]
+        raise SuiteError(f"{expected}, found: {error}{''.join(moved)}") from error
     except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SuiteError(f"{expected}, found {said}") from error
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SuiteError(f"{expected}, found {message}") from error
 
 
 @contextmanager
 def own_code_only() -> Iterator[None]:
-    """Refuse, inside the block, to import what is not this package's. `load` raises SuiteError."""
+    """Let `load` raise SuiteError inside the block instead of importing another package."""
     before = _allowed.set(False)
     try:
         yield
@@ -157,18 +165,29 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _own(folder: str) -> dict[str, str]:
-    package, found = f"sparsebench.{folder}", dict[str, str]()
+def unknown(expected: str, name: str, known: Iterable[str]) -> str:
+    """Return the error message for an unknown name: the closest known one, or all if they are few.
+
+    `expected a known format, found 'bsrr' (did you mean bsr?)`
+    """
+    names = [*known]
+    listed = f" (one of {', '.join(names)})" if len(names) <= FEW else " (see sparsebench list)"
+    return f"expected {expected}, found {name!r}{did_you_mean(name, names) or listed}"
+
+
+def _packaged(folder: str) -> dict[str, str]:
+    package, places = f"sparsebench.{folder}", dict[str, str]()
     root, names = Path(str(files(package))), re.compile(rf"^{CONSTANTS[folder]}\b", re.MULTILINE)
     for file in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
-        place = file.relative_to(root).with_suffix("").parts
-        if not any(part.startswith("_") for part in place) and names.search(file.read_text()):
-            module, text = ".".join([package, *place]), file.read_text()
-            _add(found, place[-1], module)
+        parts = file.relative_to(root).with_suffix("").parts
+        text = file.read_text()
+        if not any(part.startswith("_") for part in parts) and names.search(text):
+            module = ".".join([package, *parts])
+            _add(places, parts[-1], module)
             for constant, suffix in SECOND.get(folder, {}).items():
                 if re.search(rf"^{constant} = ", text, re.MULTILINE):
-                    _add(found, place[-1] + suffix, f"{module}:{constant}")
-    return found
+                    _add(places, parts[-1] + suffix, f"{module}:{constant}")
+    return places
 
 
 def _entries(folder: str) -> list[EntryPoint]:
@@ -180,22 +199,22 @@ def _place(entry: EntryPoint) -> str:
     place = "".join(entry.value.split())
     if not PLACE.fullmatch(place):
         expected = "expected package.module or package.module:NAME"
-        raise SuiteError(f"{_told(entry)}: {expected}; found {entry.value!r}")
+        raise SuiteError(f"{_described(entry)}: {expected}; found {entry.value!r}")
     return place
 
 
-def _of(entry: EntryPoint) -> str:
-    """Return ` (acme 1.2)`: the distribution that has the entry point."""
+def _owner(entry: EntryPoint) -> str:
+    """Return the distribution of an entry point: ` (acme 1.2)`."""
     return f" ({entry.dist.name} {entry.dist.version})" if entry.dist else ""
 
 
-def _told(entry: EntryPoint) -> str:
-    return f"entry point {entry.name!r} of {entry.group}{_of(entry)}"
+def _described(entry: EntryPoint) -> str:
+    return f"entry point {entry.name!r} of {entry.group}{_owner(entry)}"
 
 
-def _add(found: dict[str, str], name: str, place: str, owner: str = "") -> None:
-    """Add a place. Raises SuiteError where its name is taken."""
-    if name in found and found[name] != place:
-        taken = f"found {found[name]} and {place}{owner}"
+def _add(places: dict[str, str], name: str, place: str, owner: str = "") -> None:
+    """Add a place. Raises SuiteError if its name is taken."""
+    if name in places and places[name] != place:
+        taken = f"found {places[name]} and {place}{owner}"
         raise SuiteError(f"{name}: expected one module of this name, {taken}")
-    found[name] = place
+    places[name] = place

@@ -1,4 +1,4 @@
-"""A survey of a device: on the simulated one, in seconds, with processes as fast as they come."""
+"""A survey of a simulated GPU."""
 
 import sys
 from itertools import count
@@ -20,6 +20,7 @@ from sparsebench.reports.survey import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.statistics import FEWEST
+from tests.simulated.in_process import in_this_process
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -35,13 +36,18 @@ baselines:
 """
 
 
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+
+
 def silent(step: str) -> Progress:
     return lambda done, total, problem: None
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two processes decide, about a suite of six problems; the page takes no time."""
+    """Return a folder for a survey of six problems, which two processes decide."""
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
     for name, value in (("SUITE", str(file)), ("PROCESSES", 2), ("PAGE_S", 0.0)):
@@ -49,7 +55,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "survey"
 
 
-def test_a_survey_screens_and_then_measures_anew_what_decides(small: Path) -> None:
+def test_a_survey_screens_and_measures_the_deciding_cases_again(small: Path) -> None:
     found = surveys.survey("sim", 60.0, small, silent)
     assert not found.left, found.left
     screen, decide = store.read(small / "screen"), store.read(small / "decide")
@@ -62,7 +68,7 @@ def test_a_survey_screens_and_then_measures_anew_what_decides(small: Path) -> No
     assert surveys.read_survey(small) == found
 
 
-def test_a_survey_whose_time_is_up_goes_on_when_resumed(small: Path) -> None:
+def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
     stopped = surveys.survey("sim", 0.0, small, silent)
     assert "decide" in stopped.left
     done = surveys.resume(small, 60.0, silent)
@@ -70,7 +76,7 @@ def test_a_survey_whose_time_is_up_goes_on_when_resumed(small: Path) -> None:
     assert store.read(small / "screen").state["status"] == "finished"
 
 
-def test_a_run_stops_before_its_moment_and_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_stops_in_time_and_can_be_resumed(tmp_path: Path) -> None:
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
     flags, out = Flags("sim", None, replicates=1), tmp_path / "run"
@@ -82,10 +88,10 @@ def test_a_run_stops_before_its_moment_and_can_be_resumed(tmp_path: Path) -> Non
     assert store.read(out).state["status"] == "finished"
 
 
-def test_a_look_that_is_cut_short_has_seen_every_shape_at_its_deciding_level(
+def test_a_screening_cut_short_has_every_shape_at_its_deciding_level(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that moves on a second with each contest: five references and two of six fit."""
+    """The clock advances a second per contest, so five references and two of six problems fit."""
     seconds = count()
     monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
     small.mkdir()
@@ -97,7 +103,7 @@ def test_a_look_that_is_cut_short_has_seen_every_shape_at_its_deciding_level(
     assert {problem["sparsity"] for problem in seen.values()} == {0.9}
 
 
-def test_what_decides_starts_with_the_best_of_each_shape(tmp_path: Path) -> None:
+def test_deciding_problems_start_with_the_best_of_each_shape(tmp_path: Path) -> None:
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
     run = store.read(measure(read(str(file)), Flags("sim", replicates=1), tmp_path / "run", None))
@@ -108,7 +114,7 @@ def test_what_decides_starts_with_the_best_of_each_shape(tmp_path: Path) -> None
     assert {problems[name]["m"] for name in found[:2]} == {64, 4096}
 
 
-def test_every_kernel_of_the_suites_is_asked_whether_it_runs_here() -> None:
+def test_every_kernel_of_the_suites_is_probed() -> None:
     found = {each.kernel: each for each in probe(torch.device("cpu"))}
     assert found["torch_dense"].supported
     assert (found["bsr_small"].supported, found["bsr_small"].reason) == (
@@ -118,17 +124,17 @@ def test_every_kernel_of_the_suites_is_asked_whether_it_runs_here() -> None:
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400)])
-def test_a_budget_is_a_number_with_its_unit(text: str, seconds: float) -> None:
+def test_a_budget_is_a_number_with_a_unit(text: str, seconds: float) -> None:
     assert budget_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["10", "5s", "ten minutes", "-3m", ""])
-def test_a_budget_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(SuiteError, match=r"--budget: expected 60s or more, as 90s, 10m or 2h"):
+def test_an_invalid_budget_is_refused(text: str) -> None:
+    with pytest.raises(SuiteError, match="--budget: expected 60s or more"):
         budget_s(text)
 
 
-def test_a_stopped_survey_is_kept_and_its_path_printed(
+def test_an_interrupted_survey_is_kept_and_its_path_printed(
     small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def stop(*given: object, **named: object) -> None:
@@ -137,11 +143,11 @@ def test_a_stopped_survey_is_kept_and_its_path_printed(
     with monkeypatch.context() as stopping:
         stopping.setattr(surveys, "measure", stop)
         assert _sparsebench(monkeypatch, "--device", "sim", "--out", str(small)) == 130
-    assert f"new-gpu --resume {small} goes on" in " ".join(capfd.readouterr().err.split())
+    assert f"new-gpu --resume {small}" in " ".join(capfd.readouterr().err.split())
     assert "screen" not in surveys.read_survey(small).seconds
 
 
-def test_the_command_writes_a_page_with_the_answer_and_other_devices(
+def test_the_page_has_the_answer_and_other_devices(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = measure(read(surveys.SUITE), Flags("sim", replicates=1), tmp_path / "other", None)
@@ -172,14 +178,14 @@ def test_a_page_without_published_runs_or_times_says_so(small: Path) -> None:
     assert "stopped in" in page
 
 
-def test_runs_to_compare_with_that_are_not_there_are_refused_at_once(
+def test_missing_runs_of_other_gpus_are_an_error(
     small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert _sparsebench(monkeypatch, "--device", "sim", "--against", "no/such", "--out", "x") == 2
     assert "--against no/such: expected a run or a folder of runs" in capfd.readouterr().err
 
 
-def test_what_the_doctor_cannot_say_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doctor_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = (sys.executable, "-c", "import sys; sys.exit('no driver')")
     monkeypatch.setattr(surveys, "DOCTOR", broken)
     (found,) = surveys._examined("cuda:1")
@@ -191,9 +197,9 @@ def _sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return main()
 
 
-def test_a_folder_that_is_no_survey_is_refused(tmp_path: Path, small: Path) -> None:
+def test_a_folder_without_a_survey_is_refused(tmp_path: Path, small: Path) -> None:
     with pytest.raises(ResultError, match=r"survey\.json: expected a survey"):
         surveys.read_survey(tmp_path)
     small.mkdir()
-    with pytest.raises(SuiteError, match="expected a new directory, found one; --resume goes on"):
+    with pytest.raises(SuiteError, match="expected a new directory"):
         surveys.survey("sim", 60.0, small, silent)

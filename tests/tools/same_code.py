@@ -25,7 +25,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import bound, one_line
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
-from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels._kernel import Operands, unsupported
 from sparsebench.results import store
 from sparsebench.results.record import Row
 
@@ -62,7 +62,7 @@ def digest(row: Row, dense: DenseOperands) -> str | None:
     pattern = None if isinstance(pattern, Dense) else pattern
     definition = bound(op.definition, problem)
     given = Operands(problem, packed, dense.activations, definition, row.choice, pattern)
-    if reason := kernel.refusal(problem, given.device):
+    if reason := unsupported(kernel, problem, given.device):
         raise Unsupported(reason)
     return kernel.prepare(given, **contender.options).code
 

@@ -45,7 +45,7 @@ from sparsebench.harness.models.whole.model import (
     mlp,
 )
 from sparsebench.harness.models.whole.step import MLPS, Mlp, step
-from sparsebench.kernels._kernel import DTYPES, Launch, Operands
+from sparsebench.kernels._kernel import DTYPES, Launch, Operands, unsupported
 from sparsebench.results.formatting import amount
 from sparsebench.results.model_files import FORWARD, STEP, WHOLE_SCHEMA, MlpTiming, ModelTimings
 from sparsebench.results.record import Problem
@@ -179,7 +179,7 @@ def _launch(label: str, shape: Shape, weights: Weights, z: Tensor) -> Launch:
     sizes = {"m": len(z), "n": shape.hidden, "k": shape.width}
     fields = {**op.defaults, **sizes, "dtype": dtype, "activation": "relu"}
     problem = Problem("ffn", fields, 0, defaults=op.defaults)
-    if reason := kernel.refusal(problem, z.device):
+    if reason := unsupported(kernel, problem, z.device):
         raise Unsupported(reason)
     stored = {name: Dense.from_dense(getattr(weights, name)) for name in ("wg", "wu", "wd")}
     given = Operands(problem, stored, {"x": z}, bound(op.definition, problem))

@@ -74,8 +74,10 @@ def assert_right(y: Tensor, x: Tensor, w: Bsr, transposed: bool, what: Any) -> N
     assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
 
 
-def assert_right_gradient(values: Tensor, dy: Tensor, x: Tensor, pattern: Bsr, what: Any) -> None:
-    """Check dW's blocks as the harness does: outside of W, a block is zero."""
+def assert_right_gradient(
+    values: Tensor, dy: Tensor, x: Tensor, pattern: Bsr, what: Any = ""
+) -> None:
+    """Check dW's blocks as the harness does: outside W, a block is zero."""
     dy, x = dy.double(), x.double()
     spread = (dy.square().T @ x.square()).sqrt()
     expected = Expected(dy.T @ x, spread, values.dtype, len(x))

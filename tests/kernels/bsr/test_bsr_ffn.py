@@ -1,4 +1,4 @@
-"""A feed-forward layer of two block-sparse products: interpreted, on paper, and on a GPU."""
+"""bsr_ffn, a layer of two block-sparse products: in Triton's interpreter, on a CPU and on a GPU."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,14 +30,14 @@ def problem(m: int, n: int, k: int, dtype: str, block: Any, **more: Value) -> Pr
 
 
 def given(asked: Problem, device: torch.device = CPU) -> tuple[Operands, DenseOperands]:
-    """Return what a kernel gets, and the same dense."""
+    """Return the operands of a kernel, and the same as dense tensors."""
     drawn = operands(asked, OP, device, None)
     weights = {n: Bsr.from_dense(w, block=asked["block"]) for n, w in drawn.weights.items()}
     return Operands(asked, weights, drawn.activations, bound(OP.definition, asked)), drawn
 
 
 def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
-    """Draw other activations, poison what the launch wrote, and judge what it writes then."""
+    """Redraw the activations, poison the output, and check what the launch writes."""
     redraw(asked, OP, drawn.activations, 1)
     y = launch()
     assert isinstance(y, torch.Tensor)
@@ -76,7 +76,7 @@ def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
     assert_right(again, asked, drawn)
 
 
-# ---- on paper ----
+# ---- on a CPU ----
 
 
 @pytest.mark.parametrize(("n", "block"), [(64, [16, 32]), (56, [16, 32])])
@@ -88,13 +88,13 @@ def test_gate_and_up_are_stacked(n: int, block: list[int]) -> None:
     assert torch.equal(both.to_dense(), torch.cat((gate, up)))
 
 
-def test_gate_and_up_of_unlike_blocks_are_refused() -> None:
+def test_gate_and_up_of_different_blocks_are_refused() -> None:
     gate, up = (Bsr.from_dense(torch.ones(64, 64), block=side) for side in (16, 32))
     with pytest.raises(Unsupported, match="gate and up of the same blocks, found 16x16 and 32x32"):
         bsr_ffn.stacked(gate, up)
 
 
-def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_uses_the_fastest_kernel_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     these, _ = given(problem(4, 64, 32, "fp32", 16))
     asked: list[Any] = []
 
@@ -131,7 +131,7 @@ def test_a_product_is_the_fastest_kernels_that_can_run_it(monkeypatch: pytest.Mo
     ("dtype", "reason"),
     [("bf16", "needs an NVIDIA GPU, found cpu"), ("fp8", "expected fp16, bf16, fp32 or tf32")],
 )
-def test_what_it_cannot_run_is_refused(dtype: str, reason: str) -> None:
+def test_an_unsupported_problem_is_refused(dtype: str, reason: str) -> None:
     refused = bsr_ffn.KERNEL.unsupported(problem(4, 64, 32, dtype, 16), CPU)
     assert refused is not None
     assert reason in refused

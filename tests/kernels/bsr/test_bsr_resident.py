@@ -1,4 +1,4 @@
-"""The kernel whose X stays in shared memory: its packing on paper, its code, on a GPU its sums."""
+"""bsr_resident: its packing and the operands that it refuses."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_eight_rows_of_the_tile_lie_in_different_banks(k):
     assert len({(row * pitch // 4 + word) % 32 for row in range(8) for word in range(4)}) == 32
 
 
-def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
+def test_unsupported_operands_are_refused_before_anything_is_built():
     w, x, _ = example((4, 60, 96, (6, 12), 1.0))
     half = replace(w, values=w.values.half())
 

@@ -1,4 +1,4 @@
-"""The kernel for small blocks: its lists on paper, its code compiled, and on a GPU its products."""
+"""bsr_small: its work lists, emulated in NumPy, and how launches follow one another on a GPU."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -38,7 +38,7 @@ def unpacked(values: torch.Tensor) -> np.ndarray:
 
 
 def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
-    """Do with the lists what the device does; no element is written twice."""
+    """Emulate the device with the lists; assert that no element is written twice."""
     b, warpgroups = w.block[0], config.warpgroups
     height = config.features // b // warpgroups
     lists = lists_of(w, config.features, warpgroups, transposed)
@@ -89,7 +89,7 @@ def test_the_lists_give_the_product_and_write_every_element_once(shape, transpos
     np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=2e-4)
 
 
-def test_units_that_share_most_strips_are_multiplied_together():
+def test_units_that_share_the_most_strips_are_multiplied_together():
     there = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]])
     w = Bsr.from_dense(there.repeat_interleave(32, 0).repeat_interleave(32, 1).float(), block=32)
     lists = lists_of(w, features=64, warpgroups=2)
@@ -121,7 +121,7 @@ def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
         bsr_small._fitting(w, bsr_small.CUT_TOKENS + 1)
 
 
-def test_a_step_has_less_room_where_blocks_are_rare_but_enough_for_any_strip():
+def test_a_step_has_less_room_if_blocks_are_rare_but_enough_for_any_strip():
     rooms = []
     for density in (1.0, 0.1, 0.02):
         w, _, _ = example((1, 2048, 2048, 16, density))
@@ -140,7 +140,7 @@ def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
         assert np.diff(offsets, axis=1).max() <= 21
 
 
-def test_every_worker_has_steps_and_no_more_of_them_than_items():
+def test_every_worker_has_steps_and_there_are_no_more_workers_than_items():
     w, _, _ = example((1, 512, 512, 32, 0.3))
     lists = lists_of(w, 256, 2)
     for m, workers in ((64, 132), (4096, 132)):
@@ -156,14 +156,14 @@ def test_every_worker_has_steps_and_no_more_of_them_than_items():
     ("m", "first"),
     [(4096, Config(128, 256)), (64, Config(64, 64)), (1, Config(64, 64))],
 )
-def test_the_byte_model_puts_large_items_first_where_tokens_are_many(m, first):
+def test_the_byte_model_puts_large_items_first_for_many_tokens(m, first):
     w, _, _ = example((1, 14336, 4096, 32, 0.2))
     found = bsr_small.configurations(w, m, 132)
     assert found[0] == first
     assert all(config.tokens <= 64 or m > 64 for config in found)
 
 
-def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
+def test_unsupported_operands_are_refused_before_anything_is_built():
     w, x, dy = example((4, 64, 96, 16, 1.0))
     half = replace(w, values=w.values.half())
 
@@ -187,7 +187,7 @@ def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
         lists_of(unsorted, 64, 2)
 
 
-def test_a_workers_first_step_comes_with_the_launch():
+def test_the_first_step_of_each_worker_is_an_argument():
     w, _, _ = example((1, 1024, 1024, 16, 0.1))
     lists = lists_of(w, 64, 2)
     steps, bounds = work(lists, 300, 64, 16, workers=7)
@@ -215,8 +215,8 @@ def captured(calls) -> torch.cuda.CUDAGraph:
 @hopper
 @pytest.mark.parametrize("config", [Config(64, 64), Config(128, 256)], ids=str)
 @pytest.mark.parametrize("block", bsr_small.BLOCKS)
-def test_a_layer_reads_what_the_layer_before_it_writes(config, block):
-    """Each starts before the one before has ended; the right answers are those of layers alone."""
+def test_a_layer_reads_the_output_of_the_previous_layer(config, block):
+    """Each layer starts before the previous one has ended; compare with layers that run alone."""
     w, x = on_gpu((100, 2048, 2048, block, 0.05), "bf16", False)
     layers = [bsr_small.launch(x, w, config)]
     for _ in range(7):
@@ -243,8 +243,8 @@ def test_a_layer_reads_what_the_layer_before_it_writes(config, block):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(64, 32), Config(64, 128)], ids=str)
-def test_weights_may_be_written_just_before(config):
-    """They are read before the kernel before has ended where that says so, and torch's do not."""
+def test_weights_may_be_written_just_before_the_launch(config):
+    """The kernel reads W early only if the previous kernel allows it; torch's kernels do not."""
     w, x = on_gpu((64, 2048, 2048, 16, 0.1), "bf16", False)
     plan, values = bsr_small.plan(w, len(x), config), w.values.clone()
     first = bsr_small.bind(plan, x, values)().clone()

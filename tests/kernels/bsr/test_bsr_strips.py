@@ -1,4 +1,4 @@
-"""The kernel for odd blocks: its lists on paper, its code compiled, and on a GPU its products."""
+"""bsr_strips: its tiles and its work lists, emulated in NumPy."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -24,7 +24,7 @@ from tests.kernels.bsr.examples import example
 
 
 def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
-    """Do with the lists what the device does; no element is written twice."""
+    """Emulate the device with the lists; assert that no element is written twice."""
     tiles = tiles_of(w, transposed, config.across)
     height, depth, lists = tiles.height, tiles.depth, tiles.lists(config, len(x), 5)
     steps, bounds = worked(lists, costs_of(lists, tiles, config), len(x), config.tokens, workers=5)
@@ -129,7 +129,7 @@ def test_aligned_strips_have_no_column_twice_and_half_tiles_have_zeros():
     assert found == [4, 4, 2]
 
 
-def test_values_that_are_packed_have_zeros_where_there_is_no_block():
+def test_packed_values_are_zero_where_there_is_no_block():
     w, _, _ = example((1, 48, 72, (24, 24), 0.5))
     w = replace(w, values=w.values.half())
     tiles = tiles_of(w, transposed=False, across=2)
@@ -152,7 +152,7 @@ def test_rows_that_share_strips_are_multiplied_together():
 
 
 @pytest.mark.parametrize("m", [1, 64, 65, 300, 4096])
-def test_the_byte_model_offers_only_what_fits(m):
+def test_the_byte_model_offers_only_configurations_that_fit(m):
     w, _, _ = example((m, 960, 960, (48, 48), 0.2))
     tiles = tiles_of(w, transposed=False)
     found = bsr_strips.configurations(tiles, m, 132)
@@ -162,7 +162,7 @@ def test_the_byte_model_offers_only_what_fits(m):
         assert found[0].tokens * found[0].rows * found[0].warpgroups * 48 >= 128 * 128
 
 
-def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
+def test_unsupported_operands_are_refused_before_anything_is_built():
     w, x, dy = example((4, 120, 96, (24, 24), 1.0))
     half = replace(w, values=w.values.half())
 

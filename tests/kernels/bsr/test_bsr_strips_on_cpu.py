@@ -1,4 +1,4 @@
-"""The kernel for odd blocks, thread by thread on a CPU: its own text, but for what is asm."""
+"""bsr_strips on a CPU, thread by thread: its source text, with stand-ins for asm."""
 
 import ctypes
 import re
@@ -86,7 +86,7 @@ CASES = [
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize(("config", "shape", "transposed"), sampled(CASES, 0, 5), ids=str)
-def test_its_threads_multiply_tiles_on_a_cpu(
+def test_the_threads_multiply_tiles_on_a_cpu(
     config: Config, shape: Shape, transposed: bool, late: int, tmp_path: Path
 ) -> None:
     w, x, dy = example(shape)

@@ -1,4 +1,4 @@
-"""The Hopper kernel: its lists on paper, its code compiled, and on such a GPU its products."""
+"""bsr_wgmma: its groups, its schedule and its work lists, emulated in NumPy."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -33,7 +33,7 @@ def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
 
 
 def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
-    """Do with the lists what the device does; no element is written twice."""
+    """Emulate the device with the lists; assert that no element is written twice."""
     groups = groups_of(w, transposed)
     both = config.tokens * config.cluster
     plan = schedule(groups, len(x), both, workers=5)
@@ -74,7 +74,7 @@ def test_a_group_steps_through_the_columns_that_either_slice_touches():
     assert groups.steps[:4].tolist() == columns
 
 
-def test_slices_that_share_most_are_paired():
+def test_slices_that_share_the_most_columns_are_paired():
     groups = groups_of(
         bsr_of([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]])
     )
@@ -99,7 +99,7 @@ def test_a_group_without_a_block_has_one_step_that_loads_nothing():
     assert groups.steps[0].tolist() == [-1, -1, -1, 0]
 
 
-def test_what_an_edge_block_has_outside_of_w_is_left_out():
+def test_the_part_of_an_edge_block_outside_w_is_dropped():
     w = bsr_of([[1]], (128, 192))
     groups = groups_of(replace(w, shape=(56, 72)))
     assert groups.slices.tolist() == [[0, NO_SLICE]]
@@ -120,7 +120,7 @@ def test_workers_are_balanced_and_go_through_the_tokens_in_order(density):
         assert (np.diff(items[begin:end, 2]) >= 0).all()
 
 
-def test_one_long_row_has_a_worker_of_its_own():
+def test_one_long_row_has_a_worker_to_itself():
     there = np.zeros((32, 64), bool)
     there[:2], there[2:, 0] = True, True
     plan = schedule(groups_of(bsr_of(there)), 256, 256, workers=4)
@@ -149,7 +149,7 @@ def broken(**change: Any) -> Bsr:
         ({"columns": torch.tensor([1, 1, 1])}, "ascending columns, found .1, 1. in block row 0"),
     ],
 )
-def test_arrays_that_are_no_bsr_matrix_are_refused(change, message):
+def test_an_invalid_index_is_refused(change, message):
     with pytest.raises(FormatError, match=message):
         groups_of(broken(**change))
 
@@ -161,7 +161,7 @@ def refused(x: torch.Tensor, w: Bsr, kernel: Any = bsr_wgmma.KERNEL) -> str:
     return str(raised.value)
 
 
-def test_what_the_kernel_cannot_read_is_refused_before_anything_is_built():
+def test_unsupported_operands_are_refused_before_anything_is_built():
     x, w = torch.zeros(4, 128).half(), bsr_of([[1, 1], [0, 1]])
     w = replace(w, values=w.values.half())
     assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
@@ -180,7 +180,7 @@ def bsr16() -> Bsr:
 
 
 @pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
-def test_no_problem_has_more_than_four_configurations_and_none_is_for_other_tokens(m):
+def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
     found = bsr_wgmma.configurations(m, 4096)
     assert 1 <= len(found) <= 4
     assert all(config in WGMMA for config in found)
@@ -190,7 +190,7 @@ def test_no_problem_has_more_than_four_configurations_and_none_is_for_other_toke
 
 
 @pytest.mark.parametrize(("m", "width", "tokens"), [(256, 14336, 128), (1024, 8192, 256)])
-def test_few_items_make_the_smaller_tile_the_first(m, width, tokens):
+def test_the_smaller_tile_comes_first_if_there_are_few_items(m, width, tokens):
     assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
 
 

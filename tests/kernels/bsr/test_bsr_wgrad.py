@@ -1,4 +1,4 @@
-"""The Hopper kernel for dW: its lists on paper, its code compiled, and on such a GPU its sums."""
+"""bsr_wgrad: its items, how they are cut, and its work lists, emulated in NumPy."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ DONE = 2**31
 
 
 def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, workers: int) -> Any:
-    """Do with the lists what the device does; what was not loaded is NaN, nothing written twice."""
+    """Emulate the device; what is not loaded is NaN, and no value may be written twice."""
     m, (_, r, c) = len(dy), pattern.values.shape
     depth, wide, (down, across) = config.depth, config.wide, sides_of(pattern)
     work = work_of(pattern, m, depth, wide, workers)
@@ -100,7 +100,7 @@ def test_the_example_of_slices_that_share_places():
     assert (last.loads, last.cost(4)) == (5, 6)
 
 
-def test_what_shares_nothing_goes_by_slice_and_the_most_with_the_fewest():
+def test_halves_without_shared_places_pair_the_fullest_with_the_emptiest():
     there = np.zeros((4, 20), bool)
     there[0, :10], there[1, 10:13], there[2, 13:17], there[3, 17:] = True, True, True, True
     assert items_of(there, 4) == [
@@ -138,7 +138,7 @@ def shares(costs: Any, steps: int = 64) -> list[list[Piece]]:
 
 
 @pytest.mark.parametrize("items", [1, 26, 51, 64, 102, 132, 140, 264, 300])
-def test_every_step_of_an_item_is_somebodys_and_the_last_ends_when_it_says(items):
+def test_every_step_is_assigned_once_and_the_predicted_end_is_right(items):
     costs, steps = random_costs(items), 64
     lists, last = shared_out(costs, np.full(items, 72), steps, 4, 132)
     covered = np.zeros((items, steps), int)
@@ -163,29 +163,29 @@ def test_items_that_come_out_even_are_left_whole():
     assert {len(pieces) for pieces in lists} == {2}
 
 
-def test_few_items_are_cut_and_nobody_has_two_parts():
+def test_few_items_are_cut_and_no_worker_has_two_parts():
     lists = shares(np.full(33, 6.0))
     assert sorted(lists) == [[Piece(i, share, 4)] for i in range(33) for share in range(4)]
 
 
-def test_a_few_items_more_than_workers_are_cut_and_the_rest_is_summed_after():
+def test_the_items_beyond_one_per_worker_are_cut_and_summed_first():
     lists = shares(np.full(143, 6.0))
     assert [pieces[-1].of for pieces in lists] == [1] * 132
     assert {len(pieces) for pieces in lists} == {2}
 
 
-def test_few_tokens_are_not_cut():
+def test_items_of_few_tokens_are_not_cut():
     assert sorted(shares(np.full(10, 6.0), 7)) == [[Piece(item, 0, 1)] for item in range(10)]
 
 
-def test_without_a_block_one_worker_has_nothing_to_do():
+def test_without_blocks_one_worker_has_an_empty_list():
     work = work_of(pattern_of((70, 128, 128, (64, 64), 0.0)), 70, 64, 4, 132)
     assert work.starts.tolist() == [0, 0]
     assert work.partials == 0
 
 
 @pytest.mark.parametrize("of", [2, 3, 132])
-def test_a_counter_turns_when_the_last_piece_is_there_and_is_ready_for_the_next_launch(of):
+def test_a_counter_flips_with_the_last_piece_and_is_ready_for_the_next_launch(of):
     adds = [DONE - (of - 1), *[1] * (of - 1)]
     counter = 0
     for launch in range(4):

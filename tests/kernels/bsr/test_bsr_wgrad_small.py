@@ -1,4 +1,4 @@
-"""The Hopper kernel for dW of small blocks: lists on paper, code compiled, sums on such a GPU."""
+"""bsr_wgrad_small: its cells, its items and its work lists, emulated in NumPy."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ DONE = 2**31
 
 
 def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, workers: int) -> Any:
-    """Do with the lists what the device does; what was not loaded is NaN, nothing written twice."""
+    """Emulate the device; what is not loaded is NaN, and no value may be written twice."""
     m, (_, r, c), (depth, units) = len(dy), pattern.values.shape, (config.depth, config.units)
     cells, room = cells_of(pattern), room_of(config.strips)
     items = items_of(cells.there, units, config.strips)
@@ -122,20 +122,20 @@ def test_every_cell_is_in_one_item_and_items_share_their_loads(
 @pytest.mark.parametrize(
     ("block", "cells"), [(8, 1), (16, 1), (32, 1), (24, 1), (40, 4), (48, 4), (64, 4), (96, 9)]
 )
-def test_a_block_is_in_as_few_cells_as_can_be(block, cells):
+def test_a_block_is_in_as_few_cells_as_possible(block, cells):
     found = cells_of(pattern_of((1, 10 * block, 10 * block, (block, block), 0.01)))
     assert found.there.sum() == cells
     assert not any((firsts % 16).any() for firsts in (found.dy, found.x))
 
 
-def test_items_of_few_strips_make_whole_rounds():
+def test_items_of_few_strips_fill_whole_rounds():
     pattern = pattern_of((1, 4096, 4096, (32, 32), 0.1))
     first = bsr_wgrad_small.configurations(pattern, 4096, 132)[0]
     items = items_of(cells_of(pattern).there, first.units, first.strips)
     assert 120 < len(items) <= 132
 
 
-def test_without_a_block_one_worker_has_nothing_to_do():
+def test_without_blocks_one_worker_has_an_empty_list():
     cells = cells_of(pattern_of((70, 64, 128, (32, 32), 0.0)))
     work = work_of(cells, items_of(cells.there, 4, 12), 70, 64, 4, 12, 132)
     assert work.starts.tolist() == [0, 0]

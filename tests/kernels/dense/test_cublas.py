@@ -1,6 +1,6 @@
-"""The dense baseline: its ways, what is asked of cuBLASLt, and what the row says, on the CPU.
+"""The dense baseline on the CPU: its ways, the requests to cuBLASLt, and what the row records.
 
-cuBLASLt itself is emulated (cublaslt_on_cpu.py). Tests marked gpu call the library.
+cuBLASLt is emulated (tests/emulation/cublaslt_on_cpu.py). Tests marked gpu call the library.
 """
 
 import json
@@ -29,8 +29,8 @@ UNAVAILABLE = "needs nvmath-python: pip install 'sparsebench[gpu]'"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every test search, whatever others have met."""
+def _no_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test search again."""
     monkeypatch.setattr(_gemm, "_finalists", {})
 
 
@@ -67,8 +67,8 @@ def right(product: Product) -> Tensor:
     return product.scale * (product.a.double() @ product.b.double())
 
 
-def taking(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Way], bool]) -> list[Way]:
-    """Let the search keep the first way that is wanted; return the list of those that it times."""
+def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> list[Way]:
+    """Let the search keep the first matching way; return the list of the ways that it times."""
     seen: list[Way] = []
     found = _gemm.ways_of
 
@@ -80,7 +80,7 @@ def taking(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Way], bool]) -> li
     def chosen(calls: Sequence[object], device: torch.device) -> Search:
         assert len(calls) == len(seen)
         seen.sort(key=lambda way: way.algorithm is not None)
-        best = next(i for i, way in enumerate(seen) if wanted(way))
+        best = next(i for i, way in enumerate(seen) if matches(way))
         return Search(best, (Trial(1.0),) * len(calls))
 
     monkeypatch.setattr(_gemm, "ways_of", noted)
@@ -109,7 +109,7 @@ def test_every_way_computes_the_product_of_redrawn_activations(
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
 @pytest.mark.usefixtures("emulated")
-def test_every_way_is_right_in_narrow_types_and_in_fp8_scaled(
+def test_every_way_is_right_in_16_bits_and_in_scaled_fp8(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     product = product_of("linear", 5, 32, 48, dtype, scale=0.25 if dtype == "fp8" else 1.0)
@@ -135,7 +135,7 @@ def test_relu_is_part_of_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_algorithms_are_also_asked_for_more_tokens_and_equal_ones_are_timed_once(
+def test_algorithms_for_more_tokens_are_requested_and_equal_ones_are_timed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = taking(monkeypatch, lambda way: True)
@@ -148,7 +148,9 @@ def test_algorithms_are_also_asked_for_more_tokens_and_equal_ones_are_timed_once
 
 @pytest.mark.parametrize(("n", "combined"), [(32, True), (1 << 26, False)])
 @pytest.mark.usefixtures("emulated")
-def test_short_products_also_try_what_is_never_proposed_together(n: int, combined: bool) -> None:
+def test_short_products_also_try_combinations_that_are_never_proposed(
+    n: int, combined: bool
+) -> None:
     a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
     gemm = Product(a, b, out).gemms[None]
     found = _gemm._algorithms(gemm)
@@ -178,10 +180,9 @@ def test_a_combination_that_is_wrong_is_not_timed(
 
 
 @pytest.mark.usefixtures("emulated")
-def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_choice_is_called_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     product = product_of("linear", 16, 32, 48)
-    wanted = lambda way: way.weights == "columns" and way.tokens == 32  # noqa: E731
-    taking(monkeypatch, wanted)
+    taking(monkeypatch, lambda way: way.weights == "columns" and way.tokens == 32)
     launch = _gemm.fastest_way(product)
     assert launch.candidates[0]["choice"] == {"library": "cublas", "weights": "rows"}
     assert [line["choice"].get("tokens") for line in launch.candidates if "kept" in line] == [32]
@@ -202,11 +203,11 @@ def test_what_a_row_names_is_called_again_without_a_search(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("emulated")
-def test_an_equal_product_is_searched_among_the_finalists_of_the_first(
+def test_an_equal_product_is_searched_only_among_the_finalists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = taking(monkeypatch, lambda way: True)
-    times_us = {3: 9.5, 4: 9.0, 5: 9.9}  # of the others 20
+    times_us = {3: 9.5, 4: 9.0, 5: 9.9}  # the others take 20
     timed: list[int] = []
 
     def searched(calls: Sequence[Callable[[], object]], device: torch.device) -> Search:
@@ -218,10 +219,10 @@ def test_an_equal_product_is_searched_among_the_finalists_of_the_first(
     monkeypatch.setattr(_gemm, "searched", searched)
     product = product_of("linear", 16, 32, 48)
     first = _gemm.fastest_way(product)
-    asked = len(seen)
+    queried = len(seen)
     again = _gemm.fastest_way(replace(product))
-    assert len(seen) == asked, "cuBLASLt was asked again"
-    assert timed == [asked, 4]  # the default and three within NEAR
+    assert len(seen) == queried, "cuBLASLt was queried again"
+    assert timed == [queried, 4]  # the default and three within NEAR
     assert again.candidates[0]["choice"] == first.candidates[0]["choice"]
     assert first.choice in [line["choice"] for line in again.candidates]
     _gemm.fastest_way(product_of("linear", 17, 32, 48))
@@ -230,7 +231,7 @@ def test_an_equal_product_is_searched_among_the_finalists_of_the_first(
 
 
 @pytest.mark.usefixtures("emulated")
-def test_a_later_process_times_the_finalists_of_the_first_alone(
+def test_a_later_process_times_only_the_finalists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = taking(monkeypatch, lambda way: True)
@@ -245,14 +246,14 @@ def test_a_later_process_times_the_finalists_of_the_first_alone(
     product = product_of("linear", 16, 32, 48)
     first = _gemm.fastest_way(product)
     monkeypatch.setattr(_gemm, "_finalists", {})  # another process
-    asked, told = len(seen), json.loads(json.dumps(first.candidates))
-    again = _gemm.fastest_way(replace(product), timed=told)
-    assert len(seen) == asked, "cuBLASLt was asked again"
-    near = sum(9.0 + 0.05 * i <= 1.1 * 9.0 for i in range(asked))
-    assert timed == [asked, min(near, FINALISTS)]
-    known = [line["choice"] for line in first.candidates if "choice" in line]
-    assert all(line["choice"] in known for line in again.candidates)
-    assert again.choice == again.candidates[2]["choice"]  # by what this process found
+    queried, candidates = len(seen), json.loads(json.dumps(first.candidates))
+    again = _gemm.fastest_way(replace(product), timed=candidates)
+    assert len(seen) == queried, "cuBLASLt was queried again"
+    near = sum(9.0 + 0.05 * i <= 1.1 * 9.0 for i in range(queried))
+    assert timed == [queried, min(near, FINALISTS)]
+    choices = [line["choice"] for line in first.candidates if "choice" in line]
+    assert all(line["choice"] in choices for line in again.candidates)
+    assert again.choice == again.candidates[2]["choice"]  # by the times of this process
 
 
 @pytest.mark.usefixtures("emulated")
@@ -264,7 +265,9 @@ def test_an_algorithm_that_the_library_refuses_is_unsupported() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_without_nvmath_the_row_says_what_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvmath_the_row_says_that_cublaslt_was_not_called_directly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(_cublaslt, "unavailable", lambda: UNAVAILABLE)
     product = product_of("linear", 16, 32, 48)
     seen = taking(monkeypatch, lambda way: True)
@@ -287,7 +290,7 @@ def test_an_activation_is_never_copied_to_another_layout(monkeypatch: pytest.Mon
     assert {way.weights for way in seen} == {None}
 
 
-def test_a_choice_of_an_older_run_is_taken_as_it_is() -> None:
+def test_a_choice_of_an_older_run_is_accepted() -> None:
     product = product_of("linear", 3, 8, 16)
     launch = _gemm.fastest_way(product, {"library": "cublas"})
     assert launch.choice == {"library": "cublas"}
@@ -310,7 +313,7 @@ def test_every_way_is_right_in_a_graph_on_a_gpu(
     op: str, shape: tuple[int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if dtype == "fp8" and (op != "linear" or cublas.unsupported_fp8(CUDA)):
-        pytest.skip("fp8 is of linear, on a device that has it")
+        pytest.skip("fp8 needs op linear and a device that supports it")
     if dtype == "fp8" and shape[1] % 16:
         pytest.skip("cuBLASLt multiplies fp8 with n in multiples of 16")
     product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32"))

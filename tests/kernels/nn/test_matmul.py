@@ -136,7 +136,7 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
     refused("scipy_bsr_dgrad: computes linear_dgrad, not linear", x, w, "scipy_bsr_dgrad")
     refused("expected an option of none; found 'tuned'", x, w, "scipy_bsr", tuned=True)
     refused("expected kernel=NAME with tuned, found none", x, w, tuned=True)
-    refused("expected one of the kernels.*found 'scipy_bs'.*did you mean", x, w, "scipy_bs")
+    refused("did you mean scipy_bsr", x, w, "scipy_bs")
     refused("none of ours is of Twell", x, Twell.from_dense(weight()))
     half = Csr.from_dense(weight(torch.float16))
     refused("scipy.sparse expected fp32 or fp64, found fp16", x.half(), half)

@@ -1,4 +1,4 @@
-"""The Triton kernels: right in Triton's interpreter, and refused where Triton cannot run."""
+"""The Triton kernels of the family: packing and splitting on the host, and products on a GPU."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_united_rows_hold_the_blocks_of_their_group_once():
     assert packed.values.sum() == 4
 
 
-def test_blocks_of_whole_tiles_are_used_as_they_are_stored():
+def test_blocks_of_whole_tiles_are_used_as_stored():
     stored = Bsr.from_dense(torch.ones(256, 256).half(), block=128)
     config = bsr_triton.configurations(4096, (128, 128), 2, "tma")[0]
     assert bsr_triton.pack(stored, config).values is stored.values
@@ -70,7 +70,7 @@ def test_strips_cover_every_block_once_and_stay_in_their_block_row():
     assert strips.rows.tolist() == [0, 0, 0, 2, 3]
 
 
-def test_tokens_are_split_where_blocks_are_few():
+def test_tokens_are_split_if_there_are_few_blocks():
     def parts(m, blocks):
         return bsr_triton_wgrad.configurations(m, (64, 64), blocks, 2, "tma", 132)[0].parts
 
@@ -79,7 +79,7 @@ def test_tokens_are_split_where_blocks_are_few():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bf16", "tf32"])  # which the interpreter does not tell of
+@pytest.mark.parametrize("dtype", ["bf16", "tf32"])  # the interpreter supports neither
 @pytest.mark.parametrize(
     ("m", "block"), [(33, 64), (1500, 8), (1500, 32), (1500, 128), (1500, [10, 24])]
 )

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.ops import linear_wgrad
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.results.record import Problem
+from tests.kernels.bsr.examples import assert_right_gradient
 from tests.tools.marks import sampled
 
 pytestmark = pytest.mark.interpreted
@@ -45,11 +44,11 @@ WIDE = [
     (20, 72, 188, [16, 64], "fp32"),
 ]
 STRIPS = [(700, 40, 90, [8, 8], "fp16"), (600, 70, 260, [16, 16], "fp16"), *ODD, *WHOLE, *WIDE]
-CORES = 4  # multiprocessors: so few that hundreds of tokens are split
+CORES = 4  # multiprocessors: few enough that hundreds of tokens are split
 
 
 def weights(n: int, k: int, block: list[int], dtype: str) -> Tensor:
-    """Half of the blocks, none in the second block row, none in the last block column."""
+    """Return W with half of its blocks, none in the second block row or the last block column."""
     r, c = block
     kept = torch.rand(-(-n // r), -(-k // c)) < 0.5
     kept[0] = True
@@ -60,7 +59,7 @@ def weights(n: int, k: int, block: list[int], dtype: str) -> Tensor:
 
 
 def assert_exact(y: Tensor, x: Tensor, w: Tensor) -> None:
-    """Hold Y against fp64: one rounding to its dtype, fp32 sums over the largest terms."""
+    """Compare Y with fp64: allow one rounding to its dtype, and fp32 sums of the largest terms."""
     x64, w64 = x.double(), w.double()
     expected, sizes = x64 @ w64.T, x64.abs() @ w64.abs().T
     sums = len(w.T) * EPSILON[torch.float32] * sizes
@@ -73,7 +72,7 @@ def seed() -> None:
 
 
 def run_twice(launch: Launch) -> Tensor:
-    """Poison the first output, so that what a second call leaves out is seen."""
+    """Poison the first output, so that the second call must write every element."""
     launch().fill_(float("nan"))
     return launch()
 
@@ -130,18 +129,10 @@ def wgrad_runs(dy: Tensor, x: Tensor, pattern: Bsr, path: str) -> list[Launch]:
     return [Launch(bsr_triton_wgrad.launch(dy, x, pattern, config)) for config in configs]
 
 
-def assert_right_gradient(values: Tensor, dy: Tensor, x: Tensor, pattern: Bsr) -> None:
-    """Ask what the harness asks of a gradient at a pattern."""
-    exact = dy.double(), x.double()
-    reference, spread = linear_wgrad.definition(*exact), linear_wgrad.spread(*exact)
-    expected = Expected(reference, spread, x.dtype, len(x))
-    assert check(replace(pattern, values=values), expected, pattern).reason is None
-
-
 @pytest.mark.parametrize(
     ("block", "path"), [([10, 10], "pointers"), ([16, 16], "pointers"), ([16, 16], "tma")]
 )
-def test_nan_in_a_column_that_no_block_touches_stays_out(block, path):
+def test_nan_in_a_column_that_no_block_touches_does_not_reach_y(block, path):
     w, x = weights(40, 96, block, "fp32"), torch.randn(3, 96)
     touched = Bsr.from_dense(w, block=block).to_dense().ne(0).any(0)
     poisoned = torch.where(touched, x, float("nan"))
@@ -153,7 +144,7 @@ def test_nan_in_a_column_that_no_block_touches_stays_out(block, path):
 @pytest.mark.parametrize(
     ("block", "path"), [([10, 10], "pointers"), ([8, 32], "pointers"), ([16, 16], "tma")]
 )
-def test_nan_in_a_row_of_the_weights_that_has_no_block_stays_out_of_dx(block, path):
+def test_nan_in_a_row_without_blocks_does_not_reach_dx(block, path):
     w, dy = weights(40, 96, block, "fp32"), torch.randn(3, 40)
     poisoned = torch.where(w.ne(0).any(1), dy, float("nan"))
     assert poisoned.isnan().any()
@@ -162,7 +153,7 @@ def test_nan_in_a_row_of_the_weights_that_has_no_block_stays_out_of_dx(block, pa
 
 
 @pytest.mark.parametrize(("block", "path"), [(10, "pointers"), (16, "pointers"), (64, "tma")])
-def test_nan_stays_out_of_the_gradient_of_blocks_that_it_does_not_touch(block, path):
+def test_nan_does_not_reach_the_gradient_of_blocks_that_it_does_not_touch(block, path):
     n, k = 3 * block - 4, 5 * block - 4
     w = weights(n, k, [block, block], "fp32")
     dy, x, pattern = torch.randn(9, n), torch.randn(9, k), Bsr.from_dense(w, block=block)
@@ -175,7 +166,7 @@ def test_nan_stays_out_of_the_gradient_of_blocks_that_it_does_not_touch(block, p
 
 
 @pytest.mark.parametrize(("block", "path"), [(10, "pointers"), (64, "tma")])
-def test_what_a_block_has_beyond_the_weights_is_zero_whatever_the_operands(block, path):
+def test_the_part_of_a_block_outside_w_is_zero_for_any_operands(block, path):
     pattern = Bsr.from_dense(torch.ones(block + 4, block + 8), block=block)
     dy, x = torch.full((3, block + 4), float("nan")), torch.ones(3, block + 8)
     for launch in wgrad_runs(dy, x, pattern, path):
@@ -194,7 +185,7 @@ def test_split_tokens_give_the_same_bits_at_every_call():
 
 
 @pytest.mark.parametrize("path", ["tma", "pointers"])
-def test_gradients_without_a_block_are_zeros_and_nothing(path):
+def test_gradients_without_blocks_are_zero_or_empty(path):
     w = torch.zeros(128, 64).half()
     dy, x, pattern = torch.randn(3, 128).half(), torch.randn(3, 64).half(), Bsr.from_dense(w)
     pattern = replace(pattern, values=w.new_zeros(0, 64, 64), offsets=pattern.offsets[:3])
@@ -233,7 +224,7 @@ def operands_of(op: str, dtype: str) -> Operands:
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "tf32"])
 @pytest.mark.parametrize("path", ["tma", None])
 @pytest.mark.parametrize("kernel", [bsr_triton_dgrad, bsr_triton_wgrad])
-def test_prepared_gradients_are_of_later_activations_and_settle(kernel: Any, path, dtype):
+def test_prepared_gradients_use_later_activations_and_can_be_pinned(kernel: Any, path, dtype):
     operands = operands_of(kernel.KERNEL.op, dtype)
     launch = kernel.prepare(operands, path=path)
     for activation in operands.activations.values():
@@ -251,7 +242,7 @@ def test_prepared_gradients_are_of_later_activations_and_settle(kernel: Any, pat
 
 
 @pytest.mark.parametrize("path", ["tma", None])
-def test_products_of_tf32_problems_are_asked_for_in_tf32(path):
+def test_tf32_problems_multiply_in_tf32(path):
     w, x = weights(48, 64, [16, 16], "tf32"), torch.randn(3, 64)
     problem = Problem("linear", {"dtype": "tf32"})
     weight = {"w": Bsr.from_dense(w, block=16)}

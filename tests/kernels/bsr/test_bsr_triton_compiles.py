@@ -12,11 +12,11 @@ from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgr
 from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about
 
 TOKENS = (1, 17, 64, 256, 4096)
-FEW_AND_MANY = (17, 4096)  # in tf32, whose tiles are those of 16 bits: a compile takes 0.2 s
+FEW_AND_MANY = (17, 4096)  # in tf32, whose tiles are those of 16 bits; a compile takes 0.2 s
 BLOCKS = ((1, 1), (10, 10), (16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (200, 200))
 ITEMSIZE = {"bf16": 2, "fp32": 4, "tf32": 4}  # fp16 takes the same registers and tiles as bf16
 INDICES = {"columns", "offsets", "order", "places", "rows", "starts"}
-CORES, STORED = 132, 10**5  # multiprocessors and blocks: they decide over parts alone
+CORES, STORED = 132, 10**5  # multiprocessors and blocks: they only affect the number of parts
 FUNCTIONS = {
     "bsr_triton": bsr_triton._multiply,
     "bsr_triton_dgrad": bsr_triton_dgrad._multiply,
@@ -45,7 +45,7 @@ class Compile(NamedTuple):
     warps: int
     dtype: str
     capability: int
-    aligned: bool  # sizes are multiples of 16, and Triton knows
+    aligned: bool  # sizes are multiples of 16, and Triton is told
 
 
 def all_compiles() -> Iterator[Compile]:
@@ -116,7 +116,7 @@ def assert_all_compile(those: list[Compile]) -> None:
 
 @pytest.fixture
 def every(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Compile]:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a compile, not a memory of one
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile, do not read a cache
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return [*dict.fromkeys(all_compiles())]
 
