@@ -204,7 +204,7 @@ def test_a_format_without_room_for_a_gradient_is_refused(monkeypatch: pytest.Mon
     monkeypatch.delattr(Csr, "sample")
     (found,) = rows("linear_wgrad", Contender("csr", "reference"))
     assert found.status is Status.UNSUPPORTED
-    assert found.detail.startswith("csr has no room for the values of another matrix")
+    assert found.detail.startswith("csr cannot store the values of another matrix")
 
 
 @pytest.mark.parametrize(
