@@ -1,0 +1,68 @@
+"""Draw the operands of a whole op, run a kernel on them, and check it as the harness does."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import Format
+from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.correctness import Expected, check, roundings
+from sparsebench.harness.bench.operands import operands as drawn
+from sparsebench.harness.bench.operands import redraw
+from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
+from sparsebench.results.record import Problem
+
+CPU = torch.device("cpu")
+
+
+def problem_of(op: str, **fields: Any) -> Problem:
+    """Return a problem with the op's defaults."""
+    defaults = load_op(op).defaults
+    return Problem(op, {**defaults, **fields}, 0, defaults=defaults)
+
+
+def given(
+    problem: Problem, device: torch.device = CPU, formats: Mapping[str, Callable[..., Format]] = {}
+) -> Operands:
+    """Draw the operands of a problem; `formats` packs some weights, others stay dense."""
+    op = load_op(problem.op)
+    dense = drawn(problem, op, device, None)
+    weights = {name: formats.get(name, Dense.from_dense)(w) for name, w in dense.weights.items()}
+    return Operands(problem, weights, dense.activations, bound(op.definition, problem))
+
+
+def error_of(launch: Launch, operands: Operands) -> str | None:
+    """Redraw the activations, poison the output, and return what is wrong with the next output."""
+    problem, activations = operands.problem, operands.activations
+    op, dtype = load_op(problem.op), problem["dtype"]
+    redraw(problem, op, activations, 7)
+    out = launch()
+    assert isinstance(out, Tensor)
+    out.fill_(torch.nan)
+    plain = {**{name: w.to_dense() for name, w in operands.weights.items()}, **activations}
+    exact = {name: t.double() for name, t in plain.items()}
+    right, spread = (bound(f, problem)(**exact) for f in (op.definition, op.spread))
+    rest = OUTPUTS[dtype], op.depth(**exact), *roundings(dtype, op.rounds(dtype))
+    expected = Expected(right, spread, *rest, plain=bound(op.definition, problem)(**plain))
+    return check(launch(), expected).reason
+
+
+def assert_right(launch: Launch, operands: Operands) -> None:
+    """Assert that a launch follows redrawn activations and is right."""
+    assert (error := error_of(launch, operands)) is None, error
+
+
+def assert_right_twice(operands: Operands, prepare: Callable[[Operands], Launch]) -> Launch:
+    """Assert that a searched launch is right, and one from its pinned choice; return the first."""
+    launch = prepare(operands)
+    assert_right(launch, operands)
+    again = prepare(replace(operands, pinned=json.loads(json.dumps(launch.choice))))
+    assert again.choice == launch.choice
+    assert_right(again, operands)
+    return launch
