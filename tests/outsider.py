@@ -39,7 +39,7 @@ METRICS = {  # the values of claims, from a ratio and the density
     "memory_saved, %": lambda ratio, density: 100 * (1 - 1 / ratio),
 }
 FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
-CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)"
+CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|is \*\*.*? as fast"
 
 
 def runs() -> list[str]:
@@ -285,7 +285,7 @@ def stated(text: str, found: pd.DataFrame) -> Iterator[str]:
 
 
 def captions(page: str) -> Iterator[str]:
-    """Yield each number of the figure's caption and the terminal example that no case gives."""
+    """Yield each number of the finding, the caption and the terminal that no case gives."""
     (swept,) = (run for run in runs() if run.endswith("/sparsity-4096"))
     for text in re.findall(CAPTION, page):
         yield from stated(text, cases(swept))
