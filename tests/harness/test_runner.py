@@ -1,3 +1,5 @@
+"""The parent process: workers that fail, runs that stop and resume, and lines of progress."""
+
 import json
 import os
 import shutil
@@ -16,7 +18,7 @@ from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
-from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.measure import RunOptions, leader, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results import store
@@ -91,7 +93,7 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
     assert statuses == ["ok", "failed", "failed", "out_of_memory", "ok"]
 
 
-def test_a_contest_nobody_is_to_blame_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contest_without_a_known_offender_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     (found,) = rows()
@@ -182,7 +184,7 @@ def suite(tmp_path: Path) -> Suite:
     return read(str(path))
 
 
-def test_a_run_is_complete_and_says_so(suite: Suite, tmp_path: Path) -> None:
+def test_a_complete_run_is_finished(suite: Suite, tmp_path: Path) -> None:
     path = measure(suite, Flags("cpu", replicates=2), tmp_path / "run", None)
     run = store.read(path)
     assert run.state["status"] == "finished"
@@ -305,3 +307,19 @@ def test_a_real_illegal_address_is_a_row() -> None:
         runner.kill()
     assert [row.status.value for row in measured.rows] == ["ok", "failed", "out_of_memory"]
     assert "illegal memory access" in measured.rows[1].detail
+
+
+TINY = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks"})
+
+
+def row(kernel: str, *samples_us: float, baseline: bool = False) -> Row:
+    contender = Contender("dense", kernel, baseline=baseline)
+    return Row(Case(TINY, contender), Status.OK, samples_us=samples_us, samples_per_block=1)
+
+
+def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
+    """The clock doubles from block to block, for both."""
+    base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
+    assert leader([base, row("fast", 200.0, 100.0, 50.0)]) == "; last: fast, 2.0 x cublas"
+    assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == "; last: cublas, the baseline"
+    assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""
