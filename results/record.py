@@ -170,7 +170,7 @@ class Case:
 
     @cached_property
     def id(self) -> str:
-        """Hash the canonical JSON, without `baseline` and `error`, which only affect the judgement."""
+        """Hash the canonical JSON, without `baseline` and `error`, which do not affect the run."""
         names = "format", "kernel", "params", "options", "twin"
         contender = {name: getattr(self.contender, name) for name in names}
         if self.contender.kernel in FORMATS_ONCE_DENSE:
