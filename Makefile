@@ -1,14 +1,14 @@
-# Two commands for a newcomer: `make bench` measures this machine, `make test` tests it.
-# Both make .venv with the pinned versions first, and take the GPU extra where there is a GPU.
+# `make bench` measures this machine, and `make test` tests the project.
+# Both first install the pinned versions into .venv, with the GPU extra if there is a GPU.
 
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := dev,cluster,models,parquet$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
-# Tests share out the cores, four at most; on a GPU machine four processes share the GPU, too.
+# A process for each core, four at most; on a GPU machine four processes share the GPU.
 WORKERS ?= $(if $(findstring gpu,$(EXTRAS)),4,auto)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=4 --dist=worksteal
 
-# Python started here must not take our folders for installed packages of the same name.
+# Without this, Python would take our folders for installed packages of the same names.
 export PYTHONSAFEPATH := 1
 
 .PHONY: bench test test-all browser compiled site picture lint types clean
@@ -18,29 +18,35 @@ bench: .venv/installed
 	$(BIN)/sparsebench run quick
 
 test: .venv/installed
+	@echo "$$(date +%H:%M): about 5 minutes on two idle cores, or on a GPU machine"
 	$(PYTEST) -m "not exhaustive"
 
-# With every configuration of every kernel, which `make test` has a sample of.
+# Also run the exhaustive tests: all configurations of kernels, where `make test` has a sample.
 test-all: .venv/installed
+	@echo "$$(date +%H:%M): about 10 minutes on two idle cores"
 	$(PYTEST)
 
-# Write tests/compiling/record.txt, the record of what is known to compile; what is in it stays uncompiled.
+# Compile every kernel that tests/compiling/record.txt does not know, and write that record.
 compiled: .venv/installed
+	@echo "$$(date +%H:%M): about 12 minutes on two idle cores if every kernel changed"
 	$(BIN)/pytest --numprocesses=auto --dist=worksteal -m compiles --record
 
-# The site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
+# Write the site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
 SITE := site
 site: .venv/installed
 	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
-# The picture of the site in README.md.
+# Take the picture of the site that README.md shows.
 picture: site
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,640 --screenshot=results/published/site.png file://$(CURDIR)/$(SITE)/index.html
 
-# Reports and a site in a real browser; it fails where there is no Chromium.
-browser: .venv/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[browser]'
+# Test reports and a site in Chromium; fails without Chromium.
+browser: .venv/browser
 	$(BIN)/pytest tests/browser --browser-required
+
+.venv/browser: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[browser]'
+	touch $@
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,18 +1,18 @@
-"""The harness: it plans a suite, runs it in fresh processes and writes what came back.
+"""The harness: plans a suite, runs it in fresh processes and writes the run.
 
     commands/  api.py           the command line  |  runs from Python and notebooks
     ────────────────────────────────────────────────────────────────────────────────────────
     testing/                    the contracts as functions, and the pytest plug-in
-    claims/                     what others published: bounded, measured, judged
-    run/       doctor/          a whole run, its workers, tuning  |  is the machine fit?
-    sim/                        a GPU that is not there: a worker, a clock
-    plan/                       a suite file to the contests of a run
-    bench/                      one contest in one process: operands, check, timing, ceilings
-    catalog.py                  names to ops, formats, kernels and suites
-    ops/       patterns/        what is computed  |  which weights are kept: one file each
+    claims/                     measures what claims need
+    run/       doctor/          a whole run, its workers, tuning  |  whether the machine is fit
+    sim/                        a simulated GPU: a worker, a clock
+    plan/                       reads a suite file into the contests of a run
+    bench/                      one contest in one process: operands, checks, timing, ceilings
+    catalog.py                  loads ops, formats, kernels and suites by name
+    ops/       patterns/        what is computed  |  which elements are kept: one file each
     inputs/    machine/         bits, grids of blocks, files  |  the device, NVML, telemetry
     ────────────────────────────────────────────────────────────────────────────────────────
-    models/                     apart from contests: models pruned, trained, and measured whole
+    models/                     apart from contests: whole models, pruned, trained and measured
 
 A folder imports from those below it, never from those above (tests/test_architecture.py).
 """

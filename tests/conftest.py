@@ -19,7 +19,7 @@ os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks
 os.environ["OMP_NUM_THREADS"] = "1"  # of workers: tests run side by side, and sums are short
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILE = "compile"  # a test's property: a digest of compiling/record.py
+COMPILE = "compile"  # a test's property: a line of compiling/record.txt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,10 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Add to a test that passes what it asked of the record of compiles."""
+    """Keep what a test asked of the record of compiles."""
+    record.test_file = item.path
     record.asked.clear()
     yield
-    item.user_properties += [(COMPILE, digest) for digest in record.asked]
+    item.user_properties += [(COMPILE, line) for line in record.asked]
 
 
 class LeftOut:
@@ -78,11 +79,11 @@ class Recorder:
     """Write the record of compiles, if every test that compiles ran and passed."""
 
     def __init__(self) -> None:
-        self.digests: set[str] = set()
+        self.lines: set[str] = set()
         self.without = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.digests |= {value for name, value in report.user_properties if name == COMPILE}
+        self.lines |= {value for name, value in report.user_properties if name == COMPILE}
         self.without += not report.passed
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -93,5 +94,5 @@ class Recorder:
         terminalreporter.write_line(
             f"the record stays as it is: {self.without} tests failed or were skipped"
             if self.without
-            else record.write(self.digests)
+            else record.write(self.lines)
         )

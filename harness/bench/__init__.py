@@ -1,1 +1,1 @@
-"""One contest in one process: operands, contenders, check, timing, ceilings, energy."""
+"""Run one contest in one process: operands, contenders, checks, timing, ceilings, energy."""

@@ -244,17 +244,19 @@ def _kept(weight: Tensor, keep: Tensor) -> Tensor:
 def _verified(source: Source, data: Path | None) -> Path:
     """Return the source's path. Raises SuiteError if the file has changed since the plan."""
     path = sources.located(source, data)
-    found = sources.sha256(path)
-    if found != source.sha256:
-        raise SuiteError(f"{path}: expected SHA-256 {source.sha256}, found {found}: it has changed")
+    present = sources.sha256(path)
+    if present != source.sha256:
+        raise SuiteError(
+            f"{path}: expected SHA-256 {source.sha256}, found {present}: it has changed"
+        )
     return path
 
 
-def _fitting(problem: Problem, op: Op, name: str, path: Path, found: Tensor) -> Tensor:
+def _fitting(problem: Problem, op: Op, name: str, path: Path, tensor: Tensor) -> Tensor:
     expected = _shape(problem, op, name)
-    if tuple(found.shape) != expected:
-        raise SuiteError(f"{path}: expected {list(expected)}, found {list(found.shape)}")
-    return found
+    if tuple(tensor.shape) != expected:
+        raise SuiteError(f"{path}: expected {list(expected)}, found {list(tensor.shape)}")
+    return tensor
 
 
 def _shape(problem: Problem, op: Op, name: str) -> tuple[int, int]:

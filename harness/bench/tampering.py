@@ -80,8 +80,8 @@ class Guard:
         new = {n: a for n, a in arrays.items() if a.numel() and _place(a) not in places}
         totals = self._sums(new.values())
         for (name, array), total in zip(new.items(), totals, strict=True):
-            own = array.detach() if held else None  # unaffected by what happens to the other one
-            find = (lambda own=own: own) if held else weakref.ref(array)
+            alias = array.detach() if held else None  # unaffected by what happens to the other one
+            find = (lambda alias=alias: alias) if held else weakref.ref(array)
             self.watched.append(WatchedArray(name, find, _place(array), total, rewrite))
 
     def renew(self, names: set[str]) -> None:

@@ -1,1 +1,1 @@
-"""Is this machine fit to measure?"""
+"""Judge whether the machine is fit to measure."""

@@ -52,9 +52,9 @@ class Finding:
     do: str = ""
 
 
-def ok(check: str, found: str) -> Finding:
+def ok(check: str, reading: str) -> Finding:
     """Return a finding that needs no action."""
-    return Finding(Level.OK, check, found)
+    return Finding(Level.OK, check, reading)
 
 
 def failure(reason: str, traceback: str) -> Finding:
@@ -64,9 +64,9 @@ def failure(reason: str, traceback: str) -> Finding:
 
 def nothing_compared(suite: str, device: str) -> Finding:
     """Return the finding that a device supports nothing but the baselines of a suite."""
-    found = f"nothing but the baselines of {suite} is supported on {device}"
+    reading = f"nothing but the baselines of {suite} is supported on {device}"
     do = "`sparsebench check` lists the reasons."
-    return Finding(Level.WARNING, "suite", found, "Nothing will be compared.", do)
+    return Finding(Level.WARNING, "suite", reading, "Nothing will be compared.", do)
 
 
 def unknown(check: str) -> Finding:
@@ -86,8 +86,8 @@ def others(pids: Sequence[int] | None, busy_percent: float | None) -> Finding:
         named = ", ".join(str(pid) for pid in pids)
         return Finding(Level.WARNING, check, f"processes {named}; {busy} before", *OTHERS)
     if busy_percent is not None and busy_percent >= BUSY_PERCENT:
-        found = f"{busy} before anything ran here; a container does not list other processes"
-        return Finding(Level.WARNING, check, found, *OTHERS)
+        reading = f"{busy} before anything ran here; a container does not list other processes"
+        return Finding(Level.WARNING, check, reading, *OTHERS)
     return unknown(check) if pids is None else ok(check, f"none, {busy}")
 
 
@@ -115,12 +115,12 @@ def slowed_down(window: Mapping[str, float]) -> Finding:
     }
     if not share:
         return unknown(check)
-    found = ", ".join(f"by {name} {100 * part:.0f} % of the time" for name, part in share.items())
+    reading = ", ".join(f"by {name} {100 * part:.0f} % of the time" for name, part in share.items())
     if share.get("heat", 0) > 0 or share.get("hardware", 0) > 0:
-        return Finding(Level.WARNING, check, found, *HEAT)
+        return Finding(Level.WARNING, check, reading, *HEAT)
     if share.get("power", 0) > POWER_LIMITED:
-        return Finding(Level.NOTE, check, found, CAPPED)
-    return ok(check, found)
+        return Finding(Level.NOTE, check, reading, CAPPED)
+    return ok(check, reading)
 
 
 def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
@@ -128,13 +128,13 @@ def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
     check, mhz = "SM clock under load", window.get("sm_mhz")
     if mhz is None or highest_mhz is None:
         return unknown(check)
-    found = f"{mhz:.0f} of {highest_mhz:.0f} MHz"
+    reading = f"{mhz:.0f} of {highest_mhz:.0f} MHz"
     if mhz >= HELD_DOWN * highest_mhz:
-        return ok(check, found)
+        return ok(check, reading)
     if window.get("power_capped_us", 0) > 0:
-        return Finding(Level.NOTE, check, found, CAPPED)
+        return Finding(Level.NOTE, check, reading, CAPPED)
     means = "It is low, and not because of power; it may be locked. Times are those of this clock."
-    return Finding(Level.NOTE, check, found, means, "See nvidia-smi -q -d CLOCK.")
+    return Finding(Level.NOTE, check, reading, means, "See nvidia-smi -q -d CLOCK.")
 
 
 def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
@@ -142,11 +142,13 @@ def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
     check = "application clock"
     if mhz is None or default_mhz is None:
         return ok(check, "none, or not reported")
-    found = f"{mhz:g} MHz, default {default_mhz:g}"
+    reading = f"{mhz:g} MHz, default {default_mhz:g}"
     if mhz == default_mhz:
-        return ok(check, found)
+        return ok(check, reading)
     means = "Times are those of this setting, not of the GPU as sold."
-    return Finding(Level.NOTE, check, found, means, "nvidia-smi -rac, if it should be the default.")
+    return Finding(
+        Level.NOTE, check, reading, means, "nvidia-smi -rac, if it should be the default."
+    )
 
 
 def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding:
@@ -156,10 +158,10 @@ def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding
         return unknown(check)
     if highest_c is None:
         return ok(check, f"{found_c:g} °C; the limit is not reported")
-    found = f"{found_c:g} of {highest_c:g} °C"
+    reading = f"{found_c:g} of {highest_c:g} °C"
     if found_c > highest_c - NEAR_C:
-        return Finding(Level.WARNING, check, found, *HEAT)
-    return ok(check, found)
+        return Finding(Level.WARNING, check, reading, *HEAT)
+    return ok(check, reading)
 
 
 def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
@@ -167,11 +169,13 @@ def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
     check = "power limit"
     if limit_w is None or default_w is None:
         return unknown(check)
-    found = f"{limit_w:g} W, default {default_w:g}"
+    reading = f"{limit_w:g} W, default {default_w:g}"
     if limit_w == default_w:
-        return ok(check, found)
+        return ok(check, reading)
     means = "Long work runs at another clock than with the default."
-    return Finding(Level.NOTE, check, found, means, "nvidia-smi -pl, if it should be the default.")
+    return Finding(
+        Level.NOTE, check, reading, means, "nvidia-smi -pl, if it should be the default."
+    )
 
 
 def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int | None) -> Finding:
@@ -182,10 +186,10 @@ def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int 
     if not enabled:
         means = "A flipped bit is not detected. On GDDR memory, ECC would also cost bandwidth."
         return Finding(Level.NOTE, check, "ECC is off", means)
-    found = f"{uncorrected} uncorrected, {corrected} corrected since the driver was loaded"
+    reading = f"{uncorrected} uncorrected, {corrected} corrected since the driver was loaded"
     if uncorrected:
-        return Finding(Level.WARNING, check, found, *BROKEN)
-    return Finding(Level.NOTE if corrected else Level.OK, check, found)
+        return Finding(Level.WARNING, check, reading, *BROKEN)
+    return Finding(Level.NOTE if corrected else Level.OK, check, reading)
 
 
 def slices(enabled: bool | None) -> Finding:

@@ -66,12 +66,12 @@ def read_pins() -> dict[str, str]:
 
 def load(runnable: float, cores: int) -> Finding:
     """Judge how busy the host is."""
-    found = f"{runnable:.2f} runnable processes on {cores} cores"
+    reading = f"{runnable:.2f} runnable processes on {cores} cores"
     if runnable < BUSY[0] * cores:
-        return ok("host load", found)
+        return ok("host load", reading)
     level = Level.WARNING if runnable >= BUSY[1] * cores else Level.NOTE
     means = "Launches are delayed: times as called from Python, and all times on a CPU, scatter."
-    return Finding(level, "host load", found, means, "End other work, or wait.")
+    return Finding(level, "host load", reading, means, "End other work, or wait.")
 
 
 def governor(name: str | None) -> Finding:
@@ -84,11 +84,11 @@ def governor(name: str | None) -> Finding:
 
 def threads(count: int, cores: int) -> Finding:
     """Compare the number of torch's threads with that of the cores."""
-    found = f"{count} of torch on {cores} cores"
+    reading = f"{count} of torch on {cores} cores"
     if count <= cores:
-        return ok("threads", found)
+        return ok("threads", reading)
     means = "Threads wait for each other, so times on a CPU are too long and scatter."
-    return Finding(Level.WARNING, "threads", found, means, f"Set OMP_NUM_THREADS={cores}.")
+    return Finding(Level.WARNING, "threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
 
 
 def timer(tick_ns: int) -> Finding:
@@ -99,18 +99,20 @@ def timer(tick_ns: int) -> Finding:
     return Finding(Level.WARNING, "host clock", f"steps of {tick_ns} ns", means)
 
 
-def versions(found: Mapping[str, str | None], pins: Mapping[str, str]) -> Finding:
+def versions(installed: Mapping[str, str | None], pins: Mapping[str, str]) -> Finding:
     """Compare the libraries with the versions that the tests ran with."""
     check = "library versions"
-    listed = ", ".join(f"{name} {installed}" for name, installed in found.items() if installed)
+    listed = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     if not pins:
         return Finding(
             Level.NOTE, check, listed, "There is no constraints.txt to compare them with."
         )
-    other = {name: pin for name, pin in pins.items() if found.get(name) not in (None, pin)}
+    other = {name: pin for name, pin in pins.items() if installed.get(name) not in (None, pin)}
     if not other:
         return ok(check, listed)
-    differing = ", ".join(f"{name} {found[name]} (tested: {pin})" for name, pin in other.items())
+    differing = ", ".join(
+        f"{name} {installed[name]} (tested: {pin})" for name, pin in other.items()
+    )
     means = "Other versions have other kernels: compare only runs with equal versions."
     return Finding(Level.NOTE, check, differing, means)
 
@@ -119,10 +121,10 @@ def cuda(driver: int, built_for: str) -> Finding:
     """Compare the newest CUDA that the driver supports (13000 is 13.0) with torch's."""
     supported = driver // 1000, driver % 1000 // 10
     major, minor = (int(part) for part in built_for.split(".")[:2])
-    found = f"the driver supports {supported[0]}.{supported[1]}, torch is built for {built_for}"
+    reading = f"the driver supports {supported[0]}.{supported[1]}, torch is built for {built_for}"
     if supported >= (major, minor):
-        return ok("CUDA", found)
+        return ok("CUDA", reading)
     means = "Kernels in PTX cannot be compiled, and some libraries do not start."
     return Finding(
-        Level.NOTE, "CUDA", found, means, "Install a newer driver, or a torch for this one."
+        Level.NOTE, "CUDA", reading, means, "Install a newer driver, or a torch for this one."
     )

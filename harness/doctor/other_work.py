@@ -61,15 +61,15 @@ def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
         return findings.unknown(CHECK)
     others_s = (now.busy_s - began.busy_s) - (now.own_s - began.own_s)
     cores = max(0.0, others_s / (now.at_s - began.at_s))
-    found = f"{cores:.1f} of {now.cores} cores busy with it"
+    reading = f"{cores:.1f} of {now.cores} cores busy with it"
     note, warning = TAKEN[kind]
     if cores < note * now.cores:
-        return ok(CHECK, found)
+        return ok(CHECK, reading)
     means = "Times scatter, and speed-ups are those of the remaining cores."
     if kind == "cuda":
         means = "Launches are delayed, so times as called from Python scatter."
     level = Level.WARNING if cores >= warning * now.cores else Level.NOTE
-    return Finding(level, CHECK, found, means, "End it, or wait until it ends.")
+    return Finding(level, CHECK, reading, means, "End it, or wait until it ends.")
 
 
 def gpu(identity: str, worker: int) -> Finding:

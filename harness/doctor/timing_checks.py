@@ -59,12 +59,12 @@ def floor(kind: str, logs: Sequence[float]) -> Finding:
     """Judge A/A pairs of one kind: smaller differences than theirs are not meaningful."""
     largest = max(expm1(abs(log)) for log in logs)
     note, warning = APART[kind]
-    check, found = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
+    check, reading = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
     if largest <= note:
-        return ok(check, found)
+        return ok(check, reading)
     means = "Two runs of one call differ by this much, so smaller differences are not meaningful."
     do = "Check for other work, heat and changing clocks above; take more processes."
-    return Finding(Level.WARNING if largest > warning else Level.NOTE, check, found, means, do)
+    return Finding(Level.WARNING if largest > warning else Level.NOTE, check, reading, means, do)
 
 
 def nothing(time_us: float) -> Finding:
@@ -81,18 +81,18 @@ def agreement(times_us: Mapping[str, float], nothing_us: float) -> Finding:
     graph_us = times_us["graph"]
     check = f"clocks, {graph_us:.3g} µs op"
     apart = {name: t / graph_us - 1 for name, t in times_us.items() if name != "graph"}
-    found = f"graph {graph_us:.4g} µs; " + ", ".join(
+    reading = f"graph {graph_us:.4g} µs; " + ", ".join(
         f"{name} {times_us[name]:.4g} µs ({100 * part:+.1f} %)" for name, part in apart.items()
     )
     if "CUPTI" not in apart:
-        found += "; CUPTI reports nothing here"
+        reading += "; CUPTI reports nothing here"
     if graph_us < LONG_US or all(
         abs(part) <= DISAGREE + (nothing_us / graph_us if name == "CUPTI" else 0)
         for name, part in apart.items()
     ):
-        return ok(check, found)
+        return ok(check, reading)
     means = "One of the clocks is wrong, or the call waits for its host."
-    return Finding(Level.WARNING, check, found, means, "Trust no time until you know which one.")
+    return Finding(Level.WARNING, check, reading, means, "Trust no time until you know which one.")
 
 
 def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
@@ -129,11 +129,11 @@ def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:
 
 
 def _by_graph(graph: TimedCall, device: torch.device) -> dict[str, float]:
-    found = _by_cupti(graph.call, device)
-    if found["graph"] < LONG_US:  # the host is slower than that, so queue the replays
+    times_us = _by_cupti(graph.call, device)
+    if times_us["graph"] < LONG_US:  # the host is slower than that, so queue the replays
         (taken,) = time_together([graph], device, "clocks", cache="hot")
-        found["graph"] = median(taken.times_us)
-    return found
+        times_us["graph"] = median(taken.times_us)
+    return times_us
 
 
 def _by_cupti(replay: Callable[[], object], device: torch.device) -> dict[str, float]:
@@ -144,11 +144,11 @@ def _by_cupti(replay: Callable[[], object], device: torch.device) -> dict[str, f
     activities = [ProfilerActivity.CUDA]
     for _ in range(2):  # the first starts CUPTI
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-            found = {"graph": median(_by_events(replay, device))}
+            times_us = {"graph": median(_by_events(replay, device))}
     kernels = [event for event in profile.events() if event.device_type.name == "CUDA"]
     spans = sorted((kernel.time_range.start, kernel.time_range.elapsed_us()) for kernel in kernels)
     each, rest = divmod(len(spans), CALLS)
     if rest or not each:
-        return found
+        return times_us
     by_call = np.reshape([took_us for _, took_us in spans], (CALLS, each))
-    return found | {"CUPTI": float(np.median(by_call.sum(1)))}
+    return times_us | {"CUPTI": float(np.median(by_call.sum(1)))}

@@ -1,1 +1,1 @@
-"""What operands are made of: hashed bits, grids of blocks, files."""
+"""The sources of operands: hashed bits, grids of blocks, files."""

@@ -67,10 +67,10 @@ def _facts(package: str) -> dict[str, str | None]:
 def _distribution(package: str) -> Distribution | None:
     """Return the distribution that contains a package, or None."""
     inside, names = package.replace(".", "/"), packages_distributions()
-    found = [Distribution.from_name(name) for name in {*names.get(package.partition(".")[0], [])}]
-    if len(found) > 1:  # a namespace that several share
-        found = [d for d in found if any(str(file).startswith(inside) for file in d.files or [])]
-    return found[0] if len(found) == 1 else None
+    owners = [Distribution.from_name(name) for name in {*names.get(package.partition(".")[0], [])}]
+    if len(owners) > 1:  # a namespace that several share
+        owners = [d for d in owners if any(str(file).startswith(inside) for file in d.files or [])]
+    return owners[0] if len(owners) == 1 else None
 
 
 def _package(module: str) -> str:
@@ -114,7 +114,7 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
     """
     if not (root / ".git").exists():
         return None
-    found = []
+    outputs = []
     beside = ["src", *FOLDERS, ":(exclude)results/published"]
     for command in (
         ["rev-parse", "HEAD"],
@@ -127,8 +127,8 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
             )
         except (OSError, subprocess.CalledProcessError):
             return None
-        found.append(done.stdout.strip())
-    return {"commit": found[0], "dirty": any(found[1:])}
+        outputs.append(done.stdout.strip())
+    return {"commit": outputs[0], "dirty": any(outputs[1:])}
 
 
 def _built() -> dict[str, Any] | None:
@@ -136,8 +136,8 @@ def _built() -> dict[str, Any] | None:
     file = files("sparsebench") / BUILT
     if not file.is_file():
         return None
-    found = json.loads(file.read_text("utf-8"))
-    return {name: found[name] for name in ("commit", "dirty")}
+    recorded = json.loads(file.read_text("utf-8"))
+    return {name: recorded[name] for name in ("commit", "dirty")}
 
 
 def _files(path: str, folder: Traversable) -> Iterator[tuple[str, Traversable]]:

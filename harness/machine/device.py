@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.code import code_sha256, commit
 from sparsebench.kernels._common import tuned_table
 
@@ -127,27 +128,21 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _nvml(uuid: str) -> dict[str, Any]:
-    """Return the driver and the present clocks and limits."""
+    """Return the driver and the present clocks and limits, or why NVML cannot be read."""
     try:
-        import pynvml
-    except ModuleNotFoundError:
-        return {"nvml": "needs nvidia-ml-py"}
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        clock, limit = pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo
-        return {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "sm_clock_mhz": clock(handle, pynvml.NVML_CLOCK_SM),
-            "sm_clock_max_mhz": limit(handle, pynvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": clock(handle, pynvml.NVML_CLOCK_MEM),
-            "power_limit_w": pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1e3,
-            "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-        }
-    except pynvml.NVMLError as error:
+        with board(uuid) as gpu:
+            nvml, ask = gpu.nvml, gpu.ask
+            limit_mw = ask("PowerManagementLimit")
+            return {
+                "driver": gpu.driver,
+                "sm_clock_mhz": ask("ClockInfo", nvml.NVML_CLOCK_SM),
+                "sm_clock_max_mhz": ask("MaxClockInfo", nvml.NVML_CLOCK_SM),
+                "memory_clock_mhz": ask("ClockInfo", nvml.NVML_CLOCK_MEM),
+                "power_limit_w": limit_mw and limit_mw / 1e3,
+                "temperature_c": ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
+            }
+    except NoNvml as error:
         return {"nvml": str(error)}
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _versions() -> dict[str, str | None]:

@@ -73,8 +73,8 @@ class Telemetry:
         answer = self._child.stdout.readline()
         if not answer.endswith("\n"):
             return self._lost()
-        found: dict[str, float] = json.loads(answer)
-        return found
+        window: dict[str, float] = json.loads(answer)
+        return window
 
     def close(self) -> None:
         """End the child."""
@@ -141,11 +141,11 @@ def _answer(gpu: Board) -> None:
     readings = [gpu.reading()]
     while True:
         left_s = readings[-1]["at_s"] + INTERVAL_S - perf_counter()
-        asked = select.select([sys.stdin], [], [], max(0.0, left_s))[0]
-        if asked and not sys.stdin.readline():
+        requested = select.select([sys.stdin], [], [], max(0.0, left_s))[0]
+        if requested and not sys.stdin.readline():
             return
         readings.append(gpu.reading())
-        if asked:
+        if requested:
             print(json.dumps(summary(readings)), flush=True)
             readings = readings[-1:]
 

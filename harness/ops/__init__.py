@@ -1,1 +1,1 @@
-"""The operations that formats compete at, one a file."""
+"""The operations in which formats compete, one per file."""

@@ -60,9 +60,9 @@ from sparsebench.results.record import Problem
 LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other one is the head's
 MLP = "wg", "wu", "wd"
 EXAMPLE = {
-    **{"hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5},
-    **{"m": 3, "layers": 1, "context": 5, "caches": 1},
-}
+    "hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5,
+    "m": 3, "layers": 1, "context": 5, "caches": 1,
+}  # fmt: skip
 ROWS = 4096  # of a weight, squared at a time
 FINE_FP8 = 2.0**-4  # variance of a rounding to bf16 if eps is e4m3's (bench/correctness.py)
 

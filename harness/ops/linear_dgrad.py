@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sparsebench.harness.ops._op import Op, Operand, longest_row
-from sparsebench.harness.ops.linear import GradientFields
+from sparsebench.harness.ops.linear import GradientFields, flops
 from sparsebench.results.record import Problem
 
 
@@ -28,13 +28,8 @@ def depth(w: Tensor, dy: Tensor) -> int:
     return longest_row(w.t())
 
 
-def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add per token and non-zero."""
-    return float(2 * problem["m"] * nnz["w"])
-
-
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, dY and dX."""
+    """Return the bytes of W's non-zeros, of dY, and of dX (for linear_wgrad: of X)."""
     m, n, k = problem["m"], problem["n"], problem["k"]
     return int(itemsize * (nnz["w"] + m * n + m * k))
 

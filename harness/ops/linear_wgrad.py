@@ -5,13 +5,11 @@ dL/dW. W gives the pattern; its values are not read. The gradient is computed wh
 stores W: whole blocks in BSR, the full product in dense.
 """
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from sparsebench.harness.ops._op import Op, Operand
-from sparsebench.harness.ops.linear import GradientFields
-from sparsebench.results.record import Problem
+from sparsebench.harness.ops.linear import GradientFields, flops
+from sparsebench.harness.ops.linear_dgrad import fewest_bytes
 
 
 def definition(dy: Tensor, x: Tensor) -> Tensor:
@@ -27,17 +25,6 @@ def spread(dy: Tensor, x: Tensor) -> Tensor:
 def depth(dy: Tensor, x: Tensor) -> int:
     """Return the number of tokens, over which every sum runs."""
     return len(dy)
-
-
-def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add per token and element of the pattern."""
-    return float(2 * problem["m"] * nnz["w"])
-
-
-def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of dY, X and the elements of the pattern."""
-    m, n, k = problem["m"], problem["n"], problem["k"]
-    return int(itemsize * (nnz["w"] + m * n + m * k))
 
 
 OP = Op(

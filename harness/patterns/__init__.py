@@ -1,1 +1,1 @@
-"""Patterns: which elements of a weight are kept, one pattern a file."""
+"""Patterns, one per file: which elements of a weight are kept."""

@@ -1,1 +1,1 @@
-"""A suite file to the contests of a run."""
+"""Read a suite file into the contests of a run."""

@@ -45,15 +45,15 @@ def _matches(where: str, glob: Any, data: Path) -> list[Path]:
     if outside or not glob.strip("/."):
         raise SuiteError(f"{where}: expected a GLOB of files below --data, found {glob!r}")
     try:
-        found = sorted(path for path in data.glob(glob) if path.is_file())
+        paths = sorted(path for path in data.glob(glob) if path.is_file())
     except (OSError, ValueError, NotImplementedError) as error:
         raise SuiteError(f"{where}: expected files {glob} in {data}, found {error}") from error
-    if not found:
+    if not paths:
         raise SuiteError(f"{where}: expected files {glob} in {data}, found none")
-    for path in found:
+    for path in paths:
         if not files.utf8(str(path)):
             raise SuiteError(f"{where}: expected names in UTF-8, found {str(path)!a}")
-    return found
+    return paths
 
 
 def _tensors(path: Path, wanted: Any, op: Op) -> list[str | None]:
@@ -95,10 +95,10 @@ def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
     }
     sizes: dict[str, int] = {}
     for name, operand in op.operands.items():
-        found = dict(zip(operand.shape, tensors[name].shape, strict=True))
+        named = dict(zip(operand.shape, tensors[name].shape, strict=True))
         if operand.role == "activation":
-            del found[operand.shape[0]]  # tokens: a problem names its own number
-        for field, size in found.items():
+            del named[operand.shape[0]]  # tokens: a problem names its own number
+        for field, size in named.items():
             if sizes.setdefault(field, size) != size:
                 expected = f"{sources.member(source, name)} with {field} = {sizes[field]}"
                 raise SuiteError(f"{path}: expected {expected}; found {size}")

@@ -56,7 +56,7 @@ def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep the cases that meet `field=value field=this|that`, with their baselines."""
     conditions = _parsed(condition)
-    known = {
+    names = {
         "case",
         "format",
         "kernel",
@@ -64,8 +64,8 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
         *(name for c in contests for name in c.problem.fields),
     }
     for name, values in conditions:
-        if name.removesuffix("!") not in known or not all(values):
-            expected = f"field=value with a field of {', '.join(sorted(known))}"
+        if name.removesuffix("!") not in names or not all(values):
+            expected = f"field=value with a field of {', '.join(sorted(names))}"
             written = f"{name}={'|'.join(values)}"
             raise SuiteError(f"--only: expected {expected}; found {written!r}")
     for name, value in [(name, value) for name, values in conditions for value in values]:

@@ -181,9 +181,9 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "top"
         if first["type"] == "extra_forbidden":
-            known = [f.alias or name for name, f in model.model_fields.items()]
+            names = [f.alias or name for name, f in model.model_fields.items()]
             name = str(first["loc"][-1])
-            hint = did_you_mean(name, known) if len(first["loc"]) == 1 else ""
+            hint = did_you_mean(name, names) if len(first["loc"]) == 1 else ""
             raise SuiteError(f"{where}: {place}: unknown key{hint}") from error
         if first["type"] == "missing":
             raise SuiteError(f"{where}: {place}: expected a value, found none") from error
@@ -281,9 +281,9 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
     for group in ("contenders", "baselines"):
         for number, entry in enumerate(getattr(written, group)):
             for name, value in entry.at.items():
-                known = {str(p.fields[name]) for p in problems if name in p.fields}
-                if not known & set(map(str, _sweep(value))):
-                    values = f"{name} of a problem, one of {', '.join(sorted(known)) or 'none'}"
+                values_of = {str(p.fields[name]) for p in problems if name in p.fields}
+                if not values_of & set(map(str, _sweep(value))):
+                    values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
                     where = f"{group}[{number}].at.{name}"
                     raise SuiteError(f"{where}: expected a {values}; found {value!r}")
             if entry.op is not None and entry.op not in ops:
@@ -334,9 +334,9 @@ def _contenders(
     if kernel.consumes not in ("any", entry.format):
         expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
         raise SuiteError(f"{where}: {expected}, found {entry.format}")
-    own = keywords(weights_format(entry.format).from_dense)
-    of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in own}
-    _known(f"{where}.params", entry.params, own, of_one)
+    accepted = keywords(weights_format(entry.format).from_dense)
+    of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in accepted}
+    _known(f"{where}.params", entry.params, accepted, of_one)
     if not removal(entry.kernel):
         _known(f"{where}.options", entry.options, keywords(kernel.prepare))
     error = entry.error.model_dump() if entry.error else None
@@ -356,14 +356,14 @@ def _known(
 
 def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
-    known = {**problem.fields, **derived(problem.fields)}
+    values_by_name = {**problem.fields, **derived(problem.fields)}
     for values in product(*(_sweep(value) for value in given.values())):
         point = dict(zip(given, values, strict=True))
         require_values(where, point)
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):
-                if value[1:] not in known:
-                    expected = f"$ and one of {', '.join(known)}"
+                if value[1:] not in values_by_name:
+                    expected = f"$ and one of {', '.join(values_by_name)}"
                     raise SuiteError(f"{where}.{name}: expected {expected}; found {value}")
-                point[name] = known[value[1:]]
+                point[name] = values_by_name[value[1:]]
         yield point

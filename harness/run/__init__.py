@@ -1,1 +1,1 @@
-"""A whole run: worker processes, the run directory, and what starts from a run that is there."""
+"""Measure a whole run: worker processes, the run directory, and commands that start from a run."""

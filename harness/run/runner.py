@@ -295,13 +295,13 @@ def recent_ceilings(
     most CEILINGS_KEPT_S old and have all `dtypes`; `age_s` says how old they are. A CPU's ceilings
     are measured for every run, because other work may keep it busy.
     """
-    wanted, now = frozenset(dtypes), monotonic()
+    required, now = frozenset(dtypes), monotonic()
     cached = _cached.get(card)
     if cached and now - cached.at > CEILINGS_KEPT_S:
         cached = None
-    if cached and wanted <= cached.dtypes:
+    if cached and required <= cached.dtypes:
         return {**cached.ceilings, "age_s": round(now - cached.at, 1)}
-    wanted = wanted | cached.dtypes if cached else wanted
-    ceilings = measure(wanted)
-    _cached[card] = _Cached(monotonic(), wanted, ceilings)
+    required = required | cached.dtypes if cached else required
+    ceilings = measure(required)
+    _cached[card] = _Cached(monotonic(), required, ceilings)
     return ceilings

@@ -110,14 +110,14 @@ def plan(
     name: str, words: Sequence[str], device: torch.device, data: Path | None = None
 ) -> Contest:
     """Return the contest of the words: the kernel and its baseline. Raises SuiteError."""
-    kernel, given = load_kernel(name), _parsed(words)
-    own = {word: given.pop(word) for word in OWN & given.keys()}
-    op = str(own.get("op", "linear" if kernel.op == "any" else kernel.op))
-    stored = str(own.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
-    baseline, seed = str(own.get("baseline", BASELINES[device.type])), own.get("seed", 0)
+    kernel, values = load_kernel(name), _parsed(words)
+    settings = {word: values.pop(word) for word in OWN & values.keys()}
+    op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
+    stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
+    baseline, seed = str(settings.get("baseline", BASELINES[device.type])), settings.get("seed", 0)
     if type(seed) is not int:
         raise SuiteError(f"try: seed: expected an integer, found {seed!r}")
-    fields, options, params = _sorted_out(given, kernel, op, stored)
+    fields, options, params = _sorted_out(values, kernel, op, stored)
     fields = {"dtype": DTYPES[device.type], "pattern": _pattern(fields), **fields}
 
     def expanded(params: Mapping[str, Any]) -> Contest:
@@ -137,43 +137,43 @@ def plan(
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
     """Parse field=value; a value is YAML, or 32x64 for a block of 32 rows and 64 columns."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not (name and equals and text):
             raise SuiteError(f"try: expected field=value, found {word!r}")
-        if name in given:
+        if name in values:
             raise SuiteError(f"try: expected {name} once, found it twice")
         rows, by, columns = text.partition("x")
         block = by and rows.isdigit() and columns.isdigit()
         try:
-            given[name] = [int(rows), int(columns)] if block else yaml.safe_load(text)
+            values[name] = [int(rows), int(columns)] if block else yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise SuiteError(f"try: {name}: expected a value, found {text!r}") from error
-    return given
+    return values
 
 
-def _one(given: Mapping[str, Any]) -> dict[str, Any]:
+def _one(values: Mapping[str, Any]) -> dict[str, Any]:
     """Wrap each value in a list, because a list in a suite is a sweep."""
-    return {name: [value] for name, value in given.items()}
+    return {name: [value] for name, value in values.items()}
 
 
 def _sorted_out(
-    given: Mapping[str, Any], kernel: Kernel, op: str, stored: str
+    values: Mapping[str, Any], kernel: Kernel, op: str, stored: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Divide the words into the problem's fields, the kernel's options, the format's params."""
     loaded = load_op(op)
     fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
     params = keywords(weights_format(stored).from_dense)
     params |= {f"{weight}.{name}" for weight in loaded.weights for name in params}
-    known = fields | options | params | OWN
-    for name in given.keys() - known:
-        expected = f"expected one of {', '.join(sorted(known))}"
-        raise SuiteError(f"try: {expected}; found {name!r}{did_you_mean(name, known)}")
+    names = fields | options | params | OWN
+    for name in values.keys() - names:
+        expected = f"expected one of {', '.join(sorted(names))}"
+        raise SuiteError(f"try: {expected}; found {name!r}{did_you_mean(name, names)}")
     return (
-        {name: value for name, value in given.items() if name in fields},
-        {name: value for name, value in given.items() if name in options - fields},
-        {name: value for name, value in given.items() if name in params - fields - options},
+        {name: value for name, value in values.items() if name in fields},
+        {name: value for name, value in values.items() if name in options - fields},
+        {name: value for name, value in values.items() if name in params - fields - options},
     )
 
 

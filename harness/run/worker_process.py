@@ -300,8 +300,8 @@ class Worker:
                 return
 
     def _last_words(self, code: int) -> str:
-        own = takewhile(lambda line: not line.startswith(STACKS), self._words)
-        words = " | ".join([word.strip() for word in own if word.strip()][-WORDS_KEPT:])
+        lines = takewhile(lambda line: not line.startswith(STACKS), self._words)
+        words = " | ".join([word.strip() for word in lines if word.strip()][-WORDS_KEPT:])
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"the worker process ended with {how}" + (f": {words}" if words else "")
 

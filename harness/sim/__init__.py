@@ -1,1 +1,1 @@
-"""A GPU that is not there, for tests and for planning."""
+"""A simulated GPU, for tests and for planning."""

@@ -119,8 +119,8 @@ def _work(problem: Problem) -> Work:
 def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
     """Return a case's row without times."""
     choice, candidates = _search(spec, case, options)
-    known = asdict(work)
-    held = known.pop("output_bytes") + _stored(case, work)
+    facts = asdict(work)
+    held = facts.pop("output_bytes") + _stored(case, work)
     return Row(
         case,
         Status.OK,
@@ -142,7 +142,7 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         peak_bytes=held,
         convert_us=(work.dense_bytes + _stored(case, work)) / spec.bandwidth_gb_per_s / 1e3,
         prepare_s=0.0,
-        **known,
+        **facts,
     )
 
 
@@ -166,8 +166,8 @@ def _search(
     draw = _draw(f"search {spec.seed} {options.replicate} {original}")
     took = blurred(spec, np.array([choice["regret"] for choice in choices]), draw)
     trials = tuple(Trial(median_us=round(100 * exp(t), 2)) for t in took)
-    found = Search(int(took.argmin()), trials)
-    return choices[found.best], found.lines(choices, whole=True)
+    search = Search(int(took.argmin()), trials)
+    return choices[search.best], search.lines(choices, whole=True)
 
 
 def _draw(seed: str) -> np.random.Generator:
@@ -206,10 +206,10 @@ def _time(
         taken[:, BLOCKS // 2 :] /= THROTTLED
     telemetry = _telemetry(taken, throttled)
     done = {}
-    for row, own in zip(running, taken, strict=True):
+    for row, times_us in zip(running, taken, strict=True):
         if "slow_start" in _faults(spec, row):
-            own[0] *= SLOW_START
-        done[row.case.id] = replace(_measured(row, own, work, options), telemetry=telemetry)
+            times_us[0] *= SLOW_START
+        done[row.case.id] = replace(_measured(row, times_us, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
 
 

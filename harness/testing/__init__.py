@@ -1,1 +1,1 @@
-"""The contracts as functions: what a plug-in's own tests call, by way of sparsebench.testing."""
+"""The contracts as functions, which a plug-in's own tests call through sparsebench.testing."""

@@ -149,10 +149,10 @@ def _facts(row: Row, device: torch.device) -> dict[str, Any]:
     """Return facts for the benchmark's JSON beside the times."""
     problem, contender = row.case.problem, row.case.contender
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    asked = {"case": row.case.id, "op": problem.op, "problem": dict(problem.fields), "gpu": gpu}
+    case = {"case": row.case.id, "op": problem.op, "problem": dict(problem.fields), "gpu": gpu}
     named = {"contender": contender.label, "baseline": contender.baseline}
     measured = {name: getattr(row, name) for name in [*WORK, *BYTES, *CHECKS, *CLOCK]}
-    return asked | named | measured
+    return case | named | measured
 
 
 def _problem_name(problem: Problem) -> str:

@@ -63,9 +63,9 @@ def hashed(grid: Grid, seed: int = 0) -> Tensor:
     return scores(seed, "w", grid.cells, CPU)
 
 
-def chosen(asked: Mapping[str, Any]) -> Tensor:
+def chosen(fields: Mapping[str, Any]) -> Tensor:
     """Return the mask of a weight [n, k]: True where an element is kept."""
-    return mask(asked, ("n", "k"), hashed, CPU)
+    return mask(fields, ("n", "k"), hashed, CPU)
 
 
 def _exact(levels: Levels) -> None:

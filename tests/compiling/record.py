@@ -1,11 +1,13 @@
-"""What compiles cleanly, by digest, so that only what changed is compiled again.
+"""What compiles cleanly: one digest per test file, source, compiler and target.
 
-    digest of source, configuration, compiler ── in record.txt ────> nothing to do
-                                              └─ not there ───────> compile it and judge it
+    tests/kernels/bsr/test_bsr_small.py bsr/bsr_small.cu nvcc compute_90a ── 9f8e7d6c5b4a
+                    │                        │               │                    │
+                    └────── their code, and all Python of the family ─────────────┘
 
-A test that passes vouches for every digest that it asked for. `make compiled` writes record.txt
-anew, of what the tests marked `compiles` ask for and nothing else. An entry of other code or of
-another compiler is never asked for: it does no harm, and goes with the next `make compiled`.
+If record.txt has the digest, nothing is compiled. Otherwise the test compiles what it asks for and
+checks it. Configurations come from the Python of a family and from the test, so a digest covers
+these, without comments and docstrings. `make compiled` writes record.txt after all tests marked
+`compiles` passed.
 """
 
 import hashlib
@@ -13,28 +15,50 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from sparsebench.kernels._common.tuned_table import _bare_python
+from tests.tools.paths import KERNELS, ROOT
+
 RECORD = Path(__file__).with_suffix(".txt")
-LETTERS = 12  # of a digest, 48 bits: two of 10,000 compiles agree once in five million records
 
-asked: list[str] = []  # by the test that runs now (conftest.py)
+test_file = Path()  # of the test that runs now (conftest.py)
+asked: set[str] = set()  # lines of the record, by that test
 
 
-def known(*parts: object) -> bool:
-    """Say whether a compile of these parts is in the record; a test that passes vouches for it."""
-    text = "\0".join(map(str, parts))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:LETTERS]
-    asked.append(digest)
-    return digest in recorded()
+def known(source: str, family: Path, compiler: str, target: str, *parts: object) -> bool:
+    """Return whether the record says that all that this test compiles of a source compiles cleanly.
+
+    source    the name of a source, for the reader of the record
+    family    its folder, whose Python makes the configurations
+    compiler  its name
+    target    what is compiled for
+    parts     what else decides: the compiler's version, the code of the source
+    """
+    code = [python_of(test_file), *map(python_of, sorted(family.glob("*.py"))), *parts]
+    digest = hashlib.sha256("\0".join(map(str, code)).encode()).hexdigest()[:12]
+    line = f"{test_file.relative_to(ROOT)} {source} {compiler} {target} {digest}"
+    asked.add(line)
+    return line in recorded()
+
+
+@cache
+def python_of(file: Path) -> str:
+    """Return the code of a Python file without comments and docstrings."""
+    return _bare_python(file.read_text())
+
+
+def family_of(module: str) -> Path:
+    """Return the folder of a kernel's module: sparsebench.kernels.bsr.bsr_triton -> kernels/bsr."""
+    return KERNELS / module.split(".")[2]
 
 
 @cache
 def recorded() -> frozenset[str]:
-    """Return the digests of the record; none if it is not there."""
-    return frozenset(RECORD.read_text().split()) if RECORD.exists() else frozenset()
+    """Return the lines of the record; none if there is no record."""
+    return frozenset(RECORD.read_text().splitlines()) if RECORD.exists() else frozenset()
 
 
-def write(digests: Iterable[str]) -> str:
-    """Write the record anew and say what changed."""
-    new, old = frozenset(digests), recorded()
-    RECORD.write_text("".join(f"{digest}\n" for digest in sorted(new)))
-    return f"{len(new & old)} compiles known, {len(new - old)} new, {len(old - new)} stale: removed"
+def write(lines: Iterable[str]) -> str:
+    """Write the record and say what changed."""
+    new, old = frozenset(lines), recorded()
+    RECORD.write_text("".join(f"{line}\n" for line in sorted(new)))
+    return f"{len(new & old)} sources as before, {len(new - old)} new, {len(old - new)} removed"

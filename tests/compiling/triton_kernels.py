@@ -3,7 +3,7 @@
 import ast
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from triton.language import constexpr
 from triton.runtime.jit import JITCallable
 
 from sparsebench.kernels._common.tuned_table import _bare_python
-from tests.compiling.record import known
+from tests.compiling.record import family_of, known
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
@@ -28,7 +28,11 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for
 def complaint_about(source: ASTSource, capability: int, options: Mapping[str, Any]) -> str | None:
     """Compile, unless the record knows the result, and say what is wrong with it, or None."""
     limit = SHARED_BYTES[capability]
-    if known(*identity(source), capability, sorted(options.items()), limit):
+    function = source.fn
+    if known(
+        *(function.__name__, family_of(function.__module__), "triton", f"sm_{capability}"),
+        *(triton.__version__, *map(get_ptxas_version, (80, 100)), code_of(function), limit),
+    ):
         return None
     compiled = triton.compile(source, GPUTarget("cuda", capability, 32), dict(options))
     if compiled.metadata.shared > limit:
@@ -42,17 +46,6 @@ def complaint_about(source: ASTSource, capability: int, options: Mapping[str, An
     assert spilled, usage
     clean = not any(map(int, spilled.groups()))
     return None if clean else f"expected no spill, found REG{usage.split('REG')[1][:40]}"
-
-
-def identity(source: ASTSource) -> Iterator[str]:
-    """Yield all that decides what is compiled, but for the target and the options."""
-    constants = sorted(source.constants.items())
-    yield triton.__version__
-    yield from (get_ptxas_version(capability) for capability in (80, 100))  # it has two
-    yield code_of(source.fn)
-    yield str([*source.signature.items()])
-    yield str([(k, code_of(v) if isinstance(v, JITCallable) else v) for k, v in constants])
-    yield str(sorted(source.attrs.items()))
 
 
 @cache

@@ -58,7 +58,7 @@ def test_a_suite_from_python_is_a_run_like_any_other(measured: sparsebench.Run) 
     assert len(measured.frame()) == len(cases[cases.status == "ok"])
 
 
-def test_what_is_changed_in_a_table_stays_there(measured: sparsebench.Run) -> None:
+def test_a_change_to_a_table_does_not_reach_the_run(measured: sparsebench.Run) -> None:
     cases = measured.summary()
     cases["speedup"] = 1e9
     assert (measured.summary().speedup.dropna() < 1e9).all()
@@ -89,7 +89,7 @@ def test_a_plot_is_one_figure_of_the_report(measured: sparsebench.Run, tmp_path:
         measured.plot("energy")
 
 
-def test_a_report_is_written_where_it_is_asked_for(
+def test_a_report_is_written_to_the_requested_path(
     measured: sparsebench.Run, tmp_path: Path
 ) -> None:
     assert measured.report(tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")

@@ -1,17 +1,19 @@
-"""harness/bench/device_ceilings.py: what a device can do at most, and what is faster than that."""
+"""Ceilings: measured, recent ones reused, raised by references, and the rows that they judge."""
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from sparsebench.harness.bench import contest
-from sparsebench.harness.bench import device_ceilings as ceilings
+from sparsebench.harness.bench import contest, device_ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.device_ceilings import measure
 from sparsebench.harness.plan.selection import references
 from sparsebench.harness.plan.suite import read as read_suite
+from sparsebench.harness.run import runner
 from sparsebench.harness.run.measure import measure as run_suite
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
@@ -43,7 +45,7 @@ def test_the_bound_is_the_longer_of_moving_and_multiplying() -> None:
     assert CEILINGS.bound("bf16", 1e8, 5_000_000, 0, "cold") == (5.0, "memory")
 
 
-def test_what_the_cache_may_hold_back_need_not_move() -> None:
+def test_bytes_that_may_stay_in_the_cache_do_not_count() -> None:
     assert CEILINGS.bound("bf16", 0, 5_000_000, 400_000, "cold")[0] == pytest.approx(4.6)
     assert CEILINGS.bound("bf16", 0, 5_000_000, 3_000_000, "cold")[0] == pytest.approx(4.0)
     assert CEILINGS.bound("bf16", 0, 5_000_000, 0, "hot")[0] == pytest.approx(4.0)
@@ -65,7 +67,7 @@ def test_ceilings_are_measured_and_go_to_json_and_back() -> None:
 
 
 def test_a_slow_rate_is_not_rounded_to_zero() -> None:
-    assert ceilings._digits(2 * 512**3 / 150e3 / 1e6) == 0.00178957
+    assert device_ceilings._digits(2 * 512**3 / 150e3 / 1e6) == 0.00178957
 
 
 def test_an_unknown_ceiling_gives_no_bound() -> None:
@@ -106,7 +108,7 @@ def test_a_reference_below_its_bound_is_ok_and_says_that_it_raises_the_ceiling()
     assert check_bound(other, 80.0).status is Status.FASTER_THAN_LIGHT
 
 
-def test_raises_are_told_once_a_contest_and_hold_from_then_on() -> None:
+def test_raises_are_reported_once_per_contest_and_stay_in_force() -> None:
     contest_of_two = [
         check_bound(reference("memory", 0, c), t) for c, t in [("cold", 80), ("hot", 90)]
     ]
@@ -123,7 +125,7 @@ def test_raises_are_told_once_a_contest_and_hold_from_then_on() -> None:
     assert CEILINGS.after([replace(row, reference=False) for row in later]) == (CEILINGS, [])
 
 
-def test_a_run_raises_its_ceilings_and_keeps_what_it_began_with(tmp_path: Path) -> None:
+def test_a_run_raises_its_ceilings_and_keeps_the_first_ones(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(SUITE)
     (tmp_path / "spec.yaml").write_text("efficiency: {dense/cublas: 1.2}\nprocess: 0.0\n")
     flags = Flags(f"sim:{tmp_path / 'spec.yaml'}", replicates=3)
@@ -175,7 +177,7 @@ def test_nothing_that_torch_has_beats_the_ceilings() -> None:
     device = torch.device("cuda:0")
     found = measure(device)
     assert found.by.keys() >= {"read", "copy", "write", "bf16"}
-    memory = ceilings._memory(device)
+    memory = device_ceilings._memory(device)
     assert max(memory["read"].values()) >= memory["read"]["torch.sum"]
     assert max(memory["copy"].values()) >= memory["copy"]["torch.copy_"]
     for planned in references("cuda")[1:]:
@@ -184,3 +186,42 @@ def test_nothing_that_torch_has_beats_the_ceilings() -> None:
         for row in rows:
             assert row.status is Status.OK
             assert row.raises is None or row.raises < 1.01, row.detail
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return what was measured, by a clock of 100 s a reading."""
+    readings = iter(range(0, 100_000, 100))
+    monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
+    monkeypatch.setattr(runner, "_cached", {})
+    return []
+
+
+def ceilings(asked: list[list[str]], card: str, *dtypes: str) -> dict[str, Any]:
+    def measure(wanted: Collection[str]) -> dict[str, Any]:
+        asked.append(sorted(wanted))
+        return {"matrix_tflops": dict.fromkeys(wanted, 1.0)}
+
+    return runner.recent_ceilings(card, dtypes, measure)
+
+
+def test_a_second_run_takes_recent_ceilings_with_their_age(asked: list[list[str]]) -> None:
+    assert "age_s" not in ceilings(asked, "GPU-1", "bf16", "fp8")
+    assert ceilings(asked, "GPU-1", "bf16")["age_s"] == 100.0
+    assert ceilings(asked, "GPU-1", "fp8")["age_s"] == 200.0
+    assert asked == [["bf16", "fp8"]]
+
+
+def test_another_dtype_is_measured_with_those_before(asked: list[list[str]]) -> None:
+    ceilings(asked, "GPU-1", "bf16")
+    assert "age_s" not in ceilings(asked, "GPU-1", "fp16")
+    assert ceilings(asked, "GPU-1", "bf16", "fp16")["age_s"] > 0
+    assert asked == [["bf16"], ["bf16", "fp16"]]
+
+
+def test_another_card_and_a_later_hour_are_measured(asked: list[list[str]]) -> None:
+    ceilings(asked, "GPU-1", "bf16")
+    ceilings(asked, "GPU-2", "bf16")
+    for _ in range(7):  # seconds 100 to 900
+        ceilings(asked, "GPU-1", "bf16")
+    assert asked == [["bf16"], ["bf16"], ["bf16"]]

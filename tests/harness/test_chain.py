@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.bench import contest
-from sparsebench.harness.bench import output_checks as checking
+from sparsebench.harness.bench import contest, output_checks
 from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
 from sparsebench.harness.bench.sampling import LAYERS, possible
 from sparsebench.harness.bench.spot_checks import print_of, reverse, sums_of
@@ -59,7 +58,7 @@ def started(problem: Problem = PROBLEM, options: ContestOptions = OPTIONS) -> Ru
     found = contest.start(problem, [Entry(row)], CPU, None, options, lambda case, stage: None)
     for measure_ in options.measures:
         contest._time(found, *measure_)
-    checking.check_all(found, "after timing")
+    output_checks.check_all(found, "after timing")
     return found
 
 
@@ -111,7 +110,7 @@ def test_a_wrong_layer_is_found(layer: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert not row.samples_us
 
 
-def test_a_layer_that_keeps_what_it_returned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_returns_an_old_output_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes while it is prepared and checked, and then no more: the burst finds it."""
 
     def prepare(operands: Operands) -> Launch:

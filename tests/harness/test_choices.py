@@ -11,7 +11,7 @@ import pytest
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run import repeat as reproduce
+from sparsebench.harness.run import repeat
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
 from sparsebench.harness.run.repeat import confirm
 from sparsebench.harness.run.run_json import Flags
@@ -110,7 +110,7 @@ def test_later_processes_search_among_the_finalists_of_the_first(verdict: Run) -
         assert len(known) < WAYS
 
 
-def test_a_run_that_goes_on_takes_the_finalists_from_its_rows(verdict: Run, tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_finalists_from_its_rows(verdict: Run, tmp_path: Path) -> None:
     suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(**verdict.state["flags"])
     flags = replace(flags, device=f"sim:{verdict.path.parent / 'spec.yaml'}")
 
@@ -134,7 +134,7 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
     again = store.read(
-        reproduce.reproduce(verdict.path, device, None, tmp_path / "again", RunOptions())
+        repeat.reproduce(verdict.path, device, None, tmp_path / "again", RunOptions())
     )
     assert choices_of(again.state) is Choices.BUNDLE
     assert settled(again) == settled(verdict)
@@ -161,7 +161,7 @@ def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_pa
         assert found == [known[p % 8] for p in range(10)]
 
 
-def test_a_case_that_failed_in_one_process_takes_what_another_chose(tmp_path: Path) -> None:
+def test_a_case_that_failed_in_one_process_takes_the_choice_of_another(tmp_path: Path) -> None:
     fault = "faults: [{when: 'kernel=bsr_triton m=3', fault: failed, process: 1}]"
     run = measured(tmp_path, f"regret: 0.01\n{fault}", replicates=6, only="m=3")
     failed = next(row.case.id for row in run.rows if row.detail and not row.case.contender.twin)

@@ -42,7 +42,7 @@ def dirty(tree: Path) -> bool:
         ("results/published/a-gpu/mine/rows.jsonl", False),
     ],
 )
-def test_what_makes_a_checkout_dirty(tree: Path, written: str, is_dirty: bool) -> None:
+def test_changes_that_make_a_checkout_dirty(tree: Path, written: str, is_dirty: bool) -> None:
     assert not dirty(tree)
     (tree / written).parent.mkdir(parents=True, exist_ok=True)
     (tree / written).write_text("changed\n")

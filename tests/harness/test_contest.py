@@ -8,8 +8,7 @@ import pytest
 import torch
 import wrong
 
-from sparsebench.harness.bench import contest
-from sparsebench.harness.bench import output_checks as checking
+from sparsebench.harness.bench import contest, output_checks
 from sparsebench.harness.bench.prepare import _memory
 from sparsebench.harness.bench.sampling import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
@@ -44,7 +43,7 @@ def test_wrong_kernels_are_rejected_in_16_bits_too(name: str, dtype: str) -> Non
     assert rows(Contender("dense", f"wrong:{name}"), problem=problem)[0].status is Status.WRONG
 
 
-def test_a_row_tells_what_was_measured() -> None:
+def test_a_row_has_the_facts_of_its_case() -> None:
     dense, sparse = rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
     assert dense.digest == sparse.digest
     assert sparse.sparsity == pytest.approx(0.5)
@@ -100,24 +99,24 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
         (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY]),
     ],
 )
-def test_where_the_reference_has_no_room_twins_end_first(
+def test_twins_end_first_if_the_reference_runs_out_of_memory(
     room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, with_room, calls = checking._expected, checking._expected_with_room, []
+    expected, with_room, calls = output_checks._expected, output_checks._expected_with_room, []
     running: list[contest.RunningContest] = []
 
-    def seen(which: contest.RunningContest, when: str) -> list[checking.Expected] | None:
+    def seen(which: contest.RunningContest, when: str) -> list[output_checks.Expected] | None:
         running.append(which)
         return with_room(which, when)
 
-    def crowded(op: checking.Op, layer: checking.Layer) -> checking.Expected:
+    def crowded(op: output_checks.Op, layer: output_checks.Layer) -> output_checks.Expected:
         calls.append(len([entry for entry in running[-1].entries if entry.launch]))
         if len(calls) <= room_after:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return expected(op, layer)
 
-    monkeypatch.setattr(checking, "_expected_with_room", seen)
-    monkeypatch.setattr(checking, "_expected", crowded)
+    monkeypatch.setattr(output_checks, "_expected_with_room", seen)
+    monkeypatch.setattr(output_checks, "_expected", crowded)
     found = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
     assert [row.status for row in found] == statuses
     assert calls[:2] == [2, 1], "what has ended holds nothing while the reference is computed again"
@@ -136,7 +135,7 @@ def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     before = held()
     rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
     assert held() == before
-    monkeypatch.setattr(checking, "_expected", no_room)
+    monkeypatch.setattr(output_checks, "_expected", no_room)
     rows(BASELINE)
     assert held() == before
 
@@ -189,7 +188,7 @@ class Held:
         Held.allocated -= 100
 
 
-def test_what_was_garbage_before_is_not_taken_off_a_kernels_memory(
+def test_earlier_garbage_does_not_lower_a_kernels_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peak = []

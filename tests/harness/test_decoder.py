@@ -73,7 +73,7 @@ def loops(asked: Problem, given: dict[str, Any]) -> Any:
     return np.array(rows)
 
 
-def test_a_step_is_what_loops_say() -> None:
+def test_a_step_equals_explicit_loops() -> None:
     asked = problem()
     given = exact(asked)
     found = bound(OP.definition, asked)(**given).numpy()
@@ -195,7 +195,7 @@ def test_a_contest_of_few_units_is_right_on_a_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_gains_that_are_settled_are_the_same_bits_on_a_gpu(dtype: str) -> None:
+def test_derived_gains_are_the_same_bits_on_a_gpu(dtype: str) -> None:
     asked = problem(**FEW, dtype=dtype, layers=6)
     here, there = (operands(asked, OP, torch.device(d), None) for d in ("cpu", "cuda:0"))
     assert here.digest == there.digest

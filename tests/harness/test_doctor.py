@@ -1,4 +1,4 @@
-"""The doctor: made-up readings and what they mean, and a look at this machine."""
+"""The doctor: made-up readings with their meaning, other work on the host, and this machine."""
 
 import json
 import os
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.harness.doctor import examination, findings, host_checks, timing_checks
+from sparsebench.harness.doctor import examination, findings, host_checks, other_work, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
+from sparsebench.harness.doctor.other_work import Spent, before, host, read_spent
 from sparsebench.harness.machine._nvml import NoNvml, board
 from tests.emulation.fake_nvml import pynvml
 from tests.tools.command_line import sparsebench
@@ -106,7 +107,7 @@ def test_one_warning_makes_a_machine_unfit() -> None:
     assert unfit([*fit, findings.slices(True)])
 
 
-def test_what_was_found_is_in_numbers() -> None:
+def test_findings_contain_the_numbers() -> None:
     assert findings.others([7, 12], 30).found == "processes 7, 12; 30 % busy before"
     assert findings.reasons(0x4 | 0x80).found == "power brake, power limit"
     assert findings.slowed_down({"seconds": 2.0, "power_capped_us": 5e5}).found == (
@@ -204,5 +205,50 @@ def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> No
 def test_a_gpu_is_examined_and_its_clocks_agree() -> None:
     found = {finding.check: finding for finding in examination.examine(torch.device("cuda:0"))}
     assert {"other work on the GPU", "slowed down under load", "SM clock under load"} < set(found)
-    assert found["a sample of nothing"].level is OK
+    assert found["an empty sample"].level is OK
     assert sum(check.startswith("clocks, ") for check in found) == len(timing_checks.LADDER)
+
+
+BEGAN = Spent(at_s=0.0, busy_s=100.0, own_s=5.0, cores=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "others_s", "level"),
+    [
+        ("cpu", 0.1, Level.OK),
+        ("cpu", 3.0, Level.NOTE),
+        ("cpu", 8.0, Level.WARNING),
+        ("cuda", 8.0, Level.OK),
+        ("cuda", 19.0, Level.WARNING),
+    ],
+)
+def test_other_work_on_the_cores_is_judged(kind: str, others_s: float, level: Level) -> None:
+    now = Spent(at_s=10.0, busy_s=100.0 + 7.0 + others_s, own_s=5.0 + 7.0, cores=2)
+    found = host(BEGAN, now, kind)
+    assert found.level is level
+    assert f"{others_s / 10:.1f} of 2 cores" in found.found
+
+
+def test_a_system_without_counters_is_a_note() -> None:
+    assert host(None, None, "cpu").level is Level.NOTE
+
+
+def test_this_machine_can_be_examined() -> None:
+    spent = read_spent()
+    assert spent is None or (spent.cores >= 1 and spent.busy_s > 0)
+    (found,) = before("cpu", "", os.getpid())
+    assert found.check == "other work on the host"
+
+
+@pytest.mark.parametrize(
+    ("listed", "others"), [([], []), ([7], []), ([7, 8], [8]), ([11], []), ([11, 12], [12])]
+)
+def test_our_own_worker_is_none_of_the_others(listed: list[int], others: list[int]) -> None:
+    """Its id may be of another namespace: then one of those listed is ours."""
+    assert other_work._others(listed, 7) == others
+
+
+def test_a_gpu_without_nvml_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = other_work.gpu("GPU-1", 7)
+    assert found.level is Level.NOTE

@@ -70,13 +70,13 @@ def test_calls_are_back_to_back_for_at_least_10_ms(board: Board) -> None:
     assert board.longest * CALL_S >= module.BATCH_S
 
 
-def test_without_a_counter_it_says_so(board: Board) -> None:
+def test_a_device_without_a_counter_is_refused(board: Board) -> None:
     with pytest.raises(NoMeter, match="expected a counter of the board's energy, found none"):
         counted(board.call, board.wait, lambda: None, window_s=2.0)
 
 
-def test_a_counter_that_stands_still_is_none(board: Board) -> None:
-    with pytest.raises(NoMeter, match=r"expected a counter that moves, found 5.0 J for 5 s"):
+def test_a_counter_that_never_changes_is_refused(board: Board) -> None:
+    with pytest.raises(NoMeter, match="J for 5 s"):
         counted(board.call, board.wait, lambda: 5.0, window_s=2.0)
 
 

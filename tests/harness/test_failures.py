@@ -70,7 +70,7 @@ def failures(*kernels: str, timeout_s: float, file: Path | None = None) -> str:
     return "".join(runner.log.failures)
 
 
-def test_the_stacks_of_a_crash_and_of_what_raises_are_kept(tmp_path: Path) -> None:
+def test_stacks_of_crashes_and_exceptions_are_kept(tmp_path: Path) -> None:
     """What raises is told again by the attempt after the crash, and its traceback is not."""
     left = failures("faulty:raises", "faulty:crashes", timeout_s=100, file=tmp_path / "worker.log")
     said = (tmp_path / "failures.log").read_text()
@@ -109,7 +109,7 @@ def test_a_worker_that_is_ended_from_outside_has_not_failed() -> None:
     assert runner.log.failures == []
 
 
-def test_a_run_tells_the_first_reason_and_keeps_all(tmp_path: Path) -> None:
+def test_a_run_reports_the_first_reason_and_keeps_all(tmp_path: Path) -> None:
     suite, run, gpu = (tmp_path / name for name in ("small.yaml", "run", "gpu.yaml"))
     suite.write_text(SUITE.replace("KERNEL", "reference"))
     gpu.write_text("faults: [{when: kernel=reference, fault: crash}]\n")
@@ -123,7 +123,7 @@ def test_a_run_tells_the_first_reason_and_keeps_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_every_traceback_is_told_where_it_is_asked_for(
+def test_debug_reports_every_traceback(
     debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SPARSEBENCH_TRACEBACK", "")
@@ -138,7 +138,7 @@ def test_every_traceback_is_told_where_it_is_asked_for(
     assert os.environ["SPARSEBENCH_TRACEBACK"] == ("1" if debug else "")
 
 
-def test_try_shows_the_traceback_where_it_is_asked_for() -> None:
+def test_try_shows_the_traceback_with_debug() -> None:
     words = ["faulty:raises", "format=dense", "m=8", "n=64", "k=64", "--device", "cpu"]
     assert "Traceback" not in sparsebench("try", *words).stderr
     done = sparsebench("try", *words, "--debug")
@@ -161,7 +161,7 @@ def test_cases_of_a_suite_are_called_in_their_ranges(
     assert not (tmp_path / "runs").exists()
 
 
-def test_no_line_is_lost_where_several_workers_write_at_once(tmp_path: Path) -> None:
+def test_no_line_is_lost_if_several_workers_write_at_once(tmp_path: Path) -> None:
     """Each has a thread that reads what it says."""
     log, before = worker_process.Log(tmp_path / "worker.log"), sys.getswitchinterval()
 

@@ -128,7 +128,7 @@ def test_the_bound_of_a_device_without_fp8_is_that_of_its_fastest_products() -> 
         ({}, CPU, (9, 0), "need an NVIDIA GPU, found cpu"),
     ],
 )
-def test_cublas_says_where_it_has_no_fp8(
+def test_cublas_gives_the_reason_for_no_fp8(
     monkeypatch: pytest.MonkeyPatch, fields: Any, device: Any, capability: Any, reason: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -159,7 +159,7 @@ def test_cublas_multiplies_fp8_with_scales_of_one() -> None:
     assert error < 0.3
 
 
-def test_cublas_takes_the_accumulation_that_is_settled() -> None:
+def test_cublas_takes_the_pinned_accumulation() -> None:
     pinned = {"library": "cublaslt", "use_fast_accum": False}
     launch, error = by_cublas(CPU, pinned)
     assert launch.choice == pinned

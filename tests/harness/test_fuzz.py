@@ -240,9 +240,7 @@ LARGE: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_asks_for_too_much_is_refused_by_a_limit_with_a_name(
-    tmp_path: Path, name: str
-) -> None:
+def test_excessive_requests_are_refused_by_a_named_limit(tmp_path: Path, name: str) -> None:
     suite = tmp_path / "large.yaml"
     suite.write_text(LARGE[name]())
     done = sparsebench("check", suite, "--device", "cpu")

@@ -20,7 +20,7 @@ def drawn(rows: list[str]) -> np.ndarray:
     return np.array([[cell == "#" for cell in row] for row in rows])
 
 
-def test_one_link_of_a_ring_moves_where_the_scores_say() -> None:
+def test_one_link_of_a_ring_moves_by_the_scores() -> None:
     scores = np.full((6, 6), 5, np.int32)
     scores[5, 0], scores[5, 2] = 1, 9  # the lowest link of the ring, and where its end goes
     assert (

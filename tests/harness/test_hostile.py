@@ -11,9 +11,7 @@ import hostile_gpu
 import pytest
 import torch
 
-from sparsebench.harness.bench import contest, timing
-from sparsebench.harness.bench import correctness as check
-from sparsebench.harness.bench import spot_checks as spots
+from sparsebench.harness.bench import contest, correctness, spot_checks, timing
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
 from sparsebench.harness.bench.tampering import Guard, TamperingError, checksum
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -57,15 +55,15 @@ def test_every_hostile_kernel_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_a_hostile_kernel_gets_no_time_and_costs_nobody_else(
+def test_a_hostile_kernel_gets_no_time_and_harms_no_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spots, "BURST_S", 60.0)  # no test depends on how fast the machine is
+    monkeypatch.setattr(spot_checks, "BURST_S", 60.0)  # no test depends on how fast the machine is
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
-    clock, judge = timing.perf_counter, check._judge.__code__
+    clock, judge = timing.perf_counter, correctness._judge.__code__
     first, second, found = rows(*innocents, Contender(stored[0], f"hostile:{name}", stored[1]))
-    assert (timing.perf_counter, check._judge.__code__) == (clock, judge)
+    assert (timing.perf_counter, correctness._judge.__code__) == (clock, judge)
     for innocent in (first, second):
         assert innocent.status is Status.OK, innocent.detail
         assert innocent.error is not None

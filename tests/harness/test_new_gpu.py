@@ -20,6 +20,7 @@ from sparsebench.reports.survey import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.statistics import FEWEST
+from tests.simulated.in_process import in_this_process
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -33,6 +34,11 @@ contenders:
 baselines:
   - {format: dense, kernel: cublas}
 """
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
 
 
 def silent(step: str) -> Progress:

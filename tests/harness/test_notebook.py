@@ -1,22 +1,26 @@
-"""The notebook that a stranger would copy from runs from its first cell to its last."""
+"""The example notebook runs from its first cell to its last."""
 
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
+import pytest
 
 import sparsebench
 from tests.tools.paths import ROOT
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat, of the extra `dev`")
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient, of the extra `dev`")
 
 NOTEBOOK = ROOT / "harness" / "notebook.ipynb"
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert len(notebook.cells) == 10
     assert not any(cell.get("outputs") for cell in notebook.cells)  # none of another machine
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, kernel_name="python3", timeout=600, resources=resources).execute()
+    nbclient.NotebookClient(
+        notebook, kernel_name="python3", timeout=600, resources=resources
+    ).execute()
     shown = [
         output["data"]
         for cell in notebook.cells

@@ -101,7 +101,7 @@ def test_nothing_kept_is_never_a_level() -> None:
         level(fields("blocks", 16, 16, 0.99, 16))
 
 
-def test_a_level_is_of_the_weight_that_is_asked_for() -> None:
+def test_a_level_is_that_of_the_named_weight() -> None:
     asked = fields("balanced_blocks", 64, 1024, 0.875, 16)
     assert level(asked) == 0.875
     with pytest.raises(SuiteError, match="64x4 grid"):
@@ -241,7 +241,7 @@ def test_an_unknown_pattern_is_refused_with_a_hint() -> None:
         level(fields("block", 8, 8, 0.5))
 
 
-def test_the_pattern_of_a_file_is_taken_as_it_is() -> None:
+def test_the_pattern_of_a_file_is_used_unchanged() -> None:
     assert level(fields("file", 8, 8, 0.123)) == 0.123
 
 

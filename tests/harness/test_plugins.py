@@ -75,7 +75,7 @@ def sparsebench(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
-def test_what_an_installed_package_adds_is_listed(installed: dict[str, str]) -> None:
+def test_plug_ins_of_an_installed_package_are_listed(installed: dict[str, str]) -> None:
     found = json.loads(sparsebench(installed, "list", "--json"))
     assert found["formats"]["diagonal"] == "A matrix of its main diagonal alone."
     assert found["ops"]["linear_relu"].startswith("A linear layer and its activation")
@@ -136,7 +136,7 @@ def test_a_digest_is_of_every_file_of_the_package(here: Path) -> None:
     assert plugins(modules) == changed
 
 
-def test_a_package_without_a_distribution_or_inside_a_namespace_is_told_by_its_files(
+def test_a_package_without_a_distribution_is_identified_by_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shared_name" / "fast").mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_a_run_does_not_go_on_with_another_plug_in(
     assert (run / "rows.jsonl").read_bytes() == (simulated / "rows.jsonl").read_bytes()
 
 
-def test_a_run_measured_again_with_another_plug_in_says_so(
+def test_a_run_with_another_plug_in_version_is_reported(
     simulated: Path, here: Path, tmp_path: Path
 ) -> None:
     raise_the_version(here)
@@ -215,7 +215,7 @@ def test_an_object_of_a_module_is_found_by_its_name(here: Path) -> None:
         ("sparsebench_example..x", "expected package.module or package.module:NAME"),
     ],
 )
-def test_a_place_that_leads_nowhere_is_one_line(here: Path, name: str, line: str) -> None:
+def test_a_bad_entry_point_is_one_line(here: Path, name: str, line: str) -> None:
     with pytest.raises(SuiteError, match=f"^{name}: .*{line}"):
         load("kernels", name)
 

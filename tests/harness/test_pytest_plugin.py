@@ -101,7 +101,7 @@ def test_the_timer_is_device_time(session: tuple[str, dict[str, Any]]) -> None:
         assert samples == pytest.approx([round(s, 9) for s in samples])  # rows hold nanoseconds
 
 
-def test_extra_info_tells_what_was_measured(session: tuple[str, dict[str, Any]]) -> None:
+def test_extra_info_has_the_facts_of_the_case(session: tuple[str, dict[str, Any]]) -> None:
     dense, sparse, _ = (bench["extra_info"] for bench in session[1]["benchmarks"][:3])
     assert sparse["problem"]["m"] == 4
     assert (sparse["sparsity"], sparse["nnz"]) == (0.5, 64 * 512 // 2)
@@ -111,14 +111,14 @@ def test_extra_info_tells_what_was_measured(session: tuple[str, dict[str, Any]])
     assert (dense["baseline"], sparse["clock"], sparse["gpu"]) == (True, "host", None)
 
 
-def test_what_is_unsupported_is_skipped_with_its_reason(session: tuple[str, Any]) -> None:
+def test_an_unsupported_case_is_skipped_with_its_reason(session: tuple[str, Any]) -> None:
     skips = [line for line in session[0].splitlines() if line.startswith("SKIPPED")]
     assert len(skips) == 1
     assert skips[0].startswith("SKIPPED [2]")
     assert skips[0].endswith("runs on cuda, not on cpu")
 
 
-def test_what_comes_out_wrong_fails_in_one_line_and_has_no_time(session: tuple[str, Any]) -> None:
+def test_a_wrong_output_fails_in_one_line_and_has_no_time(session: tuple[str, Any]) -> None:
     said, _ = session
     assert "6 failed, 6 passed, 2 skipped" in said
     assert said.count("\nwrong: before timing: relative error 1.00e+00") == 2
@@ -174,7 +174,7 @@ def test_a_bad_suite_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_without_pytest_benchmark_it_says_so(tmp_path: Path) -> None:
+def test_a_missing_pytest_benchmark_is_reported(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "cublas"))
     code, said = run(tmp_path, "suite.yaml", "-p", "no:benchmark")
     assert (code, "expected pytest-benchmark to run it, found none" in said) == (2, True)

@@ -89,13 +89,13 @@ def test_looks_agree_within_the_tolerance_of_their_length_and_processes() -> Non
     assert held([2.0], [2.0 * 1.11], processes=1).agreed == 0
 
 
-def test_a_look_is_never_said_to_be_reproduced() -> None:
+def test_a_look_is_never_reproduced() -> None:
     assert held([2.0], [2.0], processes=2).sentences[0].startswith("A look, consistent: 1 of 1")
     assert held([2.0], [3.0], processes=2).sentences[0].startswith("A look, not consistent: 0 of 1")
     assert not held([2.0], [2.0]).looks
 
 
-def test_verdicts_that_differ_agree_where_the_speed_ups_are_close() -> None:
+def test_different_verdicts_agree_if_the_speed_ups_are_close() -> None:
     found = held([1.0, 0.98, 1.02], [1.02, 1.02, 1.02])
     cases = found.comparison.cases
     assert list(cases.outcome_a.iloc[1::2]) == ["no_difference", "slower", "faster"]
@@ -116,14 +116,14 @@ def test_few_cells_may_disagree_by_chance() -> None:
         ({"name": "NVIDIA A100", "uuid": "GPU-3"}, Place.ANOTHER),
     ],
 )
-def test_the_place_decides_what_was_shown(gpu: dict[str, str], place: Place) -> None:
+def test_the_scope_and_cache_state_identify_the_cell(gpu: dict[str, str], place: Place) -> None:
     found = agreement(made_up([2.0]), made_up([2.0], {"gpu": gpu}))
     assert found.place is place
     assert f" on {place}, {gpu['name']}" in found.sentences[0]
     assert bool(found.comparison.cases.time_b_over_a.isna().all()) == (place is Place.ANOTHER)
 
 
-def test_what_one_run_does_not_support_is_said_and_not_compared() -> None:
+def test_cases_that_one_run_does_not_support_are_listed_and_not_compared() -> None:
     second = made_up([2.0, 2.0])
     lost = [r.case.problem["m"] == 2 and r.case.contender == BSR for r in second.rows]
     gone = {"status": Status.UNSUPPORTED, "samples_us": ()}
@@ -156,7 +156,7 @@ def test_digests_of_two_kinds_are_not_compared() -> None:
         (2.0, Status.FAILED, "Not confirmed (failed): bsr/bsr_triton gave no time: it fell over"),
     ],
 )
-def test_a_headline_says_what_the_confirming_run_found(
+def test_a_headline_states_the_result_of_the_confirming_run(
     speedup: float, status: Status, said: str
 ) -> None:
     run = made_up([speedup])
@@ -189,7 +189,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_sealed_and_valid_when_it_ends(simulated: Path) -> None:
     done = sparsebench("validate", simulated)
     assert done.returncode == 0, done.stderr
-    assert "plan: 9 rows a replicate, all that suite.yaml asks for" in done.stdout
+    assert "plan: 9 rows" in done.stdout
 
 
 def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: Path) -> None:
+def test_a_stopped_reproduction_can_be_resumed(simulated: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     device = f"sim:{simulated.parent / 'first.yaml'}"
     command = "reproduce", simulated, "--device", device, "--out", out
@@ -226,7 +226,7 @@ def test_a_stopped_reproduction_goes_on_where_it_was(simulated: Path, tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_what_does_not_agree_is_exit_1(simulated: Path, tmp_path: Path) -> None:
+def test_disagreement_exits_with_1(simulated: Path, tmp_path: Path) -> None:
     spec = tmp_path / "slow.yaml"
     spec.write_text(QUIET + "seed: 8\nefficiency: {bsr/bsr_triton: 0.1}\n")
     out = tmp_path / "again"

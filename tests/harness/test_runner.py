@@ -1,5 +1,8 @@
+"""The parent process: workers that fail, runs that stop and resume, and lines of progress."""
+
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +18,19 @@ from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
-from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.measure import RunOptions, leader, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.marks import exhaustive
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
 BASELINE = Contender("dense", "torch_dense", baseline=True)
+ONE = Flags("cpu", replicates=1)
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -67,6 +72,7 @@ def test_a_crash_costs_its_own_row_and_no_other() -> None:
     assert "about to read address 0" in crashed.detail
 
 
+@pytest.mark.exhaustive  # test_failures.py has a hang, too
 def test_a_hang_is_a_timeout_and_the_others_get_their_rows() -> None:
     right, hung = rows("hangs")
     assert right.status is Status.OK
@@ -87,7 +93,7 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
     assert statuses == ["ok", "failed", "failed", "out_of_memory", "ok"]
 
 
-def test_a_contest_nobody_is_to_blame_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contest_without_a_known_offender_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     (found,) = rows()
@@ -103,7 +109,7 @@ def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) 
         Runner("cpu", None, 1)
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [False, exhaustive(True)])
 def test_the_next_process_imports_ahead_and_takes_its_device_in_its_turn(dies: bool) -> None:
     runner = Runner("cpu", None, 60, processes=2)
     try:
@@ -178,7 +184,7 @@ def suite(tmp_path: Path) -> Suite:
     return read(str(path))
 
 
-def test_a_run_is_complete_and_says_so(suite: Suite, tmp_path: Path) -> None:
+def test_a_complete_run_is_finished(suite: Suite, tmp_path: Path) -> None:
     path = measure(suite, Flags("cpu", replicates=2), tmp_path / "run", None)
     run = store.read(path)
     assert run.state["status"] == "finished"
@@ -194,7 +200,8 @@ def test_a_run_is_complete_and_says_so(suite: Suite, tmp_path: Path) -> None:
 def test_no_process_starts_a_contest_that_the_longest_of_another_would_outlast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each contest takes 10 s by a clock of its own; after the first process 4 s are left."""
+    """Let each contest take 10 s by a made-up clock, so that the first process leaves 4 s."""
+    in_this_process(monkeypatch)
     now = [0.0]
     monkeypatch.setattr(measuring, "monotonic", lambda: now[0])
     suite = read("quick")
@@ -211,9 +218,18 @@ def test_no_process_starts_a_contest_that_the_longest_of_another_would_outlast(
     assert (state["status"], state["contests"]["done"]) == ("interrupted", count)
 
 
-def test_resume_repeats_unfinished_contests_whole(suite: Suite, tmp_path: Path) -> None:
-    flags = Flags("cpu", replicates=1)
-    path = measure(suite, flags, tmp_path / "run", None)
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of one process on the CPU."""
+    folder = tmp_path_factory.mktemp("measured")
+    (folder / "small.yaml").write_text(SUITE)
+    return measure(read(str(folder / "small.yaml")), ONE, folder / "run", None)
+
+
+def test_resume_repeats_unfinished_contests_whole(
+    suite: Suite, measured: Path, tmp_path: Path
+) -> None:
+    flags, path = ONE, shutil.copytree(measured, tmp_path / "run")
     rows = store.rows(path)
     asked = [(row.case.id, row.reference) for row in rows]
     problems = [row.case.problem.id for row in rows]
@@ -231,9 +247,10 @@ def test_resume_repeats_unfinished_contests_whole(suite: Suite, tmp_path: Path) 
     assert all(state["spent_s"][stage] >= before["spent_s"][stage] for stage in before["spent_s"])
 
 
-def test_resume_refuses_another_suite_code_or_device(suite: Suite, tmp_path: Path) -> None:
-    flags = Flags("cpu", replicates=1)
-    path = measure(suite, flags, tmp_path / "run", None)
+def test_resume_refuses_another_suite_code_or_device(
+    suite: Suite, measured: Path, tmp_path: Path
+) -> None:
+    flags, path = ONE, shutil.copytree(measured, tmp_path / "run")
     other = Suite(suite.name, suite.title, suite.text + "\n", suite.contests)
     with pytest.raises(SuiteError, match="found another suite"):
         measure(other, flags, None, path)
@@ -290,3 +307,19 @@ def test_a_real_illegal_address_is_a_row() -> None:
         runner.kill()
     assert [row.status.value for row in measured.rows] == ["ok", "failed", "out_of_memory"]
     assert "illegal memory access" in measured.rows[1].detail
+
+
+TINY = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks"})
+
+
+def row(kernel: str, *samples_us: float, baseline: bool = False) -> Row:
+    contender = Contender("dense", kernel, baseline=baseline)
+    return Row(Case(TINY, contender), Status.OK, samples_us=samples_us, samples_per_block=1)
+
+
+def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
+    """The clock doubles from block to block, for both."""
+    base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
+    assert leader([base, row("fast", 200.0, 100.0, 50.0)]) == "; last: fast, 2.0 x cublas"
+    assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == "; last: cublas, the baseline"
+    assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""

@@ -16,7 +16,7 @@ import typer
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands import _console
-from sparsebench.harness.machine import parent_watch as parent
+from sparsebench.harness.machine import parent_watch
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import measure
@@ -105,7 +105,7 @@ def test_a_child_that_leaves_the_group_is_not_waited_for(monkeypatch: pytest.Mon
 def test_a_worker_ends_with_its_parent() -> None:
     worker = (
         "import sys, time\nfrom sparsebench.harness.machine import parent\n"
-        "parent.GRACE_S = 0.1\nparent.end_with_parent()\nprint('on', flush=True)\n"
+        "parent_watch.GRACE_S = 0.1\nparent.end_with_parent()\nprint('on', flush=True)\n"
         "while True: time.sleep(0.01)\n"
     )
     start = (
@@ -119,7 +119,7 @@ def test_a_worker_ends_with_its_parent() -> None:
         orphan = int(middle.stdout.readline())
         middle.kill()
     assert gone(orphan)
-    assert 1 <= parent.GRACE_S <= 30
+    assert 1 <= parent_watch.GRACE_S <= 30
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_an_answer_names_its_contest_and_is_complete(
     assert said in lost.detail
 
 
-def test_where_no_worker_starts_again_every_case_has_a_row(
+def test_every_case_has_a_row_if_no_worker_starts_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first starts, and is lost over the contest; each later one says why it cannot."""
@@ -202,7 +202,7 @@ def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     signal.signal(signal.SIGHUP, hang_up)
 
 
-def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_that_nohup_ignores_stay_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with _console.measuring():
@@ -278,7 +278,7 @@ def test_no_file_of_a_run_names_a_path_or_the_host(run: Path) -> None:
         (f"on {socket.gethostname()}x", None),
     ],
 )
-def test_what_a_kernel_says_is_kept_without_paths(said: str, kept: str | None) -> None:
+def test_messages_of_kernels_lose_their_paths(said: str, kept: str | None) -> None:
     assert store.without_paths(said) == (said if kept is None else kept)
 
 
@@ -300,7 +300,7 @@ def test_a_run_directory_appears_whole_or_not_at_all(
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_met_a_full_disk_goes_on(
+def test_a_run_can_be_resumed_after_a_full_disk(
     suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:
     """The second contest is torn in its first row, and run.json cannot be replaced."""
@@ -328,7 +328,7 @@ def test_a_run_that_met_a_full_disk_goes_on(
 
 
 @pytest.mark.parametrize("what", ["fifo", "device"])
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path, what: str) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, what: str) -> None:
     path = Path("/dev/zero")
     if what == "fifo":
         os.mkfifo(path := tmp_path / "pipe.yaml")
@@ -351,7 +351,7 @@ def test_exit_codes_are_documented_in_one_place() -> None:
     assert [int(code) for code in table] == [0, *codes, _console.DEFECT, _console.INTERRUPTED]
 
 
-def test_a_defect_of_ours_is_one_line_with_a_code_of_its_own(
+def test_an_internal_error_is_one_line_with_exit_code_70(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sparsebench.harness.catalog.listing", lambda: {}["nothing"])

@@ -100,7 +100,7 @@ def struck(case: Case) -> bool:
     return planned and (case.problem["m"], case.problem["sparsity"]) == (64, 0.9)
 
 
-def test_the_whole_pipeline_runs_and_says_that_it_is_simulated(whole: Path) -> None:
+def test_the_whole_pipeline_runs_and_is_marked_as_simulated(whole: Path) -> None:
     run = store.read(whole)
     assert (whole / "report.html").stat().st_size > 10_000
     assert "simulated H200" in (whole / "report.html").read_text()
@@ -114,7 +114,7 @@ def test_the_whole_pipeline_runs_and_says_that_it_is_simulated(whole: Path) -> N
     assert len([row for row in found if not row.reference]) == 3 * (4 * 3 + 3)  # twins in one
 
 
-def test_a_row_holds_what_a_measured_one_does(whole: Path) -> None:
+def test_a_simulated_row_has_the_fields_of_a_measured_one(whole: Path) -> None:
     for row in store.rows(whole):
         assert len(row.samples_us) % row.samples_per_block == 0
         assert row.bound_us is not None
@@ -124,7 +124,7 @@ def test_a_row_holds_what_a_measured_one_does(whole: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_killed_run_has_told_the_time_of_every_contest(
+def test_a_killed_run_has_recorded_the_time_of_every_contest(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, append = [], store.append
@@ -200,7 +200,7 @@ def test_a_fault_ends_its_own_row_and_no_other(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_throttled_contest_gets_slower_for_all_and_says_so(
+def test_a_throttled_contest_slows_all_and_is_marked(
     suite: Path, whole: Path, tmp_path: Path
 ) -> None:
     found = faulty(suite, tmp_path, "throttle")
@@ -234,7 +234,7 @@ def test_a_fault_may_strike_one_process_of_several(suite: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("here")
-def test_what_is_faster_than_the_bound_is_no_record(suite: Path, tmp_path: Path) -> None:
+def test_a_time_below_the_bound_is_rejected(suite: Path, tmp_path: Path) -> None:
     flags = Flags(
         spec(tmp_path, "launch_us: 0.1\nefficiency: {csr/cusparse_csr: 2.0}"), replicates=1
     )
@@ -326,7 +326,7 @@ def test_the_work_of_a_case_is_counted_by_hand() -> None:
     ("op", "output"),
     [("ffn", 8 * 32), ("mlp", 8 * 32), ("linear", 8 * 64), ("linear_dgrad", 8 * 32)],
 )
-def test_an_output_is_as_large_as_it_is_whatever_is_read(op: str, output: int) -> None:
+def test_the_output_size_does_not_depend_on_the_reads(op: str, output: int) -> None:
     sizes = {"m": 8, "n": 64, "k": 32, "dtype": "bf16"}
     dense = {"pattern": "dense", "sparsity": 0.0, "block": 1}
     active = {"activation": "relu", "active": 2.0, "skew": "iid"}
@@ -334,7 +334,7 @@ def test_an_output_is_as_large_as_it_is_whatever_is_read(op: str, output: int) -
     assert _work(Problem(op, sizes | fields)).output_bytes == 2 * output
 
 
-def test_the_output_of_a_weight_gradient_is_what_its_pattern_stores() -> None:
+def test_a_weight_gradient_has_the_elements_of_its_pattern() -> None:
     fields = {"m": 8, "n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "block": 16}
     problem = Problem("linear_wgrad", {**fields, "sparsity": 0.5})
     assert _work(problem).output_bytes == 2 * 32 * 64 / 2
@@ -371,7 +371,7 @@ def test_a_call_takes_the_largest_of_three_over_its_efficiency() -> None:
     assert call_us(plain, BSR, "bf16", 1.6e11, 0, "kernel") == pytest.approx(200 / 0.5)
 
 
-def test_a_contender_nobody_named_has_an_efficiency_of_its_own_and_a_twin_the_same() -> None:
+def test_an_unnamed_contender_and_its_twin_have_one_efficiency() -> None:
     kernels = [Contender("bsr", name) for name in ("bsr_triton", "torch_bsr", "cusparse_bsr")]
     times = [call_us(Spec(), contender, "bf16", 0.0, 10**9, "kernel") for contender in kernels]
     assert len(set(times)) == 3
@@ -380,7 +380,7 @@ def test_a_contender_nobody_named_has_an_efficiency_of_its_own_and_a_twin_the_sa
     assert times[0] == call_us(Spec(), replace(BSR, twin=True), "bf16", 0.0, 10**9, "kernel")
 
 
-def test_without_noise_samples_are_what_a_call_takes() -> None:
+def test_without_noise_samples_equal_the_time_of_a_call() -> None:
     taken = samples(
         STILL, [10.0, 20.0], np.random.default_rng(0), processes=3, blocks=4, per_block=5
     )

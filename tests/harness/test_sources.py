@@ -155,7 +155,7 @@ def test_weights_come_back_as_they_are(model: Path) -> None:
         ("layers.0.ids", r"as a matrix of F16, BF16, F32; found I64 \[2, 3\]"),
     ],
 )
-def test_what_cannot_be_weights_is_refused(model: Path, tensor: str, message: str) -> None:
+def test_unusable_tensors_are_refused_as_weights(model: Path, tensor: str, message: str) -> None:
     with pytest.raises(SuiteError, match=message):
         sources.load_weights(model, tensor)
 

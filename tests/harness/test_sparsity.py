@@ -107,7 +107,7 @@ def test_a_seed_is_a_start(seed: int) -> None:
     assert torch.equal(one.output, other.output) == (seed == 0)
 
 
-def test_what_is_counted_is_what_is_on(tokens: Tensor) -> None:
+def test_the_count_is_that_of_active_units(tokens: Tensor) -> None:
     model, on = Decoder(SIZES, 3), {}
     with torch.no_grad():
         model.layers[1].wg[:5] = 0  # five dead units
@@ -152,7 +152,7 @@ def test_equal_trainings_are_equal_bits(text: Text) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_training_that_diverged_is_said(text: Text) -> None:
+def test_diverged_training_is_reported(text: Text) -> None:
     wild = replace(SETTINGS, steps=3, learning_rate=math.inf)
     with pytest.raises(SuiteError, match="l1 0: expected a finite loss after training, found nan"):
         train(text, 0.0, wild, CPU)
@@ -165,7 +165,7 @@ LITTLE = {"layers": 2, "width": 32, "hidden": 96, "heads": 2, "context": 32, "ba
 SMALL = ["--device=cpu", *(f"--{name}={size}" for name, size in LITTLE.items())]
 
 
-def test_the_command_writes_what_a_suite_reads(tmp_path: Path) -> None:
+def test_a_suite_reads_the_output_of_the_command(tmp_path: Path) -> None:
     out = tmp_path / "lm.safetensors"
     given = *SMALL, "--steps", 5, "--l1", "0,1e-3", "--out", out, "--json"
     done = sparsebench("train-lm", *given)
@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[Any, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_suite_refuses_what_does_not_fit(case: str, tmp_path: Path) -> None:
+def test_a_suite_refuses_operands_that_do_not_fit(case: str, tmp_path: Path) -> None:
     other, tensor, fields, line = REFUSED[case]
     tensors = {name: t for name, t in group(**other).items() if t is not None}
     save_file(tensors, tmp_path / "layer.safetensors")

@@ -114,7 +114,7 @@ def test_the_sweep_of_2017_keeps_the_number_of_weights() -> None:
         assert weights == pytest.approx(6.55e6, rel=0.11)
 
 
-def test_a_contender_competes_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_contender_competes_only_where_its_entry_says(tmp_path: Path) -> None:
     both = PROBLEM.replace("fp32", "[fp32, bf16]")
     found = suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}\n"
                   "  - {format: dense, kernel: reference}")  # fmt: skip
@@ -189,7 +189,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_that_says_what_and_where(name: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_with_the_place(name: str, tmp_path: Path) -> None:
     problem, contender, rest, said = BAD[name]
     with pytest.raises(SuiteError) as error:
         suite(tmp_path, problem, contender, rest)
@@ -199,7 +199,7 @@ def test_bad_input_is_one_line_that_says_what_and_where(name: str, tmp_path: Pat
     assert "\n" not in message
 
 
-def test_a_suite_that_is_not_there_is_said() -> None:
+def test_a_missing_suite_is_reported() -> None:
     with pytest.raises(SuiteError, match=r"found 'quik' \(did you mean quick\?\)"):
         read("quik")
     with pytest.raises(SuiteError, match=r"nothing\.yaml: expected a readable file"):

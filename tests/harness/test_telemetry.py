@@ -65,7 +65,7 @@ def test_a_counter_that_only_one_end_has_is_absent() -> None:
     assert found == {"seconds": 1.0}
 
 
-def test_the_child_answers_with_the_window_since_it_was_last_asked(start: Start) -> None:
+def test_the_child_answers_with_the_window_since_the_last_request(start: Start) -> None:
     child, log = start()
     began = time.perf_counter()
     child.window()  # until it is up
@@ -83,7 +83,7 @@ def test_the_child_answers_with_the_window_since_it_was_last_asked(start: Start)
     assert not log
 
 
-def test_what_the_gpu_does_not_tell_is_absent(start: Start) -> None:
+def test_unreported_values_are_absent(start: Start) -> None:
     child, log = start(untold=["TotalEnergyConsumption", "Temperature", 74, 76, 186, *SINCE])
     found = child.window()
     assert found.keys() == {"seconds", "sm_mhz", "sm_mhz_min", "memory_mhz"}
@@ -128,7 +128,7 @@ def test_a_child_that_dies_gives_nothing_from_then_on(start: Start) -> None:
     assert len(log) == 1
 
 
-def test_what_is_no_gpu_has_no_child() -> None:
+def test_other_devices_have_no_telemetry_child() -> None:
     log: list[str] = []
     with telemetry("Made-up CPU", log.append) as window:
         assert window() == {}
@@ -154,7 +154,7 @@ def test_there_is_no_torch_in_the_child() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_tells_its_clock_power_energy_and_what_slows_it_down() -> None:
+def test_a_gpu_reports_clock_power_energy_and_limits() -> None:
     log: list[str] = []
     x = torch.randn(4096, 4096, device="cuda").bfloat16()
     with telemetry(identity(torch.device("cuda:0")), log.append) as window:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.bench import device_ceilings as ceilings
-from sparsebench.harness.run import profiling as profile
+from sparsebench.harness.bench import device_ceilings
+from sparsebench.harness.run import profiling
 from sparsebench.harness.run.try_kernel import plan, repeat
 from tests.tools.command_line import sparsebench
 
@@ -26,7 +26,7 @@ def test_a_kernel_is_checked_and_timed_beside_its_baseline() -> None:
         assert told in done.stdout
 
 
-def test_a_word_goes_where_it_belongs() -> None:
+def test_words_become_fields_options_and_parameters() -> None:
     words = ["m=8", "n=64", "k=64", "block=16x32", "sparsity=0.5", "seed=3", "baseline=reference"]
     found = plan("torch_bsr", [*words, "tuned=true"], CPU)
     baseline, ours = found.contenders
@@ -35,7 +35,7 @@ def test_a_word_goes_where_it_belongs() -> None:
     assert (baseline.kernel, baseline.baseline) == ("reference", True)
 
 
-def test_a_format_takes_what_the_pattern_says_unless_it_is_given() -> None:
+def test_a_format_takes_values_of_the_pattern_by_default() -> None:
     words = ["m=8", "n=512", "k=512", "dtype=bf16", "pattern=spense_rows", "sparsity=0.25"]
     (_, ours) = plan("spense_wgmma", words, CPU).contenders
     assert ours.params == {"dense_fraction": 0.5, "split": "rows"}
@@ -43,7 +43,7 @@ def test_a_format_takes_what_the_pattern_says_unless_it_is_given() -> None:
     assert ours.params["dense_fraction"] == 0.75
 
 
-def test_the_pattern_follows_from_what_is_given() -> None:
+def test_the_pattern_follows_from_the_words() -> None:
     sizes = ["m=8", "n=64", "k=64"]
     for more, pattern in (
         (["sparsity=0.5", "block=16"], "blocks"),
@@ -73,17 +73,19 @@ def test_the_pattern_follows_from_what_is_given() -> None:
         (["scipy_bsr", "op=ffn", "m=8", "n=64", "k=64"], "scipy_bsr: computes linear, not ffn"),
     ],
 )
-def test_what_cannot_be_tried_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
+def test_impossible_trials_are_one_line_and_exit_2(arguments: list[str], said: str) -> None:
     done = sparsebench("try", *arguments, "--device", "cpu")
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_what_is_unsupported_is_said_before_anything_is_measured(
+def test_an_unsupported_case_is_reported_before_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ceilings, "measure", lambda device: pytest.fail("ceilings were measured"))
+    monkeypatch.setattr(
+        device_ceilings, "measure", lambda device: pytest.fail("ceilings were measured")
+    )
     done = sparsebench("try", "bsr_wgmma", "block=16", "sparsity=0.5", *SMALL)
     assert done.returncode == 2
     assert "bsr_wgmma: runs on cuda, not on cpu" in done.stderr
@@ -100,15 +102,15 @@ def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> No
     repeat("torch_dense", words, CPU, times=2)
     with pytest.raises(Unsupported, match="runs on cuda"):
         repeat("cublas", words, CPU, times=2)
-    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
+    monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
     done = sparsebench("try", "torch_dense", *SMALL, "--profile", "ncu")
     assert (done.returncode, "expected ncu" in done.stderr) == (2, True)
     done = sparsebench("try", "torch_dense", *SMALL, "--profile", "perf")
     assert (done.returncode, "expected ncu or nsys, found 'perf'" in done.stderr) == (2, True)
-    monkeypatch.setattr(profile.shutil, "which", lambda name: name)
+    monkeypatch.setattr(profiling.shutil, "which", lambda name: name)
     called = []
     ended = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(profile.subprocess, "run", lambda c, check: called.append(c) or ended)
+    monkeypatch.setattr(profiling.subprocess, "run", lambda c, check: called.append(c) or ended)
     assert sparsebench("try", "torch_dense", *SMALL, "--profile", "ncu").returncode == 0
     assert sparsebench("try", "torch_dense", *SMALL, "--profile", "nsys").returncode == 0
     assert [command[0] for command in called] == ["ncu", "nsys"]

@@ -14,11 +14,13 @@ from sparsebench.harness.commands import _console
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
+from sparsebench.reports import build as building
 from sparsebench.reports.build import build
 from sparsebench.reports.figures.pareto import front
 from sparsebench.results import store
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, read_pruning
 from sparsebench.results.store import Run
+from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
 
@@ -66,12 +68,22 @@ def read(folder: Path, written: object) -> Pruning:
     return read_pruning(path)
 
 
+@pytest.fixture(autouse=True)
+def _no_other_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw this figure only, because a whole report takes seconds."""
+    this = [figure for figure in building.figures() if figure.name == "pareto"]
+    monkeypatch.setattr(building, "figures", lambda: this)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("pareto")
     (folder / "suite.yaml").write_text(SUITE)
     flags = Flags("sim", replicates=1)
-    return store.read(measure(read_suite(str(folder / "suite.yaml")), flags, folder / "run", None))
+    asked = read_suite(str(folder / "suite.yaml"))
+    with pytest.MonkeyPatch.context() as patch:
+        in_this_process(patch)
+        return store.read(measure(asked, flags, folder / "run", None))
 
 
 def section(page: str) -> str:
@@ -104,8 +116,11 @@ contenders:
 """
 
 
-def test_zeros_anywhere_stand_beside_2_4_in_the_panel_of_their_shape(tmp_path: Path) -> None:
-    """At the levels whose errors are known."""
+def test_zeros_anywhere_stand_beside_2_4_in_the_panel_of_their_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draw them at the levels whose errors are known."""
+    in_this_process(monkeypatch)
     both = SUITE.replace("\ncontenders:\n", UNSTRUCTURED, 1)
     both = both.replace(
         "kernel: spense_wgmma", "kernel: spense_wgmma\n    at: {pattern: spense_columns}"

@@ -5,7 +5,9 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -51,7 +53,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def said(path: Path) -> str:
-    """Return the one line that validating a damaged bundle ends with."""
+    """Return the error of a damaged bundle without its path."""
     with pytest.raises(ResultError) as error:
         list(validate(path))
     message = str(error.value)
@@ -61,7 +63,7 @@ def said(path: Path) -> str:
 
 
 def lines(path: Path, data: Path | None = None) -> list[str]:
-    return [line.said for line in validate(path, data)]
+    return [line.text for line in validate(path, data)]
 
 
 def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
@@ -119,17 +121,13 @@ def test_the_lock_can_be_installed_and_leaves_us_out() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(bundle.REQUIRED))
-def test_a_changed_byte_is_one_clear_line(name: str, run: Path) -> None:
+def test_a_changed_or_missing_file_is_named(name: str, run: Path) -> None:
     content = bytearray((run / name).read_bytes())
     content[len(content) // 2] ^= 1
     (run / name).write_bytes(content)
     assert said(run).startswith(f"/{name}: expected SHA-256 ")
-
-
-@pytest.mark.parametrize("name", sorted(bundle.REQUIRED))
-def test_a_missing_file_is_one_clear_line(name: str, run: Path) -> None:
     (run / name).unlink()
-    assert said(run).startswith(f"/{name}: expected a readable file, found ")
+    assert said(run).startswith(f"/{name}: expected a readable file")
 
 
 def test_an_unsealed_run_is_refused(run: Path) -> None:
@@ -182,47 +180,6 @@ def test_a_row_without_a_field_is_refused(run: Path) -> None:
     assert "digest" in message
 
 
-def test_rows_of_two_devices_are_refused(run: Path) -> None:
-    message = damaged(run, lambda r: [*r[:-1], replace(r[-1], device="GPU-2")])
-    assert message.endswith("expected device a CPU (environment.json), found GPU-2")
-
-
-def test_a_row_that_is_there_twice_is_refused(run: Path) -> None:
-    message = damaged(run, lambda r: [*r, r[0]])
-    assert message.endswith("in replicate 0, found another in line 2")
-
-
-def test_a_row_that_one_replicate_has_not_is_refused(run: Path) -> None:
-    message = damaged(run, lambda r: r[:-1])
-    assert message.endswith("in replicate 1: expected a row as in other replicates, found none")
-
-
-def test_a_replicate_too_many_is_refused(run: Path) -> None:
-    message = damaged(run, lambda r: r + [replace(row, replicate=2) for row in r[:4]])
-    assert message.endswith("in replicate 2: expected 2 replicates, found another")
-
-
-def test_samples_in_a_row_that_is_not_ok_are_refused(run: Path) -> None:
-    message = damaged(run, lambda r: [replace(r[0], status=Status.WRONG), *r[1:]])
-    assert "found 2 in a wrong row" in message
-
-
-@pytest.mark.parametrize("sample", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_sample_that_is_no_time_is_refused(sample: float, run: Path) -> None:
-    message = damaged(run, lambda r: [replace(r[0], samples_us=(1.0, sample)), *r[1:]])
-    assert message.endswith(f"expected a time in µs, found {sample}")
-
-
-def test_other_operands_in_another_replicate_are_refused(run: Path) -> None:
-    message = damaged(run, lambda r: [*r[:-1], replace(r[-1], digest="other")])
-    assert message.endswith("found other")
-
-
-def test_a_case_that_the_suite_asks_for_is_missed(run: Path) -> None:
-    message = damaged(run, lambda r: [row for row in r if row.case.contender.kernel != "scipy_csr"])
-    assert "csr/scipy_csr kernel hot: expected a row, found none" in message
-
-
 def test_a_case_that_the_suite_does_not_ask_for_is_refused(run: Path) -> None:
     suite = (run / "suite.yaml").read_text()
     (run / "suite.yaml").write_text(suite.replace("m: [4, 8]", "m: [4]"))
@@ -240,7 +197,7 @@ def test_a_suite_that_cannot_be_expanded_here_is_said(run: Path) -> None:
     suite = (run / "suite.yaml").read_text()
     (run / "suite.yaml").write_text(suite.replace("scipy_csr", "someone.elses"))
     bundle.seal(run)
-    assert lines(run)[-1].startswith("plan: not checked, the suite cannot be expanded")
+    assert lines(run)[-1].startswith("plan: not checked")
 
 
 def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> None:
@@ -253,7 +210,7 @@ def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> 
     )  # fmt: skip
     store.replace_rows(run, rows(run / "suite.yaml", data))
     bundle.seal(run)
-    assert lines(run, data)[-1].startswith("plan: 4 rows a replicate")
+    assert lines(run, data)[-1].startswith("plan: 4 rows")
     (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 2\n")
     assert "expected a.smtx with SHA-256 " in lines(run, data)[-1]
     (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
@@ -274,30 +231,50 @@ def test_sources_are_looked_for_where_the_reader_says_and_nowhere_else(
     bundle.seal(run)
     *_, plan = validate(run)
     assert not plan.checked
-    assert "expected --data DIR, the folder of *.smtx" in plan.said
+    assert "expected --data DIR, the folder of *.smtx" in plan.text
     for glob in ("/etc/*", "../*", "a/../../*"):
         with pytest.raises(SuiteError, match="expected a GLOB of files below --data"):
             expand("s", (run / "suite.yaml").read_text().replace("*.smtx", glob), tmp_path)
 
 
-def test_a_forged_row_is_refused(run: Path) -> None:
-    """Each is sealed anew, as a forger would."""
-    twin = "expected A/A pairs (reference rows), found none"
-    assert damaged(run, lambda r: [row for row in r if not row.reference]).endswith(twin)
-    store.replace_rows(run, fresh := rows(run / "suite.yaml"))
-    message = damaged(run, lambda r: [replace(r[0], error_of_bound=1e6), *r[1:]])
-    assert message.endswith("found 1000000.0")
-    message = damaged(run, lambda r: [replace(fresh[0], error=None), *r[1:]])
-    assert message.endswith("found None")
-    first = replace(fresh[0], clock="graph", bound_us=10.0, bound_by="memory")
-    ten = replace(first, samples_us=(0.001,) * 384, samples_per_block=8)
-    message = damaged(run, lambda r: [ten, *fresh[1:]])
-    assert message.endswith("expected at least 9.50 µs (memory), found 0.00 µs")
-    tenth = replace(first, samples_us=(50.0,) * 48, samples_per_block=1)  # 500 µs were measured
-    message = damaged(run, lambda r: [tenth, *fresh[1:]])
-    assert message.endswith("expected samples that take about 40 ms, found 48, 1 a block, of 50 µs")
-    without = [row for row in fresh if row.reference or not row.case.contender.twin]
-    assert "(twin) kernel hot: expected a row, found none" in damaged(run, lambda r: without)
+def first(**changes: Any) -> Callable[[list[Row]], list[Row]]:
+    """Return a function that changes the first of some rows."""
+    return lambda rows: [replace(rows[0], **changes), *rows[1:]]
+
+
+BOUND = {"clock": "graph", "bound_us": 10.0, "bound_by": "memory"}
+DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
+    "another device": (first(device="GPU-2"), "found GPU-2"),
+    "a row twice": (lambda r: [*r, r[0]], "found another in line 2"),
+    "a row less": (lambda r: r[:-1], "in replicate 1: expected a row"),
+    "a replicate more": (lambda r: r + [replace(row, replicate=2) for row in r[:4]], "replicate 2"),
+    "samples of a wrong row": (first(status=Status.WRONG), "found 2 in a wrong row"),
+    **{f"a time of {us}": (first(samples_us=(1.0, us)), f"found {us}") for us in (0.0, -1.0)},
+    **{f"a time of {us}": (first(samples_us=(1.0, us)), f"found {us}") for us in (nan, inf)},
+    "other operands": (lambda r: [*r[:-1], replace(r[-1], digest="other")], "found other"),
+    "no case": (
+        lambda r: [x for x in r if x.case.contender.kernel != "scipy_csr"],
+        "csr/scipy_csr",
+    ),
+    "no A/A pairs": (lambda r: [row for row in r if not row.reference], "A/A pairs"),
+    "no twins": (lambda r: [x for x in r if x.reference or not x.case.contender.twin], "(twin)"),
+    "a large error": (first(error_of_bound=1e6), "found 1000000.0"),
+    "no error": (first(error=None), "found None"),
+    "too fast": (
+        first(**BOUND, samples_us=(0.001,) * 384, samples_per_block=8),
+        "expected at least 9.50 µs",
+    ),
+    "too few samples": (  # of 500 µs each
+        first(**BOUND, samples_us=(50.0,) * 48, samples_per_block=1),
+        "expected samples that take about 40 ms",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_rows_that_were_changed_and_sealed_again_are_refused(damage: str, run: Path) -> None:
+    change, message = DAMAGES[damage]
+    assert message in damaged(run, change)
 
 
 def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_path: Path) -> None:
@@ -306,7 +283,7 @@ def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_p
     shutil.copytree(run, home)
     page = tmp_path / "published" / "README.md"
     page.write_text(f"```\n{bundle.identity(home)}  gpu/small/manifest.json\n```\n")
-    assert "as README.md of the published runs lists it" in lines(home)[1]
+    assert "as listed in README.md" in lines(home)[1]
     store.replace_rows(home, [replace(row, samples_us=(0.15, 0.25)) for row in store.rows(home)])
     bundle.seal(home)
     assert "expected a manifest with SHA-256 " in said(home)
@@ -325,8 +302,7 @@ def test_a_stranger_s_bundle_runs_none_of_its_code(
         bundle.seal(run)
         done = sparsebench("validate", run)
         assert done.returncode == UNCHECKED
-        assert f"plan: not checked, the suite cannot be expanded here: {run}" in done.stdout
-        assert "not imported, since" in done.stdout
+        assert "plan: not checked" in done.stdout
         assert not mark.exists()
     (run / "suite.yaml").write_text(suite.replace("scipy_csr", "somebody_elses.kernel"))
     bundle.seal(run)

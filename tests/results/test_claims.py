@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_what_a_claim_says_is_read_and_given_back() -> None:
     assert Claim.model_validate(claim.model_dump(by_alias=True)) == claim
 
 
-WRONG = {  # what is replaced, by what, and what is said of which line
+WRONG = {  # the text to replace, its replacement, and a part of the error
     "no unit": ("    unit: x\n", "", "18: tests.0.unit: expected a value, found none"),
     "no threshold": ("    at_least: 2\n", "", "18: tests.0: expected a threshold"),
     "two thresholds": ("at_least: 2", "at_least: 2\n    at_most: 3", "at_most, not both"),
@@ -70,15 +71,13 @@ WRONG = {  # what is replaced, by what, and what is said of which line
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_claim_that_is_incomplete_or_contradicts_itself_is_an_error_with_its_line(
-    what: str,
-) -> None:
-    old, new, value_text = WRONG[what]
+def test_an_incomplete_or_contradictory_claim_is_an_error_with_its_line(what: str) -> None:
+    old, new, token = WRONG[what]
     assert old in CLAIM
     with pytest.raises(SuiteError) as error:
         parse("mine.yaml", CLAIM.replace(old, new, 1))
     assert str(error.value).startswith("mine.yaml:")
-    assert value_text in str(error.value)
+    assert token in str(error.value)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -113,13 +112,13 @@ def each_way(claim: Claim, device: str) -> dict[Word, Verdict]:
     again = cell(claim, spread(2.5), "a", confirms=True, **there)
     short = cell(claim, spread(1.5), "a", **there)
     none = cell(claim, spread(0.9), "a", **there)
-    astride = cell(claim, spread(2.0, 5.0), "a", **there)
+    around = cell(claim, spread(2.0, 5.0), "a", **there)
     broken = cell(claim, [1.0], "a", reason="no subject ran: it needs a GPU", **there)
     return {
         Word.REPRODUCED: verdict(claim, *sure, again),
         Word.PARTLY: verdict(claim, short),
         Word.REFUTED: verdict(claim, none),
-        Word.INCONCLUSIVE: verdict(claim, astride),
+        Word.INCONCLUSIVE: verdict(claim, around),
         Word.NOT_TESTABLE: verdict(claim, broken),
     }
 
@@ -231,16 +230,22 @@ def test_cells_that_are_not_measured_leave_it_open(quantifier: str) -> None:
     assert verdict(claim).word is Word.INCONCLUSIVE
 
 
-def test_partly_is_what_the_claim_says_it_is() -> None:
-    claim = claimed(at_least=100, partly_at=10)
-    values = {8.0: Word.REFUTED, 20.0: Word.PARTLY, 200.0: Word.REPRODUCED}
-    assert {v: verdict(claim, cell(claim, spread(v))).word for v in values} == values
-
-
-def test_a_claim_of_at_most_is_judged_from_the_other_side() -> None:
-    claim = claimed(at_most=1, quantifier="for_all")
-    values = {0.5: Word.REPRODUCED, 1.5: Word.REFUTED, 1.0: Word.INCONCLUSIVE}
-    assert {v: verdict(claim, cell(claim, spread(v))).word for v in values} == values
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        (
+            {"at_least": 100, "partly_at": 10},
+            {8.0: Word.REFUTED, 20.0: Word.PARTLY, 200.0: Word.REPRODUCED},
+        ),
+        (
+            {"at_most": 1, "quantifier": "for_all"},
+            {0.5: Word.REPRODUCED, 1.5: Word.REFUTED, 1.0: Word.INCONCLUSIVE},
+        ),
+    ],
+)
+def test_thresholds_decide(test: dict[str, Any], words: dict[float, Word]) -> None:
+    claim = claimed(**test)
+    assert {v: verdict(claim, cell(claim, spread(v))).word for v in words} == words
 
 
 def test_an_unreliable_run_decides_nothing() -> None:
@@ -257,21 +262,14 @@ def test_an_unreliable_run_gives_way_to_a_reliable_one_of_the_same_problem() -> 
     assert (found.word, found.tests[0].deciding[0].confirms) == (Word.PARTLY, False)
 
 
-def test_of_two_equal_runs_the_narrower_interval_stands_in_whatever_order() -> None:
+def test_the_cell_that_counts_does_not_depend_on_the_order_of_runs() -> None:
     claim = claimed(partly_at=1.2)
     wide, narrow = (cell(claim, [v - w, v + w] * 4) for v, w in ((1.5, 0.2), (1.4, 0.01)))
-    for order in ((wide, narrow), (narrow, wide)):
-        (decided,) = verdict(claim, *order).tests[0].deciding
-        assert decided.value == pytest.approx(1.4, abs=0.01)
-
-
-def test_a_run_with_anothers_configurations_gives_way_to_one_that_searched() -> None:
-    claim = claimed(partly_at=1.2)
-    searched, taken = (cell(claim, spread(v)) for v in (1.5, 3.0))
-    taken = replace(taken, searched=False, logs=taken.logs * 2)
-    for order in ((searched, taken), (taken, searched)):
-        (decided,) = verdict(claim, *order).tests[0].deciding
-        assert decided.value == pytest.approx(1.5, abs=0.01)
+    searched, reused = (cell(claim, spread(v)) for v in (1.5, 3.0))
+    reused = replace(reused, searched=False, logs=reused.logs * 2)
+    for counts, other in ((narrow, wide), (searched, reused)):
+        for order in ((counts, other), (other, counts)):
+            assert verdict(claim, *order).tests[0].deciding[0].value == counts.value
 
 
 def test_a_claim_without_a_test_says_what_is_missing() -> None:
@@ -284,7 +282,7 @@ def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
     first = yaml.safe_load(CLAIM)["tests"][0]
     claim = claimed(tests=[first | {"name": name} for name in ("one", "two")])
     wanted = {name: {"p"} for name in ("one", "two")}
-    met, missed, astride = (
+    met, missed, around = (
         cell(claim, spread(v, 4.0 if v == 2.0 else 1.0)) for v in (3.0, 0.9, 2.0)
     )
 
@@ -296,7 +294,7 @@ def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
     assert both(met, met) is Word.REPRODUCED
     assert both(met, missed) is Word.PARTLY
     assert both(missed, missed) is Word.REFUTED
-    assert both(met, astride) is Word.INCONCLUSIVE
+    assert both(met, around) is Word.INCONCLUSIVE
     (half,) = judge("mine", claim, [replace(met, test="one")], wanted)
     (whole,) = judge("mine", claim, [replace(met, test=name) for name in wanted], wanted)
     assert half.basis is whole.basis is not Basis.NONE  # that of what is measured

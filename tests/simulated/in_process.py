@@ -26,10 +26,8 @@ class Here(worker_process.Worker):
     def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
         """Read the spec."""
         self.spec = gpu_model.read(device)
-        environment = {"gpu": {"name": "simulated H200", "uuid": self.spec.identity}}
-        same = {"versions": {}, "device": device}
-        self.about = {"environment": environment | same, "identity": self.spec.identity}
-        self.about["slug"] = "sim"
+        environment = simulated_worker._environment(device, self.spec)
+        self.about = {"environment": environment, "identity": self.spec.identity, "slug": "sim"}
 
     @property
     def pid(self) -> int:

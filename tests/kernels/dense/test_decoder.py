@@ -103,6 +103,7 @@ def test_an_interpreted_step_that_mixes_up_layers_is_wrong(monkeypatch: pytest.M
     assert "error" in str(error_of(decoder_dense.prepare(operands), operands))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_attention_compiles_without_a_spill(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
