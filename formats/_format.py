@@ -1,6 +1,6 @@
 """The contract of every file in formats/, and the tensor helpers that they share.
 
-A format file has one frozen dataclass and names it FORMAT. The harness finds it by file name.
+A format file defines one frozen dataclass and sets FORMAT to it. The harness finds it by file name.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type with as many bytes as a floating-point type."""
+"""The integer type by the size of a floating-point type in bytes."""
 
 
 class Format(ABC):
@@ -32,21 +32,21 @@ class Format(ABC):
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """Return the matrix that was converted, bit for bit but for the sign of zeros."""
+        """Return the converted matrix, bit for bit except for the sign of zeros."""
 
     @abstractmethod
     def arrays(self) -> dict[str, Tensor]:
-        """Return every array that a kernel reads, by name: they count as stored bytes."""
+        """Return every array that a kernel reads, by name. Their sizes are the stored bytes."""
 
     def sample(self, dense: Tensor) -> Self:
         """Return the elements of another matrix at the positions that this one stores.
 
-        A weight gradient has this layout. The result's `values` have the dtype of the other matrix;
-        its other arrays are this one's. Raises FormatError if the format does not have this
+        A weight gradient has this layout. The result's `values` have the dtype of the other matrix,
+        and it shares the other arrays. Raises FormatError if the format does not have this
         operation or the sizes differ.
         """
         name = type(self).__name__.lower()
-        raise FormatError(f"{name} has no room for the values of another matrix: it has no sample")
+        raise FormatError(f"{name} cannot store the values of another matrix: it has no `sample`")
 
     @property
     def stored_bytes(self) -> int:
@@ -73,28 +73,28 @@ def require_size(dense: Tensor, shape: tuple[int, int]) -> None:
 
 
 def is_stored(dense: Tensor) -> Tensor:
-    """Return where a floating-point tensor is not zero: NaN is a value, and -0.0 is zero.
+    """Return a mask of the elements that are not zero. NaN is a value, and -0.0 is zero.
 
-    A mask multiplied onto weights leaves -0.0 where they are negative.
+    Multiplying weights by a mask leaves -0.0 where they are negative.
     """
     return has_value(dense.view(BITS[dense.element_size()]))
 
 
 def has_value(bits: Tensor) -> Tensor:
-    """Return where the bits of floating-point elements, given as integers, are not those of 0.
+    """Return a mask of the floating-point elements, given as integers, that are not zero.
 
-    torch compares no fp8, so all but the sign is looked at.
+    torch cannot compare fp8 values, so test every bit except the sign.
     """
     return (bits & torch.iinfo(bits.dtype).max) != 0
 
 
 def offsets_of(rows: Tensor, count: int) -> Tensor:
-    """Return int32 [count + 1]: where each row starts in the sorted row numbers `rows`."""
+    """Return where each of `count` rows starts in sorted row numbers, int32 [count + 1]."""
     counts = torch.bincount(rows, minlength=count)
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def rows_of(offsets: Tensor) -> Tensor:
-    """Return int64 [stored]: the row number of each stored element or block."""
+    """Return the row number of each stored element or block, int64 [stored]."""
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
     return rows.repeat_interleave(offsets.diff())

@@ -22,8 +22,10 @@ tile's record holds the 32 streams, so that each lane reads its own bank of shar
 records  uint8 [bytes]              the tiles' records, row by row of tiles
 offsets  int32 [tiles + 1]          where each starts, in units of 16 bytes
 
-The starts are the prefix counts: a reader counts the bits of its own elements alone. At 50 % zeros
-and 16 bits a record has 0.578 of the dense bytes: values 0.5, bits 0.0625, the rest 0.0155.
+The starts are the prefix counts, so a reader counts only the bits of its own elements. At 50 %
+zeros and 16 bits a record has 0.578 of the dense bytes: values 0.5, bits 0.0625, the rest 0.0155.
+
+Multiplied by kernels/bitmap.
 """
 
 from dataclasses import dataclass

@@ -9,6 +9,8 @@ columns  int32 [blocks]         block column of each stored block, ascending wit
 values   dtype [blocks, r, c]   row-major blocks; zeros where an edge block leaves the matrix
 
 Any block fits any matrix: blocks of the last block row and column are padded with zeros.
+
+Multiplied by kernels/bsr.
 """
 
 from dataclasses import dataclass, replace

@@ -7,6 +7,8 @@
 offsets  int32 [n + 1]  where each row starts
 columns  int32 [nnz]    ascending within a row
 values   dtype [nnz]
+
+Multiplied by kernels/csr.
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,8 @@
 """Dense row-major storage: the matrix itself, and the input of every dense baseline.
 
 values  dtype [n, k]
+
+Multiplied by kernels/dense.
 """
 
 from dataclasses import dataclass

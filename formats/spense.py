@@ -1,4 +1,4 @@
-"""Spense: weights [n, k] of which the first part is 2:4 sparse and the last part is dense.
+"""Spense: weights [n, k] whose first part is 2:4 sparse and whose last part is dense.
 
     split rows        s s s s s s      split columns    s s s s | d d      s  sparse: of every 4
                       s s s s s s                       s s s s | d d         elements of a row at
@@ -6,8 +6,8 @@
                       d d d d d d                       s s s s | d d      d  dense
 
 W is cut into tiles of 64 rows x 256 bytes of each row: 128 columns of 16 bits or 256 of 8 bits. The
-sparse part is rounded down to whole tiles; with split rows, to pairs of tiles. Where W ends inside
-a tile, the rest of the tile is zero.
+sparse part is rounded down to whole tiles; with split rows, to pairs of tiles. If W ends inside a
+tile, the rest of the tile is zero.
 
 sparse  uint8 [row tiles, column tiles, 9216 or 10240]
 dense   uint8 [row tiles, column tiles, 16384]
@@ -29,6 +29,7 @@ codes of row 16w + 8h + g are in these words of the tile:
 
 so that a thread reads its words of all four s together. A sparse tile has 0.5625 of the bytes of a
 dense one at 16 bits, and 0.625 at 8 bits.
+Multiplied by kernels/spense.
 Source: Lee et al., arXiv 2606.10445, section 3; PTX ISA 9.0, wgmma.mma_async.sp.
 """
 

@@ -1,6 +1,6 @@
 """TwELL, tile-wise ELLPACK: sparse activations [tokens, features] in tiles of a few slots each.
 
-A tile is `tile` columns of one token, and has slots for `capacity` entries. With 4 and 2:
+A tile covers `tile` columns of one token and has `capacity` slots. With 4 columns and 2 slots:
 
     a . b . | . . . .      counts  2 0      columns  0 2  . .      values  a b  . .
     . c . . | d e f .              1 2               1 .  4 5              c .  d e
@@ -15,14 +15,15 @@ spill_columns  int16 [spilled]             as `columns`: ascending within a toke
 spill_values   dtype [spilled]
 
 tiles is ceil(n / tile). A tile takes its entries from the left. Entries beyond the capacity go to
-the spill, so any matrix fits. The published layout has tile 256, capacity 31, bf16 and no spill. A
-tile is then 32 words of 32 bits, which one warp loads at once:
+the spill, so any matrix fits. The published layout has tiles of 256 columns, 31 slots, bf16 values
+and no spill. A tile is then 32 words of 32 bits, which one warp loads at once:
 
     words  [m, tiles * (capacity + 1)]    count  e0  e1  ...  | count  e0  e1  ... |
            an entry e: column in bits 15..0, bits of the bf16 value in bits 31..16
 
-The published kernel loses entries beyond the capacity. Here `from_words` and `words` raise
-FormatError instead. Ours (twell_gate.cu) counts them all, and writes the tile into a dense matrix.
+The published kernel drops entries beyond the capacity. `from_words` and `words` raise FormatError
+instead. Our kernel (twell_gate.cu) counts them all, and writes such a tile to a dense matrix.
+Multiplied by kernels/twell.
 Source: Cetin et al., arXiv 2603.23198, section 3.2; github SakanaAI/sparser-faster-llms.
 """
 
@@ -47,7 +48,7 @@ MOST_COLUMNS = 2**16
 
 @dataclass(frozen=True)
 class Twell(Format):
-    """Tiles of `capacity` slots each, and the spilled entries."""
+    """Tiles of `capacity` slots each, and a spill."""
 
     operand = "activations"
 
@@ -62,9 +63,9 @@ class Twell(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /, *, tile: int = 256, capacity: int = 31) -> Self:
-        """Convert a matrix [m, n]; everything but zero is an entry, in column order.
+        """Convert a matrix [m, n]. Every non-zero is an entry, in column order.
 
-        tile, capacity  columns and slots of a tile. Raises FormatError.
+        `tile` and `capacity` are the columns and slots of a tile. Raises FormatError.
         """
         require_matrix(dense)
         m, n = dense.shape
@@ -107,12 +108,11 @@ class Twell(Format):
     ) -> Self:
         """Read the published layout: 32-bit words [m, tiles * (capacity + 1)].
 
-        dense  [m, n], of the tiles whose count exceeds the capacity; its dtype is that of the
-               values, which are bf16 without it
-
-        Entries keep their order: the published kernel writes them as its threads arrive. Words
-        after the last entry of a tile are not read. Raises FormatError if a column is outside its
-        tile, or a count exceeds the capacity and there is no `dense`: entries are lost.
+        `dense` [m, n] holds the tiles whose count exceeds the capacity, and determines the dtype of
+        the values; without it they are bf16. Entries keep their order, because the published kernel
+        writes them as its threads arrive. Words after a tile's last entry are ignored. Raises
+        FormatError if a column is outside its tile, or if a count exceeds the capacity and there
+        is no `dense`, since entries are lost then.
         """
         m, n = shape
         tiles = _tiles(n, tile, capacity)
@@ -128,7 +128,7 @@ class Twell(Format):
         require(
             dense is not None or not full.any(),
             f"expected counts of at most {capacity}, found more in {int(full.sum())} tiles: "
-            "what they held is lost",
+            "their entries are lost",
         )
         counts[full] = 0
         used = _used(counts, capacity)
@@ -157,7 +157,7 @@ class Twell(Format):
 
     @property
     def capacity(self) -> int:
-        """Return the slots of a tile."""
+        """Return the number of slots of a tile."""
         return self.values.shape[2]
 
     def words(self) -> Tensor:
@@ -173,14 +173,14 @@ class Twell(Format):
             spilled == 0,
             f"expected at most {self.capacity} entries in each tile, found {spilled} beyond",
         )
-        # Little-endian, as GPUs and their hosts are: the low half of a word comes first in memory.
+        # GPUs and their hosts are little-endian: the low half of a word comes first in memory.
         halves = torch.stack((self.columns, self.values.view(torch.int16)), dim=-1)
         entries = halves.view(torch.int32).squeeze(-1)
         packed = torch.cat((self.counts[..., None], entries), dim=-1)
         return packed.flatten(1).view(torch.uint32)
 
     def to_dense(self) -> Tensor:
-        """Return the matrix of the entries of tiles and spill."""
+        """Return the matrix: the entries of the tiles and of the spill."""
         dense = self.values.new_zeros(self.shape)
         used = _used(self.counts, self.capacity)
         dense[used.nonzero()[:, 0], _unsigned(self.columns[used])] = self.values[used]
@@ -200,7 +200,7 @@ class Twell(Format):
 
 
 def _tiles(n: int, tile: int, capacity: int) -> int:
-    """Return how many tiles a token of n features has. Raises FormatError."""
+    """Return the number of tiles for n features. Raises FormatError."""
     require(tile > 0, f"expected a tile of at least 1 column, found {tile}")
     require(
         0 < capacity <= tile,
@@ -222,12 +222,12 @@ def _require_packable(tile: int, capacity: int) -> None:
 
 
 def _used(counts: Tensor, capacity: int) -> Tensor:
-    """Return bool [m, tiles, capacity]: which slots hold an entry."""
+    """Return which slots hold an entry, bool [m, tiles, capacity]."""
     return torch.arange(capacity, device=counts.device) < counts[..., None]
 
 
 def _unsigned(columns: Tensor) -> Tensor:
-    """Return columns of 16 bits as int64, read as unsigned: torch cannot index by uint16."""
+    """Return 16-bit columns as int64, read as unsigned, because torch cannot index by uint16."""
     return columns.long() & 0xFFFF
 
 

@@ -1,13 +1,14 @@
-"""The README's figure, from a published run: python -m sparsebench.reports.picture RUN FILE.svg
+"""Draw the README's figure from a run: python -m sparsebench.reports.picture RUN FILE.svg
 
     one panel per block size    speed-up over the baseline (logarithmic) against the sparsity s
                                 dotted: 1 / (1 - s)
 
-Our line is the fastest of our kernels at each level. Bands are the intervals of the run.
+Our line is the fastest of our kernels at each sparsity. Bands are the intervals of the run.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -17,12 +18,12 @@ import pandas as pd
 import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 
-OURS = "sparsebench, the fastest kernel"
+APART = 1.5  # least ratio of the heights of two labels
+OURS = "sparsebench"
 SERIES = {
     "torch_bsr": "PyTorch BSR, tuned",
     "stk": "STK",
@@ -32,7 +33,7 @@ SERIES = {
 
 
 def drawn(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the cases that the figure shows, with their `series`."""
+    """Return the cases of the figure with their `series`."""
     cases = cases[cases.speedup.notna() & ~cases.twin & (cases.op == "linear")]
     shipped = cases.options.astype(str).str.contains("False")
     named = cases.assign(series=cases.kernel.map(SERIES))[~shipped]
@@ -42,7 +43,7 @@ def drawn(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def picture(cases: pd.DataFrame, out_path: Path) -> None:
-    """Draw the summarised cases of a sweep of sparsity and block."""
+    """Draw the summarised cases of a sweep of sparsity and block, with labels beside the lines."""
     shown = drawn(cases)
     sns.set_theme(style="whitegrid", context="paper")
     mpl.rcParams["svg.hashsalt"] = "sparsebench"  # the same bytes for the same rows
@@ -52,28 +53,38 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
     for block, axis in zip(blocks, axes, strict=True):
         _panel(axis, shown[shown.block == block], palette, f"blocks of {block}")
     axes[0].set_ylabel("speed-up over cuBLAS dense, ×")
-    handles = [Line2D([], [], color=color, marker="o", ms=4) for color in palette.values()]
-    figure.legend(handles, palette, loc="lower center", ncols=len(palette), frameon=False)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    _label(axes[-1], shown[shown.block == blocks[-1]], palette)
     figure.savefig(out_path, metadata={"Date": None})
 
 
-def _panel(axis: Axes, cases: pd.DataFrame, palette: dict[str, object], title: str) -> None:
+def _panel(axis: Axes, cases: pd.DataFrame, palette: dict[str, Any], title: str) -> None:
     for name, line in cases.groupby("series"):
-        line = line.sort_values("level")
-        axis.plot(line.level, line.speedup, "o-", ms=3, lw=1.2, color=palette[str(name)])
-        axis.fill_between(
-            *(line.level, line.speedup_low, line.speedup_high),
-            color=palette[str(name)],
-            alpha=0.25,
-            lw=0,
-        )
+        line, look = line.sort_values("level"), {"color": palette[str(name)]}
+        axis.plot(line.level, line.speedup, "o-", ms=3, lw=1.2, **look)
+        axis.fill_between(line.level, line.speedup_low, line.speedup_high, alpha=0.25, lw=0, **look)
     levels = sorted(cases.level.unique())
     axis.plot(levels, [1 / (1 - level) for level in levels], ":", color="0.6", lw=1)
     axis.axhline(1, color="0.3", lw=0.8)
-    axis.set(title=title, xlabel="sparsity", yscale="log", ylim=(0.05, 20))
+    axis.set(title=title, xlabel="sparsity, %", yscale="log", ylim=(0.05, 20))
     axis.set_xticks(levels, [f"{100 * level:g}" for level in levels], fontsize=7)
     axis.set_yticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
+
+
+def _label(axis: Axes, cases: pd.DataFrame, palette: dict[str, Any]) -> None:
+    """Write the name of each line right of its last point, at least APART apart."""
+    ends = cases.sort_values("level").groupby("series").tail(1).sort_values("speedup")
+    lowest = 0.0
+    for end in ends.to_dict("records"):
+        lowest = max(float(end["speedup"]), lowest * APART)
+        axis.annotate(
+            str(end["series"]),
+            (end["level"], lowest),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            color=palette[end["series"]],
+            annotation_clip=False,
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.formatting import percent, selection, times
+from sparsebench.results.formatting import between, percent, selection, times
 from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
@@ -119,6 +119,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     Raises ResultError if a page names an unknown block or leaves one open.
     """
     parts: dict[str, Callable[[Runs], str]] = {
+        "finding": finding,
         "headline": headline,
         "figure": figure,
         "runs": list_of_runs,
@@ -153,6 +154,20 @@ def digests(runs: Runs) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
+def finding(runs: Runs) -> str:
+    """Return the README's first sentence: the largest gain at LEVEL in the pictured run."""
+    run = runs[PICTURED]
+    shown = drawn(run.cases)
+    best = shown[shown.ours & (shown.level == LEVEL)].sort_values("speedup").iloc[-1]
+    gain = between(best.speedup, best.speedup_low, best.speedup_high, best.uncertainty)
+    return (
+        f"On one {run.gpu}, a layer of {best['shape']} weights that are {percent(LEVEL)} zero, in "
+        f"blocks of {best.block}, is **{gain} as fast as dense cuBLAS** with {best.m} tokens in "
+        f"{best['dtype']} (95 % interval over {run.processes} processes; published run "
+        f"[{run.name}](/{run.home}))."
+    )
+
+
 def figure(runs: Runs) -> str:
     """Return the README's figure and its caption."""
     run = runs[PICTURED]
@@ -166,12 +181,10 @@ def figure(runs: Runs) -> str:
     first = run.cases.iloc[0]
     return (
         f"![Speed-up over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
-        f"Speed-up over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs) in the same "
-        f"contests on one {run.gpu}: uniform random blocks, m = {first.m}, n × k = "
-        f"{first['shape']}, {first['dtype']}, device time with a cold L2 cache. Points are means "
-        f"of {run.processes} processes and bands are their range. The dotted line is 1 / (1 - "
-        f"sparsity).\nAt {percent(LEVEL)} sparsity: {gains} (published run "
-        f"[{run.name}](/{run.home}))."
+        f"Speed-up over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
+        f"random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, cold L2 cache. "
+        f"Points are means of {run.processes} processes, bands their range, and the dotted line is "
+        f"1 / (1 - sparsity). At {percent(LEVEL)} sparsity: {gains} ([{run.name}](/{run.home}))."
     )
 
 

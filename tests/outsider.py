@@ -39,7 +39,7 @@ METRICS = {  # the values of claims, from a ratio and the density
     "memory_saved, %": lambda ratio, density: 100 * (1 - 1 / ratio),
 }
 FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
-CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)"
+CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|is \*\*.*? as fast"
 
 
 def runs() -> list[str]:
@@ -285,7 +285,7 @@ def stated(text: str, found: pd.DataFrame) -> Iterator[str]:
 
 
 def captions(page: str) -> Iterator[str]:
-    """Yield each number of the figure's caption and the terminal example that no case gives."""
+    """Yield each number of the finding, the caption and the terminal that no case gives."""
     (swept,) = (run for run in runs() if run.endswith("/sparsity-4096"))
     for text in re.findall(CAPTION, page):
         yield from stated(text, cases(swept))
@@ -416,7 +416,7 @@ def holds(metric: str, line: list[str]) -> bool:
         re.sub(r".*\(chosen by (.*)\)| \(.*", r"\1", who) for who in (subject, baseline)
     )
     column = "peaks" if metric.startswith("memory") else "blocks"
-    for _, ours in found[found.label == subject].iterrows():
+    for _, ours in found[named(found, subject)].iterrows():
         for other in found[(found.place == ours.place) & (found.label == baseline)][column]:
             density = 1 - (ours.zeros or 0)
             values = tuple(METRICS[metric](r, density) for r in ratio(ours[column], other))
@@ -438,7 +438,7 @@ def beside_op(line: list[str]) -> bool:
     ):
         found = labelled(cases(run), where)
         found, sides = found[(found.cache == "cold") & (found.scope == "kernel")], [*sides, []]
-        for _, ours in found[found.label == who].iterrows():
+        for _, ours in found[named(found, who)].iterrows():
             contest = found[found.place == ours.place]
             base = fastest(contest, contest.format == "dense").blocks
             both = ours.blocks.keys() & base.keys()
@@ -473,6 +473,11 @@ def in_file(metric: str, data: dict, line: list[str]) -> bool:
             if len(enough):
                 factors.append(enough.loc[enough.parameters.idxmin()].step_us / one.step_us)
     return shows(line[1], (np.exp(np.log(factors).mean()), min(factors), max(factors)))
+
+
+def named(found: pd.DataFrame, label: str) -> pd.Series:
+    """Return which contenders have a name; older rows name the format of the weights, dense."""
+    return found.label.str.partition("/")[2] == label.partition("/")[2]
 
 
 def labelled(found: pd.DataFrame, label: str) -> pd.DataFrame:

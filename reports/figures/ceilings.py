@@ -22,7 +22,7 @@ from sparsebench.results.formatting import significant
 from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.store import Run
 
-TITLE = "How close to the bound"
+TITLE = "Fraction of the bound"
 ORDER = 65
 
 CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # with their markers

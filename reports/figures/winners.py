@@ -20,7 +20,7 @@ from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.analysis import winners
 from sparsebench.results.formatting import between, interval, percent, plain, significant, times
 
-TITLE = "The fastest at every shape and level"
+TITLE = "Fastest contender by shape and sparsity"
 ORDER = 15
 
 HEADS = ["problem", "at", "fastest", "weights", ">speed-up", ">interval", "outcome"]
