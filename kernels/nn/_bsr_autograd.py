@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common.transforms import one_by_one, transformed, watched
-from sparsebench.kernels.nn._bsr_plans import Call, Pattern, pattern_of
+from sparsebench.kernels.nn._bsr_pattern import Pattern, pattern_of
+from sparsebench.kernels.nn._bsr_plans import Call
 
 ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
 PLAIN = Tensor, nn.Parameter  # types with an address

@@ -1,38 +1,25 @@
-"""Choose the kernel of each product of a block-sparse layer, and keep its plan.
+"""Choose and plan the kernel of each product of a block-sparse layer.
 
-    CUDA, compute capability 9.0, fp16 or bf16,
-      blocks of multiples of 64, n and k of 8     bsr_wgmma from FEW tokens on, and bsr_wgrad for dW
-      blocks of 16x16 and 32x32, n and k of 8     bsr_small
-      blocks with a side of 24, 40, 48, 80, ...   bsr_strips, if a multiple of 8 from 16 to 64 or
-                                                  80 goes into both sides, likewise
-      any multiples of 8, likewise, dW            bsr_wgrad where tiles of 40 to 64 go into the
-                                                  blocks, else bsr_wgrad_small
-    other CUDA; any GPU under TRITON_INTERPRET=1  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-    CPU                                           torch, dense products: a reference, not a kernel
+    GPU of compute capability 9.0, fp16 or bf16, n and k multiples of 8; by the block's shape:
+      multiples of 64                      bsr_wgmma above FEW tokens, else bsr_triton
+      16x16 and 32x32                      bsr_small
+      a side of 24, 40, 48, 80, ...        bsr_strips, if both sides are divisible by 80 or by a
+                                           multiple of 8 from 16 to 64; else bsr_triton
+      multiples of 8, for dW               bsr_wgrad if tiles of 40 to 64 divide the block, else
+                                           bsr_wgrad_small
+    other GPUs, and TRITON_INTERPRET=1     bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
+    CPU                                    dense products in torch, as a reference
 
 A plan holds everything that depends only on the index and the sizes: pairs of block rows, work
-lists on the device, machine code. The first call of a pattern with a number of tokens makes its
-plan, and copies the index to the host for that. Later calls never wait for the device.
-
-An index is two tensors, and anybody may write into them: AveragedModel and DDP do. So a pattern is
-a copy of an index, and the stamp that both tensors had when they were last equal to the copy:
-
-    stamp  for offsets and columns: torch's count of the writes into it, its address, its length
-
-A call with another stamp compares the index with the copy, which waits for the device, and plans
-anew if they differ. torch does not count a write through `.data`, through NumPy, or by a collective
-on the tensor itself. So one call in OFTEN compares whatever the stamp is, and raises on such a
-write. Tensors made in inference mode have no count: each call compares them. A pattern is an
-attribute of the tensor `columns`, and is freed with it.
-
-Calls of one pattern must run one after the other on the device, as they do on one stream, because
-bsr_wgrad and bsr_wgrad_small count in memory of their plans.
+lists on the device, machine code. Making one copies the index to the host; calling it never waits
+for the device. Calls of one plan must run one after the other on the device, as they do on one
+stream, because bsr_wgrad and bsr_wgrad_small keep counters in the memory of their plans.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -67,19 +54,19 @@ from sparsebench.kernels.bsr._wgrad_small_schedule import PIECE
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
-FEW = 256  # tokens: too few work items for 132 SMs, 11.2 µs where Triton takes 9.8 (bsr/NOTES.md)
-OFTEN = 256  # calls: a comparison waits 40 µs and what is queued
-KEPT = "_sparsebench_pattern"  # attribute of a tensor
+FEW = 256  # tokens: too few work items for 132 SMs, 11.2 µs while Triton takes 9.8 (bsr/NOTES.md)
 C = TypeVar("C")  # a kernel's Config
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""(X, values) to Y, (dY, values) to dX, (dY, X) to dW's values: a new tensor at each call."""
+"""(X, values) to Y, (dY, values) to dX, or (dY, X) to the values of dW, always a new tensor."""
 
 
 class Call(NamedTuple):
-    """A product of m tokens: with the index, all that a plan depends on.
+    """A product for m tokens. With the index, it determines the plan.
 
-    shape  n and k of W;  block  r and c;  dtype  of both operands
+    shape  n and k of W
+    block  rows r and columns c
+    dtype  of both operands
     """
 
     op: Literal["linear", "dgrad", "wgrad"]
@@ -88,94 +75,14 @@ class Call(NamedTuple):
     block: tuple[int, int]
     dtype: torch.dtype
 
-
-class Pattern:
-    """An index as it was when it was planned, and its plans.
-
-    offsets, columns  copies, which plans read: whatever is written into the index, a plan is whole
-    stamp             None for an index of inference mode
-    """
-
-    def __init__(self, offsets: Tensor, columns: Tensor, stamp: tuple[int, ...] | None) -> None:
-        """Copy an index. Raises Unsupported."""
-        devices = sorted({str(offsets.device), str(columns.device)})
-        if len(devices) > 1:
-            raise Unsupported(f"expected one device, found {', '.join(devices)}")
-        with torch.inference_mode(False):
-            self.offsets, self.columns = offsets.clone(), columns.clone()
-        self.held = offsets.detach(), columns.detach()  # so that no other index has the addresses
-        self.stamp, self.calls = stamp, 0
-        self.plans: dict[Call, Multiply] = {}
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as nothing, of a type that torch.load allows."""
-        return OrderedDict, ()
-
-    def plan(self, call: Call) -> Multiply:
-        """Return the kernel of a call; the first call of these sizes makes the plan."""
-        try:
-            return self.plans[call]
-        except KeyError:
-            made = self.plans[call] = plan(call, self.offsets, self.columns)
-            return made
-
-    def equals(self, offsets: Tensor, columns: Tensor) -> bool:
-        """Say whether this is still the index. Waits for the device."""
-        pairs = (self.offsets, offsets), (self.columns, columns)
-        same = all((a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) for a, b in pairs)
-        return same and all(torch.equal(a, b) for a, b in pairs)
+    @property
+    def transposed(self) -> bool:
+        """Return whether the product is with W instead of W.T."""
+        return self.op == "dgrad"
 
 
-def pattern_of(offsets: Tensor, columns: Tensor) -> Pattern:
-    """Return the pattern of an index. Raises Unsupported, and RuntimeError on an uncounted write.
-
-    Waits for the device at the first call, after a write, and once in OFTEN calls.
-    """
-    found = getattr(columns, KEPT, None)
-    stamp = _stamp(offsets, columns)
-    if type(found) is Pattern and found.stamp == stamp is not None:
-        found.calls += 1
-        if found.calls % OFTEN:
-            return found
-    return _compared(found, stamp, offsets, columns)
-
-
-def _stamp(offsets: Tensor, columns: Tensor) -> tuple[int, ...] | None:
-    try:
-        counts = offsets._version, columns._version
-    except RuntimeError:  # an inference tensor
-        return None
-    addresses = offsets.data_ptr(), columns.data_ptr()
-    return *counts, *addresses, offsets.shape[0], columns.shape[0]  # len() takes ten times as long
-
-
-def _compared(
-    found: Any, stamp: tuple[int, ...] | None, offsets: Tensor, columns: Tensor
-) -> Pattern:
-    known = type(found) is Pattern
-    if columns.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing can be compared
-        if known and found.stamp == stamp is not None:
-            return found  # type: ignore[no-any-return]
-        return Pattern(offsets, columns, None)  # has no plan, and says so
-    if known and found.equals(offsets, columns):
-        found.stamp = stamp
-        return found  # type: ignore[no-any-return]
-    if known and found.stamp == stamp is not None:
-        raise RuntimeError(
-            f"the index of {len(columns)} blocks was written in a way that torch does not count "
-            f"(.data, NumPy, a collective); up to {OFTEN} calls since then are wrong: "
-            "load a state dict or call set_pattern instead"
-        )
-    made = Pattern(offsets, columns, stamp)
-    setattr(columns, KEPT, made)
-    return made
-
-
-def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
-    """Make for a new index every plan that the old one has, so that no later call waits."""
-    found = getattr(old[1], KEPT, None)
-    for call in [*found.plans] if type(found) is Pattern else ():
-        pattern_of(*new).plan(call)
+Planner = Callable[[Call, Bsr], Multiply]
+"""Plans a call for one kernel; raises Unsupported if the kernel cannot run it."""
 
 
 def require_index(
@@ -184,106 +91,116 @@ def require_index(
     """Raise FormatError unless this is the index of a BSR matrix [n, k]. Waits for the device."""
     for name, index in (("offsets", offsets), ("columns", columns)):
         if index.dim() != 1 or index.dtype != torch.int32 or not index.is_contiguous():
-            found = f"{index.dtype} {list(index.shape)} with strides {list(index.stride())}"
-            raise FormatError(f"{name}: expected a contiguous list of int32, found {found}")
+            layout = f"{index.dtype} {list(index.shape)} with strides {list(index.stride())}"
+            raise FormatError(f"{name}: expected a contiguous list of int32, found {layout}")
     checked(Bsr(shape, offsets, columns, columns.new_empty((1, 1, 1)).expand(len(columns), *block)))
 
 
 def plan(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
-    """Plan a call for the kernel that `chosen` names. Raises FormatError, Unsupported."""
+    """Plan a call for the kernel that `choose_planner` selects. Raises FormatError, Unsupported."""
     if columns.is_cuda and torch.cuda.is_current_stream_capturing():
-        what = f"{call.op} of {call.m} tokens, {call.dtype}"
         raise RuntimeError(
-            f"{what}, is not planned: call it once before capturing a CUDA graph, and let nothing "
-            "write into the index, as DDP does without broadcast_buffers=False"
+            f"{call.op} of {call.m} tokens, {call.dtype}, is not planned: call it once before "
+            "capturing a CUDA graph, and let nothing write into the index in between, as DDP does "
+            "without broadcast_buffers=False"
         )
     require_index(offsets, columns, call.shape, call.block)
     values = columns.new_empty((len(columns), *call.block), dtype=call.dtype)  # never read
     w = Bsr(call.shape, offsets, columns, values)
-    return chosen(call, columns.device)(call, w)
+    return choose_planner(call, columns.device)(call, w)
 
 
-def chosen(call: Call, device: torch.device) -> Callable[[Call, Bsr], Multiply]:
-    """Choose the kernel of a call; nothing else does. Raises Unsupported."""
+def choose_planner(call: Call, device: torch.device) -> Planner:
+    """Choose the kernel of a call; no other function does. Raises Unsupported."""
     if device.type == "cpu" and not knobs.runtime.interpret:
-        return _in_torch
+        return _plan_torch
     if call.dtype not in NAMES:
         raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {call.dtype}")
     problem = Problem(call.op, {"dtype": NAMES[call.dtype]})
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
     hopper = hopper and call.dtype != torch.float32 and not any(size % 8 for size in call.shape)
+    planner: Planner | None
     if call.op == "wgrad":
-        ours = None if any(side % PIECE for side in call.block) else _wgrad_on_hopper
+        planner = None if any(side % PIECE for side in call.block) else _plan_wgrad
     elif call.block in {(b, b) for b in bsr_small.BLOCKS}:
-        ours = _small
+        planner = _plan_small
     elif not any(side % SIDE for side in call.block):
-        ours = _large if call.m > FEW else None
+        planner = _plan_wgmma if call.m > FEW else None
     else:
-        odd = any(side & (side - 1) for side in call.block)  # no power of two: what was measured
-        ours = _strips if odd and all(map(bsr_strips.depth_of, call.block)) else None
-    if hopper and ours:
-        reason, kernels = unsupported_on_hopper(problem, device), ours
+        odd = any(side & (side - 1) for side in call.block)  # not a power of two, as was measured
+        planner = _plan_strips if odd and all(map(bsr_strips.depth_of, call.block)) else None
+    if hopper and planner:
+        reason = unsupported_on_hopper(problem, device)
     else:
-        reason, kernels = unsupported(problem, device), _in_triton
+        reason, planner = unsupported(problem, device), _plan_triton
     if reason:
         raise Unsupported(reason)
-    return kernels
+    return planner
 
 
-def _wgrad_on_hopper(call: Call, w: Bsr) -> Multiply:
-    (x, dy), workers = _activations(call), multiprocessors(w.columns.device)
-    small = not all(sides_of(w))
-    kernel, name = (bsr_wgrad_small, "bsr_wgrad_small") if small else (bsr_wgrad, "bsr_wgrad")
-    if reason := kernel.unsupported_operands(dy, x, w):
-        raise Unsupported(reason)
-    config = _tuned(name, call, w, kernel.configurations(w, call.m, workers)[0])
-    plan = kernel.plan(w, call.m, config)
+# ---- CUDA C++ kernels for Hopper ----
+
+
+def _plan_wgmma(call: Call, w: Bsr) -> Multiply:
+    _require_supported(bsr_wgmma, call, w)
+    config = bsr_wgmma.configurations(call.m, w.shape[call.transposed])[0]
+    return _plan_product(bsr_wgmma, call, w, config)
+
+
+def _plan_small(call: Call, w: Bsr) -> Multiply:
+    _require_supported(bsr_small, call, w)
+    workers = multiprocessors(w.columns.device)
+    config = bsr_small.configurations(w, call.m, workers, call.transposed)[0]
+    return _plan_product(bsr_small, call, w, config)
+
+
+def _plan_strips(call: Call, w: Bsr) -> Multiply:
+    _require_supported(bsr_strips, call, w)
+    tiles, workers = bsr_strips.tiles_of(w, call.transposed), multiprocessors(w.columns.device)
+    config = bsr_strips.configurations(tiles, call.m, workers)[0]
+    return _plan_product(bsr_strips, call, w, config, tiles)
+
+
+def _plan_wgrad(call: Call, w: Bsr) -> Multiply:
+    kernel = bsr_wgrad if all(sides_of(w)) else bsr_wgrad_small
+    _require_supported(kernel, call, w)
+    config = kernel.configurations(w, call.m, multiprocessors(w.columns.device))[0]
+    plan = kernel.plan(w, call.m, _tuned(_name(kernel), call, w, config))
     return lambda dy, x: bsr_wgrad.bind(plan, dy, x)()
 
 
-def _large(call: Call, w: Bsr) -> Multiply:
+def _require_supported(kernel: ModuleType, call: Call, w: Bsr) -> None:
     x, dy = _activations(call)
-    transposed = call.op == "dgrad"
-    if reason := bsr_wgmma.unsupported_operands(dy if transposed else x, w, transposed):
-        raise Unsupported(reason)
-    name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
-    config = _tuned(name, call, w, bsr_wgmma.configurations(call.m, w.shape[transposed])[0])
-    plan = bsr_wgmma.plan(w, call.m, config, transposed=transposed)
-    return lambda a, values: _launch.bind(plan, a, values)()
-
-
-def _small(call: Call, w: Bsr) -> Multiply:
-    x, dy = _activations(call)
-    transposed = call.op == "dgrad"
-    if reason := bsr_small.unsupported_operands(dy if transposed else x, w, transposed):
-        raise Unsupported(reason)
-    name = "bsr_small_dgrad" if transposed else "bsr_small"
-    workers = multiprocessors(w.columns.device)
-    default = bsr_small.configurations(w, call.m, workers, transposed)[0]
-    config = _tuned(name, call, w, default)
-    plan = bsr_small.plan(w, call.m, config, transposed=transposed)
-    return lambda a, values: _launch.bind(plan, a, values)()
-
-
-def _strips(call: Call, w: Bsr) -> Multiply:
-    x, dy = _activations(call)
-    transposed = call.op == "dgrad"
-    if reason := bsr_strips.unsupported_operands(dy if transposed else x, w, transposed):
-        raise Unsupported(reason)
-    name = "bsr_strips_dgrad" if transposed else "bsr_strips"
-    tiles, workers = bsr_strips.tiles_of(w, transposed), multiprocessors(w.columns.device)
-    config = _tuned(name, call, w, bsr_strips.configurations(tiles, call.m, workers)[0])
-    plan = bsr_strips.plan(w, call.m, config, tiles, transposed=transposed)
-    return lambda a, values: _launch.bind(plan, a, values)()
-
-
-def _in_triton(call: Call, w: Bsr) -> Multiply:
     if call.op == "wgrad":
-        return _wgrad_in_triton(call, w)
-    return _dgrad_in_triton(call, w) if call.op == "dgrad" else _linear_in_triton(call, w)
+        reason = kernel.unsupported_operands(dy, x, w)
+    else:
+        reason = kernel.unsupported_operands(dy if call.transposed else x, w, call.transposed)
+    if reason:
+        raise Unsupported(reason)
 
 
-def _linear_in_triton(call: Call, w: Bsr) -> Multiply:
+def _plan_product(kernel: ModuleType, call: Call, w: Bsr, default: Any, *tiles: Any) -> Multiply:
+    """Plan Y or dX with the tuned configuration of these sizes, else with the default."""
+    name = _name(kernel) + "_dgrad" * call.transposed
+    config = _tuned(name, call, w, default)
+    plan = kernel.plan(w, call.m, config, *tiles, transposed=call.transposed)
+    return lambda a, values: _launch.bind(plan, a, values)()
+
+
+def _name(kernel: ModuleType) -> str:
+    return kernel.__name__.rpartition(".")[2]
+
+
+# ---- Triton kernels ----
+
+
+def _plan_triton(call: Call, w: Bsr) -> Multiply:
+    if call.op == "wgrad":
+        return _triton_wgrad(call, w)
+    return _triton_dgrad(call, w) if call.op == "dgrad" else _triton_linear(call, w)
+
+
+def _triton_linear(call: Call, w: Bsr) -> Multiply:
     (x, _), size = _activations(call), call.dtype.itemsize
     path = choose_path(None, bsr_triton.unsupported_by_tma(x, w), w.columns.device)
     configs = bsr_triton.configurations(call.m, w.block, size, path)
@@ -298,7 +215,7 @@ def _linear_in_triton(call: Call, w: Bsr) -> Multiply:
     return lambda x, values: templates(x, pack(values))
 
 
-def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
+def _triton_dgrad(call: Call, w: Bsr) -> Multiply:
     (_, dy), size = _activations(call), call.dtype.itemsize
     path = choose_path(None, bsr_triton_dgrad.unsupported_by_tma(dy, w), w.columns.device)
     default = bsr_triton_dgrad.configurations(call.m, w.block, size, path)[0]
@@ -311,7 +228,7 @@ def _dgrad_in_triton(call: Call, w: Bsr) -> Multiply:
     return _templates(bound)
 
 
-def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
+def _triton_wgrad(call: Call, w: Bsr) -> Multiply:
     (x, dy), device, size = _activations(call), w.columns.device, call.dtype.itemsize
     path = choose_path(None, bsr_triton_wgrad.unsupported_by_tma(dy, x, w.block), device)
     sizes = len(w.columns), size, path, multiprocessors(device)
@@ -322,13 +239,13 @@ def _wgrad_in_triton(call: Call, w: Bsr) -> Multiply:
 
 
 def _templates(bound: Callable[[Tensor, Tensor], BoundKernel]) -> Multiply:
-    """Return a function that runs `bound` on any operands; it is built once a pair of layouts."""
+    """Return a function that runs `bound` on any operands; each pair of layouts builds it once."""
 
     @lru_cache(8)
     def template(dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]) -> Template:
-        made = bound(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
-        operands = (tensor_of(arg) for arg in (made.before or made).args[:2])
-        return Template([made], [t for t in operands if t is not None], [made.out])
+        program = bound(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
+        operands = (tensor_of(arg) for arg in (program.before or program).args[:2])
+        return Template([program], [t for t in operands if t is not None], [program.out])
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         return template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)[0]
@@ -339,7 +256,7 @@ def _templates(bound: Callable[[Tensor, Tensor], BoundKernel]) -> Multiply:
 def _packer(
     w: Bsr, config: bsr_triton.Config
 ) -> tuple[bsr_triton.Packed, Callable[[Tensor], Tensor]]:
-    """Return the packed index of bsr_triton.pack, and a function that packs values.
+    """Return the index that bsr_triton.pack makes, and a function that packs values.
 
     The function does not wait for the device.
     """
@@ -350,10 +267,10 @@ def _packer(
     size, index = packed.values.shape, replace(packed, values=number[:0])
     if size == numbered.shape:
         return index, lambda values: values
-    # A packed block now holds the numbers of the blocks in it, from 1 on; 0 is none.
-    found = packed.values[:, : config.group * r : r, 0]
-    slot, member = found.nonzero(as_tuple=True)
-    order = found[slot, member].argsort()
+    # A packed block now holds the numbers of the blocks in it, counted from 1; 0 means no block.
+    numbers = packed.values[:, : config.group * r : r, 0]
+    slot, member = numbers.nonzero(as_tuple=True)
+    order = numbers[slot, member].argsort()
     slot, member = slot[order], member[order]
 
     def pack(values: Tensor) -> Tensor:
@@ -365,29 +282,29 @@ def _packer(
 
 
 def _activations(call: Call) -> tuple[Tensor, Tensor]:
-    """Return X and dY without data: they have a shape, a dtype and an alignment."""
+    """Return X and dY on the device "meta", for their shapes and dtype."""
     n, k = call.shape
     x, dy = (torch.empty(call.m, size, dtype=call.dtype, device="meta") for size in (k, n))
     return x, dy
 
 
 def _bare(w: Bsr) -> Bsr:
-    """Return the pattern with its block size, and no values."""
+    """Return the pattern with its block size, but without values."""
     return replace(w, values=w.values.new_empty((0, *w.block)))
 
 
 def _tuned(kernel: str, call: Call, w: Bsr, default: C, **fixed: Any) -> C:
-    """Return a table's configuration for these sizes, else the default. Times nothing."""
+    """Return the tuned configuration for these sizes, else the default. Times nothing."""
     sizes = blocked(call.m, *call.shape, NAMES[call.dtype], call.block, len(w.columns))
-    found = lookup(kernel, sizes, w.columns.device, **fixed)
-    return type(default)(**found) if found else default
+    fields = lookup(kernel, sizes, w.columns.device, **fixed)
+    return type(default)(**fields) if fields else default
 
 
-def _in_torch(call: Call, w: Bsr) -> Multiply:
+def _plan_torch(call: Call, w: Bsr) -> Multiply:
     pattern = _bare(w)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):  # the layer has cast already
+        with torch.autocast("cpu", enabled=False):  # the layer has already cast
             return a @ b
 
     def dense(values: Tensor) -> Tensor:

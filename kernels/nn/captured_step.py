@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import capturing
-from sparsebench.kernels.nn._bsr_plans import Pattern, pattern_of
+from sparsebench.kernels.nn._bsr_pattern import Pattern, pattern_of
 from sparsebench.kernels.nn._sharded import is_sharded
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 

@@ -28,7 +28,8 @@ from sparsebench.formats._format import offsets_of, require, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.transforms import batched
 from sparsebench.kernels.nn import _bsr_autograd
-from sparsebench.kernels.nn._bsr_plans import replan, require_index
+from sparsebench.kernels.nn._bsr_pattern import replan
+from sparsebench.kernels.nn._bsr_plans import require_index
 from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
 
 Index = tuple[Tensor, Tensor]

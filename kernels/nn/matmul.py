@@ -49,7 +49,7 @@ from sparsebench.kernels._common.capture import captured_into, keep, sweep
 from sparsebench.kernels._common.cuda import HOPPER
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, unsupported
 from sparsebench.kernels.nn import _bsr_autograd, _spense_op
-from sparsebench.kernels.nn._bsr_plans import pattern_of
+from sparsebench.kernels.nn._bsr_pattern import pattern_of
 from sparsebench.results.record import Problem
 
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}

@@ -18,8 +18,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.triton import BoundKernel, box
-from sparsebench.kernels.bsr import bsr_small, bsr_strips, bsr_wgmma, bsr_wgrad
-from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_plans
+from sparsebench.kernels.bsr import bsr_small, bsr_strips, bsr_wgmma
+from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_pattern, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of, repack
 
 # n, k, block, sparsity, shape of X before k: edge blocks that leave W, rows and columns without a
@@ -76,8 +76,8 @@ def test_output_and_gradients_are_those_of_nn_linear(n, k, block, sparsity, toke
     torch.testing.assert_close(step(layer, x), dense_step(layer, x, torch.float32))
 
 
-LARGE, SMALL, STRIPS = _bsr_plans._large, _bsr_plans._small, _bsr_plans._strips
-WGRAD, TRITON = _bsr_plans._wgrad_on_hopper, _bsr_plans._in_triton
+LARGE, SMALL, STRIPS = _bsr_plans._plan_wgmma, _bsr_plans._plan_small, _bsr_plans._plan_strips
+WGRAD, TRITON = _bsr_plans._plan_wgrad, _bsr_plans._plan_triton
 
 
 @pytest.mark.parametrize(
@@ -109,21 +109,21 @@ def test_kernels_are_chosen_by_gpu_dtype_and_block(
     for op in ("linear", "dgrad", "wgrad"):
         call = _bsr_plans.Call(op, 1000, shape, block, dtype)
         expected = (gradient, gradient) if op == "wgrad" else (many, few)
-        assert _bsr_plans.chosen(call, device) is expected[0]
-        assert _bsr_plans.chosen(call._replace(m=100), device) is expected[1]
+        assert _bsr_plans.choose_planner(call, device) is expected[0]
+        assert _bsr_plans.choose_planner(call._replace(m=100), device) is expected[1]
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     if gradient is WGRAD:
         with pytest.raises(Unsupported, match="needs CuPy: pip install"):
-            _bsr_plans.chosen(call, device)
+            _bsr_plans.choose_planner(call, device)
 
 
 def test_what_no_kernel_multiplies_is_unsupported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     call = _bsr_plans.Call("linear", 100, (512, 512), (64, 64), torch.float16)
     with pytest.raises(Unsupported, match=r"needs compute capability 8.0 or newer, found 7.5"):
-        _bsr_plans.chosen(call, torch.device("cuda"))
+        _bsr_plans.choose_planner(call, torch.device("cuda"))
     with pytest.raises(Unsupported, match=r"expected fp16, bf16 or fp32 on a GPU, found torch.fl"):
-        _bsr_plans.chosen(call._replace(dtype=torch.float64), torch.device("cuda"))
+        _bsr_plans.choose_planner(call._replace(dtype=torch.float64), torch.device("cuda"))
 
 
 def operands(layer: BlockSparseLinear, m: int = 3) -> tuple[Tensor, Tensor, Tensor, tuple]:
@@ -248,13 +248,13 @@ def test_a_new_pattern_is_planned_before_it_is_called(monkeypatch):
     layer.set_pattern(other.offsets, other.columns)
     monkeypatch.delattr(_bsr_plans, "plan")
     step(layer, x)
-    with pytest.raises(NameError):
+    with pytest.raises(AttributeError):
         layer(x[:2])
 
 
-def pattern_of(layer: BlockSparseLinear) -> _bsr_plans.Pattern:
+def pattern_of(layer: BlockSparseLinear) -> _bsr_pattern.Pattern:
     """Return what was planned for a layer that was called."""
-    return getattr(layer.columns, _bsr_plans.KEPT)
+    return getattr(layer.columns, _bsr_pattern.ATTRIBUTE)
 
 
 def test_plans_are_made_once_and_freed_with_their_pattern(monkeypatch):
@@ -319,10 +319,9 @@ def driver(monkeypatch) -> Driver:
     monkeypatch.setattr(cuda, "_set_device", lambda: lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for kernel in (bsr_small, bsr_strips, bsr_wgmma, bsr_wgrad):
-        monkeypatch.setattr(kernel, "load", lambda *given: (SimpleNamespace(ptr=1), "code"))
-    kinds = {16: _bsr_plans._small, 24: _bsr_plans._strips, 64: _bsr_plans._large}
-    monkeypatch.setattr(_bsr_plans, "chosen", lambda call, device: kinds[call.block[0]])
+    monkeypatch.setattr(cuda, "load", lambda *args: (SimpleNamespace(ptr=1), "code"))
+    planners = {16: SMALL, 24: STRIPS, 64: LARGE}
+    monkeypatch.setattr(_bsr_plans, "choose_planner", lambda call, device: planners[call.block[0]])
     cuda.tensor_map.cache_clear()
     yield driver
     cuda.tensor_map.cache_clear()
@@ -384,7 +383,7 @@ def test_a_launch_has_the_addresses_of_its_own_operands(driver):
 def test_a_layer_of_odd_blocks_takes_the_default_of_its_kernel(op, driver, monkeypatch):
     w = layer_of(120, 192, (24, 48), dtype=torch.bfloat16).bsr
     call = _bsr_plans.Call(op, 300, w.shape, w.block, torch.bfloat16)
-    multiply = _bsr_plans._strips(call, w)
+    multiply = STRIPS(call, w)
     transposed = op == "dgrad"
     (read, written), driver.size = (w.shape if transposed else w.shape[::-1]), 512
     x = torch.zeros(300, read, dtype=torch.bfloat16)

@@ -13,7 +13,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseLinear, _bsr_plans
+from sparsebench.kernels.nn import (
+    BlockSparseLinear,
+    SparseGatedMLP,
+    SpenseLinear,
+    _bsr_pattern,
+    _bsr_plans,
+)
 from sparsebench.kernels.nn.linear import index_of
 
 N, K = 64, 48
@@ -179,7 +185,7 @@ def test_an_index_of_inference_mode_is_right_too(mode):
 
 @pytest.mark.parametrize("write", ["data", "numpy"])
 def test_a_write_that_torch_does_not_count_is_an_error_before_long(write, monkeypatch):
-    monkeypatch.setattr(_bsr_plans, "OFTEN", 8)
+    monkeypatch.setattr(_bsr_pattern, "COMPARE_EVERY", 8)
     x = torch.randn(5, K)
     layer = called(x)
     source = rewritten(layer)
