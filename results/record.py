@@ -1,11 +1,11 @@
-"""The records of a run: what was asked (Problem, Contender, Case) and what came back (Row).
+"""The records of a run: what it measures (Problem, Contender, Case) and its results (Row).
 
     Problem    one op on one set of operands, the same bits on every machine
     Contender  a format and the kernel that multiplies it
-    Case       a problem given to a contender; its id never changes
+    Case       a problem and a contender; its id never changes
     Row        one case in one process, scope and cache state, with its raw samples
 
-Plain data: no torch, no import of sparsebench, and JSON gives back what was written.
+Plain data: no torch, no import of sparsebench, and JSON restores it unchanged.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any, Self
 
 ROWS_SCHEMA = "sparsebench/rows@3"
-OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a field they lack has its default
+OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a missing field has its default
 
 Value = bool | int | float | str | list[int] | None
 """What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
 
-# The defaults of rows that were written before rows named their own. Neither table ever grows.
+# The defaults of rows that were written before rows named their own. These tables never grow.
 ONCE: Mapping[str, Value] = {"pattern": "dense", "sparsity": 0.0, "block": 1}
 ACTIVE_ONCE: Mapping[str, Value] = {**ONCE, "active": None, "skew": "iid"}
 DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
@@ -52,7 +52,7 @@ def format_of(kernel: str, stored: str) -> str:
     return FORMATS_ONCE_DENSE.get(kernel, stored) if stored == "dense" else stored
 
 
-POWER_LIMITED = 0.2  # of a contest's time: a larger share is told and marked; less is a short peak
+POWER_LIMITED = 0.2  # of a contest's time: a larger share is marked, less is a short peak
 
 
 class Status(StrEnum):
@@ -69,7 +69,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """A file that operands come from. Its SHA-256 identifies it; `path` is where it was found."""
+    """A file that operands come from. Its SHA-256 identifies it; `path` is where it was."""
 
     path: str
     sha256: str
@@ -77,7 +77,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Name the file, and the tensor in it, for a reader."""
+        """Return the file, and the tensor in it, for display."""
         return f"{self.path}:{self.tensor}" if self.tensor else self.path
 
 
@@ -85,9 +85,9 @@ class Source:
 class Problem:
     """One op with its fields (m, n, k, dtype, pattern, sparsity, block ...) and a seed.
 
-    Problems with equal ids have the same bits in every operand, whatever the device. `defaults` are
-    those of the op's fields. A field that has its default does not enter the id, so an op may gain
-    a field and keep the ids of older rows; but a default, once published, never changes.
+    Problems with equal ids have the same bits in every operand on every device. `defaults` are
+    those of the op's fields. A field with its default value does not enter the id, so an op may
+    gain a field and keep the ids of older rows. A published default never changes.
     """
 
     op: str
@@ -104,7 +104,7 @@ class Problem:
 
     @cached_property
     def id(self) -> str:
-        """Name the problem; a source counts by content, not by place."""
+        """Hash the problem; a source counts by its content, not by its path."""
         defaults = self.defaults.items()
         fields = {n: v for n, v in self.fields.items() if (n, v) not in defaults}
         source = asdict(self.source) if self.source else None
@@ -114,7 +114,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote; a problem without `defaults` was written before it had them."""
+        """Read the output of asdict. Problems had no `defaults` at first."""
         source = Source(**data["source"]) if data.get("source") else None
         defaults = data.get("defaults", DEFAULTS_ONCE.get(data["op"], ONCE))
         return cls(data["op"], dict(data["fields"]), data["seed"], source, dict(defaults))
@@ -126,9 +126,9 @@ class Contender:
 
     params    of the format: `block` for all weights, `wd.block` for the weight wd alone
     options   of the kernel, such as `tuned`
-    baseline  whether speed-ups are against it
-    twin      whether it is the second half of an A/A pair: a kernel that is there twice
-    error     the relative error that its suite allows it, `at_most`, and `why`; else None
+    baseline  whether speed-ups are relative to it
+    twin      whether it is the second half of an A/A pair: a kernel that competes twice
+    error     the relative error that its suite allows, `at_most`, and `why`; else None
     """
 
     format: str
@@ -141,17 +141,17 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """Name the contender for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
+        """Return the contender for display: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
         options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
         return f"{self.format}/{self.kernel}{options}{' (twin)' if self.twin else ''}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote, with the format as it is named today."""
+        """Read the output of asdict, with the format as it is named today."""
         return cls(**{**data, "format": format_of(data["kernel"], data["format"])})
 
     def params_of(self, weight: str) -> dict[str, Value]:
-        """Return the parameters of one weight; its own replace those of all weights."""
+        """Return the parameters of one weight; its own override those of all weights."""
         of_all = {name: value for name, value in self.params.items() if "." not in name}
         own = f"{weight}."
         return of_all | {
@@ -163,14 +163,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem given to one contender: all that is needed to run it again."""
+    """One problem and one contender: all that is needed to run it again."""
 
     problem: Problem
     contender: Contender
 
     @cached_property
     def id(self) -> str:
-        """Hash the canonical JSON, without `baseline` and `error`: they say how it is judged."""
+        """Hash the canonical JSON without `baseline` and `error`, which only affect the verdict."""
         names = "format", "kernel", "params", "options", "twin"
         contender = {name: getattr(self.contender, name) for name in names}
         if self.contender.kernel in FORMATS_ONCE_DENSE:
@@ -179,15 +179,15 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote."""
+        """Read the output of asdict."""
         return cls(Problem.from_json(data["problem"]), Contender.from_json(data["contender"]))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one case gave in one process, for one scope and cache state.
+    """The result of one case in one process, for one scope and cache state.
 
-    A contest is one problem in one process, its contenders timed in turn, block by block. So rows
+    A contest is one problem in one process, its contenders timed in turn, block by block, so rows
     of one problem, `replicate` and `attempt` were measured side by side. `samples_us` are in the
     order taken: `samples_per_block` of each block.
     """
@@ -199,7 +199,7 @@ class Row:
     reference: bool = False  # of a noise-floor contest, which every run has
     device: str = "cpu"  # GPU UUID, or the name of the CPU
     # kernel: device time; op: as called from Python, host cost included; chain: device time of a
-    # layer among others of its shape in one graph
+    # layer in a chain of its shape in one graph
     scope: str = "kernel"
     cache: str = "cold"  # the L2 cache before each sample: cold (flushed) or hot
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
@@ -214,7 +214,9 @@ class Row:
         None  # systematic part of the error, relative, without what chance explains
     )
     usual_bias: float | None = None  # up to which rounding and cutting off explain it
-    draws: tuple[int, ...] = ()  # numbers of the activations that outputs were held against
+    draws: tuple[
+        int, ...
+    ] = ()  # numbers of the draws of activations that outputs were checked with
     sparsity: float | None = None  # achieved, over all elements of the weights
     nnz: int | None = None
     digest: str | None = None  # of the operands
@@ -238,9 +240,9 @@ class Row:
 
     @property
     def chosen(self) -> str:
-        """Name the kernel that a portfolio kept, "FORMAT, KERNEL"; "" of any other kernel.
+        """Return the kernel that a portfolio chose, "FORMAT, KERNEL"; "" for any other kernel.
 
-        Rows published before choices held `chosen` say it by `way` and `by`, and rows up to 0.2.0
+        Rows published before choices had `chosen` name it by `way` and `by`, and rows up to 0.2.0
         call the format cvse "sparse activations".
         """
         if "chosen" in self.choice:
@@ -255,7 +257,7 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote."""
+        """Read the output of asdict."""
         fixed = {
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),
