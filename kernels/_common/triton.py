@@ -78,17 +78,17 @@ class Template:
         """Find the arguments without data; each call returns its own `results`."""
         flat = [one for each in programs for one in (each.before, each) if one]
         bases = [*results, *(tensor_of(arg) for each in flat for arg in each.args)]
-        given = {id(t): t for t in operands}
-        rest = {id(t): t for t in bases if t is not None and t.is_meta and id(t) not in given}
-        place = {at: i for i, at in enumerate((*given, *rest))}
-        self._made = [(t.shape, t.dtype) for t in rest.values()]
+        operand_ids = {id(t): t for t in operands}
+        rest = {id(t): t for t in bases if t is not None and t.is_meta and id(t) not in operand_ids}
+        place = {at: i for i, at in enumerate((*operand_ids, *rest))}
+        self._allocated = [(t.shape, t.dtype) for t in rest.values()]
         self._results = [place[id(t)] for t in results]
         self._launches = [_Launch(each, place) for each in flat]
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         """Enqueue the kernels on the current stream; return the results."""
         new_empty = operands[0].new_empty
-        tensors = [*operands, *[new_empty(shape, dtype=dtype) for shape, dtype in self._made]]
+        tensors = [*operands, *[new_empty(shape, dtype=dtype) for shape, dtype in self._allocated]]
         addresses = [t.data_ptr() for t in tensors]
         for launch in self._launches:
             launch(tensors, addresses)
@@ -136,10 +136,10 @@ class _Launch:
         if (boxes := self._boxes.get(addresses)) is None:
             if len(self._boxes) == ADDRESSES:
                 self._boxes.clear()
-            given = [(at, self._args[at]) for at, _ in self._boxed]
+            boxed = [(at, self._args[at]) for at, _ in self._boxed]
             boxes = self._boxes[addresses] = [
                 (at, _box_of(box, _Place(address, box.base.dtype)))
-                for (at, box), address in zip(given, addresses, strict=True)
+                for (at, box), address in zip(boxed, addresses, strict=True)
             ]
         return boxes
 

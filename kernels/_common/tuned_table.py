@@ -143,9 +143,9 @@ def choose(
     if tuned not in (True, False, "wide"):
         raise Unsupported(f"option tuned: expected true, false or wide, found {tuned!r}")
     if operands.pinned:
-        own = {f.name for f in fields(config)}  # type: ignore[arg-type]
-        pinned = {name: value for name, value in operands.pinned.items() if name in own}
-        return [config(**pinned)], {k: v for k, v in operands.pinned.items() if k not in own}
+        names = {f.name for f in fields(config)}  # type: ignore[arg-type]
+        pinned = {name: value for name, value in operands.pinned.items() if name in names}
+        return [config(**pinned)], {k: v for k, v in operands.pinned.items() if k not in names}
     if tuned == "wide":
         return searched, {"by": "wide", "sizes": asdict(sizes)}
     if not tuned:
@@ -164,8 +164,8 @@ def choose(
 def folders() -> dict[str, Path]:
     """Return the folders of tables by owner; the first has precedence."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    own = os.environ.get("SPARSEBENCH_TUNED") or cache_home / "sparsebench" / "tuned"
-    return {"user": Path(own), "package": Path(str(files("sparsebench.kernels"))) / "tuned"}
+    user = os.environ.get("SPARSEBENCH_TUNED") or cache_home / "sparsebench" / "tuned"
+    return {"user": Path(user), "package": Path(str(files("sparsebench.kernels"))) / "tuned"}
 
 
 def file_in(folder: Path, device: torch.device) -> Path:
@@ -284,17 +284,17 @@ def _bare_python(code: str) -> str:
 
     All spaces are removed, because Python 3.12 splits f-strings, which are one token in 3.11.
     """
-    kept, before, importing = [], NEWLINE, False
+    tokens, before, importing = [], NEWLINE, False
     for token in generate_tokens(StringIO(code).readline):
         if token.type in (COMMENT, NL):
             continue
         starts = before in BREAKS
         importing = token.string in ("import", "from") if starts else importing
         if not importing:
-            said = starts and token.type == STRING
-            kept.append(BREAKS.get(token.type, "" if said else token.string))
+            is_text = starts and token.type == STRING
+            tokens.append(BREAKS.get(token.type, "" if is_text else token.string))
         before = token.type
-    return "".join("".join(kept).split()).replace(";;", ";").replace("{;", "{")
+    return "".join("".join(tokens).split()).replace(";;", ";").replace("{;", "{")
 
 
 def _bare_cuda(code: str) -> str:

@@ -125,11 +125,11 @@ def work_of(w: Csr, shape: Shape) -> Work:
     first[piece, chunk], lane[piece, chunk] = (ends - steps)[team], way
     row, at = row_chunk // chunks, row_chunk % chunks
     number = ranks(row_chunk) // PAIR
-    own = pieces[row] + ((number + 1) * parts[row] - 1) // pairs[row, at]
-    way, segment = lane[own, at], own * chunks + at
+    of_piece = pieces[row] + ((number + 1) * parts[row] - 1) // pairs[row, at]
+    way, segment = lane[of_piece, at], of_piece * chunks + at
     kind = (place - way) % shape.classes
     number = _in_turn(segment, kind, lengths.view(-1), shape.classes)
-    step = first[own, at] + number // PAIR
+    step = first[of_piece, at] + number // PAIR
     targets = (step * ways + way) * PAIR + number % PAIR
     size = (int(steps.sum()) + AHEAD + 1) * ways * PAIR
     starts, teams, pieces = (a.to(torch.int32) for a in (starts, teams, pieces))
@@ -140,8 +140,8 @@ def bounds_of(lengths: Tensor, groups: int) -> Tensor:
     """Return int64 [groups + 1]: the first row of each group, for groups of about equal cost."""
     costs = _costs(lengths)
     ends = costs.cumsum(0)
-    wanted = torch.arange(1, groups, device=costs.device) * ends[-1] // groups
-    inner = torch.searchsorted(ends - costs // 2, wanted)
+    targets = torch.arange(1, groups, device=costs.device) * ends[-1] // groups
+    inner = torch.searchsorted(ends - costs // 2, targets)
     return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), len(costs))])
 
 
@@ -185,9 +185,9 @@ def _in_turn(segment: Tensor, kind: Tensor, lengths: Tensor, kinds: int) -> Tens
     """
     if kinds == 1:
         return _counted(segment)
-    own = (segment * kinds + kind).argsort(stable=True)
+    order = (segment * kinds + kind).argsort(stable=True)
     turn = torch.empty_like(segment)
-    turn[own] = ranks((segment * kinds + kind)[own])
+    turn[order] = ranks((segment * kinds + kind)[order])
     sizes = PAIR * lengths
     begins = sizes.cumsum(0) - sizes
     place = turn * kinds + kind

@@ -122,16 +122,16 @@ def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as fresh:
-            made = Path(fresh) / file.name
-            given = f"-arch={target}", "-I", folder, source, "-o", made
+            fresh_file = Path(fresh) / file.name
+            command = *NVCC, f"-arch={target}", "-I", folder, source, "-o", fresh_file
             try:
-                built = subprocess.run([*NVCC, *given], capture_output=True, text=True, check=False)
+                built = subprocess.run(command, capture_output=True, text=True, check=False)
             except OSError as error:
                 raise Unsupported(f"needs nvcc to build {name}; found {error.strerror}") from error
             if built.returncode:
                 log = " ".join((built.stderr or built.stdout).split())[-200:]
                 raise Unsupported(f"expected nvcc to build {name}; found {log}")
-            made.replace(file)
+            fresh_file.replace(file)
     return ctypes.CDLL(str(file))
 
 

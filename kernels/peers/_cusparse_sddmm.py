@@ -86,9 +86,9 @@ def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str)
     cusparse.sddmm_preprocess(*arguments, workspace.data_ptr())
 
     def run() -> Bsr | Csr:
-        for given, staged in ((dy, staged_dy), (x, staged_x)):
-            if staged is not given:
-                staged[:, : given.shape[1]].copy_(given)
+        for source, staged in ((dy, staged_dy), (x, staged_x)):
+            if staged is not source:
+                staged[:, : source.shape[1]].copy_(source)
         values = torch.empty_like(pattern.packed.values)
         cusparse.sp_mat_set_values(descriptor, values.data_ptr())
         cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)

@@ -247,8 +247,8 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKe
     actual = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
     if actual != expected:
         raise Unsupported(f"expected operands of the plan, {expected}; found {actual}")
-    m, n, given = len(x), w.shape[0], (scales.features, scales.tokens)
-    for name, scale, size in zip(("features", "tokens"), given, (n, m), strict=True):
+    m, n, factors = len(x), w.shape[0], (scales.features, scales.tokens)
+    for name, scale, size in zip(("features", "tokens"), factors, (n, m), strict=True):
         if scale is not None and (x.itemsize > 1 or not _fits(scale, size)):
             expected_scales = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
             found = f"{scale.dtype} {list(scale.shape)}, {x.dtype}"
@@ -263,10 +263,10 @@ def program(
     plan: Plan, x: Tensor, w: Spense, out: Tensor, to: bytes, scales: Scales = Scales()
 ) -> BoundKernel:
     """Bind a plan to operands and `out`; `to` is the argument Out, a tensor map of `out`."""
-    m, n, given = len(x), w.shape[0], (scales.features, scales.tokens)
+    m, n, factors = len(x), w.shape[0], (scales.features, scales.tokens)
     part = plan.config.tokens // plan.config.cluster
     maps = _map_of(x, (part, BOX)) + to
-    scaling = *(0 if scale is None else scale.data_ptr() for scale in given), n, m
+    scaling = *(0 if scale is None else scale.data_ptr() for scale in factors), n, m
     tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
     kept: tuple[Tensor, ...] = ()
     if plan.config.split:
@@ -276,7 +276,7 @@ def program(
         counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero after each launch
         kept = plan.items, workspace, counters
         args = ARGUMENTS(maps, *tiles, plan.first, *scaling, *(a.data_ptr() for a in kept))
-    scale_tensors = [scale for scale in given if scale is not None]
+    scale_tensors = [scale for scale in factors if scale is not None]
     return BoundKernel(plan.loaded, args, (x, w.sparse, w.dense, *kept, *scale_tensors), out)
 
 

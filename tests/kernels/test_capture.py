@@ -1,4 +1,4 @@
-"""What a captured graph reads lives as long as the graph, by a driver that keeps count."""
+"""Operands of a captured graph live as long as the graph; a fake driver counts references."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ from sparsebench.kernels._kernel import Launch
 
 
 class Driver:
-    """The calls of libcuda that are made, and graphs that own user objects."""
+    """A fake libcuda that records user objects and the graphs that own them."""
 
     def __init__(self) -> None:
         self.capturing = 0  # the number of the capture
@@ -116,7 +116,7 @@ def test_without_a_capture_nothing_is_kept(driver: Driver) -> None:
     assert not driver.made
 
 
-def test_who_captures_by_capturing_keeps_the_owners_himself(
+def test_callers_of_capturing_keep_the_owners_themselves(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Graph:
@@ -143,7 +143,7 @@ def test_an_error_of_the_driver_is_one_line(
 
 
 @pytest.mark.gpu
-def test_a_graph_is_right_after_its_launch_has_gone() -> None:
+def test_a_graph_is_right_after_its_launch_was_deleted() -> None:
     x = torch.randn(64, 64, device="cuda")
 
     def launched() -> Launch:

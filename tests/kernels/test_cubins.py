@@ -1,4 +1,4 @@
-"""Machine code is compiled once for all processes, and anew where what it depends on differs."""
+"""Machine code is compiled once for all processes, and again if anything it depends on changes."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return []
 
 
-def code(compiled: list[int], *asked: object) -> bytes:
-    """Return the code of what is asked for; a compilation is counted."""
-    return cached(asked, lambda: compiled.append(1) or b"code")
+def code(compiled: list[int], *key: object) -> bytes:
+    """Return the code for a key, and count compilations."""
+    return cached(key, lambda: compiled.append(1) or b"code")
 
 
 def test_code_is_compiled_once_and_anew_for_other_constants(compiled: list[int]) -> None:
-    for asked in (("source", 1), ("source", 1), ("source", 2), ("source", 1)):
-        assert code(compiled, *asked) == b"code"
+    for key in (("source", 1), ("source", 1), ("source", 2), ("source", 1)):
+        assert code(compiled, *key) == b"code"
     assert len(compiled) == 2
 
 

@@ -1,4 +1,4 @@
-"""The gradients of a linear layer: definitions against autograd, peers against definitions."""
+"""Gradients of a linear layer: definitions agree with autograd, and peers with definitions."""
 
 import subprocess
 import sys
@@ -92,7 +92,7 @@ def test_the_work_of_a_gradient_by_hand(op: str) -> None:
     assert load_op(op).fewest_bytes(problem, {"w": 7}, 2) == 2 * (7 + 3 * 6 + 3 * 5)
 
 
-def test_sums_are_as_deep_as_what_they_run_over() -> None:
+def test_the_depth_of_a_sum_is_the_number_of_its_terms() -> None:
     w = torch.tensor([[1.0, 0, 0], [1, 0, 1]])
     assert load_op("linear").depth(w, torch.ones(4, 3)) == 2  # the second row
     assert DGRAD.depth(w, torch.ones(4, 2)) == 2  # the first column
@@ -221,7 +221,7 @@ def test_blocks_that_torch_cannot_transpose_are_refused() -> None:
         torch_bsr.DGRAD.prepare(dgrad_of((64, 80, 64), Bsr, block=32))
 
 
-def test_masked_dense_keeps_the_library_that_was_settled_on() -> None:
+def test_masked_dense_keeps_the_pinned_library() -> None:
     assert cublas_masked.prepare(wgrad_of(SHAPES[0], Bsr, block=4)).choice == {"library": "cublas"}
 
 

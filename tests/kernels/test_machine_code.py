@@ -1,4 +1,4 @@
-"""The digest of a compiled kernel: of its instructions, whatever paths and names there are."""
+"""The digest of a compiled kernel covers its instructions, but no paths or file names."""
 
 import struct
 
@@ -6,7 +6,7 @@ from sparsebench.kernels._common.machine_code import digest
 
 
 def elf(**sections: bytes) -> bytes:
-    """Return an ELF64 file of these sections; a name's `__` is a dot."""
+    """Return an ELF64 file with these sections; `__` in a name stands for a dot."""
     names, bodies, headers = b"\0", b"", [struct.pack("<IIQQQQQQII", *[0] * 10)]
     listed = {name.replace("__", "."): body for name, body in sections.items()}
     places = {}
@@ -37,7 +37,7 @@ def elf(**sections: bytes) -> bytes:
     return head + bodies + b"".join(headers)
 
 
-def test_a_path_or_a_name_leaves_the_digest_as_it_is() -> None:
+def test_a_path_or_a_name_does_not_change_the_digest() -> None:
     here = elf(__text__kernel=b"add", __debug_line=b"/here", __nv__global__init=b"12")
     there = elf(__debug_line=b"/there/further", __text__kernel=b"add", __nv__info=b"1")
     assert digest(here) == digest(there)

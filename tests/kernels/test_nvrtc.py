@@ -1,4 +1,4 @@
-"""What NVRTC refuses and nvcc takes, so that no test that compiles sees it: a host's functions."""
+"""No kernel has host functions, which NVRTC refuses and nvcc, the compiler of tests, accepts."""
 
 import re
 from pathlib import Path

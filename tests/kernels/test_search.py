@@ -1,4 +1,4 @@
-"""What a search tells a row: every candidate's choice, with its time or why it has none."""
+"""The lines of a search: the choice of each candidate, with its time or the reason for none."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ from sparsebench.results.record import Case, Contender, Problem, Row, Status
 CHOICES = [{"tile": tile, "warps": 4} for tile in (16, 32, 64)]
 
 
-def test_each_candidate_is_told_by_what_differs_the_default_first_and_the_kept_one_marked() -> None:
+def test_lines_have_what_differs_with_the_default_first_and_the_choice_marked() -> None:
     trials = Trial(median_us=12.0), Trial(median_us=9.5), Trial(failed="OutOfResources: shared")
     assert Search(1, trials).lines(CHOICES, of="down") == [
         {"of": "down", "choice": {"tile": 16}, "median_us": 12.0},
@@ -36,7 +36,7 @@ def test_each_candidate_is_told_by_what_differs_the_default_first_and_the_kept_o
     assert Search(0).lines(CHOICES[:1]) == []  # nothing was timed
 
 
-def test_of_many_candidates_the_default_and_the_fastest_are_told() -> None:
+def test_of_many_candidates_the_default_and_the_fastest_are_listed() -> None:
     count = 3 * MOST_LINES
     trials = tuple(Trial(least_us=1000.0 - i) for i in range(count))
     lines = Search(count - 1, trials).lines([{"tile": i} for i in range(count)])
@@ -47,12 +47,12 @@ def test_of_many_candidates_the_default_and_the_fastest_are_told() -> None:
     assert lines[-1] == {"left_out": count - MOST_LINES}
 
 
-def test_what_was_timed_for_a_part_names_the_part() -> None:
+def test_candidates_of_a_part_name_the_part() -> None:
     launch = Launch(lambda: torch.zeros(1), candidates=[{"choice": {}, "median_us": 1.0}])
     assert lines_of("down", launch) == [{"choice": {}, "median_us": 1.0, "of": "down"}]
 
 
-def test_a_part_of_a_part_keeps_its_name_and_is_found_again() -> None:
+def test_a_part_of_a_part_keeps_its_name() -> None:
     own = [{"choice": {"tile": 1}, "median_us": 1.0}]
     down = lines_of("down", Launch(lambda: torch.zeros(1), candidates=own))
     whole = lines_of("dense, layer", Launch(lambda: torch.zeros(1), candidates=down))
@@ -62,7 +62,7 @@ def test_a_part_of_a_part_keeps_its_name_and_is_found_again() -> None:
     assert part_of("dense", [{"of": "dense part"}]) == []
 
 
-def test_finalists_are_the_default_and_what_is_near_the_fastest() -> None:
+def test_finalists_are_the_default_and_candidates_near_the_fastest() -> None:
     assert near([]) == []
     assert near([9.0, 5.0, 5.4, 5.6, 5.2]) == [0, 1, 2, 4]
     assert len(near([9.0, *[5.0] * 40])) == 1 + FINALISTS
@@ -92,7 +92,7 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
             module.warmed([fails], device, 1)
 
 
-def test_a_candidate_that_raises_without_a_message_ends_no_search(
+def test_an_exception_without_a_message_does_not_end_a_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails() -> None:
@@ -104,7 +104,7 @@ def test_a_candidate_that_raises_without_a_message_ends_no_search(
     assert found == [None, "NotImplementedError"]
 
 
-def test_on_a_cpu_the_first_candidate_is_taken_and_nothing_is_told() -> None:
+def test_on_a_cpu_the_first_candidate_is_taken_without_lines() -> None:
     found = search([lambda: 1, lambda: 2], torch.device("cpu"))
     assert (found.best, found.trials) == (0, ())
 

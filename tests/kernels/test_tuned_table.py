@@ -1,4 +1,4 @@
-"""Tables of tuned configurations: what is found in them, what is not, and how they are filled."""
+"""Tables of tuned configurations: lookups, and how `sparsebench tune` fills them."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def entry(sizes: Sizes = AT, kernel: str = "bsr_wgmma", **changes: Any) -> Entry
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
-    """Put tables into a folder of the test, and a GPU of 132 multiprocessors into the machine."""
+    """Use tables in a temporary folder, and a fake GPU with 132 multiprocessors."""
     found = {"user": tmp_path / "user", "package": tmp_path / "package"}
     for folder in found.values():
         folder.mkdir()
@@ -59,7 +59,7 @@ def tokens_of(sizes: Sizes, kernel: str = "bsr_wgmma", **fixed: Any) -> int | No
     return choice["tokens"] if choice else None
 
 
-def test_the_users_table_is_asked_first_and_the_packages_where_it_has_none(
+def test_the_users_table_has_precedence_over_the_packages(
     folders: dict[str, Path],
 ) -> None:
     assert tokens_of(AT) is None
@@ -156,7 +156,7 @@ def test_a_run_with_a_malformed_table_is_refused_before_it_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_digest_is_of_code_and_not_of_words_about_it(
+def test_a_digest_covers_code_but_not_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuned_table, "files", lambda package: tmp_path)
@@ -184,7 +184,7 @@ def test_a_digest_is_of_code_and_not_of_words_about_it(
     tuned_table.source.cache_clear()
 
 
-def test_what_is_written_is_read_again_an_entry_a_line(folders: dict[str, Path]) -> None:
+def test_a_written_table_is_read_back_and_has_one_entry_per_line(folders: dict[str, Path]) -> None:
     entries = [entry(), entry(Sizes(1, 2, 3, "fp32"), "csr_cuda", untuned_us=None)]
     file = put(folders["user"], *entries)
     assert tuned_table.read(file) == Table(SCHEMA, "NVIDIA H200", entries)
@@ -201,18 +201,18 @@ def test_a_run_records_the_tables_in_force(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("tuned", "by"), [(True, "search"), (False, "default"), ("wide", "wide")])
-def test_a_launch_says_how_its_configuration_was_come_by(tuned: Any, by: str) -> None:
+def test_a_launch_records_the_origin_of_its_configuration(tuned: Any, by: str) -> None:
     packed = Bsr.from_dense(torch.ones(128, 256).half(), block=64)
     problem = Problem("linear", {"m": 32, "n": 128, "k": 256, "dtype": "fp16"})
     x = torch.ones(32, 256).half()
     operands = Operands(problem, {"w": packed}, {"x": x}, definition)
-    launch = bsr_triton.prepare(operands, tuned=tuned)  # a CPU takes the first, untimed
+    launch = bsr_triton.prepare(operands, tuned=tuned)  # a CPU takes the first without timing
     assert launch.choice["by"] == by
     again = bsr_triton.prepare(replace(operands, pinned=launch.choice), tuned=tuned)
     assert again.choice == launch.choice
 
 
-def test_a_tables_configuration_is_taken_alone_and_said(folders: dict[str, Path]) -> None:
+def test_a_tables_configuration_is_taken_alone_and_recorded(folders: dict[str, Path]) -> None:
     few = bsr_wgmma.configurations(4096, 4096)
     chosen = (bsr_wgmma.Config, SimpleNamespace(pinned=None, device=GPU), AT)
     assert tuned_table.choose("bsr_wgmma", *chosen, True, few) == (few, {"by": "search"})
@@ -230,9 +230,7 @@ def test_a_tables_configuration_is_taken_alone_and_said(folders: dict[str, Path]
 @pytest.mark.parametrize("m", [1, 64, 512, 4096])
 @pytest.mark.parametrize("side", [16, 32, 64, 128, 10])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_space_is_wider_than_a_search_bounded_and_of_distinct_configurations(
-    m: int, side: int, dtype: str
-) -> None:
+def test_a_space_contains_the_search_and_is_bounded(m: int, side: int, dtype: str) -> None:
     size = 4 if dtype == "fp32" else 2
     for path in ("tma", "pointers"):
         sizes = blocked(m, 4096, 4096, dtype, (side, side), stored=40)
@@ -243,7 +241,7 @@ def test_a_space_is_wider_than_a_search_bounded_and_of_distinct_configurations(
 
 
 def test_the_byte_model_by_hand() -> None:
-    # 16 x 2 programs of 256 x 64 on 10 multiprocessors: 4 one after the other on the busiest.
+    # 16 x 2 programs of 256 x 64 on 10 multiprocessors: the busiest runs 4 in turn.
     assert tuned_table.loads(32, 10, 1024, 256, 64) == 4 * 1024 * (256 + 64)
     config = bsr_triton.configurations(4096, (64, 64), 2, "tma")[0]
     sizes = blocked(4096, 128, 1024, "bf16", (64, 64), stored=8)  # a quarter of 2 x 16 blocks
@@ -272,7 +270,7 @@ def suite(tmp_path: Path) -> Suite:
 
 
 class Bench:
-    """A runner whose searches find 2 µs where the default takes 3, and end as `ends` says."""
+    """A fake runner: searches find 2 µs, the default takes 3, and `ends` gives the status."""
 
     seen: ClassVar[list[int]]
     ends: ClassVar[dict[str, Status]]
@@ -324,7 +322,7 @@ def test_tuning_fills_the_users_table_that_lookups_then_find(
     assert first.versions == {"driver": "580", "torch": "2.11.0", "triton": "3.6.0"}
     sizes = blocked(256, 256, 256, "bf16", (64, 64), stored=8)
     assert tokens_of(sizes) == tokens_of(sizes, "bsr_triton") == 256
-    assert tuning.tune(suite, "cuda:0", 1).new == 0  # all of it is known
+    assert tuning.tune(suite, "cuda:0", 1).new == 0  # everything is in the table
     assert len(bench.seen) == 3
 
 
@@ -342,7 +340,7 @@ def test_a_default_that_is_faster_than_the_searchs_choice_goes_into_the_table(
     assert {(e.choice["tokens"], e.time_us, e.untuned_us) for e in entries} == {(64, 3.0, 3.0)}
 
 
-def test_a_wrong_configuration_never_enters_a_table_and_is_told(
+def test_a_wrong_configuration_never_enters_a_table_and_is_reported(
     suite: Suite, bench: type[Bench]
 ) -> None:
     bench.ends = {"bsr_wgmma": Status.WRONG, "bsr_triton": Status.UNSUPPORTED}
@@ -352,7 +350,7 @@ def test_a_wrong_configuration_never_enters_a_table_and_is_told(
     assert found.failed[0].startswith("wrong: bsr/bsr_wgmma tuned=wide, case ")
 
 
-def test_tuning_ends_with_its_time_and_goes_on_with_the_rest(
+def test_tuning_ends_at_its_time_limit_and_resumes(
     suite: Suite, bench: type[Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([0.0, 0.0, 100.0])
@@ -365,7 +363,7 @@ def test_tuning_ends_with_its_time_and_goes_on_with_the_rest(
     assert sorted(bench.seen) == [64, 128, 256]
 
 
-def test_an_interruption_keeps_what_was_found(
+def test_an_interruption_keeps_the_results(
     suite: Suite, bench: type[Bench], tmp_path: Path
 ) -> None:
     bench.interrupted_at = 2
@@ -394,14 +392,14 @@ def test_each_kernel_that_tunes_is_searched_once_beside_its_default(suite: Suite
         (["--minutes", "0"], "--minutes"),
     ],
 )
-def test_what_cannot_be_tuned_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
+def test_an_impossible_tuning_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
     done = sparsebench("tune", *arguments)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 
-def test_the_packages_own_tables_can_be_read_and_are_of_our_kernels_as_they_are(
+def test_the_packages_tables_match_the_present_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()

@@ -74,7 +74,7 @@ STAND_INS = """
 
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
-    """Build the kernel's own source for this machine."""
+    """Build the kernel's source for this machine."""
     source = STAND_INS + device_code("bitmap_mma.cu")
     source += """
       static void** a;
@@ -114,7 +114,7 @@ def emulated(
 def example(
     m: int, n: int, k: int, sparsity: float, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Bitmap]:
-    """Small whole numbers, whose sums are exact."""
+    """Return small integers, whose sums are exact."""
     torch.manual_seed(m + n + k)
     w = torch.randint(-2, 3, (n, k)) * (torch.rand(n, k) >= sparsity)
     w[0], w[-1] = 1, 0  # a stream of every element, and one of none
@@ -178,7 +178,7 @@ def test_nan_and_infinity_are_where_the_definition_has_them(
 
 
 @needs_compiler
-def test_rows_of_x_may_be_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(3, 40, 520, 0.5, BF16)
     wide = torch.full((3, 544), float("nan"), dtype=BF16)[:, :520]
     wide.copy_(x)

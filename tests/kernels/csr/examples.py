@@ -1,6 +1,8 @@
-"""What the tests of csr's kernels share: examples, and their source for this machine."""
+"""Examples for the tests of the CSR kernels, and the kernels' source for this machine."""
 
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def example(shape: tuple[int, int, int, float], dtype: torch.dtype) -> tuple[Ten
 
 
 def on_this_machine(name: str, dtype: torch.dtype) -> str:
-    """Return the source of a kernel, with what stands in for the device."""
+    """Return the source of a kernel with stand-ins for the device."""
     narrowing = "__float_as_uint(f)" if dtype == FP32 else "(u16)narrow(f)"
     return f"""
       #define __align__(n)
@@ -49,6 +51,17 @@ def on_this_machine(name: str, dtype: torch.dtype) -> str:
       #define narrow(f) {narrowing}
       {device_code(name, "narrow")}
     """
+
+
+def on_two_sms(module: ModuleType, config: Any, room: int, patch: pytest.MonkeyPatch) -> list[Any]:
+    """Give a module a GPU of two SMs that compiles nothing; return the calls of its `load`."""
+    gpu = SimpleNamespace(shared_memory_per_multiprocessor=config.ctas * (room + 1024))
+    calls: list[Any] = []
+    patch.setattr(module, "load", lambda *arguments: calls.append(arguments) or (None, "code"))
+    patch.setattr(module, "multiprocessors", lambda device: 2)
+    patch.setattr(module, "target_of", lambda device: "cpu")
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    return calls
 
 
 ampere = pytest.mark.skipif(

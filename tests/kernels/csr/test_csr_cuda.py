@@ -9,7 +9,6 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,13 +34,14 @@ from tests.kernels.csr.examples import (
     example,
     on_gpu,
     on_this_machine,
+    on_two_sms,
 )
 from tests.tools.marks import sampled
 
 
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
-    """Build the kernel's own source for this machine."""
+    """Build the kernel's source for this machine."""
     source = on_this_machine("csr_cuda.cu", dtype)
     source += """
       static void** a;
@@ -71,14 +71,9 @@ def emulated(
     x: Tensor, w: Csr, config: Config, room: int, folder: Path, patch: pytest.MonkeyPatch
 ) -> Tensor:
     """Run the launch on a GPU of two SMs."""
-    gpu = SimpleNamespace(shared_memory_per_multiprocessor=config.ctas * (room + 1024))
-    asked: list[Any] = []
-    patch.setattr(csr_cuda, "load", lambda *given: asked.append(given) or (None, "code"))
-    patch.setattr(csr_cuda, "multiprocessors", lambda device: 2)
-    patch.setattr(csr_cuda, "target_of", lambda device: "cpu")
-    patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    calls = on_two_sms(csr_cuda, config, room, patch)
     program = csr_cuda.launch(x, w, config)
-    constants = dict(asked[0][2])
+    constants = dict(calls[0][2])
     kernel = on_cpu(config, x.dtype, bool(constants["ALIGNED"]), folder)
     program.out.fill_(float("nan"))
     assert program.loaded.shared_bytes <= room
@@ -123,7 +118,7 @@ def test_a_matrix_of_zeros_gives_zeros(
 
 @needs_compiler
 def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that are filled up multiply zeros by zeros, and no token of X."""
+    """Padding of steps multiplies zeros by zeros, and no token of X."""
     x, w = example(SHAPES[1], FP32)
     x[3], x[7, 5], x[9, 0] = float("nan"), float("inf"), float("nan")
     wide = torch.full((len(x), x.shape[1] + 3), float("nan"))[:, : x.shape[1]]

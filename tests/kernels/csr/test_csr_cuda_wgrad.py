@@ -5,7 +5,6 @@ import re
 import shutil
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,13 +27,14 @@ from tests.kernels.csr.examples import (
     example,
     on_gpu,
     on_this_machine,
+    on_two_sms,
 )
 from tests.tools.marks import sampled
 
 
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
-    """Build both kernels' own source for this machine."""
+    """Build the source of both kernels for this machine."""
     source = on_this_machine("csr_cuda_wgrad.cu", dtype)
     source += """
       static void** a;
@@ -68,14 +68,9 @@ def emulated(
     dy: Tensor, x: Tensor, w: Csr, config: Config, room: int, folder: Path, patch: Any
 ) -> Tensor:
     """Run the launch on a GPU of two SMs."""
-    gpu = SimpleNamespace(shared_memory_per_multiprocessor=config.ctas * (room + 1024))
-    asked: list[Any] = []
-    patch.setattr(csr_cuda_wgrad, "load", lambda *given: asked.append(given) or (None, "code"))
-    patch.setattr(csr_cuda_wgrad, "multiprocessors", lambda device: 2)
-    patch.setattr(csr_cuda_wgrad, "target_of", lambda device: "cpu")
-    patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    calls = on_two_sms(csr_cuda_wgrad, config, room, patch)
     program = csr_cuda_wgrad.launch(dy, x, w, config)
-    kernel = on_cpu(config, x.dtype, bool(dict(asked[0][2])["ALIGNED"]), folder)
+    kernel = on_cpu(config, x.dtype, bool(dict(calls[0][2])["ALIGNED"]), folder)
     first, then = program.products, program.addition
     size = ctypes.c_size_t(first.loaded.shared_bytes)
     second = (then.args[0], then.loaded.grid) if then else (None, 0)

@@ -1,4 +1,4 @@
-"""The cuSPARSE peers against a cuSPARSE of numpy: sizes, orders, strides, padding; no GPU."""
+"""The cuSPARSE peers on a fake cuSPARSE in numpy: sizes, orders, strides, padding; no GPU."""
 
 import ctypes
 import sys
@@ -37,7 +37,7 @@ class RefusedError(Exception):
 
 
 class HostCusparse:
-    """nvmath.bindings.cusparse on host pointers, in fp32, by the library's own descriptions."""
+    """A fake nvmath.bindings.cusparse on host pointers, in fp32, after the library's manual."""
 
     cuSPARSEError = RefusedError
     Order = SimpleNamespace(COL=1, ROW=2)
@@ -261,7 +261,7 @@ def test_weights_without_a_non_zero_give_zeros(
 
 
 @pytest.mark.parametrize(("peer", "block"), PEERS)
-def test_what_the_library_refuses_is_unsupported_with_its_own_reason(
+def test_a_refusal_of_the_library_is_the_reason(
     library: HostCusparse, peer: Any, block: int | None
 ) -> None:
     library.refuses = True

@@ -43,7 +43,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     _cusparselt.handle_on.cache_clear()
-    # oneDNN, which torch 2.13 takes for fp8 where a CPU has AMX, ignores the strides of `out`.
+    # oneDNN, which torch 2.13 uses for fp8 on CPUs with AMX, ignores the strides of `out`.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     yield stand_in
     _cusparselt.handle_on.cache_clear()
@@ -85,9 +85,7 @@ EVERY_LAYOUT = [(d, way) for d in cusparselt.MULTIPLES for way in cusparselt.lay
 
 
 @pytest.mark.parametrize(("dtype", "way"), EVERY_LAYOUT)
-def test_every_layout_that_is_tried_is_the_product(
-    library: OnCpu, dtype: str, way: cusparselt.Way
-) -> None:
+def test_every_layout_gives_the_product(library: OnCpu, dtype: str, way: cusparselt.Way) -> None:
     operands = operands_of(dtype)
     wanted = wanted_of(operands)
     one = cusparselt.planned(wanted, replace(way, algorithm=4, split_k=2, split_k_mode=1))
@@ -120,7 +118,7 @@ def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) ->
 
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
-def test_few_tokens_are_computed_as_more_and_read_anew(
+def test_few_tokens_may_be_padded_and_follow_the_activations(
     library: OnCpu, dtype: str, y_layout: Any
 ) -> None:
     operands = operands_of(dtype)
@@ -134,7 +132,7 @@ def test_few_tokens_are_computed_as_more_and_read_anew(
         x.copy_(x.float().flip(0))
 
 
-def test_a_product_can_be_added_to_what_is_there(library: OnCpu) -> None:
+def test_a_product_can_be_added_to_y(library: OnCpu) -> None:
     operands = operands_of("bf16")
     y = torch.ones(M, N, dtype=torch.bfloat16)
     cusparselt.planned(wanted_of(operands, beta=1.0), cusparselt.Way()).call(y)
@@ -155,7 +153,7 @@ def test_w_is_compressed_once_for_each_layout(library: OnCpu) -> None:
     assert library.called.count("SpMMACompress2") == len(cusparselt.LAYOUTS)
 
 
-def test_what_the_library_allocated_is_destroyed_in_reverse(library: OnCpu) -> None:
+def test_structures_of_the_library_are_destroyed_in_reverse(library: OnCpu) -> None:
     weight = _cusparselt.compress(operands_of("bf16").weights["w"].to_dense())
     b = Matrix(K, M, K, "columns", torch.bfloat16)
     plan = Plan(weight, b, Matrix(N, M, N, "columns", torch.bfloat16), Algorithm())
@@ -171,7 +169,7 @@ def test_what_the_library_allocated_is_destroyed_in_reverse(library: OnCpu) -> N
     ]
 
 
-def test_a_plan_that_wants_too_much_room_is_refused(
+def test_a_plan_that_needs_too_large_a_workspace_is_refused(
     library: OnCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_cusparselt, "MOST_WORKSPACE", 63)
@@ -190,7 +188,7 @@ def test_a_refused_plan_leaves_nothing_behind(library: OnCpu) -> None:
 
 
 def pick(monkeypatch: pytest.MonkeyPatch, module: Any, index: int) -> list[int]:
-    """Make every search end with one candidate, the last if there are fewer; return their sizes."""
+    """Make every search choose one candidate, the last if there are fewer; return their sizes."""
     sizes: list[int] = []
 
     def search(calls: list[Any], *_: Any) -> Search:
@@ -212,7 +210,7 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     operands = operands_of(dtype)
     launch = cusparselt.prepare(operands)
     layouts = 2 if dtype == "fp8" else 8
-    # The library's search finds nothing where X.T is copied, and is not asked where it traps.
+    # The library's search finds nothing if X.T is copied, and is not called if it would trap.
     found = {"fp8": 2, "fp16": 2}.get(dtype, 4)
     numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
     few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
@@ -232,7 +230,7 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     assert_right(launch(), operands)
 
 
-def test_a_later_process_searches_once_among_what_was_near_the_fastest(
+def test_a_later_process_searches_once_among_the_finalists(
     library: OnCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = pick(monkeypatch, cusparselt, 1)
@@ -337,7 +335,7 @@ def test_every_join_of_the_hybrid_is_the_product_and_can_be_pinned(
         (problem_of("fp8", n=48), "found m 32, n 48 and k 512"),
     ],
 )
-def test_what_the_library_cannot_take_is_unsupported_before_any_launch(
+def test_cases_that_the_library_cannot_run_are_unsupported_before_a_launch(
     problem: Problem, reason: str
 ) -> None:
     for kernel in (cusparselt.KERNEL, cusparselt_hybrid.KERNEL):
@@ -357,7 +355,7 @@ def test_the_version_is_that_of_the_loaded_library_and_an_old_one_is_refused() -
         _cusparselt.bind("here", OnCpu((0, 7, 1)))
 
 
-def test_a_machine_without_the_library_is_told_what_to_install(
+def test_a_missing_library_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _cusparselt.library.cache_clear()
@@ -390,7 +388,7 @@ def test_fp8_needs_a_gpu_that_has_it(library: OnCpu, monkeypatch: pytest.MonkeyP
 
 
 def on_the_gpu(kernel: Any, operands: Operands, **options: Any) -> Iterator[Launch]:
-    """Prepare, and prepare again as pinned, as a later process does."""
+    """Prepare, and prepare again with the choice pinned, like a later process."""
     if reason := kernel.KERNEL.unsupported(operands.problem, operands.device):
         pytest.skip(reason)
     first = kernel.prepare(operands, **options)

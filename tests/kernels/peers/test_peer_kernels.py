@@ -1,4 +1,4 @@
-"""The dense, scipy and torch peers: right where they run, and a reason where they do not."""
+"""The dense, scipy and torch peers are right where they run, and have a reason elsewhere."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def operands_of(
 
 
 def assert_right(y: torch.Tensor, operands: Operands) -> None:
-    """Hold every element to 16 rounding errors of its terms, and one of its value."""
+    """Allow every element 16 rounding errors of its terms, and one of its value."""
     dtype = operands.problem["dtype"]
     w, x = operands.weights["w"].to_dense().double(), operands.activations["x"].double()
     expected = definition(w, x)
@@ -178,7 +178,7 @@ def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
         (16, (256, 256), "fp32", [16]),
     ],
 )
-def test_tiles_divide_the_tokens_and_hold_what_torch_ships(
+def test_tiles_divide_the_tokens_and_include_torchs(
     m: int, block: tuple[int, int], dtype: str, tiles: list[int]
 ) -> None:
     assert torch_bsr.token_tiles(m, block, DTYPES[dtype]) == tiles

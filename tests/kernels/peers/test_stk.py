@@ -1,4 +1,4 @@
-"""STK as a peer: what is unsupported, and its calls and layouts, with dense products for STK."""
+"""STK as a peer: unsupported cases, calls and layouts; dense products stand in for STK."""
 
 import sys
 from dataclasses import replace
@@ -21,7 +21,7 @@ SIZES = {"m": 128, "n": 384, "k": 256, "dtype": "fp16"}
 
 
 class Matrix:
-    """STK's matrix, as far as it is used: three arrays, and a flag for the transposed view."""
+    """The used part of STK's matrix: three arrays, and a flag for the transposed view."""
 
     def __init__(
         self, size: Any, data: Tensor, rows: Tensor, columns: Tensor, offsets: Tensor
@@ -121,7 +121,7 @@ def test_sizes_that_stk_cannot_take_are_unsupported(
     assert found is None if reason is None else reason in str(found)
 
 
-def test_without_a_gpu_or_stk_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("linear", SIZES)
     assert "found device cpu" in str(stk.unsupported(problem, torch.device("cpu")))
 

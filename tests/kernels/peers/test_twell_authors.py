@@ -1,4 +1,4 @@
-"""TwELL's authors as a peer: what it needs, their calls on a CPU, and values that are lost."""
+"""The kernels of TwELL's authors: requirements, calls on a CPU, and values that are lost."""
 
 import sys
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from sparsebench.results.record import Contender, Problem, Status
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("ffn")
 TWELL = '''
-"""What the authors' module is called with, by torch: a word is a value and a place."""
+"""A fake of the authors' module in torch: a word is a value and a place."""
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,7 +90,7 @@ def prepared(asked: Problem, **options: Any) -> Launch:
     return twell_authors.prepare(given, **options)
 
 
-def test_what_the_authors_kernels_need_is_said(
+def test_missing_requirements_of_the_authors_kernels_are_reported(
     hopper: None, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = {
@@ -128,7 +128,7 @@ def test_a_row_has_the_digest_of_the_authors_code(checkout: Path) -> None:
     assert prepared(problem(active=8)).choice["digest"] != first["digest"]
 
 
-def test_the_extension_is_built_once_and_kept_by_what_it_is_made_from(checkout: Path) -> None:
+def test_the_extension_is_built_once_per_digest_of_its_sources(checkout: Path) -> None:
     builds = checkout.with_name("builds")
     twell_authors.extension()
     assert twell_authors.extension()[1] == ("twell_ext", "machine code")
@@ -149,7 +149,7 @@ def ran_contest(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
     return rows[1]
 
 
-def test_few_units_on_are_right(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_active_units_are_right(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ran_contest(problem(active=8), monkeypatch)
     assert row.status is Status.OK, row.detail
 
@@ -157,11 +157,11 @@ def test_few_units_on_are_right(checkout: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_value_that_is_lost_is_wrong_and_counted(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 44 of 512 units on a tile seldom has more than 31: the error alone would pass."""
+    """With 44 of 512 units active a tile seldom has more than 31, so the error would pass."""
     row = ran_contest(problem(active=44), monkeypatch)
     assert row.status is Status.WRONG
-    when, told = row.detail.split(" timing: ")  # operands are drawn anew after timing
-    count, rest = told.split(" ", 1)
+    when, reason = row.detail.split(" timing: ")  # operands are redrawn after timing
+    count, rest = reason.split(" ", 1)
     assert when in ("before", "after")
     assert rest == "values lost: the format had no room for them"
     assert 1 <= int(count) < 300

@@ -1,4 +1,4 @@
-"""SpInfer's and MACKO's authors as peers: what they need, and what their compressors make.
+"""The kernels of the authors of SpInfer and MACKO: requirements, and their packed weights.
 
 `SPARSEBENCH_PEERS=DIR pytest tests/kernels/peers/test_unstructured_authors.py` builds their code by
 nvcc, without a GPU too; on one it multiplies.
@@ -61,13 +61,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("peer", "fields", "said"), WRONG)
-def test_what_the_authors_cannot_run_is_said(
+def test_cases_that_the_authors_cannot_run_have_a_reason(
     peer: ModuleType, fields: dict[str, Any], said: str, checkouts: Path
 ) -> None:
     assert said in (peer.unsupported(problem(**fields), CUDA) or "")
 
 
-def test_what_they_can_run_needs_a_checkout(
+def test_cases_that_they_can_run_need_a_checkout(
     checkouts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {spinfer: problem(m=384), macko: problem(m=1)}
@@ -85,7 +85,7 @@ def test_a_suite_may_name_them() -> None:
         assert (kernel.op, kernel.consumes, kernel.device) == ("linear", "csr", "cuda")
 
 
-def test_code_that_does_not_build_is_one_line_and_nothing_is_kept(
+def test_code_that_does_not_build_is_one_line_and_stores_nothing(
     checkouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
@@ -100,7 +100,7 @@ def test_code_that_does_not_build_is_one_line_and_nothing_is_kept(
 
 
 def built(peer: ModuleType, target: str = "sm_90") -> ctypes.CDLL:
-    """Build a peer's code, where it and nvcc are there."""
+    """Build a peer's code, or skip the test without a checkout or nvcc."""
     folder = _authors.checkout(peer.MARKER)
     if folder is None or shutil.which("nvcc") is None:
         pytest.skip(f"needs nvcc and a checkout of {peer.REPOSITORY} below ${_authors.VARIABLE}")
@@ -174,7 +174,7 @@ def test_their_products_are_right_on_a_gpu(
 ) -> None:
     asked = problem(m=m, n=n, k=k)
     if reason := peer.unsupported(asked, CUDA):
-        pytest.skip(reason)  # no checkout: it says which one
+        pytest.skip(reason)  # names the missing checkout
     w, x = weight(n, k, sparsity, seed=m).cuda(), torch.randn(m, k).half().cuda()
     given = Operands(asked, {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
     launch = peer.prepare(given)

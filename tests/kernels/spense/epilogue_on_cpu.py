@@ -1,4 +1,4 @@
-"""The epilogue of spense_wgmma.cu as a library of this machine: its own text, PTX by stand-ins.
+"""Build the epilogue of spense_wgmma.cu for this machine, with stand-ins for PTX.
 
 Taken from the text: structs, scales, activations, stores, partial sums and the fixup. A stand-in
 for a TMA store reads shared memory as late as it may.
@@ -13,7 +13,7 @@ from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.emulation.cuda_on_cpu import built, without_ptx
 from tests.tools.paths import cuda_source
 
-KERNEL = "// the kernel's own text\n"  # stands for it in what a test adds
+KERNEL = "// the kernel's own text\n"  # the place of the kernel in the code of a test
 IN_CPP = """
 using std::max;
 struct TensorMap { char* to; long bytes, rows; };  // of a row, and rows
@@ -71,7 +71,7 @@ static void fence_proxy_async() {}
 
 @dataclass(frozen=True)
 class Case:
-    """m tokens, hidden units, steps of k, the sparse part of all, and CTAs."""
+    """m tokens, hidden units, steps of k, the fraction that is sparse, and CTAs."""
 
     config: Config
     m: int
@@ -93,7 +93,7 @@ def section(source: str, start: str, end: str) -> str:
 
 @cache
 def on_cpu(own: str, constants: Any, folder: Path) -> Any:
-    """Build what follows the products, and `own`; PTX is IN_CPP's and cuda_on_cpu.h's."""
+    """Build the code after the products, and `own`; IN_CPP and cuda_on_cpu.h replace PTX."""
     kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
     parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
     parts += "using Accumulators = float[TOKENS / 2];\n"

@@ -1,4 +1,4 @@
-"""What the tests of the 2:4 hybrid kernels share: shapes, operands, and the check of a product."""
+"""Shapes, operands and the check of a product for the tests of the 2:4 hybrid kernels."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ WGMMA_CONFIGS += WGMMA_SPLIT
 
 
 def example(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Spense]:
-    """Return X and packed W of small integers: every dtype sums their products exactly."""
+    """Return X and packed W of small integers, whose products every dtype sums exactly."""
     m, n, k, fraction, split = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -70,7 +70,7 @@ LARGE = [
 
 
 def on_gpu(shape: Shape, dtype: str) -> tuple[Tensor, Spense]:
-    """Return normal deviates on the GPU: their sums are rounded."""
+    """Return normal deviates on the GPU, whose sums are rounded."""
     x, w = example(shape, DTYPES[dtype], "cuda")
     noise = torch.rand(w.shape, device="cuda") + 0.5
     dense = (w.to_dense().float() * noise + 0.0).to(w.dtype)

@@ -1,4 +1,4 @@
-"""The plan for compute capability 10.0 compiles: its PTX is accepted, and its loop is in the SASS.
+"""The plan for compute capability 10.0 compiles, and its main loop is in the machine code.
 
 blackwell.cu is a probe and no kernel: no suite can name it, and nothing has run it. Its numbers are
 in kernels/spense/NOTES.md.

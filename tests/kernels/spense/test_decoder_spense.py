@@ -1,4 +1,4 @@
-"""A decoding step of 2:4 hybrid weights: which products are whose, and right on a GPU."""
+"""A decoding step of 2:4 hybrid weights: which kernel computes which product; right on a GPU."""
 
 import json
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ def problem(**fields: Any) -> Problem:
 
 
 def given(asked: Problem, device: torch.device) -> tuple[Operands, dict[str, Tensor]]:
-    """Draw operands; pruned weights are half dense, the others all."""
+    """Draw operands; pruned weights are half dense, all others dense."""
     dense, weights = drawn(asked, OP, device, None), {}
     for name, w in dense.weights.items():
         fraction = 0.5 if OP.prunes(asked.fields, name) else 1.0
@@ -65,7 +65,7 @@ def assert_right(launch: Launch, these: Operands, weights: dict[str, Tensor]) ->
 
 @dataclass
 class _Product:
-    """What spense_wgmma.py computes, by torch."""
+    """Compute the product of spense_wgmma with torch."""
 
     x: Tensor
     w: Spense
@@ -83,7 +83,7 @@ class _Product:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
-    """Replace the kernel for Hopper; keep each product that was bound."""
+    """Replace the kernel for Hopper, and record each bound product."""
     made: list[_Product] = []
 
     def product(x: Tensor, w: Spense, activation: str | None) -> _Product:

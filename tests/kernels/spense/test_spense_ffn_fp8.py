@@ -37,7 +37,7 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 OP = load_op("ffn")
 SPLITS = {"wg": "rows", "wu": "rows", "wd": "columns"}
 
-WAYS = {  # of torch to multiply, as a row names them
+WAYS = {  # ways in which torch multiplies, by their name in rows
     "fp8": [{"library": "cublaslt", "use_fast_accum": fast} for fast in (True, False)],
     "16 bits": [
         {"library": library, "weights": layout}
@@ -56,7 +56,7 @@ def problem(dtype: str = "fp8", **fields: Value) -> Problem:
 def given(
     asked: Problem, device: torch.device = CPU, fraction: float | None = None
 ) -> tuple[Operands, DenseOperands]:
-    """Return what a kernel gets, dense or in Spense, and the same dense."""
+    """Return operands for a kernel, dense or as Spense, and the same operands dense."""
     drawn = operands(asked, OP, device, None)
     weights: dict[str, Any] = {
         name: Dense.from_dense(w)
@@ -69,7 +69,7 @@ def given(
 
 
 def expected_of(asked: Problem, drawn: DenseOperands) -> Expected:
-    """Return what the harness holds an output against."""
+    """Return the output that the harness expects."""
     exact = {name: t.double() for name, t in {**drawn.weights, **drawn.activations}.items()}
     right, spread = bound(OP.definition, asked)(**exact), bound(OP.spread, asked)(**exact)
     dtype, depth = asked["dtype"], OP.depth(**exact)
@@ -78,7 +78,7 @@ def expected_of(asked: Problem, drawn: DenseOperands) -> Expected:
 
 
 def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
-    """Draw other activations, poison what the launch wrote, and judge what it writes then."""
+    """Draw other activations, poison the output, and judge what the launch writes then."""
     redraw(asked, OP, drawn.activations, 1)
     launch().fill_(float("nan"))
     verdict = check(launch(), expected_of(asked, drawn))
@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("written", REFUSED)
-def test_what_fp8_is_too_imprecise_for_is_refused(written: str, tmp_path: Path) -> None:
+def test_problems_too_imprecise_for_fp8_are_refused(written: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(
         "schema: sparsebench/suite@1\ntitle: t\nproblems:\n"
@@ -155,7 +155,7 @@ def layer(
     of_h: Callable[[Tensor], Tensor] = quantised,
     scales: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Return Y as a kernel in fp8 makes it: G and U rounded to bf16 before they are scaled."""
+    """Return Y like an fp8 kernel: G and U are rounded to bf16 before they are scaled."""
     wg, wu, wd = (w.float() for w in drawn.weights.values())
     inner, outer = scales or (unit_scale(wg.shape[1]), unit_scale(wd.shape[1]))
     x = of_x(drawn.activations["x"])
@@ -215,7 +215,7 @@ def test_wrong_layers_are_caught(what: str, activation: str) -> None:
 def test_cublas_multiplies_step_by_step(activation: str) -> None:
     asked = problem(n=512, k=256, activation=activation)
     these, drawn = given(asked)
-    for fast in (True, False):  # oneDNN's products, by the same name in torch
+    for fast in (True, False):  # products of oneDNN, with the same name in torch
         pinned = {"library": "cublaslt", "use_fast_accum": fast}
         launch = cublas.prepare(replace(these, pinned=pinned))
         assert launch.choice == pinned
@@ -260,7 +260,7 @@ def test_a_cpu_is_unsupported(kernel: Any, reason: str) -> None:
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cast to e4m3 as cvt.rn.satfinite does: Triton 3.7's interpreter makes 64 of 126.5."""
+    """Cast to e4m3 like cvt.rn.satfinite; the interpreter of Triton 3.7 turns 126.5 into 64."""
     cast = interpreter._convert_float
 
     def by_torch(data: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -322,7 +322,7 @@ def test_interpreted_layers_of_two_gemms_are_right(activation, dtype, sizes) -> 
 
 
 def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
-    """Stands in for spense_wgmma's prepare."""
+    """Replace `spense_wgmma.prepare`."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert x.dtype == w.to_dense().dtype == E4M3
     dense = w.to_dense().float()
@@ -457,7 +457,7 @@ def test_two_gemms_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
+@pytest.mark.filterwarnings("default")  # inductor warns
 @pytest.mark.parametrize("kernel", [cublas, torch_compile])
 def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
     if reason := cublas.unsupported_fp8(CUDA):

@@ -1,4 +1,4 @@
-"""The launch that writes H = act(G) * U: its epilogue on a CPU, thread by thread; on a Hopper GPU.
+"""The launch that writes H = act(G) * U: its epilogue on a CPU by threads, and on a Hopper GPU.
 
 spense_epilogue_on_cpu.py builds the epilogue and the fixup from the text of spense_wgmma.cu, with
 stand-ins for PTX and TMA.
@@ -105,7 +105,7 @@ KINDS = [
 
 
 def layout(case: Case, dtype: torch.dtype) -> Spense:
-    """Return gate and up without memory: of so many units, a multiple of 16 in fp8."""
+    """Return gate and up without memory; the units are a multiple of 16 in fp8."""
     step = 16 // dtype.itemsize
     n, k = 2 * (-(-case.units // step) * step), case.steps * 256 // dtype.itemsize
     sparse = int(case.units * case.sparse) // 128 * 128 * 2 if case.sparse < 1 else n
@@ -148,7 +148,7 @@ def test_its_threads_write_the_hidden_units_on_a_cpu(
     sizes = rows, w.sparse.shape[0], n, m, out.shape[1] * out.itemsize
     constants = spense_wgmma.constants_of(config, dtype, activation)
     run = on_cpu(KERNEL + TMA, constants, tmp_path).call
-    for _ in range(2):  # counters are as they were
+    for _ in range(2):  # counters must be reset
         run((ctypes.c_void_p * 8)(*address), (ctypes.c_int * 5)(*sizes), case.ctas)
     assert not counters.any()
 
@@ -170,7 +170,7 @@ def act(z: Tensor, activation: str) -> Tensor:
     match activation:
         case "silu":
             return torch.nn.functional.silu(z)
-        case "gelu_tanh":  # torch's 1 + tanh loses what is below eps
+        case "gelu_tanh":  # 1 + tanh in torch loses values below eps
             return z * (2 * (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)).sigmoid()
         case "relu":
             return z.relu()
@@ -184,7 +184,7 @@ def assert_same(out: Tensor, right: Tensor, activation: str | None) -> None:
     right = right.to(out.dtype)
     if activation in (None, "relu"):
         assert torch.equal(out.double().nan_to_num(9999), right.double().nan_to_num(9999))
-    else:  # fp32's last places may decide how one is rounded; near 1e-38 it has no others
+    else:  # the last places of fp32 may decide how a value is rounded
         limits = torch.finfo(out.dtype)
         close = {"rtol": limits.eps, "atol": max(limits.smallest_normal * limits.eps, 1e-30)}
         torch.testing.assert_close(out.double(), right.double(), equal_nan=True, **close)
@@ -234,7 +234,7 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Drawn:
-    """X, gate and up in one, scales of the sums, and the sums themselves [2 units, m] in fp64."""
+    """X, gate and up as one matrix, scales of the sums, and the sums [2 units, m] in fp64."""
 
     x: Tensor
     w: Spense

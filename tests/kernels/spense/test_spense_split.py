@@ -1,4 +1,4 @@
-"""The launch in which the CTAs of a cluster share the k tiles of an item: its end, on a CPU.
+"""The end of a launch in which the CTAs of a cluster share the k tiles of an item, on a CPU.
 
 Each CTA sends sums to whoever adds them up, and writes its share of the tokens. The text is
 spense_wgmma.cu's (spense_epilogue_on_cpu.py). tests/kernels/spense/test_spense_wgmma.py runs the

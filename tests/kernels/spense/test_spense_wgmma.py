@@ -1,7 +1,7 @@
-"""spense_wgmma: what wgmma computes from the packed bytes, work lists, machine code, and on a GPU.
+"""spense_wgmma: products of wgmma from the packed bytes, work lists, machine code, and scales.
 
-The emulation reads memory as wgmma does: smem descriptors of swizzled tiles, and metadata from each
-thread's register. Their order is that of verified runs on an H200 (PTX ISA 9.0,
+The emulation reads memory like wgmma: smem descriptors of swizzled tiles, and metadata from each
+thread's register. Their order was verified by runs on an H200 (PTX ISA 9.0,
 wgmma.mma_async.sp).
 """
 
@@ -49,14 +49,14 @@ def values(stored: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def described(tile: np.ndarray, start: int, rows: int, width: int) -> np.ndarray:
-    """Return what a descriptor of a K-major tile in the 128-byte swizzle reads, [rows, width]."""
+    """Return the bytes [rows, width] of a K-major tile's descriptor in the 128-byte swizzle."""
     row, byte = np.arange(rows)[:, None], np.arange(width)
     address = start + row // 8 * 1024 + row % 8 * 128 + byte
     return tile[address ^ (address >> 7 & 7) << 4]
 
 
 def box(x: np.ndarray, token: int, column: int, tokens: int) -> np.ndarray:
-    """Do what TMA does: a box of X [m, bytes], swizzled, with zeros outside of X."""
+    """Copy a box of X [m, bytes] like TMA: swizzled, with zeros outside of X."""
     padded = np.pad(x, ((0, token + tokens), (0, column + 128)))
     pieces = padded[token : token + tokens, column : column + 128].reshape(tokens, 8, 16)
     row = np.arange(tokens)[:, None]
@@ -64,7 +64,7 @@ def box(x: np.ndarray, token: int, column: int, tokens: int) -> np.ndarray:
 
 
 def codes(words: np.ndarray, size: int) -> np.ndarray:
-    """Return the code of each row and group of one wgmma.sp, of the words of 128 threads."""
+    """Return the code of each row and group of one wgmma.sp from the words of 128 threads."""
     found = np.full((64, 8 if size == 2 else 16), -1)
     for thread in range(128):
         row, q = thread // 32 * 16 + thread % 32 // 4, thread % 4
@@ -93,7 +93,7 @@ def sparse_operand(tile: np.ndarray, step: int, dtype: torch.dtype) -> np.ndarra
 
 
 def multiplied(w: Spense, x: np.ndarray, row: int, step: int, token: int, tokens: int) -> Any:
-    """Return the products of one tile of W, in the addresses that the kernel computes."""
+    """Return the products of one tile of W, read at the addresses that the kernel computes."""
     rows, sparse_rows, sparse_columns, dense_row, dense_column, _ = spense_wgmma.tiles_of(w)
     assert row < rows
     total = np.zeros((64, tokens), np.float32)
@@ -112,7 +112,7 @@ def multiplied(w: Spense, x: np.ndarray, row: int, step: int, token: int, tokens
 
 
 def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
-    """Do with the lists and the bytes what the device does."""
+    """Multiply like the device, by the work lists and the packed bytes."""
     n, m, share = w.shape[0], len(x), 2 * config.cluster
     work = schedule(w, m, config.tokens, config.cluster, workers)
     raw = x.view(torch.uint8).numpy()
@@ -252,7 +252,7 @@ def test_few_items_are_cut_into_equal_parts() -> None:
     assert set(items[:, 3].tolist()) == {66, 67}
 
 
-def test_what_runs_at_one_time_shares_tokens_and_features() -> None:
+def test_items_of_a_wave_share_tokens_and_features() -> None:
     work = schedule(layer(*LAYERS[0][:2], 0.5, "rows"), 8192, 256, 2, 66)
     wave = work.items[work.starts[:-1]]
     assert len(np.unique(wave[:, 1])) == 8
@@ -290,7 +290,7 @@ def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(
     assert (tried[0].split > 0) == (m in spense_wgmma.CLUSTERS_FIRST)
 
 
-# Tokens, warpgroups and CTAs of a cluster that won on an H200, and how many are likelier at most.
+# Tokens, warpgroups and CTAs of the fastest cluster on an H200, and the most that rank above it.
 @pytest.mark.parametrize(
     ("m", "shape", "won", "likelier"),
     [
@@ -300,7 +300,7 @@ def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(
         (128, (3072, 1024), (64, 1, 1), 0),  # 96
     ],
 )
-def test_the_model_knows_what_won(
+def test_the_model_ranks_the_winners_first(
     m: int, shape: tuple[int, int], won: tuple[int, int, int], likelier: int
 ) -> None:
     found = _clusters.likeliest(m, shape, 2, AT_ONCE, 5)
@@ -381,7 +381,7 @@ def test_scales_of_a_wrong_size_or_dtype_are_unsupported() -> None:
 
 
 def planned(w: Spense, m: int) -> spense_wgmma.Plan:
-    """Return what a plan says of shapes, without a GPU."""
+    """Return a plan with shapes only, without a GPU."""
     nothing: Any = None
     shapes = tuple(w.sparse.shape), tuple(w.dense.shape)
     y = m, w.shape[0]
