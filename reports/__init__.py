@@ -1,1 +1,1 @@
-"""What is shown: one HTML file a run, and the tables of a terminal."""
+"""Show results: HTML reports, a static site, tables for the terminal, Markdown."""

@@ -97,7 +97,7 @@ def build(
 
 
 def rendered(**parts: Any) -> str:
-    """Return a page of templates/report.html, whose names `parts` are."""
+    """Fill templates/report.html with these parts."""
     return distinct(render("report.html", **parts))
 
 

@@ -152,50 +152,50 @@ def check(
     out: Path,
     options: RunOptions,
     engine: Engine | None = None,
-    planned: Callable[[Evidence], None] = lambda known: None,
+    planned: Callable[[Evidence], None] = lambda result: None,
 ) -> Evidence:
     """Measure what no run has, confirm promising cells, and write everything below `out`.
 
     Runs that are below `out` count, and stopped ones are resumed. `engine` may measure a run in
     pieces. `planned` is called with what is known before anything is measured.
     """
-    known = evidence(written, [*runs, *(run for run in _runs(out) if _finished(run))], flags.data)
-    for part in known.all_parts:
+    result = evidence(written, [*runs, *(run for run in _runs(out) if _finished(run))], flags.data)
+    for part in result.all_parts:
         if reason := refused(part, flags.device):
-            known.refused[part.written.name, part.test.name] = reason
-    planned(known)
-    _Check(known, flags, out, options, engine or measure).run()
+            result.refused[part.written.name, part.test.name] = reason
+    planned(result)
+    _Check(result, flags, out, options, engine or measure).run()
     out.mkdir(parents=True, exist_ok=True)
-    store.write_json(out / "verdicts.json", to_json(known))
-    return known
+    store.write_json(out / "verdicts.json", to_json(result))
+    return result
 
 
 @dataclass(frozen=True)
 class _Check:
     """Measures what claims need, and adds the cells to the evidence."""
 
-    known: Evidence
+    evidence: Evidence
     flags: Flags
     out: Path
     options: RunOptions
     engine: Engine
 
     def run(self) -> None:
-        known = self.known
-        known.read([self._resumed(path) for path in self._unfinished()])
-        for wanted in missing(known, self.flags.device):
+        result = self.evidence
+        result.read([self._resumed(path) for path in self._unfinished()])
+        for wanted in missing(result, self.flags.device):
             if monotonic() >= self.options.until:
-                known.left.append(wanted[0][0].suite.name)
+                result.left.append(wanted[0][0].suite.name)
                 continue
             try:
-                known.read([self._measured(wanted)])
+                result.read([self._measured(wanted)])
             except NoMeter as error:
                 for part, _ in wanted:
-                    known.refused[part.written.name, part.test.name] = str(error)
-        known.left += [path.name for path in self._unfinished()]
-        if self.flags.replicates >= FEWEST and not known.left:
+                    result.refused[part.written.name, part.test.name] = str(error)
+        result.left += [path.name for path in self._unfinished()]
+        if self.flags.replicates >= FEWEST and not result.left:
             for screening, chosen in self._promising().items():
-                known.read([self._confirmed(screening, chosen)])
+                result.read([self._confirmed(screening, chosen)])
 
     def _unfinished(self) -> list[Path]:
         """Return the screening runs that were stopped; `_confirmed` resumes the others."""
@@ -225,7 +225,7 @@ class _Check:
     def _promising(self) -> dict[str, list[Cell]]:
         """Return the cells that a confirming run would decide, by the run that screened them."""
         chosen: dict[str, dict[tuple[str, ...], Cell]] = {}
-        for verdicts in self.known.verdicts().values():
+        for verdicts in self.evidence.verdicts().values():
             for judged in (judged for verdict in verdicts for judged in verdict.tests):
                 if cell := judged.confirm:
                     chosen.setdefault(cell.run, {}).setdefault(cell.case_ids, cell)
@@ -236,7 +236,7 @@ class _Check:
 
         The name is numbered if a run has confirmed other cells, or came out unreliable.
         """
-        path = self.known.runs[screening]
+        path = self.evidence.runs[screening]
         names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
         out = next(self.out / name for name in names if not _finished(self.out / name))
         run = whole(path)
@@ -268,19 +268,19 @@ def _finished(path: Path) -> bool:
     return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
-def missing(known: Evidence, device: str) -> list[list[Wanted]]:
+def missing(result: Evidence, device: str) -> list[list[Wanted]]:
     """Return, for each suite, the parts with problems that have no cell on such a device.
 
     Parts about energy are separate, because energy takes seconds per case.
     """
     by_suite: dict[tuple[str, bool], list[Wanted]] = {}
-    for part in known.all_parts:
+    for part in result.all_parts:
         name = part.written.name
-        if (name, part.test.name) in known.refused:
+        if (name, part.test.name) in result.refused:
             continue
         measured = {
             cell.problem
-            for cell in known.cells[name]
+            for cell in result.cells[name]
             if cell.test == part.test.name and cell.simulated == simulated(device)
         }
         if left := part.problems - measured:
@@ -293,7 +293,7 @@ def measures_energy(part: Part) -> bool:
     return part.test.metric == "energy_saved"
 
 
-def to_json(known: Evidence) -> dict[str, Any]:
+def to_json(result: Evidence) -> dict[str, Any]:
     """Return the verdicts with their cells."""
     claims = {
         name: [
@@ -308,7 +308,7 @@ def to_json(known: Evidence) -> dict[str, Any]:
             }
             for verdict in verdicts
         ]
-        for name, verdicts in known.verdicts().items()
+        for name, verdicts in result.verdicts().items()
     }
     return {"schema": VERDICTS_SCHEMA, "claims": claims}
 

@@ -23,10 +23,10 @@ def load(name: str) -> ClaimFile:
     """Read a claim by name or from a file. Raises SuiteError with the file and the line."""
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
-    known = claims()
-    if name not in known:
-        raise SuiteError(unknown("a file.yaml or a known claim", name, known))
-    return parse(known[name].name, known[name].read_text("utf-8"))
+    packaged = claims()
+    if name not in packaged:
+        raise SuiteError(unknown("a file.yaml or a known claim", name, packaged))
+    return parse(packaged[name].name, packaged[name].read_text("utf-8"))
 
 
 def chosen(names: list[str]) -> list[ClaimFile]:

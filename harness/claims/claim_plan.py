@@ -108,14 +108,14 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     here = [name for name in whole if op.prunes(problem.fields, name)]
     pruned = dict.fromkeys(whole, 0.0)
     pruned |= {name: level(fields, op.operands[name].shape) for name in here}
-    kept = {name: round(size * (1 - pruned[name])) for name, size in whole.items()}
+    nonzeros = {name: round(size * (1 - pruned[name])) for name, size in whole.items()}
     itemsize = DTYPES[dtype].itemsize
     (dense, dense_bytes), (sparse, sparse_bytes) = (
-        (op.flops(given, nnz), op.fewest_bytes(given, nnz, itemsize))
-        for given, nnz in ((op.dense(problem), whole), (problem, kept))
+        (op.flops(given_sizes, nnz), op.fewest_bytes(given_sizes, nnz, itemsize))
+        for given_sizes, nnz in ((op.dense(problem), whole), (problem, nonzeros))
     )
     if problem["pattern"].startswith(("two_four", "spense")):  # half of the 2:4 part is zeros
-        zeros = [op.copies(fields, name) * (whole[name] - kept[name]) for name in whole]
+        zeros = [op.copies(fields, name) * (whole[name] - nonzeros[name]) for name in whole]
         sparse_bytes += 2 * sum(zeros) // 8
     sides = [(dense, dense_bytes), (sparse, sparse_bytes)]
     if ceilings is None:
@@ -182,10 +182,10 @@ def too_large(part: Part, memory: int) -> str:
 @cache
 def _suite(name: str, measure: str, data: Path | None) -> Suite:
     """Expand the suite that a claim names, or the one written in the claim; `measure` is JSON."""
-    given = Measure.model_validate_json(measure)
-    if given.suite is not None:
-        return read(given.suite, data)
-    listed = given.model_dump(exclude={"suite", "only", "energy", "data"})
+    contents = Measure.model_validate_json(measure)
+    if contents.suite is not None:
+        return read(contents.suite, data)
+    listed = contents.model_dump(exclude={"suite", "only", "energy", "data"})
     written = {"schema": "sparsebench/suite@1", "title": f"Contests of the claim {name}", **listed}
     return expand(f"{name}.yaml", yaml.safe_dump(written, sort_keys=False, width=100), data)
 
@@ -204,14 +204,14 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
     contests = [c for c in part.contests if covers(test, c.problem.fields)]
     for name, value in test.at.items():
         values = value if isinstance(value, list) else [value]
-        known = {text(c.problem.fields[name]) for c in part.contests if name in c.problem.fields}
-        missing = [each for each in values if text(each) not in known]
+        present = {text(c.problem.fields[name]) for c in part.contests if name in c.problem.fields}
+        missing = [each for each in values if text(each) not in present]
         if missing:
-            expected = f"{name} of a problem of {suite.name}, one of {', '.join(sorted(known))}"
+            expected = f"{name} of a problem of {suite.name}, one of {', '.join(sorted(present))}"
             raise SuiteError(f"{where('at')}: at.{name}: expected {expected}; found {missing[0]!r}")
     if not contests:
         raise SuiteError(f"{where('at')}: at: expected a problem with all of these, found none")
-    kept = []
+    complete = []
     for who, chosen in (("subject", test.subject), ("baseline", test.baseline)):
         if not any(_matching(chosen, contest) for contest in contests):
             expected = f"a contender of {suite.name} at these problems"
@@ -223,8 +223,8 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
             expected = "no contender that is subject and baseline"
             raise SuiteError(f"{where('subject')}: expected {expected}, found {both[0].label}")
         if all(sides):
-            kept.append(replace(contest, contenders=(*sides[1], *sides[0])))
-    if not kept:
+            complete.append(replace(contest, contenders=(*sides[1], *sides[0])))
+    if not complete:
         raise SuiteError(f"{where('at')}: expected a problem with both sides, found none")
     if (test.scope, test.cache) not in suite.measures:
         measured = ", ".join(" ".join(each) for each in suite.measures)
@@ -234,7 +234,7 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
     if test.metric == "energy_saved" and not measure.energy:
         expected = "energy: true in measure, for a metric of energy"
         raise SuiteError(f"{where('metric')}: metric: expected {expected}; found energy: false")
-    return replace(part, contests=tuple(kept))
+    return replace(part, contests=tuple(complete))
 
 
 def _matching(chosen: Chosen, contest: Contest) -> list[Contender]:

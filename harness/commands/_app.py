@@ -48,12 +48,12 @@ class Commands(typer.core.TyperGroup):
         """Import a command; None for a name that is not one."""
         if (name := self.modules.get(cmd_name)) is None:
             return None
-        found = getattr(import_module(f"sparsebench.harness.commands.{name}"), name)
-        if not isinstance(found, typer.Typer):
+        target = getattr(import_module(f"sparsebench.harness.commands.{name}"), name)
+        if not isinstance(target, typer.Typer):
             single = typer.Typer(rich_markup_mode=None, add_completion=False)
-            single.command(cmd_name)(found)
-            found = single
-        command = typer.main.get_command(found)
+            single.command(cmd_name)(target)
+            target = single
+        command = typer.main.get_command(target)
         command.name = cmd_name
         return command
 

@@ -84,11 +84,11 @@ def budget_s(text: str) -> float:
 
 def refuse_beside_resume(context: typer.Context, names: Collection[str]) -> None:
     """Raise BadParameter if options were given that a resumed run takes from its directory."""
-    given = []
+    extra = []
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if option.name in names and source and source.name == "COMMANDLINE":
-            given.append(option.opts[0])
-    if given:
+            extra.append(option.opts[0])
+    if extra:
         expected = "expected --resume RUN, which keeps the flags of the run"
-        raise typer.BadParameter(f"{expected}; found {' '.join(given)} beside it")
+        raise typer.BadParameter(f"{expected}; found {' '.join(extra)} beside it")

@@ -39,9 +39,9 @@ class Sharing:
 
     def __post_init__(self) -> None:
         """Raise BadParameter for contradicting options."""
-        given = [name for name in ("devices", "slurm", "submit") if getattr(self, name)]
-        if len(given) > 1:
-            raise typer.BadParameter(f"expected --{given[0]} or --{given[1]}, found both")
+        names = [name for name in ("devices", "slurm", "submit") if getattr(self, name)]
+        if len(names) > 1:
+            raise typer.BadParameter(f"expected --{names[0]} or --{names[1]}, found both")
         if self.submit not in ("", "local"):
             raise typer.BadParameter(f"--submit: expected local, found {self.submit!r}")
         if bool(self.shards) != bool(self.slurm or self.submit):

@@ -71,13 +71,13 @@ def schema() -> None:
 @claims.command()
 def lint(names: Names = None, data: opt.Data = None) -> None:
     """Check the fields of claims, and the suites and contenders that they name."""
-    from sparsebench.harness.claims.claim_catalog import claims as known
+    from sparsebench.harness.claims.claim_catalog import claims as packaged
     from sparsebench.harness.claims.claim_catalog import load
     from sparsebench.harness.claims.claim_plan import parts
     from sparsebench.results.formatting import amount
 
     valid = True
-    for name in names or known():
+    for name in names or packaged():
         try:
             written = load(name)
             planned = parts(written, data)
@@ -167,9 +167,9 @@ def check(
     times = times_on(gpu) if gpu else None
     picked = (device or "cuda:0") if plan else named(device)  # --plan needs no device here
 
-    def print_plan(known: "Evidence") -> None:
-        left = looks(known, picked, replicates, times)
-        for line in [*(look.sentence for look in left), *left_out(known)]:
+    def print_plan(result: "Evidence") -> None:
+        left = looks(result, picked, replicates, times)
+        for line in [*(look.sentence for look in left), *left_out(result)]:
             stderr.say(line)
         seconds = [look.seconds for look in left if look.seconds is not None]
         total = f", about {sum(seconds):.0f} s" if seconds else ""

@@ -36,8 +36,8 @@ def confirm(
     build(again, fresh / "report.html")
     lines = headlines(again)
     if as_json:
-        given = [asdict(headline) for headline in lines]
-        print_json({"run": str(fresh), "headlines": given, "choices": choices_of(again.state)})
+        dicts = [asdict(headline) for headline in lines]
+        print_json({"run": str(fresh), "headlines": dicts, "choices": choices_of(again.state)})
     else:
         for headline in lines:
             stdout.say(headline.sentence)

@@ -63,7 +63,7 @@ def preview(
     selected = only(suite.contests, condition)
     measures = len(possible(suite.measures, device))
     process_s, windows = times.start_s, 0
-    cases, met = list[tuple[str, float, bool]](), set[tuple[Any, ...]]()
+    cases, seen = list[tuple[str, float, bool]](), set[tuple[Any, ...]]()
     for contest in planned(suite, device, condition):
         running = [k for k in contest.contenders if _runs(k, contest, device)]
         contest_s, row_s = times.contest_and_row_s(size := log_size(contest.problem))
@@ -72,8 +72,8 @@ def preview(
         kernels = [names(contender) for contender in running if not contender.twin]
         for name in [label if label in times.first else kernel for label, kernel in kernels]:
             key = name, product(contest.problem)
-            cases.append((name, size, key in met))
-            met.add(key)
+            cases.append((name, size, key in seen))
+            seen.add(key)
     first = times.later if pinned else times.first
     later = times.searching if replicates >= FEWEST and not pinned else times.later
     seconds = times.ceilings_s + replicates * (process_s + energy * windows * ENERGY_S)
@@ -159,9 +159,11 @@ class Look:
         return f"{self.suite}: {counts}{time}{typical}; for {', '.join(self.claims)}"
 
 
-def looks(known: Evidence, device: str, replicates: int, times: MeasuredTimes | None) -> list[Look]:
+def looks(
+    result: Evidence, device: str, replicates: int, times: MeasuredTimes | None
+) -> list[Look]:
     """Return the runs that a check will make before any confirming run."""
-    return [_look(wanted, replicates, times) for wanted in missing(known, device)]
+    return [_look(wanted, replicates, times) for wanted in missing(result, device)]
 
 
 def _look(wanted: Sequence[Wanted], replicates: int, times: MeasuredTimes | None) -> Look:
@@ -176,10 +178,10 @@ def _look(wanted: Sequence[Wanted], replicates: int, times: MeasuredTimes | None
     return Look(suite.name, claims, contests, len(cases), run["estimate_s"], unknown)
 
 
-def left_out(known: Evidence) -> list[str]:
+def left_out(result: Evidence) -> list[str]:
     """Return a line for each suite that is not measured because its source files are missing."""
     by_suite: dict[str, list[str]] = {}
-    for part in known.all_parts:
+    for part in result.all_parts:
         if not part.contests:
             by_suite.setdefault(part.suite.name, []).append(part.written.name)
     return [
@@ -243,9 +245,9 @@ def _suite_estimate(
         how = f"{unknown} never measured there, taken as typical" if unknown else ""
         return EntryEstimate(entry, run["estimate_s"], how)
     for file in sorted(gpu.glob("*/run.json"), key=lambda file: file.parent.name != entry.name):
-        state = files.from_json(file)
-        if state["suite"] == entry.suite:
-            process_s = state["seconds"] / state["flags"]["replicates"]
+        result = files.from_json(file)
+        if result["suite"] == entry.suite:
+            process_s = result["seconds"] / result["flags"]["replicates"]
             how = f"as the run {file.parent.name}"
             return EntryEstimate(entry, process_s * entry.replicates, how)
     return EntryEstimate(entry, None, "no source files, and no run of this suite")

@@ -1,4 +1,4 @@
-"""What things took in earlier runs on one GPU, which is the input of every estimate.
+"""The times measured in earlier runs on one GPU, which every estimate uses.
 
     run        ceilings, once
     process    start: everything outside contests
@@ -32,7 +32,7 @@ MOST_RUNS = 64  # read from a folder
 NEAR = 5
 FEW = 3  # rows of a run that separate what a kernel takes once from what each case takes
 LEAST_CONTEST_S = 0.05
-AGAIN = 0.45  # of first processes' `prepare`, what later ones took in the published verdicts
+AGAIN = 0.45  # ratio of `prepare` in later and first processes of the published verdicts
 KIND = "m", "n", "k", "dtype"
 DENSE = "cublas", "cublas_ffn"
 CONTEST, ROW = ("operands", "convert", "check"), ("capture", "timing")  # stages in run.json
@@ -44,7 +44,7 @@ ENERGY_S = 2.7
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """What a kernel's `prepare` took in one kind of process, as (log size, seconds) of cases.
+    """Times of a kernel's `prepare` in one kind of process, as (log size, seconds) of cases.
 
     once_s  beyond the usual, for the first case of a process
     again   cases whose dense product the process had met before; empty for other kernels
@@ -62,7 +62,7 @@ class KernelTimes:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """What things took on one GPU, in seconds.
+    """Times measured on one GPU, in seconds.
 
     sizes      of each run: (mean log size of its problems, s per contest, s per row)
     first      kernels in the first process of a run
@@ -142,7 +142,7 @@ def _sizes(run: Run) -> tuple[float, float, float]:
 
 def _kernels(runs: Iterable[Run], wanted: Callable[[Run, Row], bool]) -> dict[str, KernelTimes]:
     """Return what `prepare` took in the wanted rows, by the label and the name of each kernel."""
-    by_name: dict[str, list[list[Row]]] = {}  # of each kernel its rows, by run
+    by_name: dict[str, list[list[Row]]] = {}  # rows of each kernel, by run
     for run in runs:
         rows = {(row.case.id, row.replicate): row for row in run.rows if wanted(run, row)}
         in_run: dict[str, list[Row]] = {}

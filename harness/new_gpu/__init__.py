@@ -1,1 +1,1 @@
-"""A device that nobody has measured: from its fitness to a page, inside a budget of time."""
+"""The survey of a GPU without published runs, from its fitness to a page, within a time budget."""

@@ -44,8 +44,8 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         raise ResultError(f"expected runs of one GPU, found {', '.join(sorted(gpus)) or 'none'}")
     home = into / _slug(gpus.pop())
     with _replaced(home) as before:
-        kept = {run.name: run for run in _runs(before)} if names else {}
-        for name, run in (kept | runs).items():
+        unchanged = {run.name: run for run in _runs(before)} if names else {}
+        for name, run in (unchanged | runs).items():
             shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
         from sparsebench.reports.published import write
 
@@ -76,14 +76,14 @@ def _slug(gpu: str) -> str:
 
 @contextmanager
 def _replaced(home: Path) -> Iterator[Path]:
-    """Make a folder anew and yield the old one, which is restored on an error.
+    """Replace a folder by a new one and yield the old one, which is restored on an error.
 
     Meanwhile the old one is beside `published`, where no page looks for runs.
     """
     before = home.parent.with_name(f".{home.name}.before")
     if before.exists():
-        found = "found the runs from before an interrupted publication"
-        raise ResultError(f"{before}: expected none, {found}; move them back to {home}")
+        reason = "found the runs from before an interrupted publication"
+        raise ResultError(f"{before}: expected none, {reason}; move them back to {home}")
     if home.exists():
         home.rename(before)
     home.mkdir(parents=True)

@@ -93,8 +93,8 @@ def _require_match(run: Path, entry: Entry) -> None:
         expected |= {"only": entry.only, "energy": entry.energy}
     for name, value in expected.items():
         if entry.kind != "reproduce" and flags[name] != value:
-            wanted = f"expected {name} {value!r} as in the campaign"
-            raise ResultError(f"{run}: {wanted}, found {flags[name]!r}")
+            reason = f"expected {name} {value!r} as in the campaign"
+            raise ResultError(f"{run}: {reason}, found {flags[name]!r}")
 
 
 @dataclass

@@ -34,9 +34,9 @@ from sparsebench.results import files, store
 POLL_S = {"slurm": 10.0, "local": 1.0}
 OPTIONS = {"slurm": "--slurm", "local": "--submit local"}
 TRIES = 3  # jobs of a part that may end one after the other without a new contest
-MINUTES = 240  # of a job, unless `time` is given
+MINUTES = 240  # of a job, unless `time` is parameters
 TIMEOUTS = 1000  # how often a job may reach its limit and be queued again
-SQUEUE_S = 60.0  # a controller that does not answer by then is asked again later
+SQUEUE_S = 60.0  # then the controller is taken as away, and the next round retries
 FAILED = "launch failed"  # squeue's reason for a job that is held until an operator releases it
 
 
@@ -134,20 +134,20 @@ def _executor(plan: Plan, folder: Path) -> Any:
         hint = "pip install 'sparsebench[cluster]'"
         raise SuiteError(f"{OPTIONS[plan.by]}: expected submitit, found none; {hint}") from error
     python = f"{shlex.quote(sys.executable)} -P"  # the working directory holds our folders
-    given = dict(plan.options)
+    parameters = dict(plan.options)
     kind = submitit.SlurmExecutor if plan.by == "slurm" else submitit.LocalExecutor
     try:
         executor = kind(folder, max_num_timeout=TIMEOUTS, python=python)
         if plan.by == "slurm":
             if not simulated(plan.devices[0]) and plan.devices[0] != "cpu":
-                given = {"gres": "gpu:1"} | given
-            executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **given})
+                parameters = {"gres": "gpu:1"} | parameters
+            executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **parameters})
         else:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES")
             setup = "unset CUDA_VISIBLE_DEVICES"
             if seen is not None:
                 setup = f"export CUDA_VISIBLE_DEVICES={shlex.quote(seen)}"
-            executor.update_parameters(timeout_min=MINUTES, setup=[setup], **given)
+            executor.update_parameters(timeout_min=MINUTES, setup=[setup], **parameters)
     except (RuntimeError, ValueError, TypeError) as error:
         line = " ".join(str(error).split())
         expected = f"expected a cluster and options of it; {line}"

@@ -34,8 +34,8 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
             done[index] = count
             options.progress(done.total(), total, problem)
 
-        own = replace(options, progress=show)
-        work(folder, plan, suite, index + 1, own, begun=parts.append)
+        shown = replace(options, progress=show)
+        work(folder, plan, suite, index + 1, shown, begun=parts.append)
 
     on_each_device(plan.devices, measure_part, parts, merged_at(folder))
 

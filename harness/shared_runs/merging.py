@@ -30,14 +30,14 @@ from sparsebench.results.consistency import check_consistency
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
-KEPT = (
+COMMON = (
     "suite",
     "reproduces",
     "confirms",
     "choices",
 )  # of run.json, the same in all runs
 LOGS = "worker.log", "failures.log"
-OWN = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
+PER_PART = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
 
 
 def merge(
@@ -120,7 +120,7 @@ def _of_one_plan(first: Run, other: Run) -> None:
     require_equal_facts(
         str(other.path), shared_facts(first.environment), shared_facts(other.environment)
     )
-    for name in ("flags", *KEPT[1:]):
+    for name in ("flags", *COMMON[1:]):
         expected, found = (_compared(run.state.get(name)) for run in (first, other))
         if expected != found:
             raise ResultError(
@@ -136,7 +136,7 @@ def _of_one_plan(first: Run, other: Run) -> None:
 def _compared(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return {name: own for name, own in value.items() if name not in OWN}
+    return {name: each for name, each in value.items() if name not in PER_PART}
 
 
 def _each_contest_once(runs: Iterable[Run]) -> None:
@@ -197,19 +197,19 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
     ended = max(start + took for start, took in zip(began, taken, strict=True))
     spent_s = sum((Counter(run.state["spent_s"]) for run in runs), Counter[str]())
     names = dict.fromkeys(run.state["flags"]["device"] for run in runs)
-    own = {"device": ",".join(names), "shard": ""}
+    merged = {"device": ",".join(names), "shard": ""}
     fitness: dict[str, list[Any]] = {}
     for run in runs:
-        for when, found in run.state.get("fitness", {}).items():
-            fitness.setdefault(when, []).extend(found)
-    kept: dict[str, Any] = {name: first[name] for name in KEPT if name in first}
+        for when, findings in run.state.get("fitness", {}).items():
+            fitness.setdefault(when, []).extend(findings)
+    common: dict[str, Any] = {name: first[name] for name in COMMON if name in first}
     return {
-        **kept,
+        **common,
         "status": "finished",
         "started": min(began).isoformat(timespec="seconds"),
         "seconds": round(sum(run.state["seconds"] for run in runs), 1),
         "wall_s": round((ended - min(began)).total_seconds(), 1),
-        "flags": first["flags"] | own,
+        "flags": first["flags"] | merged,
         "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
         **({"fitness": fitness} if fitness else {}),
     }
@@ -218,10 +218,10 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
 def _missing(joined: Run, suite: Suite) -> list[tuple[int, str]]:
     """Return the contests that no run has, as process and problem."""
     flags = joined.state["flags"]
-    asked = planned(suite, flags["device"], flags["only"])
-    found = {(row.replicate, row.case.problem.id) for row in [*joined.reference, *joined.rows]}
-    wanted = [(n, c.problem.id) for n in range(flags["replicates"]) for c in asked]
-    return [key for key in wanted if key not in found]
+    contests = planned(suite, flags["device"], flags["only"])
+    measured = {(row.replicate, row.case.problem.id) for row in [*joined.reference, *joined.rows]}
+    keys = [(n, c.problem.id) for n in range(flags["replicates"]) for c in contests]
+    return [key for key in keys if key not in measured]
 
 
 def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], joined: Run) -> str:
@@ -245,14 +245,14 @@ def _host(run: Run) -> str:
 def _shared(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the facts that all environments have in common, at every depth."""
     first, *others = environments
-    found: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     for name, value in first.items():
         values = [other.get(name) for other in others]
         if all(value == other for other in values):
-            found[name] = value
+            common[name] = value
         elif all(isinstance(other, Mapping) for other in (value, *values)):
-            found[name] = _shared([value, *(other for other in values if other is not None)])
-    return found
+            common[name] = _shared([value, *(other for other in values if other is not None)])
+    return common
 
 
 def _without(facts: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,11 +72,11 @@ def split(
     """Return the last run of this device, to be resumed, and the rows of other devices' runs."""
     ours = [run for run in runs if device_id_at(run) == device_id]
     others = [run for run in runs if run not in ours]
-    rows = [row for run in others for row in settled(run, suite, flags)]
+    rows = [row for run in others for row in seal_completed(run, suite, flags)]
     return (ours[-1] if ours else None), rows
 
 
-def settled(run: Path, suite: Suite, flags: Flags) -> list[Row]:
+def seal_completed(run: Path, suite: Suite, flags: Flags) -> list[Row]:
     """Return the rows of whole contests; seal a run that was killed with these alone."""
     rows = completed_rows(run, suite, flags, planned(suite, flags.device, flags.only, flags.shard))
     if not (run / bundle.MANIFEST).exists() or len(rows) != len(store.rows(run)):
@@ -93,7 +93,7 @@ def settled(run: Path, suite: Suite, flags: Flags) -> list[Row]:
     return rows
 
 
-def settle(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
+def seal_all(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
     """Return the run directories of all parts, sealed.
 
     Raises ResultError if a process still measures a part, or no contest was measured.
@@ -102,7 +102,7 @@ def settle(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
     for number in plan.numbers:
         with store.locked(folder / str(number)):
             runs = shared_folder.runs_of(folder, number)
-            sealed += [run for run in runs if settled(run, suite, plan.flags_of(number))]
+            sealed += [run for run in runs if seal_completed(run, suite, plan.flags_of(number))]
     if not sealed:
         raise ResultError(f"{folder}: expected a contest that was measured, found none")
     return sealed

@@ -17,7 +17,7 @@ from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions
 from sparsebench.harness.shared_runs import cluster_jobs, local_gpus, shared_folder
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.part_work import settle
+from sparsebench.harness.shared_runs.part_work import seal_all
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import store
 from sparsebench.results.files import utf8
@@ -55,7 +55,7 @@ def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008
     plan, suite = shared_folder.read(folder)
     module = local_gpus if plan.by == "devices" else cluster_jobs
     module.measure_parts(folder, suite, plan, options)
-    runs, out = settle(folder, plan, suite), shared_folder.merged_at(folder)
+    runs, out = seal_all(folder, plan, suite), shared_folder.merged_at(folder)
     return merge(runs, out, plan.flags.data, plugins=True, whole=options.until == inf)
 
 

@@ -1,4 +1,4 @@
-"""Where and how the run was made: every fact of its environment.json and run.json."""
+"""Every fact about the run in its environment.json and run.json."""
 
 from markupsafe import Markup
 

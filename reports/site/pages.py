@@ -28,7 +28,7 @@ WIDTH = 6.6  # pixels per character of a badge
 
 @dataclass(frozen=True)
 class Site:
-    """What pages need besides cards.
+    """The settings of a site.
 
     base      address of the site with a final slash, or ""; feeds and link previews need it
     formats   first line of each format's docstring, by name; the same for kernels

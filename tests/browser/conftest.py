@@ -35,7 +35,7 @@ baselines:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip without a browser; `make browser` asks for one, so there it is an error."""
+    """Skip without a browser; under `make browser` that is an error."""
     missing = [name for name in ("playwright", "axe_playwright_python") if not find_spec(name)]
     missing += [] if CHROMIUM else ["chromium"]
     own = [item for item in items if item.get_closest_marker("browser")]
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclass
 class Seen:
-    """An open page, and what it wrote to the console and asked for."""
+    """An open page with its console messages and its requests."""
 
     page: Any
     errors: list[str] = field(default_factory=list)

@@ -26,7 +26,7 @@ def places(report: Path, site: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize(("width", "colors", "media"), WAYS)
-def test_a_page_is_quiet_asks_for_no_other_and_fits(
+def test_a_page_logs_nothing_loads_nothing_and_fits(
     name: str, width: int, colors: str, media: str, places: dict[str, Path], show: Any
 ) -> None:
     seen = show(places[name], width, colors, media)
@@ -62,7 +62,7 @@ def test_the_first_screen_of_a_report_has_the_answer_and_a_map(
     assert page.locator("#answer svg").count() >= 1
 
 
-def test_the_first_screen_of_the_site_says_which_format_wins(
+def test_the_first_screen_of_the_site_shows_which_format_wins(
     places: dict[str, Path], show: Any
 ) -> None:
     page = show(places["site"]).page
@@ -75,7 +75,7 @@ def test_the_first_screen_of_the_site_says_which_format_wins(
     assert page.locator("#gpu-1 table").first.bounding_box()["y"] < 800
 
 
-def test_on_a_narrow_screen_every_value_of_a_line_is_in_sight(
+def test_on_a_narrow_screen_every_value_of_a_line_is_visible(
     places: dict[str, Path], show: Any
 ) -> None:
     out = "(all) => all.filter((each) => each.getBoundingClientRect().right > 400).length"
@@ -90,7 +90,7 @@ def test_on_a_narrow_screen_every_value_of_a_line_is_in_sight(
     assert "problem" in heads
 
 
-def test_a_choice_stands_in_the_address_and_comes_back_from_it(
+def test_a_choice_is_kept_in_the_address_and_restored_from_it(
     places: dict[str, Path], show: Any
 ) -> None:
     page = show(places["run"]).page

@@ -21,7 +21,7 @@ from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import cluster_jobs
 from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.part_work import settle, work
+from sparsebench.harness.shared_runs.part_work import seal_all, work
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import resume, share
 from sparsebench.results import bundle, files, store
@@ -168,7 +168,7 @@ def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(
         file.write('{"case":')
     moved = replace(plan, devices=(gpus[1],))
     work(folder, moved, suite, 1)
-    out = merge(settle(folder, moved, suite), tmp_path / "run")
+    out = merge(seal_all(folder, moved, suite), tmp_path / "run")
     rows = store.read(out).rows
     assert Counter(map(key, rows)) == Counter(expected(suite, 2))
     assert {row.device for row in rows} == {"sim-1", "sim-2"}

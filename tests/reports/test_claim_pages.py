@@ -1,4 +1,4 @@
-"""Pages of claims: what they say, what they draw, and their table on a site."""
+"""Pages of claims: their text, their figures and their table on a site."""
 
 import re
 from collections.abc import Callable
@@ -56,10 +56,10 @@ def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
     assert "sparsebench claims check mine --replicates 8" in said
     assert "six processes or more" in said
     assert said.count("<svg") == 1
-    assert '<a href="../index.html">' not in said  # it stands in a folder of its own
+    assert '<a href="../index.html">' not in said  # the claims are in a separate folder
 
 
-def test_conditions_stand_side_by_side_and_differences_are_marked() -> None:
+def test_conditions_are_compared_and_differences_are_marked() -> None:
     given = {
         "dtype": {"published": "bf16", "field": "dtype"},
         "GPU": {"published": "B200"},
@@ -80,7 +80,7 @@ def test_conditions_stand_side_by_side_and_differences_are_marked() -> None:
     assert 'class="differs"' in page(entry(cell(claim, spread(2.5)), conditions=given))
 
 
-def test_a_forest_has_a_marker_a_cell_and_leaves_out_the_middle_of_many() -> None:
+def test_a_forest_has_a_marker_per_cell_and_omits_the_middle_of_many() -> None:
     claim = claimed()
     many = [cell(claim, spread(1 + i / 10), f"p{i}") for i in range(40)]
     said = page(entry(*many))
@@ -122,13 +122,13 @@ def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
         (lambda claim: [], "inconclusive"),
     ],
 )
-def test_a_badge_says_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], says: str) -> None:
+def test_a_badge_has_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], says: str) -> None:
     said = badge(entry(*cells(claimed())))
     ElementTree.fromstring(said)
     assert says in said
 
 
-def test_loss_stands_beside_speed_for_the_same_dense_fraction() -> None:
+def test_losses_are_drawn_against_speed_for_the_same_dense_fraction() -> None:
     found, claim = read_pruning(PRUNED), claimed()
     half, none = (
         cell(claim, spread(v), p, fields={"pattern": pattern, "m": 16, "level": level})

@@ -92,7 +92,7 @@ def section(page: str) -> str:
     return found.partition("</section>")[0]
 
 
-def test_a_run_and_what_pruning_cost_are_one_panel_a_shape(run: Run, tmp_path: Path) -> None:
+def test_speed_and_pruning_errors_share_one_panel_per_shape(run: Run, tmp_path: Path) -> None:
     found = section(build(run, pruning=read(tmp_path, document())))
     assert found.count("<figure>") == 4
     for words in [
@@ -116,7 +116,7 @@ contenders:
 """
 
 
-def test_zeros_anywhere_stand_beside_2_4_in_the_panel_of_their_shape(
+def test_zeros_anywhere_share_the_panel_of_their_shape_with_2_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draw them at the levels whose errors are known."""
@@ -137,7 +137,7 @@ def test_zeros_anywhere_stand_beside_2_4_in_the_panel_of_their_shape(
     assert [found.count(f">{label}</text>") for label in ("50 %", "70 %")] == [1, 0]
 
 
-def test_without_errors_there_is_a_sentence_and_no_number(run: Run) -> None:
+def test_without_errors_the_figure_names_the_commands(run: Run) -> None:
     found = section(build(run))
     assert "--dense 0,0.5,1 --json &gt; errors.json" in found
     assert "<figure>" not in found
@@ -163,7 +163,7 @@ def test_a_run_of_one_dense_fraction_has_no_such_figure(run: Run, tmp_path: Path
 
 
 def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> None:
-    """Where a problem has all fractions, labels hold them: they are still one contender."""
+    """Labels hold the fraction if one problem has several, but the contender is the same."""
     problem = run.rows[0].case.problem
     rows = [replace(row, case=replace(row.case, problem=problem)) for row in run.rows]
     rows = [row for row in rows if not row.case.contender.twin]
@@ -171,7 +171,7 @@ def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> Non
     assert found.count("spense/spense_wgmma over dense/cublas") == 1
 
 
-def test_the_front_is_what_no_other_point_beats_the_dense_baseline_among_them() -> None:
+def test_no_point_beats_the_front_which_includes_the_dense_baseline() -> None:
     points = pd.DataFrame(
         {"speedup": [1.5, 1.3, 1.3, 1.2, 0.9, 1.4], "error": [0.3, 0.1, 0.2, 0.15, 0.0, 0.3]}
     )
@@ -197,7 +197,9 @@ def test_the_front_is_what_no_other_point_beats_the_dense_baseline_among_them() 
         ([1, 2], "expected sparsebench/pruning@1"),
     ],
 )
-def test_errors_that_are_none_are_one_line(written: object, message: str, tmp_path: Path) -> None:
+def test_an_invalid_errors_file_is_refused_in_one_line(
+    written: object, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ResultError, match=message) as raised:
         read(tmp_path, written)
     assert str(raised.value).startswith(f"{tmp_path / 'errors.json'}: ")

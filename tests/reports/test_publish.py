@@ -1,4 +1,4 @@
-"""A site of runs: what is added stays, no user and no host is on it, bad input is a line."""
+"""A site keeps the runs that were added, hides users and hosts, and reports bad input."""
 
 import json
 import re
@@ -28,11 +28,11 @@ NAMED = "<script>alert(1)</script> \"quoted\" 'name'/slash" + 200 * "x"
 
 
 def unchecked(run: Path) -> None:
-    """Publish whatever it is: what is refused has its own test."""
+    """Accept every run; another test covers refusals."""
 
 
 def copied(to: Path, **environment: str) -> Path:
-    """Return a published run again, sealed with another environment."""
+    """Return a copy of a published run with another environment."""
     shutil.copytree(STEP, to)
     file = to / "environment.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **environment}))
@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
-    """Return a contest's lines: kind, tile, gain; dense is beside them."""
+    """Return the lines of a contest, dense included: kind, tile, gain."""
     place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
     place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
     place |= {"processes": 8, "day": "2026-11-24", "verdict": True, **same}
@@ -74,7 +74,7 @@ def only(grid: grids.Grid | None) -> list[grids.Cell]:
     return cell
 
 
-def test_a_cell_has_the_range_of_the_format_s_own_gains_where_dense_won_too() -> None:
+def test_a_cell_shows_the_range_of_gains_even_if_dense_won_once() -> None:
     both = joined(
         [lines(("bsr", "64", 0.892), ("bsr", "64", 0.7)), lines(("bsr", "64", 1.5), place=1)]
     )
@@ -84,7 +84,7 @@ def test_a_cell_has_the_range_of_the_format_s_own_gains_where_dense_won_too() ->
     assert (lost.text, lost.span, lost.lost) == ("0.89×", "[0.88, 0.90]", True)
 
 
-def test_formats_stand_beside_each_other_and_each_over_dense() -> None:
+def test_a_cell_lists_each_format_over_dense() -> None:
     both = joined([lines(("bsr", "64", 1.5)), lines(("spense", "", 1.4), place=1, shape="8 × 8")])
     assert [cell.head for cell in only(grids.gains(both))] == ["BSR 64", "2:4"]
     never = joined([both, lines(("csr", "", 0.1), place=2)])
@@ -94,7 +94,7 @@ def test_formats_stand_beside_each_other_and_each_over_dense() -> None:
     assert grid.about.endswith(": CSR.")
 
 
-def test_verdicts_stand_alone_and_a_look_is_marked() -> None:
+def test_a_verdict_replaces_looks_and_a_look_is_marked() -> None:
     verdict = lines(("bsr", "64", 1.5))
     look = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21"}
     (cell,) = only(grids.gains(joined([verdict, lines(("bsr", "16", 3.0), **look)])))
@@ -117,7 +117,7 @@ def test_verdicts_stand_alone_and_a_look_is_marked() -> None:
         ([(None, 0.5), (0.9, None)], "varies"),
     ],
 )
-def test_a_break_even_is_between_levels_that_were_measured(levels: list[Any], text: str) -> None:
+def test_a_break_even_lies_between_measured_levels(levels: list[Any], text: str) -> None:
     place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
     place |= {"kind": "bsr", "block": "64", "decided": True}
     place |= {"processes": 8, "day": "2026-11-24", "verdict": True}
@@ -127,7 +127,7 @@ def test_a_break_even_is_between_levels_that_were_measured(levels: list[Any], te
     assert cell.head == text
 
 
-def test_blocks_that_never_pay_on_a_pattern_without_blocks_say_so() -> None:
+def test_blocks_that_never_beat_dense_are_named() -> None:
     place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
     place |= {"kind": "bsr", "decided": True, "processes": 8, "day": "2026-11-24", "verdict": True}
     found = [{**place, "block": block, "slower": 0.9, "faster": None} for block in ("1", "64")]
@@ -136,7 +136,7 @@ def test_blocks_that_never_pay_on_a_pattern_without_blocks_say_so() -> None:
     assert grid.about.endswith(": BSR with zeros anywhere and BSR 64.")
 
 
-def test_a_run_is_called_as_its_folder_and_its_badge_says_where(
+def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
@@ -183,7 +183,7 @@ def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path:
     assert len(publish([STEP], site, Site(), unchecked).slugs) == 1
 
 
-def test_a_suite_of_several_devices_has_a_page_that_holds_them_against_each_other(
+def test_a_suite_that_ran_on_several_devices_has_a_comparison(
     tmp_path: Path,
 ) -> None:
     to = tmp_path / "site"
@@ -212,7 +212,7 @@ def test_a_suite_of_several_devices_has_a_page_that_holds_them_against_each_othe
 def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU times warm caches; here its run is of the suite that a GPU and a simulation ran."""
+    """A CPU is timed with warm caches; here it ran the suite of a GPU and a simulation."""
     monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
     homes = "cpu/quick-cpu", "sim/quick-sim", "nvidia-h200/quick"
     cpu, simulated, gpu = (PUBLISHED / home for home in homes)
@@ -248,7 +248,7 @@ def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["https://a.b/c/d", "GB/s at 1 / (1 - s)", "n/k and/or", "a/b"])
-def test_what_is_no_path_stays(text: str, tmp_path: Path) -> None:
+def test_text_that_is_not_a_path_stays(text: str, tmp_path: Path) -> None:
     run = copied(tmp_path / "run", note=text)
     (tmp_path / "clean").mkdir()
     assert bundle.redact(run, tmp_path / "clean").texts == {}

@@ -1,4 +1,4 @@
-"""reports/: one page a run, whatever the run holds. The runs are synthetic, with seeded noise."""
+"""Every kind of run has a page. The runs are synthetic, with seeded noise."""
 
 import base64
 import gzip
@@ -56,7 +56,7 @@ def fields(m: int, n: int, k: int, sparsity: float, block: int | list[int] = 1) 
 def contest(
     problem: Problem, replicate: int, noise: np.random.Generator, found: float | None = None
 ) -> list[Row]:
-    """Return a row a contender; its time follows 800 TFLOP/s, 4 TB/s and a launch of 4 µs."""
+    """Return a row per contender with times by 800 TFLOP/s, 4 TB/s and a launch of 4 µs."""
     m, n, k = (problem[name] for name in "mnk")
     sparsity = problem["sparsity"] if found is None else found
     rows = []
@@ -261,7 +261,7 @@ def test_ids_on_a_page_are_unique(kind: str) -> None:
     assert len(all_views) == len(set(all_views))
 
 
-def test_the_sparsity_run_has_every_figure_that_needs_nothing_that_it_has_not() -> None:
+def test_the_sparsity_run_has_every_figure_whose_data_it_has() -> None:
     text = page_of("sparsity")
     drawn = {figure.name for figure in figures() if f'<section id="{figure.name}">' in text}
     assert drawn == {figure.name for figure in figures()} - NEED_MORE
@@ -273,7 +273,7 @@ def test_text_of_a_run_is_never_markup() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt; error 3.1 of its bound" in text
 
 
-def test_a_speed_up_stands_with_interval_baseline_shape_dtype_and_device() -> None:
+def test_a_speed_up_is_shown_with_interval_baseline_shape_dtype_and_device() -> None:
     text = page_of("quick")
     answer = text[text.index('<section id="answer">') : text.index('<section id="measured">')]
     for word in ["against dense (cublas, ", "n × k 64 × 64", "m 8", "bf16", "× ["]:
@@ -290,12 +290,12 @@ def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPa
     assert f"1 of {views} choices" in answer.draw(frames(sweep()))
 
 
-def test_a_baseline_that_ran_alone_has_beaten_nothing() -> None:
+def test_a_baseline_that_ran_alone_does_not_win() -> None:
     rows = [r if r.case.contender == DENSE else bad(r, Status.FAILED, "") for r in quick()]
     assert "No sparse contender has a time here" in build(run(rows))
 
 
-def test_bytes_are_drawn_where_a_format_saves_some() -> None:
+def test_bytes_are_drawn_if_a_format_saves_some() -> None:
     dense = [row for row in sweep() if row.case.contender.format == "dense"]
     assert not storage.draw(frames(dense))
     assert storage.draw(frames(sweep()))
@@ -306,19 +306,19 @@ def test_cases_with_one_reason_are_counted_together() -> None:
     assert text.count('<td class="num">13</td>') == 1
 
 
-def test_a_run_in_several_processes_says_so() -> None:
+def test_a_run_in_several_processes_names_its_ranges() -> None:
     rows = [replace(row, replicate=replicate) for replicate in range(3) for row in quick()]
     assert "Intervals: range over 3 processes;" in build(run(rows))
 
 
-def test_a_part_of_a_suite_is_said_to_be_a_part() -> None:
+def test_a_part_of_a_suite_shows_the_selection() -> None:
     part = run(quick())
     assert "<dt>only</dt>" not in build(part)
     part = replace(part, state=part.state | {"flags": {"only": "m=16|64 n=4096"}})
     assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in build(part)
 
 
-def test_what_did_not_run_is_said_with_its_reason() -> None:
+def test_a_case_without_a_time_has_its_reason() -> None:
     text = page_of("without_baseline")
     assert "11 ok cases have no speed-up" in text
     assert "no reason given" in text
@@ -345,13 +345,13 @@ def test_the_field_with_most_values_is_drawn_along_x() -> None:
     assert found == {"dlmc": "level", "decode": "m", "quick": "level", "other_op": "active"}
 
 
-def test_panels_differ_by_what_they_say_and_blocks_go_by_size() -> None:
+def test_panels_have_different_titles_and_blocks_are_sorted_by_size() -> None:
     same, groups = panels(frames(sweep(replicates=1)[::6]).cases, "level", ["m", "n"])
     assert same == "linear · k 4096 · bf16 · blocks · kernel time · cold cache"
     assert [title for title, _ in groups] == [f"block {b}" for b in (16, 32, 64, 128)]
 
 
-def test_noise_around_one_is_not_blown_up_to_the_panels_height() -> None:
+def test_noise_around_one_does_not_fill_the_panel() -> None:
     cases = frames(quick()).raced
     low, high = _bounds(cases[cases.speedup.notna()], SPEEDUP)
     assert high / low >= NARROWEST
@@ -446,7 +446,7 @@ def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
     assert "against dense (the fastest of" in answer or "against dense (ffn_dense_triton" in answer
 
 
-def test_a_dollar_in_a_label_is_a_dollar() -> None:
+def test_a_dollar_in_a_label_stays_a_dollar() -> None:
     with style():
         figure, axes = canvas()
         axes.set_title(r"$\frac{$")
@@ -488,12 +488,12 @@ def test_every_line_of_the_table_has_an_address() -> None:
         assert leads in ids
 
 
-def test_markers_say_their_values() -> None:
+def test_markers_have_tooltips_with_their_values() -> None:
     titles = re.findall(r"<title>([^<]*)</title></use>", page_of("decode"))
     assert any("bsr/bsr_triton" in title and "×" in title for title in titles)
 
 
-def test_kernels_that_meet_look_different_and_the_same_on_every_page() -> None:
+def test_kernels_of_a_panel_look_different_and_the_same_on_every_page() -> None:
     kernels = [contender.kernel for contender in SPARSE] + ["bsr_small", "bsr_wgmma", "stk"]
     assert len({looks(kernel) % COLOURS for kernel in kernels}) == len(kernels) == COLOURS
     assert looks("bsr_wgmma") == looks("bsr_wgmma_dgrad") != looks("bsr_wgmma", "tuned=False")

@@ -1,4 +1,4 @@
-"""reports/: what the page makes of verdicts, A/A pairs, ceilings and marks. Times are made up.
+"""Verdicts, A/A pairs, ceilings and marks on the page. The times are synthetic.
 
 Every contender's log-ratio to the baseline wobbles over the processes by WOBBLE times a scale.
 """
@@ -111,7 +111,7 @@ def section(name: str, text: str) -> str:
     return after.partition("</section>")[0]
 
 
-def test_an_unreliable_run_is_stamped_above_everything_else() -> None:
+def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
     text = page(twin=1.03)
     why = text.index('<p class="why unreliable">This run is unreliable: 3 of')
     assert text.index(">UNRELIABLE</span>") < text.index("<h1>") < why < text.index("<main>")
@@ -120,7 +120,7 @@ def test_an_unreliable_run_is_stamped_above_everything_else() -> None:
     assert ">VERDICT: " in page()
 
 
-def test_a_look_says_once_that_it_is_one() -> None:
+def test_a_look_is_marked_once() -> None:
     text = page(processes=5)
     assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
     assert '<p class="quiet">Whether this run is reliable is unknown' in text
@@ -128,7 +128,7 @@ def test_a_look_says_once_that_it_is_one() -> None:
     assert '<p class="why look">1 process: a look' in page(processes=1)
 
 
-def test_the_answer_is_the_largest_speed_up_and_says_where_it_is_undecided() -> None:
+def test_the_answer_is_the_largest_speed_up_and_marks_undecided_ones() -> None:
     said = re.findall("<li>(.*?)</li>", section("answer", page()))
     assert said[0].startswith("BSR beats dense with every block")
     assert "bsr in blocks" not in said[1]
@@ -136,7 +136,7 @@ def test_the_answer_is_the_largest_speed_up_and_says_where_it_is_undecided() -> 
     assert 'class="cell undecided"' in section("answer", page())
 
 
-def test_the_largest_speed_up_stands_in_the_table_with_its_outcome() -> None:
+def test_the_table_has_the_largest_speed_up_with_its_outcome() -> None:
     table = section("winners", page())
     assert "<b>bsr/faster_perhaps</b>" in table
     assert re.search(r"inconclusive \(\+\d+ would decide\)", table)
@@ -147,7 +147,7 @@ def test_intervals_are_named_for_what_they_are() -> None:
     assert "Intervals: range over 5 processes;" in page(processes=5)
 
 
-def test_the_noise_floor_is_said_and_drawn_by_class() -> None:
+def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
     said = "Noise floor of one process: below 8 µs 2.1 %, above 100 µs 0.5 %."
     assert said in section("winners", page())
     drawn = section("noise", page())
@@ -172,7 +172,7 @@ def test_outcomes_are_words(name: str, more: Any, text: str) -> None:
     assert outcome(pd.Series({"outcome": name, "more_processes": more})) == text
 
 
-def test_cases_not_told_apart_from_the_baseline_are_hollow() -> None:
+def test_undecided_cases_have_hollow_markers() -> None:
     cases = frames(run()).raced.drop_duplicates("label").set_index("kernel")
     assert cases.undecided.to_dict() == {
         "cublas": True,
@@ -187,7 +187,7 @@ def test_cases_not_told_apart_from_the_baseline_are_hollow() -> None:
     assert "var(--paper)" in section("speedup", page())
 
 
-def test_in_a_look_hollow_means_that_the_interval_holds_one() -> None:
+def test_in_a_look_hollow_means_that_the_interval_contains_one() -> None:
     cases = frames(run(processes=5)).raced.drop_duplicates("label").set_index("kernel")
     assert cases.undecided[["fast", "equal"]].to_list() == [False, True]
     assert "hollow: the interval contains 1" in section("speedup", page(processes=5))
@@ -205,7 +205,7 @@ def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -
     assert found == [("kernel", "cold")]
 
 
-def test_what_is_the_same_in_every_measure_is_said_once() -> None:
+def test_values_shared_by_all_measures_are_written_once() -> None:
     kinds = ("kernel", "cold"), ("kernel", "hot"), ("op", "cold"), ("op", "hot")
     broken = run(kinds=kinds)
     rows = [
@@ -234,7 +234,7 @@ def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
     assert '<td class="text">bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
 
 
-def test_a_raised_ceiling_is_told() -> None:
+def test_a_raised_ceiling_is_reported() -> None:
     of = run()
     above = replace(of.reference[2], raises=1.05)  # dense against dense, bound by memory
     drawn = section("ceilings", build(replace(of, reference=[above, *of.reference])))
@@ -249,7 +249,7 @@ def test_a_run_without_ceilings_and_bounds_shows_none() -> None:
     assert '<section id="ceilings">' not in text
 
 
-def test_marks_are_counted_in_a_sentence_and_stand_in_the_table() -> None:
+def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
     telemetry = {"seconds": 1.0, "power_capped_us": 5e5, "power_w": 690.0, "sm_mhz": 1755.0}
     sizes: dict[str, Any] = {"held_bytes": 10**7, "peak_bytes": 2 * 10**7}
     text = build(run(telemetry=telemetry, energy_j=0.25, **sizes))
@@ -261,7 +261,7 @@ def test_marks_are_counted_in_a_sentence_and_stand_in_the_table() -> None:
     assert not re.search("energy, mJ|power, W|SM clock|held, MB", section("cases", page()))
 
 
-def test_a_short_op_has_its_ratio_above_launch_beside_the_measured_one() -> None:
+def test_a_short_op_shows_its_ratio_above_launch_too() -> None:
     line = {"median_us": 10.0, "speedup": 2.0, "speedup_above_floor": 3.0}
     assert above_floor(pd.Series(line)) == "3.0×"
     assert above_floor(pd.Series(line | {"median_us": 30.0})) == "–"

@@ -1,4 +1,4 @@
-"""reports/terminal.py: what a run ends with on a terminal."""
+"""The answer of a run on a terminal, as Markdown and as JSON."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the l
 
 
 def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> Run:
-    """Return a run of one problem, with an A/A pair whose halves differ by the noise alone."""
+    """Return a run of one problem with an A/A pair whose halves differ only by noise."""
     fields = {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9}
     problem = Problem("linear", {**fields, "block": 16})
     rows = [
@@ -46,7 +46,7 @@ def said(shown: Run, width: int = 160) -> str:
 
 
 def changed(made: Run, **row: Any) -> Run:
-    """Return a run in which the rows of BSR are others."""
+    """Return a run with changed rows of BSR."""
     rows = [replace(r, **row) if r.case.contender == BSR else r for r in made.rows]
     return replace(made, rows=rows)
 
@@ -58,13 +58,13 @@ def test_the_answer_is_a_sentence() -> None:
     assert "against dense (cublas, 100 µs))" in text
 
 
-def test_where_nothing_is_faster_than_dense_that_is_the_sentence() -> None:
+def test_if_nothing_beats_dense_the_answer_says_so() -> None:
     text = said(run(3, 200.0))
     assert "Nothing beats dense (cublas) at any measured point." in text
     assert "The nearest is BSR in blocks of 16, bsr_triton, 0.500×" in text
 
 
-def test_page_and_terminal_say_the_same() -> None:
+def test_page_and_terminal_print_the_same_sentences() -> None:
     made = run(8, 50.0)
     found = analyse(made)
     page, text = build(made), said(made)
@@ -82,7 +82,7 @@ def test_page_and_terminal_say_the_same() -> None:
         (99.9, 1, "no difference"),
     ],
 )
-def test_a_verdict_says_its_outcome(bsr_us: float, noise: float, outcome: str) -> None:
+def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> None:
     text = said(run(8, bsr_us, noise))
     assert "VERDICT: 8 processes" in text
     assert outcome in text
@@ -91,7 +91,7 @@ def test_a_verdict_says_its_outcome(bsr_us: float, noise: float, outcome: str) -
     assert "a look" not in text
 
 
-def test_three_processes_give_a_look_and_it_is_said_once() -> None:
+def test_three_processes_give_a_look_that_is_explained_once() -> None:
     text = said(run(3, 50.0))
     assert text.count("--replicates 8") == 1
     assert "[LOOK: 3 processes]" in text
@@ -111,7 +111,7 @@ def test_lines_fit_the_window_and_the_winner_is_whole(width: int) -> None:
     assert any("bsr_triton tuned=True way=a_long_one" in line for line in [*table, *found])
 
 
-def test_the_reason_of_every_failure_is_told_with_its_cases() -> None:
+def test_every_failure_is_listed_with_its_reason_and_cases() -> None:
     broken = changed(run(3, 50.0), status=Status.FAILED, detail="no kernel image", samples_us=())
     text = said(broken)
     assert "1 failed no kernel image: bsr_triton" in text
@@ -127,7 +127,7 @@ def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
     assert "before the run 1.8 of 2 cores" in text
 
 
-def test_more_than_zeros_can_save_is_told() -> None:
+def test_a_speed_up_above_the_ideal_is_reported() -> None:
     assert "1 speed-up is above 1 / (1 - sparsity)" in said(run(3, 5.0))
     assert "above 1 / (1 - sparsity)" not in said(run(3, 50.0))
 
@@ -145,7 +145,7 @@ def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None
     assert "cublas_ffn (by ffn_sparse)" in said(replace(made, rows=rows))
 
 
-def test_a_script_is_told_the_same() -> None:
+def test_the_json_holds_the_same_answer() -> None:
     made = run(8, 50.0)
     found = answer_json(made, analyse(made))
     assert found["noise_floor"] == {"above 100 µs": 0.005}
@@ -164,7 +164,7 @@ def test_markdown_has_the_tables_for_pasting() -> None:
     assert "| bsr_triton | 50.0 µs | 2.00 ± 0.01 | faster |" in text
 
 
-def test_an_outcome_has_a_colour_only_where_there_is_one_to_have() -> None:
+def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:
     for system in ("standard", None):
         console = Console(width=80, color_system=system, no_color=system is None)
         with console.capture() as capture:
@@ -173,7 +173,7 @@ def test_an_outcome_has_a_colour_only_where_there_is_one_to_have() -> None:
         assert ("\x1b[32m" in capture.get()) == (system is not None)
 
 
-def test_a_cell_of_a_page_or_of_markdown_is_text_and_nothing_else() -> None:
+def test_a_cell_is_escaped_in_html_and_markdown() -> None:
     name = "<script>|[x](y)`"
     sheet = Table(title="t", columns=("a",), lines=[[name]])
     assert "<script>" not in sheet.html()
