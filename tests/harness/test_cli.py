@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from sparsebench.harness.commands import _console
+from sparsebench.reports.build import figures
 from tests.tools.command_line import sparsebench
+from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SUITE = """
 schema: sparsebench/suite@1
 title: Small & quick
@@ -49,12 +52,14 @@ def without_gpu_packages(*arguments: object) -> subprocess.CompletedProcess[str]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "small.yaml").write_text(SUITE)
-    done = sparsebench("run", folder / "small.yaml", "--device", "cpu", "--out", folder / "run")
+    done = sparsebench(
+        "run", folder / "small.yaml", "--device", "cpu", "--replicates", 1, "--out", folder / "run"
+    )
     assert done.returncode == 0, done.stderr
     assert "scipy_bsr" in done.stdout.splitlines()[1]  # the answer is a sentence
     assert "Break-even" in done.stdout
     assert "runs on cuda, not on cpu: cublas, cusparse_bsr" in " ".join(done.stdout.split())
-    assert "21/21 after " in done.stderr  # progress in a pipe
+    assert "7/7 after " in done.stderr  # progress in a pipe
     assert "cases: 4 unsupported, 4 ok" in done.stdout
     assert f"report: {folder / 'run' / 'report.html'}" in done.stdout
     return folder / "run"
@@ -98,7 +103,7 @@ def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
     assert len(found["winners"]) == 1
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["run", "quick"]])
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], exhaustive(["run", "quick"])])
 def test_a_reader_that_is_gone_costs_neither_the_report_nor_the_exit_code(
     arguments: list[str], tmp_path: Path
 ) -> None:
@@ -247,7 +252,7 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     assert "Each format at its best" in done.stdout  # the answer again
     header, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert "median_us" in header
-    assert len(lines) == 3 * (8 + 4)  # three processes, and twins in one problem
+    assert len(lines) == 8 + 4  # twins in one problem
 
 
 RESUMED = "expected --resume RUN, which has flags of its own; found {} beside it"
@@ -332,7 +337,10 @@ def test_a_run_is_never_written_over(run: Path) -> None:
     assert (run / "rows.jsonl").read_bytes() == before
 
 
-def test_a_wrong_case_is_exit_3_and_in_the_report(run: Path, tmp_path: Path) -> None:
+def test_a_wrong_case_is_exit_3_and_in_the_report(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebench.reports.build.figures", figures)
     suite = tmp_path / "wrong.yaml"
     suite.write_text(
         SUITE.replace(

@@ -20,6 +20,7 @@ DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)
 BSR = Contender("bsr", "bsr_triton")
 H200 = {"gpu": {"name": "NVIDIA H200", "uuid": "GPU-1"}}
+pytestmark = pytest.mark.usefixtures("no_figures")
 SUITE = """
 schema: sparsebench/suite@1
 title: Simulated
