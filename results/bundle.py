@@ -178,12 +178,12 @@ class Removed:
 
 def redact(run: Path, to: Path) -> Removed:
     """Copy a bundle into an empty folder without names and paths; seal it again if it changed."""
-    names, found = verify(run), Counter[str]()
+    names, counts = verify(run), Counter[str]()
     texts = {name: content(run, name).decode("utf-8", "replace") for name in names}
-    known = _names(texts)
+    private = _names(texts)
     changed = False
     for name, text in texts.items():
-        clean = _clean(text, known, found)
+        clean = _clean(text, private, counts)
         changed |= clean != text
         _write(to / name, clean.encode() if clean != text else content(run, name))
     if changed:
@@ -191,7 +191,7 @@ def redact(run: Path, to: Path) -> Removed:
     else:
         (to / MANIFEST).write_bytes(content(run, MANIFEST))
     left = [name for name in ("worker.log", "failures.log") if (run / name).exists()]
-    removed = Removed(identity(run), dict(sorted(found.items())), left)
+    removed = Removed(identity(run), dict(sorted(counts.items())), left)
     (to / REMOVED).write_text(json.dumps(asdict(removed), indent=1) + "\n", "utf-8")
     return removed
 
@@ -211,24 +211,24 @@ def _names(texts: dict[str, str]) -> dict[str, str]:
     return {name: word for name, word in named.items() if len(name) >= SHORTEST}
 
 
-def _clean(text: str, known: dict[str, str], found: Counter[str]) -> str:
+def _clean(text: str, private: dict[str, str], counts: Counter[str]) -> str:
     def without_field(match: re.Match[str]) -> str:
-        found[f"a field: {match[2]}"] += 1
+        counts[f"a field: {match[2]}"] += 1
         return ""
 
     def last_part(match: re.Match[str]) -> str:
         last = re.split(r"[/\\]+", match[0].rstrip("/\\"))[-1]
-        last = known.get(last, last)
-        found[f"a path: {last}"] += 1
+        last = private.get(last, last)
+        counts[f"a path: {last}"] += 1
         return last
 
     text = FIELD.sub(without_field, text)
     for pattern in (QUOTED, PATH, WINDOWS):
         text = pattern.sub(last_part, text)
-    for name, word in known.items():
+    for name, word in private.items():
         text, count = re.subn(rf"(?<![\w]){re.escape(name)}(?![\w])", word, text)
         if count:
-            found[f"a name: of a {word}"] += count
+            counts[f"a name: of a {word}"] += count
     return text
 
 

@@ -10,12 +10,12 @@ from functools import cache
 from sparsebench._discovery import modules
 
 REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
-"""Families of removed kernels that published rows name (kernels/_removed.py)."""
+"""Families of removed kernels that occur in published rows (kernels/_removed.py)."""
 
 OURS = {"bitmap", "bsr", "csr", "spense", "twell"}
 
 OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
-"""Formats that store hidden activations: the weights of their contenders are dense."""
+"""Formats that store hidden activations; the weights of their contenders are dense."""
 
 
 @cache

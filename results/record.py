@@ -1,11 +1,11 @@
-"""The records of a run: what was asked (Problem, Contender, Case) and what came back (Row).
+"""The records of a run: what to measure (Problem, Contender, Case), and the result (Row).
 
-    Problem    one op on one set of operands, the same bits on every machine
+    Problem    one op on one set of operands, with the same bits on every machine
     Contender  a format and the kernel that multiplies it
-    Case       a problem given to a contender; its id never changes
+    Case       a problem and a contender; its id never changes
     Row        one case in one process, scope and cache state, with its raw samples
 
-Plain data: no torch, no import of sparsebench, and JSON gives back what was written.
+These are plain data that survive a round trip through JSON, without torch or sparsebench imports.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any, Self
 
 ROWS_SCHEMA = "sparsebench/rows@3"
-OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # a field they lack has its default
+OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # missing fields have their defaults
 
 Value = bool | int | float | str | list[int] | None
-"""What a field of a problem or a parameter of a contender may hold; a list is a block, [r, c]."""
+"""A field of a problem or a parameter of a contender; a list is a block, [r, c]."""
 
-# The defaults of rows that were written before rows named their own. Neither table ever grows.
+# Defaults for rows from before rows recorded them. Neither table ever grows.
 ONCE: Mapping[str, Value] = {"pattern": "dense", "sparsity": 0.0, "block": 1}
 ACTIVE_ONCE: Mapping[str, Value] = {**ONCE, "active": None, "skew": "iid"}
 DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
@@ -41,22 +41,22 @@ FORMATS_ONCE_DENSE: Mapping[str, str] = {
     "mlp_sparse": "cvse",
     "twell_authors": "twell",
 }
-"""The format of each kernel whose contenders said `dense`, as their weights are, up to 0.2.0.
+"""The formats of kernels whose contenders were named `dense`, after their weights, up to 0.2.0.
 
-Ids of cases hash what was said then. This table never grows.
+Ids of cases still hash the old name. This table never grows.
 """
 
 
 def format_of(kernel: str, stored: str) -> str:
-    """Return the format of a contender as it is named today."""
+    """Return the current name of a contender's format."""
     return FORMATS_ONCE_DENSE.get(kernel, stored) if stored == "dense" else stored
 
 
-POWER_LIMITED = 0.2  # of a contest's time: a larger share is told and marked; less is a short peak
+POWER_LIMITED = 0.2  # share of a contest's time from which it is reported and marked
 
 
 class Status(StrEnum):
-    """How a case ended. Only `ok` rows have samples; every other row has the reason in `detail`."""
+    """How a case ended. Only `ok` rows have samples; other rows have the reason in `detail`."""
 
     OK = "ok"
     UNSUPPORTED = "unsupported"
@@ -69,7 +69,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """A file that operands come from. Its SHA-256 identifies it; `path` is where it was found."""
+    """A file with operands. Its SHA-256 identifies it; `path` is its place at the time."""
 
     path: str
     sha256: str
@@ -77,7 +77,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Name the file, and the tensor in it, for a reader."""
+        """Return the file, and the tensor in it, for a reader."""
         return f"{self.path}:{self.tensor}" if self.tensor else self.path
 
 
@@ -85,9 +85,9 @@ class Source:
 class Problem:
     """One op with its fields (m, n, k, dtype, pattern, sparsity, block ...) and a seed.
 
-    Problems with equal ids have the same bits in every operand, whatever the device. `defaults` are
-    those of the op's fields. A field that has its default does not enter the id, so an op may gain
-    a field and keep the ids of older rows; but a default, once published, never changes.
+    Problems with equal ids have the same bits in every operand on every device. `defaults` are
+    those of the op's fields. A field with its default does not enter the id, so an op can gain a
+    field and keep the ids of older rows; but a published default never changes.
     """
 
     op: str
@@ -97,14 +97,14 @@ class Problem:
     defaults: Mapping[str, Value] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """Return one field; a KeyError names the op and the field."""
+        """Return one field; raises a KeyError that names the op and the field."""
         if name not in self.fields:
             raise KeyError(f"op {self.op} has no field {name}")
         return self.fields[name]
 
     @cached_property
     def id(self) -> str:
-        """Name the problem; a source counts by content, not by place."""
+        """Return the hash of the problem; a source counts by content, not by path."""
         defaults = self.defaults.items()
         fields = {n: v for n, v in self.fields.items() if (n, v) not in defaults}
         source = asdict(self.source) if self.source else None
@@ -114,7 +114,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote; a problem without `defaults` was written before it had them."""
+        """Read the output of asdict; older problems lack `defaults`."""
         source = Source(**data["source"]) if data.get("source") else None
         defaults = data.get("defaults", DEFAULTS_ONCE.get(data["op"], ONCE))
         return cls(data["op"], dict(data["fields"]), data["seed"], source, dict(defaults))
@@ -124,11 +124,11 @@ class Problem:
 class Contender:
     """A format and a kernel, by name. The format is that of the sparse operand.
 
-    params    of the format: `block` for all weights, `wd.block` for the weight wd alone
+    params    of the format: `block` for all weights, `wd.block` for the weight wd only
     options   of the kernel, such as `tuned`
-    baseline  whether speed-ups are against it
-    twin      whether it is the second half of an A/A pair: a kernel that is there twice
-    error     the relative error that its suite allows it, `at_most`, and `why`; else None
+    baseline  whether speed-ups are relative to it
+    twin      whether it is the second half of an A/A pair of equal kernels
+    error     the relative error that its suite allows, `at_most`, and `why`; else None
     """
 
     format: str
@@ -141,7 +141,7 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """Name the contender for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
+        """Return the name for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
         options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
         return f"{self.format}/{self.kernel}{options}{' (twin)' if self.twin else ''}"
 
@@ -151,7 +151,7 @@ class Contender:
         return cls(**{**data, "format": format_of(data["kernel"], data["format"])})
 
     def params_of(self, weight: str) -> dict[str, Value]:
-        """Return the parameters of one weight; its own replace those of all weights."""
+        """Return the parameters of one weight; its own override those of all weights."""
         of_all = {name: value for name, value in self.params.items() if "." not in name}
         own = f"{weight}."
         return of_all | {
@@ -163,14 +163,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem given to one contender: all that is needed to run it again."""
+    """One problem and one contender: everything needed to run it again."""
 
     problem: Problem
     contender: Contender
 
     @cached_property
     def id(self) -> str:
-        """Hash the canonical JSON, without `baseline` and `error`: they say how it is judged."""
+        """Hash the canonical JSON, without `baseline` and `error`, which do not affect the run."""
         names = "format", "kernel", "params", "options", "twin"
         contender = {name: getattr(self.contender, name) for name in names}
         if self.contender.kernel in FORMATS_ONCE_DENSE:
@@ -179,58 +179,56 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote."""
+        """Read the output of asdict."""
         return cls(Problem.from_json(data["problem"]), Contender.from_json(data["contender"]))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one case gave in one process, for one scope and cache state.
+    """The result of one case in one process, for one scope and cache state.
 
-    A contest is one problem in one process, its contenders timed in turn, block by block. So rows
-    of one problem, `replicate` and `attempt` were measured side by side. `samples_us` are in the
-    order taken: `samples_per_block` of each block.
+    A contest is one problem in one process, with its contenders timed in turn, block by block. So
+    rows of one problem, `replicate` and `attempt` were measured side by side. `samples_us` are in
+    the order taken, `samples_per_block` in each block.
     """
 
     case: Case
     status: Status
     replicate: int = 0
-    attempt: int = 0  # of the contest; a later one follows a crash or a hang
+    attempt: int = 0  # at the contest; a crash or a hang leads to another attempt
     reference: bool = False  # of a noise-floor contest, which every run has
     device: str = "cpu"  # GPU UUID, or the name of the CPU
-    # kernel: device time; op: as called from Python, host cost included; chain: device time of a
-    # layer among others of its shape in one graph
+    # kernel: device time; op: time of a call from Python, host cost included; chain: device time of
+    # a layer in a chain of equal layers in one graph
     scope: str = "kernel"
     cache: str = "cold"  # the L2 cache before each sample: cold (flushed) or hot
     clock: str = "host"  # host, events (CUDA) or graph (events around a CUDA-graph replay)
     detail: str = ""
-    choice: Mapping[str, Any] = field(default_factory=dict)  # what `prepare` chose
-    candidates: tuple[Mapping[str, Any], ...] = ()  # what `prepare` timed, the default first
+    choice: Mapping[str, Any] = field(default_factory=dict)  # the choice of `prepare`
+    candidates: tuple[Mapping[str, Any], ...] = ()  # timed by `prepare`, the default first
     code: str | None = None  # digest of the compiled code; None for libraries
     error: float | None = None  # ||out - reference|| / ||reference||
     error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
-    usual_error: float | None = None  # of torch's own product, or what plain rounding explains
-    bias: float | None = (
-        None  # systematic part of the error, relative, without what chance explains
-    )
-    usual_bias: float | None = None  # up to which rounding and cutting off explain it
-    draws: tuple[int, ...] = ()  # numbers of the activations that outputs were held against
+    usual_error: float | None = None  # of torch's product, or explained by plain rounding
+    bias: float | None = None  # systematic part of the error, relative, beyond chance
+    usual_bias: float | None = None  # explained by rounding and truncation
+    draws: tuple[int, ...] = ()  # numbers of the activations that were checked
     sparsity: float | None = None  # achieved, over all elements of the weights
     nnz: int | None = None
     digest: str | None = None  # of the operands
-    flops: float | None = None  # of non-zeros alone: no padding, no skipped zeros
+    flops: float | None = None  # on non-zeros only: no padding, no skipped zeros
     dense_flops: float | None = None
     fewest_bytes: int | None = None
-    bound_us: float | None = None  # least time by the measured ceilings of this device
+    bound_us: float | None = None  # shortest time that the device's measured ceilings allow
     bound_by: str | None = None  # memory or compute
-    raises: float | None = None  # of a reference row faster than its bound: by which factor
+    raises: float | None = None  # factor by which a reference row is faster than its bound
     stored_bytes: int | None = None
     dense_bytes: int | None = None
     held_bytes: int | None = None  # kept between calls on the device: packing, output, workspace
-    peak_bytes: int | None = None  # most on the device during prepare and the first call
+    peak_bytes: int | None = None  # peak on the device during prepare and the first call
     convert_us: float | None = None
     prepare_s: float | None = None
-    energy_j: float | None = None  # of one hot call, from the sensor of the board
+    energy_j: float | None = None  # of one hot call, from the board's sensor
     energy_window_s: float | None = None
     telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
     samples_us: tuple[float, ...] = ()
@@ -238,7 +236,7 @@ class Row:
 
     @property
     def chosen(self) -> str:
-        """Name the kernel that a portfolio kept, "FORMAT, KERNEL"; "" of any other kernel.
+        """Return the kernel that a portfolio chose, "FORMAT, KERNEL"; "" for other kernels.
 
         Rows published before choices held `chosen` say it by `way` and `by`, and rows up to 0.2.0
         call the format cvse "sparse activations".
@@ -255,7 +253,7 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what asdict wrote."""
+        """Read the output of asdict."""
         fixed = {
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),

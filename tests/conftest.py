@@ -53,6 +53,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     item.user_properties += [(COMPILE, line) for line in record.asked]
 
 
+@pytest.fixture(scope="module")
+def no_figures() -> Iterator[None]:
+    """Write reports without figures, which take seconds, for tests of something else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparsebench.reports.build.figures", list)
+        yield
+
+
 class LeftOut:
     """Count the exhaustive tests that `make test` does not run, and say so at the end."""
 

@@ -53,7 +53,7 @@ def own_suite(run: Run, data: Path | None) -> Suite:
 
     Raises SuiteError if it cannot be expanded here, or if the source files have changed.
     """
-    suite = expand(str(run.path / "suite.yaml"), run.suite_text, data)
+    suite = expand(str(run.path / "suite.yaml"), run.suite_text, data, published=True)
     suite = replace(suite, name=run.state["suite"])
     here = {s.sha256: s.path for c in _contests(run, suite) if (s := c.problem.source)}
     then = {s.sha256: s.path for row in run.rows if (s := row.case.problem.source)}

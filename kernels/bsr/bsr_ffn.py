@@ -32,16 +32,16 @@ PRODUCTS = {"bsr_wgmma": bsr_wgmma, "bsr_small": bsr_small, "bsr_triton": bsr_tr
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Choose a kernel for each product; `tuned` is passed on to it. Raises Unsupported."""
-    wg, wu, wd = (_bsr(operands, name) for name in ("wg", "wu", "wd"))
+    wg, wu, wd = (weight_of(operands, name) for name in ("wg", "wu", "wd"))
     both, x = stacked(wg, wu), operands.activations["x"]
     gate_up = fastest(operands, "gate_up", both, x, tuned)
-    between = hidden(_dense(gate_up), operands.problem["activation"])
+    between = hidden(output_of(gate_up), operands.problem["activation"])
     down = fastest(operands, "down", wd, between(), tuned)
 
     def run() -> Tensor:
         gate_up()
         between()
-        return _dense(down)
+        return output_of(down)
 
     choice = {"gate_up": gate_up.choice, "down": down.choice}
     return Launch(run, choice, gate_up.code, [*gate_up.candidates, *down.candidates])
@@ -81,13 +81,15 @@ def fastest(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> L
     return replace(best, candidates=[*kernels, *configurations])
 
 
-def _dense(launch: Launch) -> Tensor:
+def output_of(launch: Launch) -> Tensor:
+    """Run a launch and return its dense output."""
     y = launch()
     assert isinstance(y, Tensor)
     return y
 
 
-def _bsr(operands: Operands, name: str) -> Bsr:
+def weight_of(operands: Operands, name: str) -> Bsr:
+    """Return a weight, which is in blocks."""
     weight = operands.weights[name]
     assert isinstance(weight, Bsr)
     return weight

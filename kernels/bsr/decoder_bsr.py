@@ -31,12 +31,13 @@ def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor])
     if not is_pruned(operands.problem, name):
         return dense_part(operands, name, inputs)
     if name != "mlp":
-        return _product(operands, name, _bsr(operands, WEIGHTS[name]), inputs, tuned)
-    both = bsr_ffn.stacked(_bsr(operands, "wg"), _bsr(operands, "wu"))
+        return _product(operands, name, bsr_ffn.weight_of(operands, WEIGHTS[name]), inputs, tuned)
+    both = bsr_ffn.stacked(bsr_ffn.weight_of(operands, "wg"), bsr_ffn.weight_of(operands, "wu"))
     products = _product(operands, "gate_up", both, inputs, tuned)
     between = [hidden(y, operands.problem["activation"]) for y in products.outs]
     gated = _decoder.followed(products, between)
-    down = _product(operands, "down", _bsr(operands, "wd"), _decoder.ran(gated).outs, tuned)
+    wd, inputs = bsr_ffn.weight_of(operands, "wd"), _decoder.ran(gated).outs
+    down = _product(operands, "down", wd, inputs, tuned)
     return _decoder.joined(gated, down)
 
 
@@ -45,18 +46,8 @@ def _product(operands: Operands, name: str, w: Bsr, inputs: Sequence[Tensor], tu
     first = bsr_ffn.fastest(operands, name, w, inputs[0], tuned)
     known = replace(operands, pinned={name: first.choice})
     rest = [bsr_ffn.fastest(known, name, copied(w), x, tuned) for x in inputs[1:]]
-    outs = []
-    for launch in (first, *rest):
-        y = launch()
-        assert isinstance(y, Tensor)
-        outs.append(y)
+    outs = [bsr_ffn.output_of(launch) for launch in (first, *rest)]
     return Part([first, *rest], outs, {name: first.choice}, first.candidates, first.code)
-
-
-def _bsr(operands: Operands, name: str) -> Bsr:
-    weight = operands.weights[name]
-    assert isinstance(weight, Bsr)
-    return weight
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -33,6 +33,7 @@ from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _cublaslt, cublas
 from sparsebench.kernels.dense._decoder_glue import Attention, attended, fastest_attention, normed
 from sparsebench.kernels.dense._gemm import Product, fastest_way
+from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.results.record import Problem
 
 EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/_attention.py
@@ -184,24 +185,16 @@ def ran(part: Part) -> Part:
 
 def followed(part: Part, after: Sequence[BoundKernel]) -> Part:
     """Return a part with one more kernel in each layer, which reads the part's output."""
-    calls = [_in_turn(*both) for both in zip(part.calls, after, strict=True)]
+    calls = [in_turn(*both) for both in zip(part.calls, after, strict=True)]
     outs, code = [each.out for each in after], part.code or after[0].code
     return replace(part, calls=calls, outs=outs, code=code)
 
 
 def joined(gated: Part, down: Part) -> Part:
     """Return an MLP made of its two parts."""
-    calls = [_in_turn(*both) for both in zip(gated.calls, down.calls, strict=True)]
+    calls = [in_turn(*both) for both in zip(gated.calls, down.calls, strict=True)]
     choice = {**gated.choice, **down.choice}
     return Part(calls, down.outs, choice, [*gated.candidates, *down.candidates], gated.code)
-
-
-def _in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
 
 
 def copied(weight: Stored) -> Stored:

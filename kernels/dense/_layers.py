@@ -35,7 +35,7 @@ from torch.nn.functional import silu
 from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
 from sparsebench.kernels._common.search import lines_of, part_of
 from sparsebench.kernels._common.triton import BoundKernel
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, Output
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense._cublaslt import ALIGNMENT
 from sparsebench.kernels.dense._gemm import Product, fastest_way, searched
 
@@ -43,10 +43,10 @@ TOKENS, FEATURES = 16, 128  # of a program
 PAIRS = ("gate_up",), ("gate", "up")  # the products that compute G | U: one or two
 
 
-def in_turn(*steps: Callable[[], Output]) -> Callable[[], Output]:
+def in_turn(*steps: Callable[[], Any]) -> Callable[[], Any]:
     """Return a call that runs each step and returns the result of the last one."""
 
-    def run() -> Output:
+    def run() -> Any:
         for step in steps[:-1]:
             step()
         return steps[-1]()
@@ -121,7 +121,7 @@ def mlp(operands: Operands) -> Launch:
         "silu": lambda: silu(h, inplace=True),
         "relu2": lambda: h.square_(),
     }
-    steps: list[Callable[[], Output]] = [up]
+    steps: list[Callable[[], Any]] = [up]
     steps += [after[activation]] if activation in after else []
     in_turn(*steps)()  # the second product is timed on these values
     second = Product(h, wd.t(), y)

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.formats.dense import Dense
 from sparsebench.kernels._common.search import fastest
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
@@ -117,7 +116,7 @@ def constants_of(config: Config, activation: str) -> dict[str, Any]:
 def prepare(operands: Operands, path: Path | None = None) -> Launch:
     """Time a few configurations, and the calls of the last product; `path` forces one path."""
     x = operands.activations["x"]
-    wg, wu = (_values(operands, name) for name in ("wg", "wu"))
+    wg, wu = (operands.weights[name].to_dense() for name in ("wg", "wu"))
     reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)
     path = choose_path(path, reason, x.device)
     configs = configurations(len(x), x.element_size(), path)
@@ -128,7 +127,7 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     candidates = [launch(x, wg, wu, config, activation) for config in configs]
     best = fastest(candidates, x.device, COMPILE_THREADS)
     hidden, y = candidates[best], torch.empty_like(x)
-    wd = _values(operands, "wd").t()
+    wd = operands.weights["wd"].to_dense().t()
     down = fastest_way(Product(hidden.out, wd, y), pinned and pinned.get("down", pinned))
 
     def run() -> Tensor:
@@ -137,12 +136,6 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
         return y
 
     return Launch(run, {**asdict(configs[best]), "down": down.choice}, hidden.code)
-
-
-def _values(operands: Operands, name: str) -> Tensor:
-    weight = operands.weights[name]
-    assert isinstance(weight, Dense)
-    return weight.values
 
 
 KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)

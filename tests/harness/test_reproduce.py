@@ -20,6 +20,7 @@ DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)
 BSR = Contender("bsr", "bsr_triton")
 H200 = {"gpu": {"name": "NVIDIA H200", "uuid": "GPU-1"}}
+pytestmark = pytest.mark.usefixtures("no_figures")
 SUITE = """
 schema: sparsebench/suite@1
 title: Simulated
@@ -153,7 +154,7 @@ def test_digests_of_two_kinds_are_not_compared() -> None:
     [
         (2.0, Status.OK, "Confirmed: bsr/bsr_triton is 2 times as fast as dense/cublas (2 to 2, "),
         (1.001, Status.OK, "Not confirmed (no difference): bsr/bsr_triton is 1 times as fast"),
-        (2.0, Status.FAILED, "Not confirmed (failed): bsr/bsr_triton gave no time: it fell over"),
+        (2.0, Status.FAILED, "Not confirmed (failed): bsr/bsr_triton has no time: it fell over"),
     ],
 )
 def test_a_headline_states_the_result_of_the_confirming_run(

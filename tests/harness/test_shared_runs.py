@@ -24,11 +24,13 @@ from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.part_work import seal_all, work
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import resume, share
+from sparsebench.reports.build import figures
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
 from tests.tools.command_line import sparsebench
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SUITE = """
 schema: sparsebench/suite@1
 title: On several GPUs
@@ -101,7 +103,10 @@ def test_two_gpus_share_a_plan_and_the_merged_run_validates(suite: Suite, merged
     assert [shard["host"] for shard in run.state["shards"]] == [1, 1]
 
 
-def test_the_report_gives_the_number_of_gpus(merged: Path, tmp_path: Path) -> None:
+def test_the_report_gives_the_number_of_gpus(
+    merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebench.reports.build.figures", figures)
     said = sparsebench("report", merged, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert said.stdout.startswith("2 × simulated H200")

@@ -25,6 +25,7 @@ from tests.tools import worker_timeouts
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SUITE = """
 schema: sparsebench/suite@1
 title: Simulated

@@ -1,6 +1,7 @@
 """bsr_ffn, a layer of two block-sparse products: in Triton's interpreter, on a CPU and on a GPU."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,46 +10,24 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.contest_state import bound
-from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
-from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common.search import Search
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.results.record import Problem, Value
 from tests.compiling.nvcc import hopper
+from tests.kernels.layers import CPU, assert_right, assert_right_twice, given, problem_of
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-OP = load_op("ffn")
+CUDA = torch.device("cuda", 0)
 
 
 def problem(m: int, n: int, k: int, dtype: str, block: Any, **more: Value) -> Problem:
     fields = {"m": m, "n": n, "k": k, "dtype": dtype, "block": block, "pattern": "blocks"}
-    rest = {"sparsity": 0.5, "activation": "relu", "active": None, "skew": "iid"}
-    return Problem("ffn", {**fields, **rest, **more})
+    return problem_of("ffn", **{**fields, "sparsity": 0.5, "activation": "relu", **more})
 
 
-def given(asked: Problem, device: torch.device = CPU) -> tuple[Operands, DenseOperands]:
-    """Return the operands of a kernel, and the same as dense tensors."""
-    drawn = operands(asked, OP, device, None)
-    weights = {n: Bsr.from_dense(w, block=asked["block"]) for n, w in drawn.weights.items()}
-    return Operands(asked, weights, drawn.activations, bound(OP.definition, asked)), drawn
-
-
-def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
-    """Redraw the activations, poison the output, and check what the launch writes."""
-    redraw(asked, OP, drawn.activations, 1)
-    y = launch()
-    assert isinstance(y, torch.Tensor)
-    y.fill_(float("nan"))
-    exact = {name: t.double() for name, t in {**drawn.weights, **drawn.activations}.items()}
-    right, spread = bound(OP.definition, asked)(**exact), bound(OP.spread, asked)(**exact)
-    expected = Expected(right, spread, OUTPUTS[asked["dtype"]], OP.depth(**exact))
-    found = launch()
-    assert isinstance(found, torch.Tensor)
-    verdict = check(found, expected)
-    assert verdict.reason is None, verdict.reason
+def operands_of(problem: Problem, device: torch.device = CPU) -> Operands:
+    packed = partial(Bsr.from_dense, block=problem["block"])
+    return given(problem, device, dict.fromkeys(("wg", "wu", "wd"), packed))
 
 
 # ---- in Triton's interpreter ----
@@ -66,14 +45,10 @@ LAYERS: list[tuple[Any, ...]] = [
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("m", "n", "k", "dtype", "block", "more"), LAYERS)
 def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
-    asked = problem(m, n, k, dtype, block, **more)
-    these, drawn = given(asked)
-    launch = bsr_ffn.prepare(these)
-    assert_right(launch, asked, drawn)
-    again = bsr_ffn.prepare(replace(these, pinned=launch.choice))
-    assert again.choice == launch.choice
-    assert {each["kernel"] for each in again.choice.values()} == {"bsr_triton"}
-    assert_right(again, asked, drawn)
+    launch = assert_right_twice(
+        operands_of(problem(m, n, k, dtype, block, **more)), bsr_ffn.prepare
+    )
+    assert {each["kernel"] for each in launch.choice.values()} == {"bsr_triton"}
 
 
 # ---- on a CPU ----
@@ -95,7 +70,7 @@ def test_gate_and_up_of_different_blocks_are_refused() -> None:
 
 
 def test_a_product_uses_the_fastest_kernel_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    these, _ = given(problem(4, 64, 32, "fp32", 16))
+    these = operands_of(problem(4, 64, 32, "fp32", 16))
     asked: list[Any] = []
 
     def module(name: str, reason: str | None) -> Any:
@@ -146,12 +121,7 @@ def test_an_unsupported_problem_is_refused(dtype: str, reason: str) -> None:
 @pytest.mark.parametrize(("dtype", "activation"), [("bf16", "silu"), ("fp16", "relu2")])
 def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: str) -> None:
     asked = problem(m, 1024, 512, dtype, block, activation=activation)
-    these, drawn = given(asked, CUDA)
-    launch = bsr_ffn.prepare(these)
-    assert_right(launch, asked, drawn)
-    again = bsr_ffn.prepare(replace(these, pinned=launch.choice))
-    assert again.choice == launch.choice
-    assert_right(again, asked, drawn)
+    launch = assert_right_twice(operands_of(asked, CUDA), bsr_ffn.prepare)
     y = launch()
     assert isinstance(y, torch.Tensor)
     expected, graph = y.clone(), torch.cuda.CUDAGraph()
@@ -169,8 +139,8 @@ def test_a_hopper_gpu_computes_it_by_each_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = problem(200, 1000, 512, "bf16", 64, active=30.0)
-    these, drawn = given(asked, CUDA)
+    these = operands_of(asked, CUDA)
     monkeypatch.setattr(bsr_ffn, "PRODUCTS", {kernel: bsr_ffn.PRODUCTS[kernel]})
     launch = bsr_ffn.prepare(these, tuned=False)
     assert [each["kernel"] for each in launch.choice.values()] == [kernel, kernel]
-    assert_right(launch, asked, drawn)
+    assert_right(launch, these)
