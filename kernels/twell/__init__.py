@@ -1,1 +1,1 @@
-"""Kernels of feed-forward layers with few hidden units on for a token."""
+"""Kernels for feed-forward layers with few active hidden units per token."""

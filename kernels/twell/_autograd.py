@@ -1,12 +1,12 @@
-"""The operators of a gated MLP that is trained with few hidden units on, and their gradients.
+"""The operators of a gated MLP that trains with few active hidden units, and their gradients.
 
     forward                                         backward
-    G       dense, by cuBLAS; not kept              dH      of units that are on
-    index   the units that are on, by token         dX      dG @ Wg + dU @ Wu, of units that are on
-            and by unit, with g and u of each       dW      sums over the tokens a unit is on for
+    G       dense, by cuBLAS; not kept              dH      of active units
+    index   the active units by token and by        dX      dG @ Wg + dU @ Wu, of active units
+            unit, with g and u of each              dW      sums over the tokens of a unit
 
-Kernels are bound once for each size (_common/triton.py, Template): a call allocates outputs and
-passes addresses. On a CPU both operators are dense products: a reference, not a kernel.
+Kernels are bound once per size (_common/triton.py, Template): a call allocates outputs and passes
+addresses. On a CPU both operators are dense products, a reference and not a kernel.
 """
 
 from functools import lru_cache
@@ -26,8 +26,8 @@ from sparsebench.kernels.twell._index import require_room
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
-SHARE = 64  # units for each slot of a token: with all slots taken, a dense step is faster
-PLANS = 64  # cached, one for each size: the kernels of a call, bound without its tensors
+SHARE = 64  # units per slot of a token: if all slots are taken, a dense step is faster
+PLANS = 64  # cached, one per size: the kernels of a call, bound without its tensors
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Offsets, columns, g, u, unit offsets, tokens, places: an ActiveCsr, and u of each entry."""
@@ -54,7 +54,7 @@ def _forward(
     x, wg, wu, wd_t = _plain(x), _plain(wg), _plain(wu), _plain(wd_t)
     plan, g = _forward_plan(m, n, k, x.dtype, x.device, squared, slots), x.new_empty(m, n)
     with torch.cuda.device_of(x):
-        torch.mm(x, wg.t(), out=g)  # out= is what autocast leaves alone
+        torch.mm(x, wg.t(), out=g)  # autocast does not touch calls with out=
         return tuple(plan(x, wu, wd_t, g))  # type: ignore[return-value]  # nine
 
 
@@ -132,7 +132,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dnorms: Tensor | None, *_: Any) -> t
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    raise Unsupported("a sparse gated MLP has no second derivatives: set its `sparse` to False")
+    raise Unsupported("a sparse gated MLP has no second derivatives; set its `sparse` to False")
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -144,7 +144,7 @@ gated_mlp_backward.register_autograd(_refuse, setup_context=_save_nothing)
 
 
 class _Functional(torch.autograd.Function):
-    """The forward operator as torch.func wants it; vmap calls it once for each element."""
+    """The forward operator for torch.func; vmap calls it once per element."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -209,10 +209,10 @@ def _forward_plan(
 def _backward_plan(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, squared: bool, capacity: int
 ) -> tuple[Template, Template]:
-    """Return two plans of dX, dWg, dWu and dWd.T: the sparse one, and that for too many units on.
+    """Return two plans of dX, dWg, dWu and dWd.T: sparse, and for too many active units.
 
     The first takes dY, dnorms, X, Wg, Wu, Wd.T and Packed; the second takes these and the four
-    results. The second needs more memory, and runs when that of the first is free. Raises
+    results. The second needs more memory, and runs when the first has freed its own. Raises
     Unsupported.
     """
     _require_kernels(m, n, k, dtype, device)
@@ -242,7 +242,7 @@ def _shaped(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def _require_kernels(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise Unsupported where the kernels cannot compute the call."""
+    """Raise Unsupported if the kernels cannot compute the call."""
     if dtype not in NAMES:
         raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {dtype}")
     if reason := unsupported(Problem("ffn", {"dtype": NAMES[dtype]}), device):
@@ -256,7 +256,7 @@ def _require_kernels(m: int, n: int, k: int, dtype: torch.dtype, device: torch.d
 
 
 def _packed_like(x: Tensor, n: int, slots: int) -> Packed:
-    """Return the seven tensors that forward keeps, without values."""
+    """Return the seven tensors that forward keeps, uninitialised."""
     m, int32 = x.shape[0], torch.int32
     room = m * slots
     return (
@@ -282,14 +282,14 @@ def require_one_kind(*tensors: Tensor) -> None:
 
 
 def _plain(t: Tensor) -> Tensor:
-    """Return the tensor contiguous and aligned for the copy engine; no copy of one that is."""
+    """Return the tensor, copied only if it is not contiguous or not aligned for TMA."""
     if t.is_contiguous() and not t.data_ptr() % TMA_ALIGNMENT:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def _on_kernels(x: Tensor) -> bool:
-    """Say whether Triton computes this call, or torch's reference."""
+    """Return whether Triton computes this call, and not torch's reference."""
     return bool(len(x)) and (x.device.type != "cpu" or knobs.runtime.interpret)
 
 
@@ -299,7 +299,7 @@ def _on_kernels(x: Tensor) -> bool:
 def dense_forward(
     x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, l1: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Y [m, k], a token's sum of |H| [m] if `l1`, and how many units are on in total."""
+    """Return Y [m, k], a token's sum of |H| [m] if `l1`, and the total number of active units."""
     act = relu(x @ wg.t())
     on = act.detach().count_nonzero()
     h = (act.square() if squared else act) * (x @ wu.t())
@@ -314,7 +314,7 @@ def _act(g: Tensor, squared: bool) -> Tensor:
 def _dense_backward(
     dy: Tensor, dnorms: Tensor, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], squared: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the hidden units again, and return all gradients."""
+    """Recompute the hidden units and return all gradients."""
     wg, wu, wd_t = weights
     g, u = x @ wg.t(), x @ wu.t()
     act, on = _act(g, squared), ~(g <= 0)

@@ -1,28 +1,28 @@
-"""Products over the units that are on, and no others: SDD and DSD with gathered rows, in Triton.
+"""Products over the active units alone: SDD and DSD with gathered rows, in Triton.
 
-The names are STK's: three letters say whether output, left and right operand are sparse or dense.
+The names are those of STK: three letters say if output, left and right operand are sparse or dense.
 An index (_index.py) lists the entries of the sparse matrix by row: the units of a token, or the
 tokens of a unit. A program takes 8 or 16 rows, whose entries are adjacent in the list:
 
            entries, row by row    SDD: u[e] = X[row of e] . W[unit of e]
 
-    row 0  | x x x . . . . . |    Gathered rows of W times all 8 rows of X, on tensor cores. Of an
-    row 1  | . . . x x . . . |    entry's 8 products the one with its own row is kept.
+    row 0  | x x x . . . . . |    Gathered rows of W times all 8 rows of X, on tensor cores. An
+    row 1  | . . . x x . . . |    entry keeps the one of its 8 products with its own row.
     row 2  | . . . . . . . . |
     ...    | . . . . . x x x |    DSD: Y[r] = sum of h[e] W[unit of e] over the entries of r
 
                                   h, laid out in 16 rows as drawn, times gathered rows of W.
 
-7 of 8 (SDD) and 15 of 16 (DSD) of these operations are wasted. They still take less time than the
-gathered rows take to arrive from L2. Rows of any length are handled alike, and short ones leave no
+7 of 8 (SDD) and 15 of 16 (DSD) of these operations are wasted, but they take less time than the
+gathered rows take to arrive from L2. Rows of any length are treated alike, and short rows leave no
 lane idle. A program of DSD takes 512 bytes of each row. All programs of the same columns run before
-those of the next, so that what they gather of X and dY, 8 MB for 16,384 tokens, stays in L2. Where
-there are more entries than the capacity, programs return at once (_overflow.py does the work).
+those of the next, so the columns of X and dY that they gather, 8 MB for 16,384 tokens, stay in L2.
+If there are more entries than the capacity, programs return at once, and _overflow.py computes.
 
-Sums run over the entries in their order: the same bits at every call. h and the gradients of gate
-and up are rounded to the dtype, as in dense layers, and then kept in fp32, because an asynchronous
-copy moves at least 4 bytes. A gathered row that is not finite makes all 16 rows of its program NaN
-(zero times it is NaN). A dense product makes all rows NaN there.
+Sums run over the entries in their order, so they have the same bits at every call. h and the
+gradients of gate and up are rounded to the dtype, as in dense layers, and then stored in fp32,
+because an asynchronous copy moves at least 4 bytes. A gathered row that is not finite makes all 16
+rows of its program NaN (zero times it is NaN). A dense product makes all rows NaN.
 """
 
 from typing import Literal
@@ -41,14 +41,14 @@ DSD_ROWS, DSD_STAGES = 16, 4
 DSD_ENTRIES, DSD_BYTES = 32, 512  # a stage's entries, and bytes of each gathered row
 
 Kind = Literal["plain", "norms", "two_products", "two_outputs"]
-"""What a DSD computes, S being sparse and W dense:
+"""The result of a DSD, with S sparse and W dense:
 
     plain           Y = S W
     norms           Y = S W, and the sum of |values| of each row of S
     two_products    Y = S0 W0 + S1 W1
     two_outputs     Y0 = S0 W and Y1 = S1 W
 
-S0 and S1 have their entries at the same places.
+S0 and S1 have entries at the same places.
 """
 
 

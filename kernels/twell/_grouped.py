@@ -1,26 +1,25 @@
-"""Feed-forward layer in groups of eight tokens: of each group, the units that are on for any token.
+"""Feed-forward layer in groups of eight tokens: each computes the units active for any of them.
 
-    G = X @ Wg.T                         the fastest call of dense/_gemm.py; _packed_gate.py; or
-                                         _twell_gate.py
-    Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: units that are on, and no others
-    the same, dense                      _remainder.py: groups with too many units on
+    G = X @ Wg.T                         the fastest call of dense/_gemm.py, or _twell_gate.py
+    Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: only the active units
+    the same, dense                      _remainder.py: groups with too many active units
 
-Each call finds on the device which units are on. Nothing is packed, any number of units is right,
-and the bits are the same at every call. Where a group has more rows (units that are on for any of
-its tokens) than `limit`, ffn_sparse.cu leaves the group to the dense products. The host never
-waits, so that a CUDA graph can hold the whole layer. The limit is the higher of two estimates of
-how many rows take as long as dense products:
+Each call finds the active units on the device. Results are correct for any number of active units,
+and have the same bits at every call. If a group has more rows (units that are active for any of its
+tokens) than `limit`, ffn_sparse.cu leaves the group to the dense products. The host never waits, so
+a CUDA graph can hold the whole layer. The limit is the higher of two estimates of how many rows
+take as long as dense products:
 
     many tokens   rows x 4 k bytes at L2_RATE  =  8 tokens x 4 n k FLOPs at DENSE_RATE
     few tokens    rows x groups                =  DENSE_READS n: two reads of the weights, launches
 
-Where there are too few groups for all SMs, a cluster of up to 8 CTAs shares the units of a group.
+If there are too few groups for all SMs, a cluster of up to 8 CTAs shares the units of a group.
 
-`alone`, nothing stands by, which saves the two launches: no group is left. Each CTA of a cluster
-lists and takes a share of the units. Every group then reads its rows, however many. Where all units
-are on, the layer takes some 6 times as long as a dense one at MOST_ALONE tokens.
+With `alone` there is no dense fallback, which saves its two launches: no group is left. Each CTA of
+a cluster lists and takes a share of the units, and every group reads its rows, however many. If all
+units are active, the layer takes some 6 times as long as a dense one at MOST_ALONE tokens.
 
-Where X is not finite, a unit that is off counts as zero; dense products make it NaN.
+An inactive unit counts as zero even if X is not finite; dense products make it NaN.
 """
 
 from collections.abc import Callable
@@ -53,32 +52,32 @@ MOST_ALONE = 512  # tokens; of two CTAs a group, an H200 runs 66 groups at one t
 SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # of 227 KB; the kernel's own are 30, or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 
-# x, g, wu, wd transposed, y, left, heavy; m, n, limit; bits or words; gates of the lists
+# x, g, wu, wd transposed, y, left, heavy; m, n, limit; words; gates of the lists
 ARGUMENTS = Layout(*"PPPPPPPiiiPP")
 LISTS = 3  # of a CTA, as ffn_sparse.cu has it
 
 
 def split_of(m: int, at_once: Callable[[int], int]) -> int:
-    """Return how many CTAs share a group: so many clusters of them run `at_once`."""
+    """Return how many CTAs share a group; `at_once` maps that size to clusters that run at once."""
     groups = -(-m // GROUP)
     return next((s for s in range(MOST_SPLIT, 1, -1) if groups <= at_once(s)), 1)
 
 
 def limit_of(m: int, n: int) -> int:
-    """Return how many rows a group may have at most."""
+    """Return the highest number of rows of a group."""
     by_arithmetic = GROUP * n * L2_RATE / DENSE_RATE
     by_bytes = DENSE_READS * n / -(-m // GROUP)
     return min(n, MOST_ROWS, int(max(by_arithmetic, by_bytes)))
 
 
 def threads_of(k: int, alone: bool = False) -> tuple[int, int]:
-    """Return how many threads of a CTA multiply, and how many there are."""
+    """Return the MMA threads and all threads of a CTA."""
     products = 256 if k > 1024 else 128
     return products, products + (256 if k <= (2560 if alone else 2048) else 128)
 
 
 def shared_bytes(k: int, alone: bool = False) -> int:
-    """Return the dynamic shared memory of a CTA: X and the stages, eight rows each."""
+    """Return the dynamic shared memory of a CTA in bytes: X and the stages, eight rows each."""
     products, threads = threads_of(k, alone)
     halves = 1 if threads > products + 128 else 2
     if not alone:
@@ -131,7 +130,7 @@ def launch(
     tiles: Tiles | None = None,
     alone: bool = False,
 ) -> BoundKernel:
-    """Return the kernel that writes Y of all groups that it does not leave to `rest`.
+    """Return the kernel that writes Y, except for the groups that it leaves to `rest`.
 
     x and y [m, k], gates g [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without wu,
     H is act(g). With `tiles`, `words` are those of _twell_gate.py, and g has its dense tiles. With

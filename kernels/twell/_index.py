@@ -1,4 +1,4 @@
-"""Which hidden units are on for which token, listed by token and by unit, on the device.
+"""Make the lists of formats/active_csr.py on the device: active units by token and by unit.
 
     G of three    unit 0 1 2 3          by token                     by unit
     tokens and  +---------------+
@@ -10,12 +10,12 @@
 offsets       int32 [m + 1]        columns  int16 [capacity], read as unsigned
 unit_offsets  int32 [n + 1]        tokens, places  int32 [capacity]        values [capacity], of G
 
-A unit of a token is on unless G <= 0: NaN is on. The capacity is that of the lists as a whole, not
-of a token or a tile of units. offsets[m] is the number of entries. Where it is above the capacity,
-nothing is written into the lists, and kernels that read them return at once (_gather.py). What lies
-beyond the last entry is undefined.
+A unit of a token is active unless G <= 0, so NaN is active. The capacity is that of the whole
+lists, not of a token or a tile of units. offsets[m] is the number of entries. If it exceeds the
+capacity, the lists are not written, and kernels that read them return at once (_gather.py). Places
+beyond the last entry are undefined.
 
-Four kernels make the lists, by words of 32 bits:
+Four kernels make the lists from words of 32 bits:
 
     count   the bits of G > 0. A warp takes 32 tokens by 256 units of 16 bits: a lane has 8 units of
             each token, so one lane has the bits of 32 tokens, and four have those of 32 units
@@ -24,9 +24,9 @@ Four kernels make the lists, by words of 32 bits:
     fill    the entries. A lane takes 32 units of a token, one after the other; an entry's place by
             unit counts the bits before it in the unit's word of these tokens
 
-Words of units lie token by token, as G does, so that a program's reads and writes are adjacent. G
-is read once as a whole, and once where units are on. There are no atomics: lists are in ascending
-order, the same at every call.
+Words of units lie token by token, as G does, so the reads and writes of a program are adjacent. G
+is read once as a whole, and once where units are active. There are no atomics, so lists are in
+ascending order and the same at every call.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ ELEMENTS = 2**31 - 2**9  # offsets have 32 bits, and loops read some entries ahe
 
 
 def require_room(m: int, n: int, k: int) -> None:
-    """Raise Unsupported where indices are too small for m tokens of n units, or of k features."""
+    """Raise Unsupported if indices are too small for m tokens of n units or k features."""
     if n > MOST_UNITS:
         raise Unsupported(f"expected at most {MOST_UNITS} hidden units, found {n}")
     if (most := max(m * n, m * k, n * k)) > ELEMENTS:
@@ -60,7 +60,7 @@ def require_room(m: int, n: int, k: int) -> None:
 
 
 def index_of(g: Tensor, capacity: int) -> ActiveCsr:
-    """List the units that are on in gates g [m, n], contiguous; n is a multiple of 8."""
+    """List the active units of gates g [m, n], contiguous; n is a multiple of 8."""
     programs, active = listing(g, capacity)
     for program in programs:
         program()
@@ -68,7 +68,7 @@ def index_of(g: Tensor, capacity: int) -> ActiveCsr:
 
 
 def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], ActiveCsr]:
-    """Return the kernels that list the units that are on in gates g [m, n], and the lists."""
+    """Return the kernels that list the active units of gates g [m, n], and the lists."""
     (m, n), int32 = g.shape, torch.int32
     words, pieces = -(-n // WORD), -(-m // WORD)
     sizes = m, n // 8, words, pieces
@@ -92,7 +92,7 @@ def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], ActiveCsr]:
     by_token = {"TOKENS": BEFORE_TOKENS, "WORDS": BEFORE_WORDS}
     groups = -(-n // BEFORE_UNITS) + -(-m // BEFORE_TOKENS)
     filled, each = (*offsets, *lists, *sizes, capacity), {"WORD": WORD, "LANES": LANES}
-    return [  # grids of one axis: the other two end at 65535
+    return [  # one axis, because the other two end at 65535
         program(_count, -(-n // units) * pieces, g, *bits, *sizes, **rows),
         program(_before, groups, *bits, *before, *counts, *sizes, **by_unit, **by_token),
         program(_offset, 2, *counts, *offsets, m, n // 8, EACH=OFFSETS, num_warps=8),

@@ -1,9 +1,9 @@
-"""The operands of a feed-forward layer, as the kernels that leave out units that are off take them.
+"""The operands of a feed-forward layer for the kernels that skip inactive units.
 
     op ffn    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate Wg, up Wu
     op mlp    Y = act(X @ Wu.T) @ Wd.T                     gate Wu, no up
 
-A unit's rows of gate, up and Wd.T are k values each, contiguous: these kernels read whole rows.
+A unit's rows of gate, up and Wd.T have k contiguous values each: these kernels read whole rows.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from sparsebench.kernels._common.cuda import unsupported_on_hopper
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
-MOST_K = 4096  # registers for X and for the sums of Y
+MOST_K = 4096  # limited by the registers for X and for the sums of Y
 ALIGNMENT = 16  # bytes, of an asynchronous copy
 
 
@@ -25,8 +25,8 @@ ALIGNMENT = 16  # bytes, of an asynchronous copy
 class Layer:
     """x and y [m, k]; gate, up and wd_t [n, k]; wd [k, n]; all contiguous, fp16 or bf16.
 
-    `up` is None in a layer without a gate. `squared` says that act is relu2, not relu. `y` is the
-    output's buffer.
+    `up` is None in a layer without a gate. `squared` means that act is relu2, not relu. `y` is the
+    output buffer.
     """
 
     x: Tensor
@@ -61,7 +61,7 @@ def layer_of(operands: Operands) -> Layer:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why no kernel of these can run the problem here, or None."""
+    """Return why none of these kernels can run the problem on the device, or None."""
     activation, n, k = problem["activation"], problem["n"], problem["k"]
     if activation not in ("relu", "relu2"):
         return f"expected activation relu or relu2, found {activation}"

@@ -1,4 +1,4 @@
-"""The dense products of a gated MLP for calls with too many units on, which the device decides.
+"""The dense products of a gated MLP for calls with too many active units, decided on the device.
 
     forward                                    backward
 
@@ -9,15 +9,15 @@
                                                dWg = dG.T @ X,  dWu = dU.T @ X
                                                dX  = dG @ Wg + dU @ Wu
 
-Every program first reads how many entries the index has (_index.py). Where they fit its capacity,
-it returns: the host never waits for the count, and such a launch takes about 2 µs. Else programs
-are persistent, and take one tile after the other. Tiles are loaded by TMA (before Hopper through
-pointers, which Triton makes of the descriptors), as they are stored or to be transposed:
+Every program first reads how many entries the index has (_index.py). If they fit its capacity, the
+program returns: the host never waits for the count, and such a launch takes about 2 µs. Otherwise
+programs are persistent and take one tile after the other. They load tiles by TMA (before Hopper
+through pointers, which Triton makes from the descriptors), as stored or transposed:
 
     out [i, j]  =  sum over d of  A [i, d] B [j, d]        A stored [i, d] or [d, i], B likewise
 
-The gates that backward computes again may differ from forward's in the last bit. Then a unit near
-zero may be on in one of the two only. Both are correct roundings of the same gate.
+The gates that backward computes again may differ from forward's in the last bit, so a unit near
+zero may be active in only one of the two. Both are correct roundings of the same gate.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ WIDTH = 1024  # of H, summed at a time
 SIZES = "m", "height", "width", "depth", "capacity"  # compiled once for any
 
 Kind = Literal["plain", "gated", "hidden", "slopes", "two_products"]
-"""What a product computes:
+"""The result of a product:
 
     plain           out = A B
     gated           out = act(out) * (A B)
@@ -118,7 +118,7 @@ def _product(
     norms: Tensor | None = None,
     transposed: tuple[bool, bool] = (False, False),
 ) -> BoundKernel:
-    """Return the kernel of a product; `transposed` says of A and of B that it is stored so."""
+    """Return the kernel of a product; `transposed` says if A and B are stored transposed."""
     depth = DEPTH_BYTES // a.element_size()
     rows, columns, warps = tile_of(device, a.element_size(), kind)
     a_box, b_box = (
@@ -133,7 +133,7 @@ def _product(
     flags = {"KIND": kind, "A_T": transposed[0], "B_T": transposed[1], "SQUARED": squared}
     sides = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "BAND": BAND, "STAGES": STAGES}
     constants = {**sides, **flags, **options(warps, "pointers")}
-    grid = (2 * multiprocessors(device),)  # two a SM: one stores while the other multiplies
+    grid = (2 * multiprocessors(device),)  # two per SM: one stores while the other multiplies
     return BoundKernel(_multiply, grid, (*boxes, norms, active.offsets, *sizes), constants, out)
 
 
@@ -145,7 +145,7 @@ def tile_of(device: torch.device, itemsize: int, kind: Kind) -> tuple[int, int, 
 
 
 def before_hopper(device: torch.device) -> bool:
-    """Say whether tiles are loaded through pointers: the device has no TMA."""
+    """Return whether the device has no TMA, so that tiles are loaded through pointers."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
 
 

@@ -2,7 +2,7 @@
 
     left   int32 [3]        three counts: groups that are left; programs that have finished; groups
                             that ffn_sparse.cu has taken beyond the first of each CTA
-    heavy  int32 [groups]   the numbers of the groups left, in any order; a group is GROUP tokens
+    heavy  int32 [groups]   the numbers of the groups left, in any order; a group has GROUP tokens
 
                           FEATURES
             group 7    +-----------+
@@ -10,10 +10,10 @@
             group 31   |           |        Y[t] = H[t] @ Wd.T
             ...        +-----------+
 
-The host does not know how many groups are left, so each call launches both products, one program an
-SM. They start early (PTX, griddepcontrol), and end at once where no group is left. Else programs
-are persistent, and take one tile after the other. Tiles of X are loaded row by row through
-pointers; where all groups are left, by TMA.
+The host does not know how many groups are left, so each call launches both products, one program
+per SM. They start early (PTX, griddepcontrol), and end at once if no group is left. Otherwise
+programs are persistent and take one tile after the other. Tiles of X are loaded row by row through
+pointers, or by TMA if all groups are left.
 
 The sums of a row do not depend on its neighbours, so the order of `heavy` does not change any bit.
 The last program of the last product sets all counts to zero for the next call. Without a gate, H is
@@ -36,7 +36,7 @@ BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run 
 DEPTH, STAGES = 64, 4
 
 Kind = Literal["gated", "plain", "activated"]
-"""What a product computes:
+"""The result of a product:
 
     gated        out = act(out) * (X W.T)
     plain        out = X W.T
@@ -46,7 +46,7 @@ Kind = Literal["gated", "plain", "activated"]
 
 @dataclass(frozen=True)
 class Rest:
-    """The groups that are left, on the device; and how many programs multiply them."""
+    """The groups that are left, on the device, and the number of programs that multiply them."""
 
     left: Tensor
     heavy: Tensor
@@ -54,7 +54,7 @@ class Rest:
 
 
 def rest_of(m: int, programs: int, device: torch.device) -> Rest:
-    """Return a rest of m tokens with no group left."""
+    """Return the state for m tokens with no group left."""
     left = torch.zeros(3, dtype=torch.int32, device=device)
     heavy = torch.zeros(-(-m // GROUP), dtype=torch.int32, device=device)
     return Rest(left, heavy, programs)

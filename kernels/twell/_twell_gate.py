@@ -1,17 +1,17 @@
-"""The gate of a layer whose units are mostly off, as TwELL words: twell_gate.cu.
+"""The gate of a layer with few active units, as TwELL words: twell_gate.cu.
 
-    words  int32 [m, tiles * (capacity + 1)]    the layout of formats/twell.py; the count of a tile
-                                                is that of all its active units
-    dense  [m, n]                               relu of the gates of tiles whose count is above the
-                                                capacity; elsewhere untouched
+    words  int32 [m, tiles * (capacity + 1)]    the layout of formats/twell.py; a tile's count is
+                                                that of all its active units
+    dense  [m, n]                               relu of the gates of tiles whose count exceeds the
+                                                capacity; untouched elsewhere
 
-No gate is lost: a tile with too many entries is read from `dense`. Bytes of memory traffic at 29
-units on of 5632, tiles of 256 with 31 entries:
+No gate is lost, because readers take a tile with too many entries from `dense`. Bytes of memory
+traffic with 29 of 5632 units active, tiles of 256 with 31 entries:
 
     G, written and read    4 m n                  words    2 x 32 m n / 256
     m = 131072             2.95 GB                         0.18 GB
 
-of which 32 bytes, a count and seven entries, are all that most tiles have.
+Most tiles fit into 32 bytes, a count and seven entries.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ ARGUMENTS = Layout("256s", "PPiii4x")  # tensor maps of x and w; words, dense, m
 
 @dataclass(frozen=True)
 class Tiles:
-    """Units of a tile, and the entries that it has room for."""
+    """The units of a tile and its slots."""
 
     tile: int = 256
     capacity: int = 31
@@ -56,7 +56,7 @@ class Tiles:
         return self.capacity + 1
 
     def unsupported(self) -> str | None:
-        """Say why twell_gate.cu cannot write such tiles, or None."""
+        """Return why twell_gate.cu cannot write these tiles, or None."""
         if self.tile not in TILES:
             return f"option tile: expected one of {', '.join(map(str, TILES))}, found {self.tile}"
         known = [2**i - 1 for i in range(2, self.tile.bit_length()) if 2**i <= self.tile // 2]
@@ -68,7 +68,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel: so many CTAs share boxes of W, 1 or 2."""
+    """The number of CTAs that share boxes of W, 1 or 2."""
 
     cluster: int
 
@@ -94,7 +94,7 @@ class Gate:
 
 
 def configurations() -> list[Config]:
-    """Return all configurations, the one for many tokens first."""
+    """Return all configurations; the first is for many tokens."""
     return [Config(2), Config(1)]
 
 
@@ -128,7 +128,7 @@ def prepare(x: Tensor, w: Tensor, tiles: Tiles, pinned: Mapping[str, Any] | None
 
 
 def constants_of(tiles: Tiles, config: Config, dtype: torch.dtype) -> Constants:
-    """Return what twell_gate.cu is compiled for."""
+    """Return the macros of twell_gate.cu."""
     return (
         ("CLUSTER", config.cluster),
         ("TILE", tiles.tile),
@@ -139,7 +139,7 @@ def constants_of(tiles: Tiles, config: Config, dtype: torch.dtype) -> Constants:
 
 
 def unsupported_operands(x: Tensor, w: Tensor) -> str | None:
-    """Say which of the kernel's conditions fails, if any."""
+    """Return the first condition of the kernel that fails, or None."""
     if x.dtype != w.dtype or x.itemsize != 2:
         return f"expected fp16 or bf16 of one dtype, found {x.dtype} and {w.dtype}"
     if x.dim() != 2 or x.shape[1:] != w.shape[1:]:

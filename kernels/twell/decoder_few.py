@@ -1,8 +1,8 @@
-"""A decoding step of dense weights whose MLPs have few units on: ffn_few.cu in each layer.
+"""A decoding step of dense weights whose MLPs have few active units: ffn_few.cu in each layer.
 
-kernels/dense/_decoder.py draws the step and has the rest: norms, attention, projections and the
-head, dense by their fastest way. An MLP is one launch, which reads Wg whole, and of Wu and Wd the
-rows of units that are on for any sequence: it writes what the layer adds to the stream.
+kernels/dense/_decoder.py draws the step and has the rest: norms, attention, and the fastest dense
+projections and head. Each MLP is one launch. It reads all of Wg, and the rows of Wu and Wd of units
+that are active for any sequence, and writes what the layer adds to the residual stream.
 
     sequences   up to 64, one token each
     weights     16 bits; each layer has its own Wg, Wu and Wd.T
@@ -23,7 +23,7 @@ from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose the fastest way of each dense product. Raises Unsupported."""
+    """Choose the fastest call of each dense product. Raises Unsupported."""
     return _decoder.prepare(operands, partial(_part, operands))
 
 
@@ -40,7 +40,7 @@ def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the step cannot run here, or None."""
+    """Return why the step cannot run on the device, or None."""
     if problem["activation"] not in ("relu", "relu2"):
         return f"expected activation relu or relu2, found {problem['activation']}"
     if problem["hidden"] > _layer.MOST_K:

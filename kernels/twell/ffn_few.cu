@@ -1,8 +1,9 @@
-// Y[m, K] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T for up to 64 tokens, few units on, in one launch.
+// Y[m, K] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T for up to 64 tokens, few active units, one launch.
 //
-// With so few tokens, reading the weights takes most of the time. Wg is read whole. Of Wu and Wd
-// the kernel reads the rows of units that are on for any token, each once. With all units on it
-// reads as much as a dense layer.
+// With so few tokens, reading the weights takes most of the time. The kernel reads all of Wg, and
+// each row of Wu and Wd whose unit is active for any token once. With all units active it reads as
+// much as a dense layer. Active units and H are the column vectors of formats/cvse.py, with all
+// tokens of the call in one vector; bits instead of a list say which are there.
 //
 //   a cluster: an equal share of the units       a CTA (rank): PART columns of K, and of X
 //
@@ -38,23 +39,24 @@
 //     that are on   |       |  transposed,   x    |  H   |    columns; sums over warps, then CTAs
 //                   +-------+                     +------+
 //
-// Which units are on is exchanged in two steps. Within a cluster: a byte in shared memory for each
-// unit and rank, 0 until it is known. Between clusters: words in global memory, each 48 units of a
-// cluster and a mark that it is published. Warp 8 counts the units of all words while Wu is still
-// being copied. So, after a CTA's last product, each thread lists the units of half a word, and the
-// first rows of Wd are requested. A counter of CTAs says when all of H is written. The last CTA
-// that reads the full count sets words and counters to 0 again. All CTAs must run at the same time:
-// the launch is cooperative.
+// The active units are exchanged in two steps. Within a cluster: a byte in shared memory for each
+// unit and rank, 0 until it is known. Between clusters: words in global memory, each with 48 units
+// of a cluster and a mark that it is published. Warp 8 counts the units of all words while Wu is
+// still being copied. After a CTA's last product, each thread therefore lists the units of half a
+// word, and the first rows of Wd are requested. A counter of CTAs says when all of H is written. The
+// last CTA that reads the full count resets words and counters to 0. All CTAs must run at the same
+// time, so the launch is cooperative.
 //
-// G is rounded as in a dense layer. A unit of a token is on unless G <= 0: NaN is on. U is kept in
-// fp32, and H is rounded once. All sums have a fixed order: the bits are the same at every call.
+// G is rounded as in a dense layer. A unit of a token is active unless G <= 0, so NaN is active. U
+// is kept in fp32, and H is rounded once. All sums have a fixed order, so the bits are the same at
+// every call.
 //
 // With GATED = 0, Y = act(X @ Wg.T) @ Wd.T: there is no Wu.
 //
 // Compiled with -DN and -DK (multiples of 8), -DTOKENS=8|16|32|64, -DCTAS=1|2|4 that share K,
 // -DCLUSTERS of CTAS each, -DSPLIT (CTAS; or 2 where CTAS is 1: the hardware's cluster then holds
-// two of ours), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1, -DCOPIED_X=0|1. Loops that run once or twice
-// are not unrolled: the instructions themselves, 8 KB, have to be read from memory.
+// two of ours), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1, -DCOPIED_X=0|1. Loops that
+// run once or twice are not unrolled, because the instructions, 8 KB, are read from memory too.
 
 #include "ffn_ptx.cuh"
 

@@ -1,18 +1,18 @@
-"""Gated feed-forward layer for up to 64 tokens, few units on: one launch of ffn_few.cu.
+"""Gated feed-forward layer for up to 64 tokens, few active units: one launch of ffn_few.cu.
 
     G = X @ Wg.T        Y = (act(G) * (X @ Wu.T)) @ Wd.T        act is relu or relu2
 
-Wg is read whole. Of Wu and Wd the kernel reads the rows of units that are on for any token, each
-once. With few units on it reads little more than Wg; with all on, as much as a dense layer.
+The kernel reads all of Wg, and each row of Wu and Wd whose unit is active for any token once. With
+few active units it reads little more than Wg; with all active, as much as a dense layer.
 
     m, tokens    CTAs that share K, for k = 2048 (4096)     limit
     1 to 16              1  (2)        three tiles of 16 rows of weights in shared memory
     17 to 32             1  (2)        a CTA's part of X, 128 KB at most, in registers
     33 to 64             2  (4)        the same
 
-An H200 runs 66 clusters of two at one time, but only 30 of four: each is in one GPC.
+An H200 runs 66 clusters of two at a time, but only 30 of four, because a cluster lies in one GPC.
 
-X comes by loads or by bulk copies. From COPIES_FROM tokens on, `prepare` times both.
+X is read by loads or by bulk copies. From COPIES_FROM tokens on, `prepare` times both.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,20 +46,20 @@ WARPS, SHARED_BYTES = 11, 226 * 1024
 COPIES_FROM, MOST_COPIED_N = 33, 16384  # tokens; with more units, X has no room beside their lists
 
 XBy = Literal["loads", "copies"]
-"""How X comes into the registers: by loads of 16 bytes, or by bulk copies through shared memory."""
+"""How X reaches the registers: by loads of 16 bytes, or by bulk copies through shared memory."""
 
 # x, wg, wu, wd transposed, y, h, words, counters; m
 ARGUMENTS = Layout(*"PPPPPPPPi")
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernel cannot run the problem here, or None."""
+    """Return why the kernel cannot run the problem on the device, or None."""
     sizes = problem["m"], problem["n"], problem["k"]
     return unsupported_sizes(*sizes) or _layer.unsupported(problem, device)
 
 
 def unsupported_sizes(m: int, n: int, k: int) -> str | None:
-    """Say why the kernel cannot run m tokens through weights [n, k], or None."""
+    """Return why the kernel cannot run m tokens through weights [n, k], or None."""
     if not 1 <= m <= MOST_TOKENS:
         return f"expected 1 to {MOST_TOKENS} tokens, found {m}"
     if n % 8 or k % 8 or not n or not k:
@@ -72,7 +72,7 @@ def unsupported_sizes(m: int, n: int, k: int) -> str | None:
 def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, int]:
     """Return the padded tokens, the CTAs that share K, and the clusters of these that run at once.
 
-    `at_once` maps the size of a cluster to how many of them run at one time.
+    `at_once` maps the size of a cluster to the number of clusters that run at a time.
     """
     tokens = FEWEST_TOKENS
     while tokens < m:
@@ -85,7 +85,7 @@ def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, i
 
 
 def split_of(tokens: int, ctas: int) -> int:
-    """Return the CTAs that share a slice of Y: from 16 tokens on at least two.
+    """Return the CTAs that share a slice of Y; at least two from 16 tokens on.
 
     With two, a slice is 32 columns wide, 64 bytes of each row of Wd, and a CTA reads half of H.
     """
@@ -93,7 +93,7 @@ def split_of(tokens: int, ctas: int) -> int:
 
 
 def clusters_of(ctas: int, device: torch.device) -> int:
-    """Return how many clusters of the kernel's CTAs run at one time."""
+    """Return how many clusters of the kernel's CTAs run at a time."""
     return clusters_at_once(ctas, 32 * WARPS, SHARED_BYTES, device)
 
 
@@ -106,7 +106,7 @@ def constants_of(
     dtype: torch.dtype,
     x_by: XBy = "loads",
 ) -> Constants:
-    """Return what the kernel is compiled for; `shape` is what `shape_of` returned."""
+    """Return the macros of ffn_few.cu; `shape` is the result of `shape_of`."""
     sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
     flags = {
         "SPLIT": split_of(*shape[:2]),
@@ -119,13 +119,13 @@ def constants_of(
 
 
 def words_of(n: int, clusters: int) -> int:
-    """Return how many words of 64 bits say which units are on: one for 48 units of a cluster."""
+    """Return how many words of 64 bits mark the active units: one for 48 units of a cluster."""
     eights = -(-(n // 8) // clusters)  # of a cluster's units, at most
     return clusters * -(-eights // 6)
 
 
 def ways_of(m: int, n: int) -> list[XBy]:
-    """Return the ways that are timed for X of m tokens, the default first."""
+    """Return the ways to read X of m tokens that are timed, the default first."""
     return ["loads", "copies"] if m >= COPIES_FROM and n <= MOST_COPIED_N else ["loads"]
 
 
@@ -142,8 +142,8 @@ def launch(
     """Return the kernel that writes Y.
 
     x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16. Without wu,
-    Y = act(X @ Wg.T) @ Wd.T. H and the words belong to this launch: it must not run in two streams
-    at the same time. Raises Unsupported.
+    Y = act(X @ Wg.T) @ Wd.T. The launch owns H and the words, so it must not run in two streams at
+    the same time. Raises Unsupported.
     """
     (m, k), n, device = x.shape, len(wg), x.device
     if reason := unsupported_sizes(m, n, k):
@@ -155,18 +155,18 @@ def launch(
         kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
     )
     h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, clusters), dtype=torch.int64)
-    counts = x.new_zeros(2, dtype=torch.int32)  # the kernel leaves both so
+    counts = x.new_zeros(2, dtype=torch.int32)  # the kernel resets both to zero
     kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
     return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)
 
 
 def prepare(operands: Operands) -> Launch:
-    """Copy Wd.T, compile for the sizes, and take the faster way for X. Raises Unsupported."""
+    """Copy Wd.T, compile for the sizes, and take the faster way to read X. Raises Unsupported."""
     return launch_of(layer_of(operands), operands.pinned)
 
 
 def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
-    """Return the launch of a layer with the pinned way for X, or the faster. Raises Unsupported."""
+    """Return the launch with the pinned way to read X, or the faster one. Raises Unsupported."""
     (m, n, k), device = layer.sizes, layer.x.device
     if reason := unsupported_sizes(m, n, k):
         raise Unsupported(reason)

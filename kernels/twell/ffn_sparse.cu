@@ -1,11 +1,11 @@
-// Y[m, K] = (act(G) * (X @ Wu.T)) @ Wd.T where few units of act(G) are on: what follows the gate.
+// Y[m, K] = (act(G) * (X @ Wu.T)) @ Wd.T with few active units in act(G): the part after the gate.
 //
-//   G[m, n] = X @ Wg.T comes from the launch before. A unit of a token is on unless G <= 0: NaN is
-//   on.
+//   G[m, n] = X @ Wg.T comes from the launch before. A unit of a token is active unless G <= 0, so
+//   NaN is active. A list and its gates are the column vectors of formats/cvse.py, 8 tokens high.
 //
 //   a group: eight tokens, and SPLIT CTAs (a cluster); each CTA takes an equal part of the steps
 //
-//     G of    . . x . . . . x . .         rows, a list:     unit | tokens it is on for
+//     G of    . . x . . . . x . .         rows, a list:     unit | tokens with the unit active
 //     its     . . . . . . . x . .   -->                       2  |  x . .
 //     tokens  . . x . . x . . . .                             5  |  . . x   ...
 //
@@ -19,48 +19,42 @@
 //
 //     Y, K x tokens  +=  the same rows and columns of Wd.T, read by columns, x  H
 //
-// The products run on tensor cores (mma m16n8k16), although most of H is off: weights are the tall
-// operand, tokens its eight columns. A unit that several tokens share is read once. One that a
-// single token has on costs 4 K bytes from L2, as it would alone. L2 gives 9 TB/s to plain loads
-// and to cp.async, and 6 to cp.async.bulk (measured, NOTES.md). All other work overlaps with these
-// copies:
+// The products run on tensor cores (mma m16n8k16), although most of H is zero: weights are the tall
+// operand, tokens its eight columns. A unit that several tokens share is read once. A unit of a
+// single token costs 4 K bytes from L2. L2 delivers 9 TB/s to plain loads and to cp.async, and 6 to
+// cp.async.bulk (measured, NOTES.md). All other work overlaps with these copies:
 //
 //     warps                role
-//     list     4           G, or bits      --->  list, list        groups ahead
+//     list     4           G, or words     --->  list, list        groups ahead
 //     load     4           rows of Wu, Wd  --->  stage, ...        5 x 8 rows, by cp.async; and X
 //     MMA      MMA_WARPS   up(0)  up(1) down(0)  up(2) down(1)  ...   one exchange of U a step
 //
 // With K above 2048 list and load warps are two each, and stages four.
 //
-// A CTA is persistent: it takes its next group from a counter. Load warps go on with the rows of
-// the next group while MMA warps store the sums of the last. Rows that a last step lacks are loaded
-// as zeros. Copies have warps of their own: each step takes 600 instructions to copy, which held up
-// the MMA warps, two to a scheduler, when these copied their own columns.
+// A CTA is persistent: it takes its next group from a counter. Load warps continue with the rows of
+// the next group while MMA warps store the sums of the last. Missing rows of a last step are loaded
+// as zeros. Separate warps copy, because the 600 instructions to copy a step delayed the MMA warps,
+// two to a scheduler, when these copied their own columns.
 //
-// ALONE, nothing stands by. Each CTA of a cluster lists and takes the units of a share of its own,
-// every SPLIT-th line of G, and no group is left, however many units are on: what has no room in a
-// list is the next list, to the same sums of Y. A row of up to 2560 columns then has one half, with
-// 320 columns a warp and four stages.
+// With ALONE there is no dense fallback. Each CTA of a cluster lists and takes its own share of the
+// units, every SPLIT-th line of G, and no group is left, however many units are active: units that
+// do not fit into a list go to the next list, added to the same sums of Y. A row of up to 2560
+// columns then has one half, with 320 columns a warp and four stages.
 //
 // U is summed over K in the order of the warps and kept in fp32. H is rounded once. Y is summed in
-// the order of the units, then of the CTAs. So the bits are the same at every call. A row that no
+// the order of the units, then of the CTAs, so the bits are the same at every call. A row that no
 // token of the group needs is not read. A group with more rows than `limit` is left to a dense
-// product: its number goes onto the list `heavy`, and its tokens are not written.
+// product: its number is appended to the list `heavy`, and its tokens are not written.
 //
 // With GATED = 0, Y = act(G) @ Wd.T: there is no U, and H is act(G).
 //
-// GATES says how G is stored:
-//
-//    0  all of it.
-//    1  packed: the product of the gate has written a bitmap (spense_wgmma.cu), a byte for a unit
-//       and eight tokens, which are a group. Of G only values that are on are read.
-//    2  TwELL words (twell_gate.cu). List warps put the gates of a list, a row's eight tokens side
-//       by side, into `gates`: MMA warps then need not look for an entry. A group that is left to a
-//       dense product is written to G as a matrix.
+// With TWELL, G is stored as TwELL words (twell_gate.cu), else as a matrix. List warps then write
+// the gates of a list, a row's eight tokens side by side, to `gates`, so that MMA warps need not
+// search for an entry. They write a group that is left to a dense product to G, as a matrix.
 //
 // Compiled with -DK (a multiple of 8, at most 4096), -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2),
-// -DGATED=0|1, -DGATES=0|1|2, -DFP16=0|1, -DALONE=0|1; with GATES=2, -DTILE=256|128|64 and
-// -DCAPACITY. ALONE needs SPLIT of 2 or more, and GATES 0 or 1.
+// -DGATED=0|1, -DTWELL=0|1, -DFP16=0|1, -DALONE=0|1; with TWELL, -DTILE=256|128|64 and -DCAPACITY.
+// ALONE needs SPLIT of 2 or more, and TWELL=0.
 
 #include "ffn_ptx.cuh"
 
@@ -116,7 +110,7 @@ struct Shared {
 #endif
 };
 
-// ---- what a CTA is given ----
+// ---- operands, and the place of a CTA ----
 
 struct Layer {
   const u16* x;

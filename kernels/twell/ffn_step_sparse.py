@@ -1,12 +1,12 @@
-"""A training step of a gated feed-forward layer with few units on, relu or relu2.
+"""A training step of a gated feed-forward layer with few active units, relu or relu2.
 
-    forward     G, dense; the units that are on, found by each call; Y over these units
+    forward     G, dense; lists of the active units, made by each call; Y over these units
     backward    dX, dWg, dWu and dWd.T over these units
 
 It runs the two operators of _autograd.py, as a SparseGatedMLP does. Then it copies the five results
-into one tensor, as the op's definition does. The results are right for any number of units that are
-on. There is room for `slots` of them a token, on average (by default a 64th of all); a call with
-more is dense.
+into one tensor, as the op's definition does. Results are correct for any number of active units.
+The lists have room for an average of `slots` units per token (by default a 64th of all); a call
+with more active units is dense.
 """
 
 import torch
@@ -25,7 +25,7 @@ from sparsebench.results.record import Problem
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Say why the kernels cannot run the problem here, or None."""
+    """Return why the kernels cannot run the problem on the device, or None."""
     n, k = problem["n"], problem["k"]
     if n % 8 or k % 8:
         return f"expected n and k to be multiples of 8, found n {n} and k {k}"
@@ -33,7 +33,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands, *, slots: int | None = None) -> Launch:
-    """Copy Wd.T, which the layer holds. Raises Unsupported."""
+    """Copy Wd.T, which the launch keeps. Raises Unsupported."""
     x, dy = operands.activations["x"], operands.activations["dy"]
     wg, wu, wd = (_values(operands, name) for name in ("wg", "wu", "wd"))
     n, squared = len(wg), operands.problem["activation"] == "relu2"

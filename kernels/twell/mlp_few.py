@@ -1,8 +1,8 @@
-"""Feed-forward layer without a gate for up to 64 tokens, few units on: one launch of ffn_few.cu.
+"""Feed-forward layer without a gate for up to 64 tokens, few active units: one launch.
 
     U = X @ Wu.T           Y = act(U) @ Wd.T           act is relu or relu2
 
-All as in ffn_few.py, with U in the place of the gate: Wu is read whole, and rows of Wd once.
+The kernel is ffn_few.cu with U in place of the gate. It reads all of Wu, and rows of Wd once.
 """
 
 from sparsebench.kernels._kernel import Kernel

@@ -79,7 +79,7 @@ def test_list_and_report_start_cold_without_gpu_packages(run: Path, tmp_path: Pa
     assert "Small &amp; quick" in page.read_text()
 
 
-def test_check_says_what_would_run_and_writes_nothing(run: Path) -> None:
+def test_check_counts_cases_and_writes_nothing(run: Path) -> None:
     before = sorted(run.parent.iterdir())
     done = sparsebench("check", run / "suite.yaml", "--device", "cpu", "--json")
     found = json.loads(done.stdout)
@@ -104,7 +104,7 @@ def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], exhaustive(["run", "quick"])])
-def test_a_reader_that_is_gone_costs_neither_the_report_nor_the_exit_code(
+def test_a_closed_pipe_changes_neither_the_report_nor_the_exit_code(
     arguments: list[str], tmp_path: Path
 ) -> None:
     measured = tmp_path / "run"
@@ -138,7 +138,7 @@ def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     assert "| B / A |" in sparsebench("compare", run, run, "--markdown").stdout
 
 
-def test_a_run_with_slower_cases_fails_the_gate(run: Path, tmp_path: Path) -> None:
+def test_slower_cases_fail_the_gate(run: Path, tmp_path: Path) -> None:
     slower = tmp_path / "slower"
     slower.mkdir()
     for file in run.iterdir():
@@ -157,7 +157,7 @@ def test_a_run_with_slower_cases_fails_the_gate(run: Path, tmp_path: Path) -> No
 def lines_of(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *calls: tuple[int, int]
 ) -> list[str]:
-    """Return what a pipe is told of calls with done and total, 20 s apart."""
+    """Return the progress lines of calls with done and total, 20 s apart."""
     moments = iter(range(0, 20 * len(calls) + 1, 20))
     monkeypatch.setattr(_console.time, "monotonic", lambda: next(moments))
     show = _console.progress_lines()
@@ -166,7 +166,7 @@ def lines_of(
     return capfd.readouterr().err.splitlines()
 
 
-def test_the_time_left_is_by_what_this_command_has_done(
+def test_the_time_left_is_estimated_from_this_commands_progress(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     resumed = lines_of(monkeypatch, capfd, (90, 100), (91, 100), (92, 100))
@@ -177,28 +177,28 @@ def test_the_time_left_is_by_what_this_command_has_done(
                         "0/4 after 80 s", "1/4 after 100 s, 60 s left"]  # fmt: skip
 
 
-def test_no_time_left_is_told_where_two_devices_take_turns(
+def test_no_time_left_is_shown_when_two_devices_take_turns(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for other in ((1, 9), (2, 9)), ((1, 5), (2, 5)):
         turns = (3, 5), other[0], (4, 5), other[1], (5, 5)
-        told = lines_of(monkeypatch, capfd, *turns)
-        assert len(told) == len(turns)
-        assert not any("left" in line for line in told)
+        lines = lines_of(monkeypatch, capfd, *turns)
+        assert len(lines) == len(turns)
+        assert not any("left" in line for line in lines)
 
 
 @pytest.mark.parametrize("flag", ["--version", "-h", "--help"])
-def test_the_version_and_help_are_asked_by_their_usual_flags(flag: str) -> None:
+def test_the_usual_flags_print_version_and_help(flag: str) -> None:
     done = sparsebench(flag)
     assert done.returncode == 0
     assert "sparsebench 0." in done.stdout or "Usage: sparsebench" in done.stdout
     assert "..." not in done.stdout.replace("[ARGS]...", "")
 
 
-def test_a_suite_that_compares_nothing_here_says_so(tmp_path: Path) -> None:
+def test_a_suite_that_compares_nothing_here_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "gpu_only.yaml"
     file.write_text(GPU_ONLY)
-    said = "nothing but baselines is supported, so nothing will be compared"
+    said = "only baselines are supported"
     assert said in sparsebench("check", file, "--device", "cpu").stdout
     assert said not in sparsebench("check", file, "--device", "sim").stdout
     given = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
@@ -207,7 +207,7 @@ def test_a_suite_that_compares_nothing_here_says_so(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_check_plans_for_a_gpu_that_is_not_here_and_for_a_simulated_one() -> None:
+def test_check_estimates_for_another_gpu_and_for_a_simulated_one() -> None:
     home = PUBLISHED / "nvidia-h200"
     given = "--gpu", home / "quick", "--replicates", "1", "--json"
     there = json.loads(sparsebench("check", "decode", *given).stdout)
@@ -226,9 +226,7 @@ def test_check_plans_for_a_gpu_that_is_not_here_and_for_a_simulated_one() -> Non
         assert f"{home.parent / 'sim' / 'core-sim'}: {expected}" in simulated.stderr
 
 
-def test_report_warns_in_one_line_of_a_run_that_was_changed_since(
-    run: Path, tmp_path: Path
-) -> None:
+def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path) -> None:
     shown = "--out", tmp_path / "report.html"
     assert sparsebench("report", run, *shown).stderr == ""
     torn = shutil.copytree(run, tmp_path / "torn")
@@ -255,7 +253,7 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     assert len(lines) == 8 + 4  # twins in one problem
 
 
-RESUMED = "expected --resume RUN, which has flags of its own; found {} beside it"
+RESUMED = "found {} beside it"
 
 
 @pytest.mark.parametrize(
@@ -270,9 +268,7 @@ RESUMED = "expected --resume RUN, which has flags of its own; found {} beside it
         (["--timeout", 9, "--device", "cpu"], "nowhere: expected the directory of a run"),
     ],
 )
-def test_a_run_that_goes_on_takes_no_flag_that_it_has_of_its_own(
-    flags: list[object], said: str
-) -> None:
+def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], said: str) -> None:
     done = sparsebench("run", "--resume", "nowhere", *flags)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
@@ -286,13 +282,14 @@ def test_a_run_that_goes_on_takes_no_flag_that_it_has_of_its_own(
         (["run", "quick", "--device", "tpu"], "expected cpu, cuda or cuda:N"),
         (["run", "quick", "--device", "cpu", "--only", "block=7"], "expected at least one case"),
         (["run"], "expected a suite, or --resume RUN alone"),
+        (["campaign", "status", "--to", "runs"], "no such option: --to; use --out"),
         (["run", "quick", "--timeout", "soon"], "--timeout"),
         (["run", "dlmc"], "expected --data DIR"),
         (["report", "nowhere"], "nowhere: expected the directory of a run"),
         (["compare", "nowhere", "nowhere"], "nowhere: expected the directory of a run"),
         (
             ["run", "--resume", "nowhere", "--only", "m=8", "--replicates", "3"],
-            "expected --resume RUN, which has flags of its own; found --out --only --replicates",
+            "found --out --only --replicates",
         ),
         (["run", "quick", "--timeout", "inf"], "--timeout"),
         (["run", "quick", "--device", "cuda:99999"], "expected an NVIDIA GPU for 'cuda:99999'"),
@@ -320,7 +317,7 @@ def test_a_report_that_cannot_be_written_is_one_line(run: Path, tmp_path: Path) 
     assert "expected a folder to write into" in done.stderr
 
 
-def test_a_part_of_a_suite_is_a_valid_run(run: Path, tmp_path: Path) -> None:
+def test_a_selection_of_a_suite_is_a_valid_run(run: Path, tmp_path: Path) -> None:
     out, part = tmp_path / "part", "sparsity=0.5 kernel=scipy_bsr"
     flags = "--device", "sim", "--replicates", 1, "--only", part
     assert sparsebench("run", run / "suite.yaml", *flags, "--out", out).returncode == 0
@@ -337,7 +334,7 @@ def test_a_run_is_never_written_over(run: Path) -> None:
     assert (run / "rows.jsonl").read_bytes() == before
 
 
-def test_a_wrong_case_is_exit_3_and_in_the_report(
+def test_a_wrong_case_exits_with_3_and_is_in_the_report(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", figures)

@@ -357,7 +357,7 @@ def test_an_internal_error_is_one_line_with_exit_code_70(
     monkeypatch.setattr("sparsebench.harness.catalog.listing", lambda: {}["nothing"])
     done = sparsebench("list")
     assert done.returncode == _console.DEFECT
-    assert "an error of sparsebench: KeyError: 'nothing'" in done.stderr
+    assert "sparsebench: KeyError: 'nothing'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,17 +36,17 @@ Outcome = tuple[str, str]
 
 def published(folder: Path, kernel: str | None = None) -> list[Row]:
     """Return the cheapest row of each kernel and digest; prefer rows whose operands are drawn."""
-
-    def cost(row: Row) -> tuple[bool, float]:
-        return row.case.problem.source is not None, row.dense_flops or 0.0
-
     cheapest: dict[tuple[str, str], Row] = {}
     for file in sorted(folder.rglob("run.json")):
         for row in store.rows(file.parent):
             contender = row.case.contender
             if row.code and not contender.twin and kernel in (None, contender.kernel):
                 key = contender.kernel, row.code
-                cheapest[key] = min(cheapest.get(key, row), row, key=cost)
+                cheapest[key] = min(
+                    cheapest.get(key, row),
+                    row,
+                    key=lambda row: (row.case.problem.source is not None, row.dense_flops or 0.0),
+                )
     return list(cheapest.values())
 
 
@@ -61,10 +61,10 @@ def digest(row: Row, dense: DenseOperands) -> str | None:
     pattern = packed.pop(op.pattern) if op.pattern else None
     pattern = None if isinstance(pattern, Dense) else pattern
     definition = bound(op.definition, problem)
-    given = Operands(problem, packed, dense.activations, definition, row.choice, pattern)
-    if reason := unsupported(kernel, problem, given.device):
+    pinned = Operands(problem, packed, dense.activations, definition, row.choice, pattern)
+    if reason := unsupported(kernel, problem, pinned.device):
         raise Unsupported(reason)
-    return kernel.prepare(given, **contender.options).code
+    return kernel.prepare(pinned, **contender.options).code
 
 
 def compare(row: Row, dense: DenseOperands, prepare: Prepare = digest) -> Outcome:
@@ -93,6 +93,12 @@ def compare_all(rows: list[Row], device: str, data: Path | None) -> list[Outcome
     return [compare(row, dense) for row in rows]
 
 
+def result_of(task: "Future[list[Outcome]]", rows: int) -> list[Outcome]:
+    """Return the outcomes of a task, or that all its rows failed, as when a process crashed."""
+    error = task.exception()
+    return [("failed", one_line(error))] * rows if error else task.result()
+
+
 def report(outcomes: Iterable[Outcome], kernels: int) -> int:
     """Print differences, failures and the closing line; return the exit code."""
     counts: Counter[str] = Counter()
@@ -102,8 +108,10 @@ def report(outcomes: Iterable[Outcome], kernels: int) -> int:
             print(f"{outcome}: {line}", flush=True)
     total, equal, different = counts.total(), counts.pop("equal", 0), counts.pop("different", 0)
     why = ", ".join(f"{reason}: {n}" for reason, n in sorted(counts.items())) or "none"
-    print(f"{total} codes of {kernels} kernels: equal {equal}, different {different}", end=", ")
-    print(f"not reproducible here {counts.total()} ({why})")
+    print(
+        f"{total} codes of {kernels} kernels: equal {equal}, different {different}, "
+        f"not reproducible here {counts.total()} ({why})"
+    )
     return 1 if different or counts["failed"] else 0
 
 
@@ -118,8 +126,8 @@ def main() -> int:
     rows = sorted(published(args.published, args.kernel), key=lambda row: row.case.problem.id)
     problems = [list(same) for _, same in groupby(rows, key=lambda row: row.case.problem.id)]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        tasks = [pool.submit(compare_all, same, args.device, args.data) for same in problems]
-        outcomes = (outcome for task in as_completed(tasks) for outcome in task.result())
+        tasks = {pool.submit(compare_all, s, args.device, args.data): len(s) for s in problems}
+        outcomes = (o for task in as_completed(tasks) for o in result_of(task, tasks[task]))
         return report(outcomes, len({row.case.contender.kernel for row in rows}))
 
 
