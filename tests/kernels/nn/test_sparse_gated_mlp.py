@@ -25,11 +25,6 @@ from tests.tools.marks import sampled
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def drawn(
     m: int,
     n: int,
