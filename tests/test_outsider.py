@@ -81,7 +81,7 @@ def test_the_outsider_notices_a_changed_digest() -> None:
 
 
 def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
-    done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--to", tmp_path)
+    done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     for name in CLAIMS:
         page = (tmp_path / "claims" / f"{name}.html").read_text("utf-8")
@@ -99,7 +99,7 @@ GRID = {  # the titles of the cells of a site's index
 def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
     names = "quick", "sparsity-4096", "spense-two-four"
     shown = [PUBLISHED / "nvidia-h200" / name for name in names]
-    done = sparsebench("publish", *shown, "--to", tmp_path)
+    done = sparsebench("publish", *shown, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "index.html").read_text("utf-8")
     assert page.count('class="cell"') > 10

@@ -30,9 +30,9 @@ NO_SOURCES = {"dlmc", "dlmc-csr", "trained"}  # they take files that the reposit
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: str(p.relative_to(PUBLISHED)))
 def test_a_published_run_validates_and_names_its_commit(path: Path, tmp_path: Path) -> None:
     _, listed, *_, plan = validate(path, data=tmp_path)
-    assert listed.said.endswith("as README.md of the published runs lists it")
-    assert plan.said.startswith("plan: not checked" if path.name in NO_SOURCES else "plan: ")
-    assert ("cannot be expanded" in plan.said) == (path.name in NO_SOURCES) != plan.checked
+    assert "as listed in README.md" in listed.text
+    assert plan.text.startswith("plan: not checked" if path.name in NO_SOURCES else "plan: ")
+    assert ("cannot be expanded" in plan.text) == (path.name in NO_SOURCES) != plan.checked
     run = store.read(path)
     assert run.state["contests"]["done"] == run.state["contests"]["of"]
     assert len(run.rows) == sum(run.state["cases"].values())
