@@ -1,16 +1,16 @@
-"""Three operators of torch with autograd: a block-sparse linear layer and both its gradients.
+"""The torch operators of a block-sparse linear layer and of both its gradients.
 
     Y [m, n]  = X [m, k] @ W [n, k].T            linear
     dX [m, k] = dY [m, n] @ W                    dgrad
-    dW        = dY.T @ X where W has blocks      wgrad
+    dW        = dY.T @ X, for stored blocks      wgrad
 
 W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blocks, r, c]. Each
-operator is linear in both operands; its derivatives are the other two operators. A captured CUDA
-graph holds only their kernels. A layer calls `multiply`, which goes one of three ways:
+operator is linear in both operands, and its derivatives are the other two operators. A captured
+CUDA graph holds only their kernels. A layer calls `multiply`, which takes one of three paths:
 
-    _Eager      without torch's dispatcher; backward has the pattern that forward had
-    linear      an operator, opaque to torch.compile, to torch.export and to modes
-    _Functional the operator as torch.func wants it, with vmap; forward-mode AD is refused
+    _Eager       without torch's dispatcher; backward uses the pattern that forward used
+    linear       an operator that is opaque to torch.compile, torch.export and dispatch modes
+    _Functional  the operator with vmap, for torch.func; forward-mode AD is refused
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from sparsebench.kernels.nn._bsr_pattern import Pattern, pattern_of
 from sparsebench.kernels.nn._bsr_plans import Call
 
 ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
-PLAIN = Tensor, nn.Parameter  # types with an address
+PLAIN = Tensor, nn.Parameter  # types that have an address
 
 
 # ---- products of a pattern ----
@@ -50,22 +50,22 @@ def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int) -> Tensor:
     """Return dW [blocks, r, c] of dY [m, n] and X [m, k]. Raises FormatError, Unsupported."""
     (tokens, n), (m, k) = dy.shape, x.shape
     if tokens != m:
-        raise Unsupported(f"expected {m} tokens of dY as of X, found {tokens}")
+        raise Unsupported(f"expected dY with {m} tokens like X, found {tokens}")
     call = Call("wgrad", m, (n, k), (r, c), x.dtype)
     return _run(pattern, call, dy, readable(x), (pattern.columns.shape[0], r, c))
 
 
 def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...]) -> Tensor:
-    """Check types, dtypes and devices, and run the planned kernel. Raises Unsupported."""
+    """Check types, dtypes and devices, then run the planned kernel. Raises Unsupported."""
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
     device = a.device
     if not device == b.device == pattern.columns.device:
         devices = {str(d) for d in (device, b.device, pattern.columns.device)}
         raise Unsupported(f"expected one device, found {', '.join(sorted(devices))}")
-    for each in (a, b):
-        if type(each) not in PLAIN and is_traceable_wrapper_subclass(each):
-            raise Unsupported(f"expected a torch.Tensor with an address, found {type(each)}")
+    for operand in (a, b):
+        if type(operand) not in PLAIN and is_traceable_wrapper_subclass(operand):
+            raise Unsupported(f"expected a torch.Tensor with an address, found {type(operand)}")
     if not call.m or not out[0]:
         return a.new_zeros(out)
     if not a.is_cuda or device.index == torch.cuda.current_device():
@@ -75,7 +75,7 @@ def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...
 
 
 def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
-    """Return r and c; raise FormatError unless values are one aligned block for each column."""
+    """Return r and c. Raises FormatError unless values are aligned, one block for each column."""
     shape = values.shape
     if len(shape) != 3 or shape[0] != columns.shape[0]:
         expected = f"[{len(columns)}, r, c]"
@@ -83,22 +83,20 @@ def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
     if not values.is_contiguous():
         raise FormatError(f"values: expected contiguous, found strides {list(values.stride())}")
     if values.is_cuda and values.data_ptr() % ALIGNMENT:
-        found = f"{values.data_ptr() % ALIGNMENT} modulo {ALIGNMENT}"
-        raise FormatError(
-            f"values: expected an address of a multiple of {ALIGNMENT}, found {found}"
-        )
+        rest = values.data_ptr() % ALIGNMENT
+        raise FormatError(f"values: expected an address divisible by {ALIGNMENT}, off by {rest}")
     return shape[1], shape[2]
 
 
 def readable(matrix: Tensor) -> Tensor:
-    """Return the matrix [m, k], or a contiguous copy where a kernel could not read its rows."""
+    """Return the matrix [m, k], or a contiguous copy if a kernel could not read its rows."""
     (m, k), (step, one) = matrix.shape, matrix.stride()
     aligned = not matrix.data_ptr() % ALIGNMENT
     gap = one == 1 and step > k and not step * matrix.element_size() % ALIGNMENT
     if aligned and (gap or (step, one) == (k, 1)):
         return matrix
     flat = matrix.contiguous() if aligned else matrix.clone(memory_format=torch.contiguous_format)
-    return flat.view(-1).view(m, k)  # a single row may come with any stride
+    return flat.view(-1).view(m, k)  # a single row may have any stride
 
 
 # ---- the operators ----
@@ -141,14 +139,14 @@ def _(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the index, and each operand only if the gradient of the other one is needed."""
+    """Save the index, and each operand only if the other one needs a gradient."""
     a, b, offsets, columns = inputs[:4]
-    of_a, of_b = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(a if of_b else None, b if of_a else None, offsets, columns)
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offsets, columns)
     ctx.shapes = a.shape, b.shape
 
 
-def _of_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, values, *index = ctx.saved_tensors
     (_, k), (_, r, c) = ctx.shapes
     dx = None if values is None else _call(dgrad, dy, values, *index, k)
@@ -156,7 +154,7 @@ def _of_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dvalues, None, None, None
 
 
-def _of_dgrad(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
+def _dgrad_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     dy, values, *index = ctx.saved_tensors
     (_, n), (_, r, c) = ctx.shapes
     ddy = None if values is None else _call(linear, ddx, values, *index, n)
@@ -164,7 +162,7 @@ def _of_dgrad(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     return ddy, dvalues, None, None, None
 
 
-def _of_wgrad(ctx: Any, dvalues: Tensor) -> tuple[Tensor | None, ...]:
+def _wgrad_backward(ctx: Any, dvalues: Tensor) -> tuple[Tensor | None, ...]:
     dy, x, *index = ctx.saved_tensors
     (_, n), (_, k) = ctx.shapes
     dvalues = dvalues.contiguous()
@@ -173,13 +171,13 @@ def _of_wgrad(ctx: Any, dvalues: Tensor) -> tuple[Tensor | None, ...]:
     return ddy, dx, None, None, None, None
 
 
-linear.register_autograd(_of_linear, setup_context=_save)
-dgrad.register_autograd(_of_dgrad, setup_context=_save)
-wgrad.register_autograd(_of_wgrad, setup_context=_save)
+linear.register_autograd(_linear_backward, setup_context=_save)
+dgrad.register_autograd(_dgrad_backward, setup_context=_save)
+wgrad.register_autograd(_wgrad_backward, setup_context=_save)
 
 
 def _functional(op: Any, derivative: Callable[..., Any]) -> Any:
-    """Return an operator as torch.func wants it."""
+    """Return an operator as an autograd.Function with vmap, which torch.func requires."""
 
     class Functional(torch.autograd.Function):
         @staticmethod
@@ -191,7 +189,7 @@ def _functional(op: Any, derivative: Callable[..., Any]) -> Any:
             (a, *rest), apply = args, Functional.apply
             if op is wgrad or dims[0] is None or any(dim is not None for dim in dims[1:]):
                 return one_by_one(apply, info.batch_size, dims, args)
-            tokens = a.movedim(dims[0], 0)  # a batch of X or dY alone is more tokens
+            tokens = a.movedim(dims[0], 0)  # if only X or dY has a batch, the batch is more tokens
             out = apply(tokens.flatten(0, 1), *rest)  # type: ignore[no-untyped-call]
             return out.unflatten(0, tokens.shape[:2]), 0
 
@@ -203,12 +201,16 @@ def _functional(op: Any, derivative: Callable[..., Any]) -> Any:
 
 _FUNCTIONAL = {
     op: _functional(op, derivative)
-    for op, derivative in ((linear, _of_linear), (dgrad, _of_dgrad), (wgrad, _of_wgrad))
+    for op, derivative in (
+        (linear, _linear_backward),
+        (dgrad, _dgrad_backward),
+        (wgrad, _wgrad_backward),
+    )
 }
 
 
 def _call(op: Any, *args: Any) -> Tensor:
-    """Call an operator, from torch.func too."""
+    """Call an operator, also from within torch.func."""
     return _FUNCTIONAL[op].apply(*args) if transformed() else op(*args)  # type: ignore[no-any-return]
 
 
@@ -225,24 +227,19 @@ def multiply(
     pattern = pattern_of(offsets, columns)
     if not torch.is_inference_mode_enabled():
         return _Eager.apply(x, values, bias, pattern, n)  # type: ignore[no-any-return,no-untyped-call]
-    y = _y(pattern, x, values, n)  # no gradients and no forward-mode AD
+    y = _y(pattern, x, values, n)  # inference mode has no gradients and no forward-mode AD
     return y if bias is None else y.add_(bias)
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        pattern: Pattern,
-        n: int,
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, pattern: Pattern, n: int
     ) -> Tensor:
-        of_x, of_values, of_bias = ctx.needs_input_grad[:3]
-        ctx.save_for_backward(x if of_values else None, values if of_x else None)
+        needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
+        ctx.save_for_backward(x if needs_values else None, values if needs_x else None)
         ctx.pattern, ctx.shapes = pattern, (x.shape, values.shape)
-        ctx.of_bias = bias.dtype if bias is not None and of_bias else None
+        ctx.bias_dtype = bias.dtype if bias is not None and needs_bias else None
         y = _y(pattern, x, values, n)
         return y if bias is None else y.add_(bias)
 
@@ -250,12 +247,12 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, values), pattern = ctx.saved_tensors, ctx.pattern
         (_, k), (_, r, c) = ctx.shapes
-        of_bias = None if ctx.of_bias is None else dy.sum(0, dtype=ctx.of_bias)
-        if torch.is_grad_enabled() or watched():  # for second derivatives, and for modes
+        dbias = None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
+        if torch.is_grad_enabled() or watched():  # for second derivatives and dispatch modes
             index = pattern.offsets, pattern.columns
             dx = None if values is None else dgrad(dy, values, *index, k)
             dvalues = None if x is None else wgrad(dy, x, *index, r, c)
         else:
             dx = None if values is None else _dx(pattern, dy, values, k)
             dvalues = None if x is None else _dw(pattern, dy, x, r, c)
-        return dx, dvalues, of_bias, None, None
+        return dx, dvalues, dbias, None, None

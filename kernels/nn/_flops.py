@@ -1,9 +1,9 @@
 """FLOPs of the layers' operators, for torch.utils.flop_counter: two for each multiply-add.
 
-block-sparse     of the blocks that are stored
-sparse gated MLP gate is dense; up and down, and all of backward, count every slot as taken,
-                 since the device alone knows how many are
-Spense           of W's elements that are stored: half of the 2:4 part, and all of the rest
+block-sparse      stored blocks only
+sparse gated MLP  the gate is dense; up, down and all of backward count every slot as filled, since
+                  only the device knows how many are
+Spense            stored elements of W: half of the 2:4 part and all of the rest
 """
 
 from math import prod
@@ -37,38 +37,19 @@ def _(x: Shape, wg: Shape, wu: Shape, wd_t: Shape, squared: bool, slots: int, **
 
 
 @register_flop_formula(OPS.sparse_gated_mlp_backward)
-def _(
-    dy: Shape,
-    dnorms: Shape,
-    x: Shape,
-    wg: Shape,
-    wu: Shape,
-    wd_t: Shape,
-    packed: list[Shape],
-    squared: bool,
-    **_: Any,
-) -> int:
-    room = packed[1][0]  # slots of all tokens: dH, two products of dX, three of dW
-    return 2 * 6 * room * x[1]
+def _(dy: Shape, dnorms: Shape, x: Shape, *args: Any, **_: Any) -> int:
+    packed: list[Shape] = args[3]  # after the three weights
+    slots = packed[1][0]  # of all tokens: dH, two products for dX, three for dW
+    return 2 * 6 * slots * x[1]
 
 
 @register_flop_formula(OPS.spense_linear)
-def _(
-    x: Shape,
-    sparse: Shape,
-    dense: Shape,
-    n: int,
-    k: int,
-    rows: int,
-    columns: int,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return 2 * x[0] * (n * k - rows * columns // 2)
+def _(x: Shape, sparse: Shape, dense: Shape, *layout: Any, **_: Any) -> int:
+    n, k, rows, columns = layout[:4]
+    return int(2 * x[0] * (n * k - rows * columns // 2))
 
 
 @register_flop_formula(OPS.spense_dgrad)
-def _(
-    dy: Shape, x: Shape | None, sparse: Shape, dense: Shape, n: int, k: int, *layout: Any, **__: Any
-) -> int:
-    return 2 * dy[0] * n * k * (1 if x is None else 2)
+def _(dy: Shape, x: Shape | None, sparse: Shape, dense: Shape, *layout: Any, **_: Any) -> int:
+    n, k = layout[:2]
+    return int(2 * dy[0] * n * k * (1 if x is None else 2))

@@ -1,15 +1,15 @@
-"""Two operators of torch: the product of a layer whose weights are 2:4 hybrids (spense.py), and dX.
+"""The torch operators of layers with 2:4 hybrid weights (spense.py): the product, and dX.
 
     Y [m, n]  = X [m, k] @ W.T              linear; if W is fp8, times the scales of W and X
     H [m, h]  = act(X @ Wg.T) * (X @ Wu.T)  linear with an activation; W is gate and up, [2 h, k]
     dX [m, k] = dY [m, n] @ W               dgrad, in 16 bits; W has no gradient
 
 The operators are opaque to torch.compile. A captured CUDA graph holds only their kernels. The work
-of a shape is scheduled once, for its number of token tiles, and the plan is kept.
+for a shape and a number of token tiles is scheduled once, and the plan is kept.
 
-dgrad writes W out as a dense matrix, multiplies by cuBLAS, and frees it: tensor cores take 2:4
-along the axis that is summed over, and here that is n. With an activation it computes G and U
-again. So forward keeps X for it, and without an activation not even X.
+dgrad writes W out as a dense matrix, multiplies with cuBLAS and frees the matrix. Tensor cores need
+2:4 along the axis that is summed over, and in dX that axis is n. With an activation, dgrad computes
+G and U again, so forward saves only X; without an activation it saves nothing.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ from sparsebench.results.record import Problem
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 NAMES = {torch.float16: "fp16", BF16: "bf16", E4M3: "fp8"}  # state dicts store the position
-LARGEST = 448  # of e4m3
+LARGEST = 448  # finite e4m3 value
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
 }
-DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of dA and G, where A = act(G)
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # dG from dA and G, for A = act(G)
     "silu": torch.ops.aten.silu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
@@ -61,8 +61,8 @@ def eager(
     """Return Y [m, n] of X [m, k]. Raises Unsupported.
 
     sparse, dense  tiles of W [n, k] (formats/spense.py), whose sparse part is [rows, columns]
-    activation     W is gate and up, as spense_ffn.py orders them; return H [m, n / 2]
-    scale          fp32 [n]: W is fp8, and so is H; None for 16 bits
+    activation     if set, W is gate and up as spense_ffn.py orders them; returns H [m, n / 2]
+    scale          fp32 [n], with W and H in fp8; None for 16 bits
     """
     w = Spense((n, k), x.dtype if scale is None else E4M3, (rows, columns), sparse, dense)
     if not x.device == sparse.device == dense.device:
@@ -77,13 +77,13 @@ def eager(
     with torch.cuda.device_of(x):
         x = readable(x)
         read = x if x.dtype == w.dtype else x.new_empty(x.shape, dtype=w.dtype)
-        plan = _planned(read, w, activation)
+        plan = _plan(read, w, activation)
         tokens = None if read is x else elementwise.scaled(x, read)
         return spense_wgmma.bind(plan, read, w, Scales(scale, tokens))()
 
 
 def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
-    """Return Y or H on a CPU; fp8 is accumulated in fp32."""
+    """Return Y or H on a CPU, accumulating fp8 in fp32."""
     if scale is None:
         y = x @ w.to_dense().T
     else:
@@ -97,7 +97,7 @@ def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None
 
 
 def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> Tensor:
-    """Return Y or H, not yet computed."""
+    """Allocate Y or H."""
     kind = x.dtype if scale is None else E4M3 if activation else BF16
     return x.new_empty(x.shape[0], n // 2 if activation else n, dtype=kind)
 
@@ -106,17 +106,8 @@ linear = torch.library.custom_op("sparsebench::spense_linear", eager, mutates_ar
 
 
 @linear.register_fake
-def _(
-    x: Tensor,
-    sparse: Tensor,
-    dense: Tensor,
-    n: int,
-    k: int,
-    rows: int,
-    columns: int,
-    activation: str | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
+def _(x: Tensor, sparse: Tensor, dense: Tensor, n: int, k: int, *layout: Any) -> Tensor:
+    _, _, activation, scale = (*layout, None, None)[:4]  # torch omits defaults
     return _empty(x, n, activation, scale)
 
 
@@ -131,7 +122,7 @@ def _dgrad(
     columns: int,
     activation: str | None = None,
 ) -> Tensor:
-    """Return dX [m, k] of dY [m, n], or with an activation of dH [m, n / 2] and X [m, k].
+    """Return dX [m, k] of dY [m, n]; with an activation, of dH [m, n / 2] and X [m, k].
 
     The other arguments are those of `eager`. Raises Unsupported.
     """
@@ -142,7 +133,7 @@ def _dgrad(
         w = packed.to_dense() if dy.device.type == "cpu" else written_out(packed)
         if activation is None or x is None:
             return dy @ w
-        gate, up = (x @ w.T).unflatten(1, (-1, 2, TURN)).unbind(2)  # as `interleaved` has them
+        gate, up = (x @ w.T).unflatten(1, (-1, 2, TURN)).unbind(2)  # in the order of `interleaved`
         dh = dy.unflatten(1, (-1, TURN))
         dg = DERIVATIVES[activation](dh * up, gate)
         return torch.stack((dg, dh * ACTIVATIONS[activation](gate)), 2).flatten(1) @ w
@@ -164,17 +155,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.layout = *sizes, activation
 
 
-def _of_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dgrad(dy, *ctx.saved_tensors, *ctx.layout), *(None,) * 8
 
 
-linear.register_autograd(_of_linear, setup_context=_save)
+linear.register_autograd(_linear_backward, setup_context=_save)
 
 
 def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix [m, k] in e4m3, each row's largest element as 448, and fp32 scales [m]."""
+    """Return a matrix [m, k] in e4m3, with 448 as each row's largest element, and scales [m]."""
     wide = matrix.float()
-    scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # also of rows of zeros
+    scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # for rows of zeros
     return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
@@ -182,7 +173,7 @@ def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Call(NamedTuple):
-    """All that a configuration depends on; also a plan, with m rounded up to whole tiles."""
+    """Determines a configuration, and with m rounded up to whole tiles also a plan."""
 
     m: int
     shape: tuple[int, int]
@@ -192,11 +183,11 @@ class Call(NamedTuple):
     activation: str | None
 
 
-def _planned(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmma.Plan:
-    """Return the plan of X and W, made by the first call with as many tiles. Raises Unsupported."""
+def _plan(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmma.Plan:
+    """Return the plan of X and W, which the first call with as many tiles makes."""
     m, (n, k) = len(x), w.shape
     call = Call(m, w.shape, w.sparse_shape, w.dtype, x.device, activation)
-    config = _configured(call)
+    config = _configure(call)
     tiles = -(-m // config.tokens)
     key = call._replace(m=tiles * config.tokens), config
     if key not in _PLANS:
@@ -204,21 +195,20 @@ def _planned(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmm
         if reason := reason or spense_wgmma.unsupported_operands(x, w, activation):
             raise Unsupported(reason)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            what = f"{m} tokens of {n} x {k} are not planned"
-            raise RuntimeError(f"{what}: call the layer once before capturing a CUDA graph")
+            call_once = "call the layer once before capturing a CUDA graph"
+            raise RuntimeError(f"{m} tokens of {n} x {k} are not planned: {call_once}")
         _PLANS[key] = spense_wgmma.plan(w, key[0].m, config, activation=activation)
     return replace(_PLANS[key], x=(m, k), y=(m, n // 2 if activation else n))
 
 
 @lru_cache(4096)
-def _configured(call: Call) -> spense_wgmma.Config:
-    """Return a table's configuration for these sizes, else the default. Times nothing."""
+def _configure(call: Call) -> spense_wgmma.Config:
+    """Return the tuned configuration for these sizes, else the default. Times nothing."""
     (n, k), (rows, columns) = call.shape, call.sparse_shape
     density = 1 - rows * columns / (2 * n * k)
     sizes = Sizes(call.m, n, k, NAMES[call.dtype], None, density)
-    found = lookup("spense_wgmma", sizes, call.device)
-    if found:
-        return spense_wgmma.Config(**found)
+    if fields := lookup("spense_wgmma", sizes, call.device):
+        return spense_wgmma.Config(**fields)
     return spense_wgmma.searched(call.m, call.shape, call.dtype.itemsize, call.device)[0]
 
 

@@ -1,19 +1,19 @@
-"""A training step that captures itself: after two calls it is one CUDA graph, and the host is free.
+"""A training step that captures itself: its third call makes a CUDA graph, which frees the host.
 
     step = CapturedStep(model, optimizer, loss)      loss(model, *inputs) is a scalar
     for inputs in batches:
         value = step(*inputs)
 
-    call 1, 2       eager, on a stream of its own: plans, tuning, the optimizer's state
-    call 3          zero_grad, loss, backward and optimizer.step are captured, and replayed
-    later calls     inputs are copied into the graph's, and it is replayed
+    calls 1, 2      eager, on a separate stream: plans, tuning, the optimizer's state
+    call 3          captures zero_grad, loss, backward and optimizer.step, and replays them
+    later calls     copy the inputs into those of the graph, and replay it
 
-A graph contains addresses and numbers. So each call asks whether they are what they were at its
-capture: parameters, buffers and the optimizer's state by address, patterns of block-sparse layers
-by what is written into them, the optimizer's settings, autocast, and who is in training mode. If
-not, all graphs are dropped, and this call is call 1. A learning rate that changes at every step
-should be a tensor on the device, which torch's schedulers write into. Inputs of other sizes have a
-graph of their own. On a CPU every call is eager.
+A graph contains addresses and numbers, so each call checks that they are the same as at the
+capture: the addresses of parameters, buffers and optimizer state, the patterns of block-sparse
+layers, the optimizer's settings, autocast, and the training mode of each module. If one differs,
+all graphs are dropped, and the call counts as call 1. A learning rate that changes in every step
+should be a tensor on the device, which torch's schedulers write into. Inputs of other sizes get
+another graph. On a CPU every call is eager.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -41,16 +41,16 @@ class _Graph(NamedTuple):
 class CapturedStep:
     """A training step as a CUDA graph, for one GPU. Raises Unsupported for a model on several.
 
-    The optimizer must be one that torch captures: SGD, or another with `capturable=True`. What is
-    captured must not wait for the device. After a call, `.grad` of each parameter is that of the
-    call; inputs have no gradient.
+    The optimizer must be capturable by torch: SGD, or another one with `capturable=True`. The step
+    must not wait for the device. After a call, each parameter's `.grad` is that of the call; inputs
+    have no gradient.
     """
 
-    _graphs: dict[Hashable, _Graph]  # by the sizes of inputs
+    _graphs: dict[Hashable, _Graph]  # by the sizes of the inputs
     _calls: dict[Hashable, int]
-    _last: _Graph | None  # whose gradients the parameters have
-    _fixed: Any  # the state that all graphs contain
-    _kept: list[Pattern]  # whose lists graphs read
+    _last: _Graph | None  # the graph whose gradients the parameters hold
+    _captured_state: Any
+    _used_patterns: list[Pattern]  # keeps the lists that graphs read
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CapturedStep:
         optimizer: torch.optim.Optimizer,
         loss: Callable[..., Tensor],
     ) -> None:
-        """Capture nothing yet."""
+        """Prepare the step without capturing it."""
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self._modules = [*model.modules()]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -75,24 +75,23 @@ class CapturedStep:
         if not self._captures:
             return self._step(inputs)
         sizes = tuple((t.shape, t.dtype, t.device) for t in inputs)
-        if self._graphs and self._state() != self._fixed:
+        if self._graphs and self._state() != self._captured_state:
             self._forget()
-        found = self._graphs.get(sizes)
-        if found is None:
+        graph = self._graphs.get(sizes)
+        if graph is None:
             calls = self._calls[sizes] = self._calls.get(sizes, 0) + 1
             if calls <= EAGER:
-                return self._aside(lambda: self._step(inputs))
-            found = self._captured(inputs)
-            self._fixed, self._kept = self._state(), [*self._patterns()]
-            self._graphs[sizes] = found
-        if found is not self._last:
-            for parameter, gradient in zip(self._parameters, found.gradients, strict=True):
+                return self._on_side_stream(lambda: self._step(inputs))
+            graph = self._graphs[sizes] = self._capture(inputs)
+            self._captured_state, self._used_patterns = self._state(), [*self._patterns()]
+        if graph is not self._last:
+            for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
                 parameter.grad = gradient
-            self._last = found
-        for mine, given in zip(found.inputs, inputs, strict=True):
-            mine.copy_(given)
-        found.graph.replay()
-        return found.value.clone()
+            self._last = graph
+        for buffer, tensor in zip(graph.inputs, inputs, strict=True):
+            buffer.copy_(tensor)
+        graph.graph.replay()
+        return graph.value.clone()
 
     def _step(self, inputs: tuple[Tensor, ...]) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -101,28 +100,28 @@ class CapturedStep:
         self.optimizer.step()
         return value.detach()
 
-    def _aside(self, function: Callable[[], Tensor]) -> Tensor:
-        """Run on a stream of its own, as torch asks for before a capture."""
-        now = torch.cuda.current_stream()
-        aside = self._stream = self._stream or torch.cuda.Stream()
-        aside.wait_stream(now)
-        with torch.cuda.stream(aside):
+    def _on_side_stream(self, function: Callable[[], Tensor]) -> Tensor:
+        """Run on a separate stream, as torch requires before a capture."""
+        current = torch.cuda.current_stream()
+        side = self._stream = self._stream or torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             value = function()
-        now.wait_stream(aside)
-        value.record_stream(now)
+        current.wait_stream(side)
+        value.record_stream(current)
         return value
 
-    def _captured(self, inputs: tuple[Tensor, ...]) -> _Graph:
-        mine = tuple(t.detach().clone() for t in inputs)
+    def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
+        buffers = tuple(t.detach().clone() for t in inputs)
         graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)
         with capturing(graph):
-            value = self._step(mine)
-        return _Graph(graph, mine, value, [p.grad for p in self._parameters])
+            value = self._step(buffers)
+        return _Graph(graph, buffers, value, [p.grad for p in self._parameters])
 
     def _forget(self) -> None:
-        self._graphs, self._calls, self._kept = {}, {}, []
-        self._last = self._fixed = None
+        self._graphs, self._calls, self._used_patterns = {}, {}, []
+        self._last = self._captured_state = None
 
     def _patterns(self) -> Iterator[Pattern]:
         for module in self._modules:
@@ -130,11 +129,11 @@ class CapturedStep:
                 yield pattern_of(module.offsets, module.columns)
 
     def _state(self) -> Any:
-        """Return all that a graph contains, but for its inputs."""
+        """Return everything that a graph contains except its inputs."""
         states, groups = self.optimizer.state.values(), self.optimizer.param_groups
         return (
-            [id(pattern) for pattern in self._patterns()],  # of patterns that `_kept` holds
-            [t.data_ptr() for m in self._modules for t in _own(m)],
+            [id(pattern) for pattern in self._patterns()],  # unique, as `_used_patterns` keeps them
+            [t.data_ptr() for m in self._modules for t in _tensors(m)],
             [t.data_ptr() for state in states for t in state.values() if isinstance(t, Tensor)],
             [_setting(group[name]) for group in groups for name in group if name != "params"],
             [m.training for m in self._modules],
@@ -142,7 +141,7 @@ class CapturedStep:
         )
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _tensors(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 

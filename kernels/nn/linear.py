@@ -8,12 +8,12 @@
         +----+----+----+----+        Gradients and optimizer state are as large as the values.
 
 Blocks of the last block row and column may extend beyond W. Their values outside are zero, and stay
-zero, because their gradient is zero. kernels/nn/_bsr_plans.py chooses the kernels, and notices what
-others write into the index.
+zero because their gradient is zero. _bsr_plans.py chooses the kernels, and _bsr_pattern.py notices
+when other code writes into the index.
 
-Under fully_shard the values are divided among the ranks, and every rank has the whole index. So all
-ranks must have the same one: this is checked when the layer is sharded, reset, or loaded. The
-number of blocks cannot change then, nor under DistributedDataParallel.
+Under fully_shard the values are divided among the ranks, but every rank has the whole index, and
+all ranks must have the same one. The layer checks this when it is sharded, reset or loaded. Under
+fully_shard and DistributedDataParallel the number of blocks cannot change.
 """
 
 import gc
@@ -41,11 +41,12 @@ class BlockSparseLinear(nn.Module):
     """nn.Linear with W [out_features, in_features] in blocks: the same call, bias and autocast.
 
     block     rows r and columns c of a block, or one number for both
-    sparsity  fraction of blocks that are not stored; every block row stores as many, at random
+    sparsity  fraction of blocks that are not stored; the stored ones are drawn at random, equally
+              many in every block row
     pattern   instead of sparsity: bool [ceil(n / r), ceil(k / c)], true where a block is stored
 
-    `set_pattern` replaces offsets and columns. On the device "meta" the pattern is kept beside
-    them, and `to_empty` writes it. Raises FormatError.
+    `set_pattern` replaces offsets and columns. On the device "meta" the layer keeps the pattern on
+    the CPU, and `to_empty` writes it into the buffers. Raises FormatError.
     """
 
     values: nn.Parameter
@@ -53,7 +54,7 @@ class BlockSparseLinear(nn.Module):
     offsets: Tensor
     columns: Tensor
     _sharded = False  # whether fully_shard has divided the values
-    _unwritten: Index | None = None  # the index, on a CPU, as long as the buffers are on "meta"
+    _unwritten: Index | None = None  # the index on the CPU, while the buffers are on "meta"
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class BlockSparseLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Draw the values, and the pattern if none is given."""
+        """Draw the values, and also the pattern if there is none."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.block = _block(block)
@@ -75,20 +76,20 @@ class BlockSparseLinear(nn.Module):
         require((sparsity is None) != (pattern is None), "expected either sparsity or pattern")
         if pattern is None:
             assert sparsity is not None
-            pattern = _drawn(grid, sparsity)
-        found = f"{pattern.dtype} {list(pattern.shape)}"
-        require(pattern.shape == grid, f"pattern: expected bool {list(grid)}, found {found}")
+            pattern = _draw_pattern(grid, sparsity)
+        layout = f"{pattern.dtype} {list(pattern.shape)}"
+        require(pattern.shape == grid, f"pattern: expected bool {list(grid)}, found {layout}")
         require(not pattern.is_meta, "pattern: expected values, found a tensor on meta")
-        made: dict[str, Any] = {"device": torch.empty(0, device=device).device, "dtype": dtype}
+        options: dict[str, Any] = {"device": torch.empty(0, device=device).device, "dtype": dtype}
         self.register_buffer("offsets", None)
         self.register_buffer("columns", None)
-        self._write(index_of(pattern), made["device"])
-        self.values = nn.Parameter(torch.empty(len(self.columns), *self.block, **made))
-        self.bias = nn.Parameter(torch.empty(out_features, **made)) if bias else None
+        self._write(index_of(pattern), options["device"])
+        self.values = nn.Parameter(torch.empty(len(self.columns), *self.block, **options))
+        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw as nn.Linear does, uniform below 1 / sqrt(fan-in); fan-in counts stored blocks."""
+        """Draw uniformly up to 1 / sqrt(fan-in), as nn.Linear does; fan-in counts stored blocks."""
         if self.values.is_meta:
             return
         rows, columns = rows_of(self.offsets), self.columns.long()
@@ -101,19 +102,19 @@ class BlockSparseLinear(nn.Module):
         fan_in.index_add_(0, rows, across.sum(1).float())
         bound = fan_in.rsqrt().where(fan_in > 0, 0)
         inside = (down[:, :, None] & across[:, None, :]) * bound[rows, None, None]
-        each = bound.repeat_interleave(self.block[0])[: self.out_features]
+        bias_bound = bound.repeat_interleave(self.block[0])[: self.out_features]
         if is_sharded(self.values):
             require_one_index(self.values, self.offsets, self.columns)
         with torch.no_grad():
             self.values.uniform_(-1, 1).mul_(as_sharded(inside, self.values))
             if self.bias is not None:
-                self.bias.uniform_(-1, 1).mul_(as_sharded(each, self.bias))
+                self.bias.uniform_(-1, 1).mul_(as_sharded(bias_bound, self.bias))
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, block: int | tuple[int, int], sparsity: float) -> Self:
-        """Keep the blocks of a dense layer with the largest Euclidean norms, and the bias.
+        """Keep the blocks of a dense layer that have the largest Euclidean norms, and the bias.
 
-        `sparsity` is the fraction of blocks to drop. Raises FormatError.
+        `sparsity` is the fraction of blocks that are dropped. Raises FormatError.
         """
         r, c = _block(block)
         n, k = linear.weight.shape
@@ -121,11 +122,12 @@ class BlockSparseLinear(nn.Module):
         weight = linear.weight.detach()
         padded = nn.functional.pad(weight.float(), (0, columns * c - k, 0, rows * r - n))
         norms = padded.square().view(rows, r, columns, c).sum((1, 3)).flatten()
-        largest = norms.argsort(descending=True, stable=True)[: _kept(sparsity, rows * columns)]
+        largest = norms.argsort(descending=True, stable=True)[: _count(sparsity, rows * columns)]
         pattern = torch.zeros_like(norms, dtype=torch.bool)
         pattern[largest] = True
         layer = cls(
-            *(k, n),
+            in_features=k,
+            out_features=n,
             block=(r, c),
             pattern=pattern.view(rows, columns),
             bias=linear.bias is not None,
@@ -139,10 +141,10 @@ class BlockSparseLinear(nn.Module):
         return layer
 
     def to_dense(self) -> nn.Linear:
-        """Return the layer as nn.Linear, zeros where no block is stored."""
-        n, k, values = self.out_features, self.in_features, self.values
-        made: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
-        linear = nn.Linear(k, n, bias=self.bias is not None, **made)
+        """Return the layer as nn.Linear, with zeros where no block is stored."""
+        options: dict[str, Any] = {"device": self.values.device, "dtype": self.values.dtype}
+        options["bias"] = self.bias is not None
+        linear = nn.Linear(self.in_features, self.out_features, **options)
         with torch.no_grad():
             linear.weight.copy_(self.bsr.to_dense())
             if self.bias is not None:
@@ -159,31 +161,31 @@ class BlockSparseLinear(nn.Module):
 
     @property
     def bsr(self) -> Bsr:
-        """Return W in BSR, in the parameter's own memory and out of autograd."""
+        """Return W in BSR. It shares the parameter's memory and has no gradient."""
         return Bsr(self._shape, self.offsets, self.columns, self.values.detach())
 
     def set_pattern(self, offsets: Tensor, columns: Tensor, values: Tensor | None = None) -> Tensor:
-        """Store other blocks. Blocks that stay keep their values; new ones are zero.
+        """Change which blocks are stored. Blocks that stay keep their values; new ones are zero.
 
         offsets, columns  the new index, int32 (formats/bsr.py)
-        values            [blocks, r, c], to take instead
+        values            [blocks, r, c], if all values are to be replaced
 
-        Return int64 [blocks]: which old block each one was, or -1. `repack` moves an optimizer's
-        state by it. The parameter is the same object, without a gradient. The kernels are planned
-        for the new pattern here, so that no later call waits. A CUDA graph must be captured again.
-        With values divided by fully_shard, all ranks must call this, and with the same index.
-        Raises FormatError; then nothing has changed.
+        Return int64 [blocks]: the old position of each block, or -1. `repack` takes this to move
+        an optimizer's state. The parameter remains the same object and loses its gradient. The
+        kernels are planned for the new pattern at once, so that no later call waits. A CUDA graph
+        must be captured again. Under fully_shard, all ranks must call this with the same index.
+        Raises FormatError, and then leaves the layer as it was.
         """
         old = self._unwritten or (self.offsets, self.columns)
         on_meta = offsets.is_meta or columns.is_meta
         require(not on_meta, "offsets, columns: expected values, found a tensor on meta")
-        new = self._copied(offsets, columns, old[0].device)
+        new = _copy(offsets, columns, old[0].device)
         require_index(*new, self._shape, self.block)
         source = _source(old, new, self._grid[1])
         if values is not None:
             expected = self.values.dtype, (len(new[1]), *self.block)
-            found = values.dtype, (*values.shape,)
-            require(found == expected, f"values: expected {expected}, found {found}")
+            layout = values.dtype, (*values.shape,)
+            require(layout == expected, f"values: expected {expected}, found {layout}")
             values = unsharded(values.detach()).to(self.values.device, copy=True).contiguous()
         elif self.values.is_meta:
             values = self.values.new_empty(len(source), *self.block)
@@ -194,23 +196,19 @@ class BlockSparseLinear(nn.Module):
         replan(before, (self.offsets, self.columns))
         return source
 
-    def _copied(self, offsets: Tensor, columns: Tensor, device: torch.device) -> Index:
-        with torch.inference_mode(False):  # torch counts the writes into other tensors alone
-            return offsets.detach().to(device, copy=True), columns.detach().to(device, copy=True)
-
     def _write(self, index: Index, device: torch.device) -> None:
-        """Set the buffers, on this device; on "meta" keep the index too."""
-        self.offsets, self.columns = self._copied(*index, device)
-        known = device.type == "meta" and not index[0].is_meta
-        self._unwritten = self._copied(*index, torch.device("cpu")) if known else None
+        """Set the buffers on this device; if it is "meta", also keep the index on the CPU."""
+        self.offsets, self.columns = _copy(*index, device)
+        keep = device.type == "meta" and not index[0].is_meta
+        self._unwritten = _copy(*index, torch.device("cpu")) if keep else None
 
     def _store(self, index: Index, values: Tensor) -> None:
-        """Replace index and values. Raises FormatError; then nothing has changed."""
+        """Replace index and values. Raises FormatError, and then leaves the layer as it was."""
         if self._sharded:
-            gathered = "values: expected divided, found gathered: call reshard of the FSDP module"
+            gathered = "values: expected sharded, found gathered: call reshard of the FSDP module"
             require(is_sharded(self.values), gathered)
-            found, expected = len(values), len(self.values)
-            require(found == expected, f"{FIXED} fully_shard: expected {expected}, found {found}")
+            blocks, expected = len(values), len(self.values)
+            require(blocks == expected, f"{FIXED} fully_shard: expected {expected}, found {blocks}")
             if not index[0].is_meta:
                 require_one_index(self.values, *index)
             with torch.no_grad():
@@ -225,34 +223,33 @@ class BlockSparseLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **options: Any
     ) -> None:
-        names = ("offsets", "columns", "values")
-        given: list[Any] = [state_dict.get(f"{prefix}{name}") for name in names]
-        offsets, columns, values = given
-        whole = offsets is not None and columns is not None
-        if whole and values is None:
+        names = "offsets", "columns", "values"
+        tensors: list[Any] = [state_dict.get(f"{prefix}{name}") for name in names]
+        offsets, columns, values = tensors
+        has_index = offsets is not None and columns is not None
+        if has_index and values is None:
             self.set_pattern(offsets, columns)
-        elif whole:
-            found, expected = (*values.shape,), (len(columns), *self.block)
-            require(found == expected, f"{prefix}values: expected {expected}, found {found}")
+        elif has_index:
+            shape, expected = (*values.shape,), (len(columns), *self.block)
+            require(shape == expected, f"{prefix}values: expected {expected}, found {shape}")
             if not offsets.is_meta:
                 require_index(offsets, columns, self._shape, self.block)
-            before = self.offsets, self.columns
-            kept = self.values.detach()
-            same = found == (*kept.shape,)
-            self._store((offsets, columns), kept if same else kept.new_zeros(found))
+            before, current = (self.offsets, self.columns), self.values.detach()
+            same = shape == (*current.shape,)
+            self._store((offsets, columns), current if same else current.new_zeros(shape))
             replan(before, (self.offsets, self.columns))
         super()._load_from_state_dict(state_dict, prefix, *args, **options)
-        self._settle()
+        self._rewrite()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        found = fn(self.offsets.new_empty(1)).dtype
-        require(found == torch.int32, f"offsets and columns: expected int32, found {found}")
+        dtype = fn(self.offsets.new_empty(1)).dtype
+        require(dtype == torch.int32, f"offsets and columns: expected int32, found {dtype}")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._settle()
+        self._rewrite()
         return self
 
-    def _settle(self) -> None:
-        """Write an index that was kept for lack of memory; replace an index of inference mode."""
+    def _rewrite(self) -> None:
+        """Write the index kept for "meta" into the buffers, or replace one of inference mode."""
         if self.offsets.is_meta:
             return
         if self._unwritten is not None or self.offsets.is_inference():
@@ -260,14 +257,16 @@ class BlockSparseLinear(nn.Module):
             self._write(index, self.offsets.device)
 
     def __getattr__(self, name: str) -> Any:
-        """Say what there is in place of a weight, which many tools ask an nn.Linear for."""
+        """Explain what replaces the weight, which many tools read from an nn.Linear."""
         if name == "weight":
-            has = "its blocks are values, to_dense().weight is a copy"
-            raise AttributeError(f"BlockSparseLinear: expected no use of .weight: {has}")
+            raise AttributeError(
+                "BlockSparseLinear has no weight: `values` are its blocks, and to_dense().weight "
+                "is a dense copy"
+            )
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set as nn.Module does; fully_shard divides the values so. Raises FormatError."""
+        """Set as nn.Module does; fully_shard sets sharded values this way. Raises FormatError."""
         super().__setattr__(name, value)
         if name == "values" and not self._sharded and is_sharded(value):
             self._sharded = True
@@ -288,7 +287,7 @@ class BlockSparseLinear(nn.Module):
         return batched(y, x)
 
     def extra_repr(self) -> str:
-        """Return sizes, block, and how many blocks are stored."""
+        """Return the sizes, the block, and the number of stored blocks."""
         (rows, columns), (r, c) = self._grid, self.block
         stored = f"stored={len(self.columns)} of {rows * columns}"
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -306,14 +305,19 @@ def index_of(pattern: Tensor) -> Index:
 
 
 def repack(blocks: Tensor, source: Tensor) -> Tensor:
-    """Return [new blocks, r, c]: old block source[i] at i, zeros where source[i] is -1.
+    """Return [new blocks, r, c]: block i is the old block source[i], or zeros if source[i] is -1.
 
-    `source` is what set_pattern returned. It also moves an optimizer's state:
+    set_pattern returns `source`. An optimizer's state moves the same way:
     state["exp_avg"] = repack(state["exp_avg"], source).
     """
     if not len(blocks):
         return blocks.new_zeros(len(source), *blocks.shape[1:])
     return blocks[source.clamp(min=0)].masked_fill_(source[:, None, None] < 0, 0)
+
+
+def _copy(offsets: Tensor, columns: Tensor, device: torch.device) -> Index:
+    with torch.inference_mode(False):  # torch does not count writes into inference tensors
+        return offsets.detach().to(device, copy=True), columns.detach().to(device, copy=True)
 
 
 def _source(old: Index, new: Index, width: int) -> Tensor:
@@ -325,19 +329,19 @@ def _source(old: Index, new: Index, width: int) -> Tensor:
     return at.where(before[at] == after, -1)
 
 
-def _drawn(grid: tuple[int, int], sparsity: float) -> Tensor:
-    """Draw a pattern in which all block rows store equally many blocks, or one more."""
+def _draw_pattern(grid: tuple[int, int], sparsity: float) -> Tensor:
+    """Draw a pattern whose block rows all store the same number of blocks, or one more."""
     rows, columns = grid
-    each, more = divmod(_kept(sparsity, rows * columns), rows)
-    counts = each + (torch.randperm(rows, device="cpu") < more).long()
+    least, remainder = divmod(_count(sparsity, rows * columns), rows)
+    counts = least + (torch.randperm(rows, device="cpu") < remainder).long()
     return torch.rand(grid, device="cpu").argsort(1).argsort(1) < counts[:, None]
 
 
 def _forget_shape(parameter: nn.Parameter) -> None:
-    """Let a parameter take data of another shape. Raises FormatError where DDP forbids it.
+    """Let a parameter take data of another shape. Raises FormatError if DDP forbids it.
 
-    The node that accumulates its gradient knows the shape, and lives as long as the loss of the
-    last step, or as DistributedDataParallel, which would not see another node.
+    The autograd node that accumulates its gradient stores the shape. The node lives as long as the
+    loss of the last step, or as DistributedDataParallel, which would not notice another node.
     """
     if not parameter.requires_grad:
         return
@@ -350,13 +354,14 @@ def _forget_shape(parameter: nn.Parameter) -> None:
         return
     gc.collect()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        kept = "DistributedDataParallel, or while a loss of before is kept"
-        require(_forget_shape not in node().metadata, f"{FIXED} {kept}: wrap the module anew")
+        owner = "DistributedDataParallel, or while an earlier loss is alive"
+        require(_forget_shape not in node().metadata, f"{FIXED} {owner}: wrap the module again")
     other = torch.float64 if parameter.dtype == torch.float32 else torch.float32
     parameter.data = parameter.new_empty(0, dtype=other)  # data of another dtype has another node
 
 
-def _kept(sparsity: float, blocks: int) -> int:
+def _count(sparsity: float, blocks: int) -> int:
+    """Return the number of blocks to store."""
     require(0 <= sparsity <= 1, f"sparsity: expected 0 to 1, found {sparsity}")
     return round((1 - sparsity) * blocks)
 

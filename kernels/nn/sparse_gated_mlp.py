@@ -3,33 +3,32 @@
     G = X @ Wg.T     Y = (act(G) * (X @ Wu.T)) @ Wd.T     L1 = mean over tokens of sum |act(G) * U|
 
     forward                                         backward
-    G       dense, by cuBLAS, and freed             dH      of active units
-    index   the active units, by token and          dX      dG @ Wg + dU @ Wu, of active units
-            by unit, with g and u of each           dW      sums over tokens with the unit active
+    G       dense, by cuBLAS, then freed            dH      for active units
+    index   the active units, by token and          dX      dG @ Wg + dU @ Wu, for active units
+            by unit, with g and u of each           dW      sums over the tokens of each active unit
 
-A token has `slots` on average. A slot stores g, u and the unit, and the position and token of the
-transposed index: 14 bytes with 16-bit operands. Dense layers store act(G), U and H: 6 bytes for
-every unit. Both also store X.
+`slots` is the average number of active units per token that can be stored. A slot holds g, u and
+the unit, and the position and token in the transposed index: 14 bytes with 16-bit operands. Dense
+layers store act(G), U and H: 6 bytes for every unit. Both also store X.
 
-TwELL (formats/twell.py) gives each tile slots of its own. Here all tokens share their slots, so one
-token may have all its units active. If the slots do not suffice, the call is dense and still exact.
+In TwELL (formats/twell.py) each tile has its own slots. Here all tokens share theirs, so one token
+may have all its units active. If there are too few slots, the call is dense and still exact.
 Backward then computes gate and up again (11 products instead of 9), and memory stays the same. The
-device decides, and the host never waits. A CUDA graph contains both ways, so backward always has
-room for two matrices [tokens, units].
+device decides this without the host waiting. A CUDA graph contains both paths, so backward always
+allocates two matrices [tokens, units].
 
-A sparse call that turns out dense makes a step up to 1.8 times as long as dense layers do
-(NOTES.md). At the start of training most units are active. Then set `sparse` to False, or
-call `adapt`, which chooses by the count of the last call. A dense call multiplies by cuBLAS and
-stores what dense layers store. The layer never changes by itself: the moment at which the host
-learns a count is not reproducible, so neither the bits nor the memory of a step would be.
+A sparse call that turns out dense makes a step up to 1.8 times as slow as dense layers (NOTES.md).
+At the start of training most units are active, so set `sparse` to False then, or call `adapt`,
+which decides by the count of the last call. A call with `sparse` False multiplies with cuBLAS and
+stores what dense layers store. The layer never switches on its own: the host learns a count at an
+unpredictable moment, so neither the bits nor the memory of a step would be reproducible.
 
-    CUDA, compute capability 8.0 and newer     Triton (twell/_autograd.py); sizes of
-                                               multiples of 8
-    CPU                                        torch, dense products: a reference, not a kernel
+    GPU of compute capability 8.0 and newer    Triton (twell/_autograd.py); sizes are multiples of 8
+    CPU                                        dense products in torch, as a reference
 
-Where X or dY is not finite, an inactive unit counts as zero; in dense products it may give NaN.
+If X or dY is not finite, an inactive unit counts as zero; in dense products it may give NaN.
 The L1 term is that of Cetin et al., arXiv 2603.23198, as in their code: not divided by the number
-of units. Their published coefficient, 2e-5, is for the mean of this term over layers.
+of units. Their published coefficient, 2e-5, applies to the mean of this term over layers.
 """
 
 from typing import Any, Self
@@ -47,23 +46,23 @@ from sparsebench.kernels.twell._autograd import (
     require_one_kind,
 )
 
-EVEN = 94  # one active unit in so many: a step is as fast as a compiled dense one (NOTES.md)
+EVEN = 94  # with one unit in 94 active, a step takes as long as a compiled dense one (NOTES.md)
 
 
 class TransposedLinear(nn.Module):
     """nn.Linear without bias, with W [k, n] stored as its transpose, `weight_t` [n, k].
 
-    The kernels read it so. Loading a state dict transposes a `weight`, which others store.
+    The kernels read the transpose. If a state dict has a `weight`, loading transposes it.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Take the weight of a layer."""
+        """Copy the weight of a layer."""
         super().__init__()
         self.weight_t = nn.Parameter(linear.weight.detach().t().contiguous())
 
     @property
     def weight(self) -> Tensor:
-        """Return W [k, n], in the parameter's memory."""
+        """Return W [k, n] in the parameter's memory."""
         return self.weight_t.t()
 
     def reset_parameters(self) -> None:
@@ -87,16 +86,16 @@ class SparseGatedMLP(nn.Module):
     """A gated MLP with relu or relu2 (its square), without bias, for training.
 
     gate, up        nn.Linear
-    down            as nn.Linear, but its parameter is the transpose, `weight_t`
-    slots           for active units, of a token on average; by default a 64th of all units
-    sparse          true: calls compute and store active units only; false: as dense layers do. A
-                    CUDA graph keeps the way it was captured with; torch.compile compiles each once
-    active          int32 on the layer's device: active units of a token in the last call, on
-                    average, rounded up. With more than `slots` a sparse call was dense, and slower
+    down            like nn.Linear, but its parameter is the transpose, `weight_t`
+    slots           for active units per token on average; by default a 64th of all units
+    sparse          True: calls compute and store only active units; False: they do as dense layers
+                    do. A CUDA graph keeps the value of its capture; torch.compile compiles both
+    active          int32 on the layer's device: active units per token in the last call, on
+                    average, rounded up. Above `slots` a sparse call was dense, and slower
 
-    Y and the gradients equal those of dense layers for any number of active units; torch.func calls
-    leave `active` as it is. A state dict of three nn.Linear loads too: `down.weight` is transposed.
-    Raises FormatError.
+    Y and the gradients equal those of dense layers for any number of active units. Calls through
+    torch.func do not update `active`. A state dict of three nn.Linear loads, too, and transposes
+    `down.weight`. Raises FormatError.
     """
 
     def __init__(
@@ -112,15 +111,15 @@ class SparseGatedMLP(nn.Module):
         """Draw the weights as nn.Linear does."""
         super().__init__()
         k, n = in_features, hidden_features
-        known = activation in ("relu", "relu2")
-        require(known, f"activation: expected relu or relu2, found {activation!r}")
+        valid = activation in ("relu", "relu2")
+        require(valid, f"activation: expected relu or relu2, found {activation!r}")
         slots = -(-n // SHARE) if slots is None else slots
         require(0 < slots <= n, f"slots: expected 1 to {n}, the hidden units, found {slots}")
         self.in_features, self.hidden_features = k, n
         self.activation, self.slots = activation, slots
-        made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        self.gate, self.up = nn.Linear(k, n, **made), nn.Linear(k, n, **made)
-        self.down = TransposedLinear(nn.Linear(n, k, **made))
+        options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.gate, self.up = nn.Linear(k, n, **options), nn.Linear(k, n, **options)
+        self.down = TransposedLinear(nn.Linear(n, k, **options))
         self.sparse = True
         self.active: Tensor
         active = torch.zeros((), dtype=torch.int32, device=device)
@@ -136,24 +135,21 @@ class SparseGatedMLP(nn.Module):
         activation: str = "relu",
         slots: int | None = None,
     ) -> Self:
-        """Take copies of gate and up [n, k] and down [k, n]. Raises FormatError."""
+        """Copy gate and up [n, k] and down [k, n]. Raises FormatError."""
         require(gate.dim() == 2, f"gate: expected a matrix [n, k], found {list(gate.shape)}")
         n, k = gate.shape
         for name, weight, size in (("up", up, [n, k]), ("down", down, [k, n])):
-            found = [*weight.shape]
-            require(found == size, f"{name}: expected {size}, found {found}")
-        made: dict[str, Any] = {"device": gate.device, "dtype": gate.dtype}
-        mlp = cls(k, n, activation=activation, slots=slots, **made)
+            shape = [*weight.shape]
+            require(shape == size, f"{name}: expected {size}, found {shape}")
+        options: dict[str, Any] = {"device": gate.device, "dtype": gate.dtype}
+        mlp = cls(k, n, activation=activation, slots=slots, **options)
         with torch.no_grad():
             for layer, weight in ((mlp.gate, gate), (mlp.up, up), (mlp.down, down)):
                 layer.weight.copy_(weight)
         return mlp
 
     def forward(self, x: Tensor, *, l1: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return Y [..., k] of X [..., k]; with `l1` also the L1 term, an fp32 scalar.
-
-        Raises Unsupported.
-        """
+        """Return Y [..., k] of X [..., k]; with `l1` also the L1 term, fp32. Raises Unsupported."""
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
@@ -166,25 +162,25 @@ class SparseGatedMLP(nn.Module):
         tokens = max(1, flat.shape[0])
         if self.sparse:
             y, norms, offsets = product(flat, wg, wu, wd_t, squared, self.slots)
-            on = offsets[-1]
+            count = offsets[-1]
         else:
             require_one_kind(flat, wg, wu, wd_t)
-            y, norms, on = dense_forward(flat, wg, wu, wd_t, squared, l1)
+            y, norms, count = dense_forward(flat, wg, wu, wd_t, squared, l1)
         if not transformed():
-            self.active.copy_(on // -tokens).neg_()  # rounded up
+            self.active.copy_(count // -tokens).neg_()  # rounded up
         y = batched(y, x)
         return (y, norms.sum() / tokens) if l1 else y
 
     def adapt(self) -> bool:
-        """Set `sparse` to the faster way for the number of active units of the last call.
+        """Set `sparse` to what is faster for the number of active units of the last call.
 
-        Return `sparse`. Waits for the device: call it after the first step, then every 100 or so.
+        Return `sparse`. Waits for the device: call it after the first step, then about every 100.
         """
         active = int(self.active)
         self.sparse = active <= self.slots and active * EVEN <= self.hidden_features
         return self.sparse
 
     def extra_repr(self) -> str:
-        """Return the activation, the slots, and whether calls are sparse."""
+        """Return the activation, the slots and `sparse`."""
         slots = f"slots={self.slots} of {self.hidden_features}"
         return f"activation={self.activation}, {slots}, sparse={self.sparse}"

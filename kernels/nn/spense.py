@@ -3,22 +3,22 @@
     SpenseLinear      Y = X @ W.T + bias
     SpenseGatedMLP    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate and up as in spense_ffn.py
 
-    CUDA, compute capability 9.0    spense_wgmma: gate, up and act are one launch, down another
-    other GPUs                      Unsupported; `to_dense` returns layers that run there
-    CPU                             torch, with `to_dense` in each call: a reference, not a kernel
+    GPU of compute capability 9.0    spense_wgmma: one launch for gate, up and act, one for down
+    other GPUs                       Unsupported; `to_dense` returns layers that run there
+    CPU                              torch, with `to_dense` in each call, as a reference
 
-Weights and inputs are fp16 or bf16. X has a gradient, so that adapters such as LoRA train beside W;
-backward writes W out as a dense matrix for it, and frees it (_spense_op.py). On a GPU all sizes are
-multiples of 8; in fp8 of 16, except out_features. In fp8 there is no gradient, and
+Weights and inputs are fp16 or bf16. X has a gradient, so that adapters such as LoRA can train
+beside W; backward writes W out as a dense matrix for it, and frees it (_spense_op.py). On a GPU all
+sizes are multiples of 8; in fp8 of 16, except out_features. In fp8 there is no gradient, and
 
-    W    e4m3, with a scale for each row
-    X    bf16, rounded in each call so that each token's largest element is 448; or e4m3 as given
-    H    e4m3, with one scale, which is part of the scales of up and down
-    Y    bf16
+    W    is e4m3 with a scale for each row
+    X    is bf16, which each call rounds so that each token's largest element is 448, or e4m3
+    H    is e4m3 with one scale, which is part of the scales of up and down
+    Y    is bf16
 
-torch.compile sees operators. A CUDA graph holds only the kernels. Before it is captured, call the
-layer once with as many tokens: this compiles the kernels and schedules the work. The schedule is
-kept, and shared by equal layers with as many tiles of tokens.
+torch.compile sees operators. A CUDA graph holds only the kernels. Before a capture, call the layer
+once with as many tokens: that call compiles the kernels and schedules the work. The schedule is
+kept, and equal layers with as many tiles of tokens share it.
 """
 
 from collections.abc import Callable
@@ -39,6 +39,14 @@ from sparsebench.formats.spense import (
     sparse_shape_of,
 )
 from sparsebench.kernels._common.transforms import batched, watched
+from sparsebench.kernels.nn._packed import (
+    dense_linear,
+    frozen,
+    frozen_bias,
+    load_layout_first,
+    require_dtype,
+    require_layout,
+)
 from sparsebench.kernels.nn._spense_op import (
     ACTIVATIONS,
     BF16,
@@ -49,20 +57,19 @@ from sparsebench.kernels.nn._spense_op import (
     linear,
     rounded_by_row,
 )
-from sparsebench.kernels.nn.bitmap import load_layout_first, require_layout
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
-KNOWN = "expected fp16, bf16 or fp8 (float8_e4m3fn)"
-CODE_BYTES = 2048  # metadata of a sparse tile: so many bytes divided by the bytes of an element
-FIRST_TWO = 0x44  # metadata of two groups of 4 that store their elements 0 and 1
+DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
+CODE_BYTES = 2048  # a sparse tile has this many bytes of metadata / bytes of an element
+FIRST_TWO = 0x44  # metadata of two groups of 4 that both store elements 0 and 1
 
 
 class SpenseLinear(nn.Module):
-    """nn.Linear with W [out_features, in_features] as formats/spense.py: the same call and bias.
+    """nn.Linear with W [out_features, in_features] as in formats/spense.py: the same call and bias.
 
-    dense_fraction  fraction of rows or columns (`split`), the last ones, that are dense
-    sparse, dense   buffers: the tiles of both parts; zeros until they are loaded
-    scale           buffer, fp32 [out_features]: W is its fp8 values times this; None for 16 bits
+    dense_fraction  fraction of the rows or columns (`split`) that is dense: the last ones
+    sparse, dense   buffers with the tiles of both parts, zeros until they are loaded
+    scale           fp32 buffer [out_features], the factor of each row's fp8 values; None in 16 bits
 
     The bias is added to the rounded product. The dtype of W cannot change. A state dict includes
     the layout, and loads only into a layer with the same one. Raises FormatError.
@@ -84,9 +91,9 @@ class SpenseLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = BF16,
     ) -> None:
-        """Make a layer of zeros, for a state dict to fill."""
+        """Allocate zeros for a state dict to fill."""
         super().__init__()
-        require(dtype in NAMES, f"{KNOWN}, found {dtype}")
+        require(dtype in NAMES, f"expected {DTYPES}, found {dtype}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         n, k = out_features, in_features
         size = dtype.itemsize
@@ -99,18 +106,20 @@ class SpenseLinear(nn.Module):
         self.register_buffer("dense", zeros(*_grid(*rest, size), DENSE_BYTES))
         self.sparse[..., VALUE_BYTES:] = FIRST_TWO
         self.register_buffer("scale", torch.ones(n, device=device) if dtype == E4M3 else None)
-        self.bias = _frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
+        self.bias = frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
 
     def __getattr__(self, name: str) -> Any:
-        """Say what there is in place of a weight, which many tools ask an nn.Linear for."""
+        """Explain what replaces the weight, which many tools read from an nn.Linear."""
         if name == "weight":
-            has = "its tiles are sparse and dense, to_dense().weight is a copy"
-            raise AttributeError(f"SpenseLinear: expected no use of .weight: {has}")
+            raise AttributeError(
+                "SpenseLinear has no weight: `sparse` and `dense` are its tiles, and "
+                "to_dense().weight is a dense copy"
+            )
         return super().__getattr__(name)
 
     @property
     def qweight(self) -> Tensor:
-        """Return a buffer: tools such as peft ask packed layers where a weight is."""
+        """Return a buffer, from which tools such as peft read the device of a packed layer."""
         return self.sparse
 
     @property
@@ -129,16 +138,16 @@ class SpenseLinear(nn.Module):
         dtype: torch.dtype | None = None,
         scale: Tensor | None = None,
     ) -> Self:
-        """Pack a weight [n, k] that is 2:4 outside of its dense part; -0.0 is zero.
+        """Pack a weight [n, k] that is 2:4 outside of its dense part; -0.0 counts as zero.
 
         dtype  float8_e4m3fn rounds a weight of 16 or 32 bits, each row's largest element to 448
-        scale  of a weight that is e4m3 already: [n] or [n, 1] for rows, or one; by default 1
+        scale  of a weight that is already e4m3: [n] or [n, 1] for the rows, or one; by default 1
 
         Raises FormatError, which names the first group that is not 2:4.
         """
-        kind = dtype or weight.dtype
-        w, of_rows = _packed("weight", weight, dense_fraction, split, kind, scale)
-        return cls.from_spense(w, bias, of_rows)
+        rounded, row_scale = _round("weight", weight, dtype or weight.dtype, scale)
+        w = _pack("weight", rounded, dense_fraction, split)
+        return cls.from_spense(w, bias, row_scale)
 
     @classmethod
     def from_spense(
@@ -146,35 +155,25 @@ class SpenseLinear(nn.Module):
     ) -> Self:
         """Take packed weights without a copy, a copy of the bias [n], and fp32 scales [n]."""
         (n, k), (rows, columns) = w.shape, w.sparse_shape
-        layer = cls(
-            *(k, n),
-            dense_fraction=1 - rows * columns / (n * k),
-            split=w.split,
-            bias=bias is not None,
-            device="meta",
-            dtype=w.dtype,
-        )
+        fraction = 1 - rows * columns / (n * k)
+        options: dict[str, Any] = {"bias": False, "device": "meta", "dtype": w.dtype}
+        layer = cls(k, n, dense_fraction=fraction, split=w.split, **options)
         layer.sparse, layer.dense = w.sparse, w.dense
         if bias is not None:
-            require(bias.shape == (n,), f"bias: expected [{n}], found {list(bias.shape)}")
-            layer.bias = _frozen(bias.detach().to(w.sparse.device, layer.outside, copy=True))
+            layer.bias = frozen_bias(bias, n, w.sparse, layer.outside)
         if layer.scale is not None:
             layer.scale = torch.ones(n, device=w.sparse.device) if scale is None else scale
         return layer
 
     @property
     def spense(self) -> Spense:
-        """Return W, in the memory of the buffers."""
+        """Return W in the memory of the buffers."""
         shape = self.out_features, self.in_features
         return Spense(shape, self.dtype, self.sparse_shape, self.sparse, self.dense)
 
     def to_dense(self) -> nn.Linear:
-        """Return the layer as nn.Linear; fp8 weights times their scale, rounded to bf16."""
-        with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        linear.weight = _frozen(self._weight())
-        linear.bias = None if self.bias is None else _frozen(self.bias.detach().clone())  # type: ignore[assignment]
-        return linear
+        """Return the layer as nn.Linear; fp8 weights are multiplied by their scale, in bf16."""
+        return dense_linear(self._weight(), self.bias)
 
     def _weight(self) -> Tensor:
         w = self.spense.to_dense()
@@ -186,22 +185,20 @@ class SpenseLinear(nn.Module):
         return torch.tensor([self.out_features, self.in_features, *self.sparse_shape, kind])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise FormatError for another layout: fp16 bytes would be read as bf16."""
-        what = f"n, k, sparse rows, sparse columns, which of {', '.join(NAMES.values())}"
-        require_layout(self, what, state)
+        """Raise FormatError for another layout, so that fp16 bytes are never read as bf16."""
+        names = f"n, k, sparse rows, sparse columns, position in {', '.join(NAMES.values())}"
+        require_layout(self, names, state)
 
     _load_from_state_dict = load_layout_first
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the layer. Raises Unsupported for another dtype; then nothing has changed."""
-        for expected in (torch.uint8, self.outside):
-            found = fn(self.sparse.new_empty(1, dtype=expected)).dtype
-            if found != expected:
-                raise Unsupported(f"expected {expected} as W has, which is packed, found {found}")
+        """Move the layer. Raises Unsupported for another dtype, and then leaves it as it was."""
+        for dtype in (torch.uint8, self.outside):
+            require_dtype(fn, self.sparse, dtype)
         scale = self.scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
-            self.scale = scale.to(self.scale.device)  # bf16 outside, and fp32 for its scales
+            self.scale = scale.to(self.scale.device)  # `fn` may set bf16, but scales stay fp32
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,16 +207,16 @@ class SpenseLinear(nn.Module):
         return y if self.bias is None else y.add_(self.bias)
 
     def _product(self, x: Tensor, activation: str | None = None) -> Tensor:
-        """Return X @ W.T, or with an activation, where W is gate and up, act(G) * U."""
+        """Return X @ W.T; with an activation, for which W is gate and up, act(G) * U."""
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Unsupported(f"expected [..., {self.in_features}], found {list(x.shape)}")
         training = x.requires_grad and torch.is_grad_enabled()
         if training and self.scale is not None:
-            raise Unsupported("expected 16 bits for a gradient, found an fp8 layer: torch.no_grad")
+            raise Unsupported("expected 16 bits for a gradient, found an fp8 layer")
         if torch.is_autocast_enabled(x.device.type):
             x = x if x.dtype == E4M3 else x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in (self.outside, self.dtype):
-            raise Unsupported(f"expected {self.outside} as the layer has, found {x.dtype}")
+            raise Unsupported(f"expected X in the layer's {self.outside}, found {x.dtype}")
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         sizes = self.out_features, self.in_features, *self.sparse_shape
         op = linear if training or watched() else eager
@@ -227,19 +224,19 @@ class SpenseLinear(nn.Module):
         return batched(y, x)
 
     def extra_repr(self) -> str:
-        """Return sizes, the sparse part and the dtype."""
+        """Return the sizes, the sparse part and the dtype."""
         (rows, columns), n, k = self.sparse_shape, self.out_features, self.in_features
         bias = self.bias is not None
         return f"in_features={k}, out_features={n}, sparse={rows}x{columns}, {bias=}, {self.dtype}"
 
 
 class SpenseGatedMLP(nn.Module):
-    """A gated MLP of which the last `dense` hidden units are dense and the others 2:4.
+    """A gated MLP whose last `dense` hidden units are dense, and whose other units are 2:4.
 
-    gate_up, down  SpenseLinear, without bias; gate and up are one matrix (spense_ffn.py)
+    gate_up, down  SpenseLinear without bias; gate and up are one matrix (spense_ffn.py)
     activation     silu, gelu_tanh or relu
 
-    The 2:4 units are stored as sparse in whole tiles of 128; a rest is stored as dense.
+    2:4 units are stored sparse in whole tiles of 128, and the remainder is stored dense.
     hidden_features is a multiple of 8. Raises FormatError.
     """
 
@@ -253,19 +250,19 @@ class SpenseGatedMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = BF16,
     ) -> None:
-        """Make a layer of zeros, for a state dict to fill."""
+        """Allocate zeros for a state dict to fill."""
         super().__init__()
         k, h = in_features, hidden_features
         require(h % TURN == 0, f"hidden_features: expected a multiple of {TURN}, found {h}")
         require(0 <= dense <= h, f"dense: expected 0 to {h} hidden units, found {dense}")
-        known = activation in ACTIVATIONS
         names = ", ".join(ACTIVATIONS)
-        require(known, f"activation: expected one of {names}; found {activation!r}")
+        valid = activation in ACTIVATIONS
+        require(valid, f"activation: expected one of {names}; found {activation!r}")
         self.hidden_features, self.activation = h, activation
         rows, _ = sparse_shape_of(h, k, dtype.itemsize, dense / h, "rows")
-        made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        self.gate_up = SpenseLinear(k, 2 * h, dense_fraction=1 - rows / h, split="rows", **made)
-        self.down = SpenseLinear(h, k, dense_fraction=dense / h, split="columns", **made)
+        options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.gate_up = SpenseLinear(k, 2 * h, dense_fraction=1 - rows / h, split="rows", **options)
+        self.down = SpenseLinear(h, k, dense_fraction=dense / h, split="columns", **options)
 
     @classmethod
     def from_dense(
@@ -280,9 +277,9 @@ class SpenseGatedMLP(nn.Module):
         scales: tuple[Tensor, Tensor, Tensor] | None = None,
         largest: float | None = None,
     ) -> Self:
-        """Pack pruned weights: gate and up [h, k] and down [k, h]; -0.0 is zero.
+        """Pack pruned weights: gate and up [h, k] and down [k, h]; -0.0 counts as zero.
 
-        dtype, scales  as in SpenseLinear.from_dense, for the three
+        dtype, scales  as in SpenseLinear.from_dense, for all three
         largest        fp8 only: the largest |act(G) * U| in calibration; larger ones are clamped
 
         Raises FormatError, which names the weight and the first group that is not 2:4.
@@ -291,23 +288,27 @@ class SpenseGatedMLP(nn.Module):
         (h, k), kind = gate.shape, dtype or gate.dtype
         mlp = cls(k, h, dense=dense, activation=activation, dtype=kind, device="meta")
         for name, weight, shape in (("up", up, (h, k)), ("down", down, (k, h))):
-            of = f"{name}: expected {gate.dtype} as gate has, found {weight.dtype}"
-            require(weight.dtype == gate.dtype, of)
-            _named(name, require_size, weight, shape)
-        wanted = "more than 0" if kind == E4M3 else f"none with {kind}"
+            same = weight.dtype == gate.dtype
+            require(same, f"{name}: expected {gate.dtype} like gate, found {weight.dtype}")
+            _with_name(name, require_size, weight, shape)
+        expected = "more than 0" if kind == E4M3 else f"none with {kind}"
         fits = largest is None if kind != E4M3 else largest is not None and largest > 0
-        require(fits, f"largest: expected {wanted}, found {largest}")
-        named = zip(("gate", "up", "down"), (gate, up, down), scales or (None,) * 3, strict=True)
-        (g, of_gate), (u, of_up), (d, of_down) = (
-            _packed(name, w, dense / h, "columns" if name == "down" else "rows", kind, scale)
-            for name, w, scale in named
+        require(fits, f"largest: expected {expected}, found {largest}")
+        weights = {"gate": gate, "up": up, "down": down}
+        (g, gate_scale), (u, up_scale), (d, down_scale) = (
+            _round(name, weight, kind, scale)
+            for (name, weight), scale in zip(weights.items(), scales or (None,) * 3, strict=True)
         )
-        of_both = None
-        if of_gate is not None and of_up is not None and of_down is not None and largest:
-            of_h = largest / LARGEST  # H is linear in U: scales of up and down contain H's own
-            of_both, of_down = interleaved(of_gate, of_up / of_h), of_down * of_h
-        mlp.gate_up = SpenseLinear.from_spense(joined(g, u), scale=of_both)
-        mlp.down = SpenseLinear.from_spense(d, scale=of_down)
+        joint_scale = None
+        if gate_scale is not None and up_scale is not None and down_scale is not None and largest:
+            h_scale = largest / LARGEST  # H is linear in U, so up's and down's scales include H's
+            joint_scale = interleaved(gate_scale, up_scale / h_scale)
+            down_scale = down_scale * h_scale
+        gate_up = joined(*(_pack(n, w, dense / h, "rows") for n, w in (("gate", g), ("up", u))))
+        mlp.gate_up = SpenseLinear.from_spense(gate_up, scale=joint_scale)
+        mlp.down = SpenseLinear.from_spense(
+            _pack("down", d, dense / h, "columns"), scale=down_scale
+        )
         return mlp
 
     def to_dense(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -330,51 +331,40 @@ class SpenseGatedMLP(nn.Module):
 # ---- weights ----
 
 
-def _packed(
-    name: str,
-    weight: Tensor,
-    dense_fraction: float,
-    split: str,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-) -> tuple[Spense, Tensor | None]:
-    """Return a packed weight and its scales; FormatError names the weight."""
-    rounded, of_rows = _rounded(name, weight.detach(), dtype, scale)
+def _pack(name: str, weight: Tensor, dense_fraction: float, split: str) -> Spense:
+    """Return a packed weight. Raises FormatError, which names the weight."""
     pack = partial(Spense.from_dense, dense_fraction=dense_fraction, split=split)
-    return _named(name, pack, rounded.contiguous()), of_rows
+    w: Spense = _with_name(name, pack, weight.contiguous())
+    return w
 
 
-def _rounded(
+def _round(
     name: str, weight: Tensor, dtype: torch.dtype, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return a weight [n, k] in this dtype, and in fp8 the fp32 scales [n] of its rows."""
-    require(dtype in NAMES, f"{name}: {KNOWN}, found {dtype}")
-    found, n = weight.dtype, len(weight)
-    require(dtype in (E4M3, found), f"{name}: expected {dtype}, found {found}")
-    scaled = scale is None or found == E4M3
-    require(scaled, f"{name}: expected no scale with {found}, found one")
+    weight, n, current = weight.detach(), len(weight), weight.dtype
+    require(dtype in NAMES, f"{name}: expected {DTYPES}, found {dtype}")
+    require(dtype in (E4M3, current), f"{name}: expected {dtype}, found {current}")
+    unscaled = scale is None or current == E4M3
+    require(unscaled, f"{name}: expected no scale with {current}, found one")
     if dtype != E4M3:
         return weight, None
-    _named(name, require_matrix, weight)
-    if found != E4M3:
+    _with_name(name, require_matrix, weight)
+    if current != E4M3:
         return rounded_by_row(weight)
-    of_rows = weight.new_ones(n, dtype=torch.float32) if scale is None else scale.detach().float()
-    fits = of_rows.numel() == 1 or of_rows.shape in ((n,), (n, 1))
-    require(fits, f"{name}: expected a scale of [{n}] or one, found {list(of_rows.shape)}")
-    return weight, of_rows.flatten().expand(n).to(weight.device).contiguous()
+    scales = weight.new_ones(n, dtype=torch.float32) if scale is None else scale.detach().float()
+    fits = scales.numel() == 1 or scales.shape in ((n,), (n, 1))
+    require(fits, f"{name}: expected a scale of [{n}] or one, found {list(scales.shape)}")
+    return weight, scales.flatten().expand(n).to(weight.device).contiguous()
 
 
-def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
+def _with_name(name: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error
 
 
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
-
-
 def _grid(rows: int, columns: int, itemsize: int) -> tuple[int, int]:
-    """Return how many rows and columns of tiles hold a part of W."""
+    """Return the number of rows and columns of tiles that hold a part of W."""
     return -(-rows // ROWS), -(-columns * itemsize // SPAN_BYTES)

@@ -16,11 +16,6 @@ from sparsebench.kernels.nn.captured_step import _Graph
 K = 64
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 class Replayed(CapturedStep):
     """Stands in for one on a GPU: its graph does the step again, and captures are counted."""
 
@@ -28,19 +23,19 @@ class Replayed(CapturedStep):
         super().__init__(*args)
         self._captures, self.captures, self.replays = True, 0, 0
 
-    def _aside(self, function: Callable[[], Tensor]) -> Tensor:
+    def _on_side_stream(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
 
-    def _captured(self, inputs: tuple[Tensor, ...]) -> _Graph:
-        mine, value, outer = tuple(t.clone() for t in inputs), torch.zeros(()), self
+    def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
+        buffers, value, outer = tuple(t.clone() for t in inputs), torch.zeros(()), self
         self.captures += 1
 
         class Graph:
             def replay(self) -> None:
                 outer.replays += 1
-                value.copy_(outer._step(mine))
+                value.copy_(outer._step(buffers))
 
-        return _Graph(Graph(), mine, value, [p.grad for p in self._parameters])
+        return _Graph(Graph(), buffers, value, [p.grad for p in self._parameters])
 
 
 def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:

@@ -35,20 +35,13 @@ LAYERS: list[tuple[int, int, Any, float, tuple[int, ...]]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def layer_of(n: int = 64, k: int = 48, block: Any = 16, **options: Any) -> BlockSparseLinear:
     return BlockSparseLinear(k, n, block=block, **{"sparsity": 0.5, **options})
 
 
 def test_no_tool_takes_the_blocks_for_a_weight():
     assert not hasattr(layer_of(), "weight")
-    with pytest.raises(
-        AttributeError, match=r"no use of \.weight: .* to_dense\(\).weight is a copy"
-    ):
+    with pytest.raises(AttributeError, match="to_dense"):
         _ = layer_of().weight
 
 

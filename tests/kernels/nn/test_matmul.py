@@ -1,4 +1,4 @@
-"""sparsebench.matmul: any format, our kernel or the one named; refusals, gradients, memory."""
+"""sparsebench.matmul: formats, named kernels, errors, gradients and memory."""
 
 import gc
 import weakref
@@ -37,11 +37,6 @@ BY_KERNEL: list[tuple[Any, str | None]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def weight(dtype: torch.dtype = torch.float32) -> Tensor:
     kept = torch.rand(N // 16, K // 16) > 0.5
     dense = torch.randn(N, K) * kept.repeat_interleave(16, 0).repeat_interleave(16, 1)
@@ -57,7 +52,7 @@ def test_every_format_is_multiplied(kind: Any, kernel: str | None) -> None:
     dense = weight()
     w = packed(kind, dense)
     for shape in ((5, K), (2, 3, K), (K,), (0, K)):
-        for scale in (1.0, 2.0):  # the second call of a size is of another X
+        for scale in (1.0, 2.0):  # the second call of a size has another X
             x = scale * torch.randn(shape)
             torch.testing.assert_close(sparsebench.matmul(x, w, kernel), x @ dense.T)
 
@@ -73,7 +68,7 @@ def test_spense_is_multiplied_in_its_dtype() -> None:
 
 @pytest.mark.parametrize("kind", [Dense, Bsr])
 def test_gradients_are_those_of_a_dense_product(kind: Any) -> None:
-    """Also through from_dense, to the dense weight: where nothing is stored it is zero."""
+    """The dense weight gets a gradient through from_dense, with zeros outside stored blocks."""
     dense, x = weight().requires_grad_(), torch.randn(7, K, requires_grad=True)
     dy = torch.randn(7, N)
     w = packed(kind, dense)
@@ -84,7 +79,7 @@ def test_gradients_are_those_of_a_dense_product(kind: Any) -> None:
     torch.testing.assert_close(found[1], dw * stored)
 
 
-def test_a_named_kernel_has_the_gradients_of_its_namesakes() -> None:
+def test_a_named_kernel_has_gradients_by_its_dgrad_kernel() -> None:
     dense, x = weight(), torch.randn(7, K, requires_grad=True)
     dy = torch.randn(7, N)
     for w in (Csr.from_dense(dense), Bsr.from_dense(dense, block=16)):
@@ -93,15 +88,15 @@ def test_a_named_kernel_has_the_gradients_of_its_namesakes() -> None:
         torch.testing.assert_close(dx, dy @ dense)
 
 
-def test_a_gradient_that_no_kernel_computes_is_refused_before_the_product() -> None:
+def test_a_gradient_without_a_kernel_raises_before_the_product() -> None:
     w = Csr.from_dense(weight().requires_grad_())
-    with pytest.raises(Unsupported, match="scipy_csr has no gradient here: no kernel scipy_csr_wg"):
+    with pytest.raises(Unsupported, match="scipy_csr_wgrad"):
         sparsebench.matmul(torch.randn(7, K), w)
     with torch.no_grad():
         assert sparsebench.matmul(torch.randn(7, K), w).shape == (7, N)
 
 
-def test_a_gradient_that_prepare_refuses_is_refused_before_the_product(
+def test_a_gradient_that_prepare_refuses_raises_before_the_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuses(*_: Any) -> None:
@@ -113,8 +108,8 @@ def test_a_gradient_that_prepare_refuses_is_refused_before_the_product(
         sparsebench.matmul(torch.randn(7, K, requires_grad=True), Csr.from_dense(weight()))
 
 
-def test_a_step_of_sgd_is_seen_by_a_named_kernel() -> None:
-    """What a kernel prepared of the weight is stale once the weight was written."""
+def test_a_named_kernel_sees_a_write_into_the_weight() -> None:
+    """The prepared launch is stale once the weight was written."""
     w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
     before = sparsebench.matmul(x, w, "scipy_bsr")
     w.values.mul_(2)
@@ -126,27 +121,27 @@ def refused(match: str, x: Tensor, w: Format, *kernel: str, **options: Any) -> N
         sparsebench.matmul(x, w, *kernel, **options)
 
 
-def test_what_cannot_run_is_refused_with_the_reason() -> None:
+def test_an_impossible_call_raises_with_the_reason() -> None:
     w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
-    refused(r"expected X \[\.\.\., 64\], found \[7, 63\]", x[:, 1:], w)
-    refused("expected X in the dtype of W.*found torch.float16 and torch.float32", x.half(), w)
+    refused("63", x[:, 1:], w)
+    refused("torch.float16 and torch.float32", x.half(), w)
     refused("float64", x.double(), Csr.from_dense(weight(torch.float64)))
-    refused("bsr_wgmma: runs on cuda, not on cpu", x, w, "bsr_wgmma")
-    refused("scipy_csr: expected format csr, found Bsr", x, w, "scipy_csr")
-    refused("scipy_bsr_dgrad: computes linear_dgrad, not linear", x, w, "scipy_bsr_dgrad")
-    refused("expected an option of none; found 'tuned'", x, w, "scipy_bsr", tuned=True)
-    refused("expected kernel=NAME with tuned, found none", x, w, tuned=True)
+    refused("bsr_wgmma: .*cuda", x, w, "bsr_wgmma")
+    refused("scipy_csr: .*Bsr", x, w, "scipy_csr")
+    refused("scipy_bsr_dgrad: .*linear_dgrad", x, w, "scipy_bsr_dgrad")
+    refused("'tuned'", x, w, "scipy_bsr", tuned=True)
+    refused("kernel=NAME.*tuned", x, w, tuned=True)
     refused("did you mean scipy_bsr", x, w, "scipy_bs")
-    refused("none of ours is of Twell", x, Twell.from_dense(weight()))
+    refused("kernel=NAME.*Twell", x, Twell.from_dense(weight()))
     half = Csr.from_dense(weight(torch.float16))
-    refused("scipy.sparse expected fp32 or fp64, found fp16", x.half(), half)
+    refused("fp16", x.half(), half)
     with torch.inference_mode():
         unseen = Csr.from_dense(weight())
-    refused("outside of torch.inference_mode", x, unseen)
+    refused("inference_mode", x, unseen)
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "sparsity", "ahead"),
+    ("m", "n", "k", "sparsity", "faster"),
     [
         *((1, 14336, 4096, 0.5, True), (16, 28672, 8192, 0.5, True)),
         *((17, 28672, 8192, 0.8, False), (1, 14336, 4096, 0.4, False)),
@@ -154,19 +149,19 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
         *((1, 4096, 14336, 0.5, True), (2, 4096, 14336, 0.5, False)),
     ],
 )
-def test_a_bitmap_runs_by_bits_only_where_that_was_measured_ahead(
-    m: int, n: int, k: int, sparsity: float, *, ahead: bool
+def test_bitmap_mma_runs_only_for_sizes_at_which_it_was_measured_faster(
+    m: int, n: int, k: int, sparsity: float, *, faster: bool
 ) -> None:
     few = torch.zeros(16, 256, dtype=torch.bfloat16).flatten()
     few[: round((1 - sparsity) * len(few))] = 1
     few = few[torch.randperm(len(few), generator=torch.Generator().manual_seed(0))]
     tile = Bitmap.from_dense(few.view(16, 256))
-    times = n // 16 * (k // 256)  # as many records of as many bytes, of which none is read
+    times = n // 16 * (k // 256)  # only the number of records matters; none is read
     whole = replace(tile, shape=(n, k), records=tile.records.expand(times, -1))
-    assert module.bits_are_ahead(m, whole) is ahead
+    assert module.bits_are_faster(m, whole) is faster
 
 
-def test_a_bitmap_runs_dense_elsewhere_and_keeps_its_copy() -> None:
+def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
     dense, x = weight(), torch.randn(7, K, requires_grad=True)
     w = Bitmap.from_dense(dense)
     sparsebench.matmul(x, w).sum().backward()
@@ -174,26 +169,26 @@ def test_a_bitmap_runs_dense_elsewhere_and_keeps_its_copy() -> None:
     copy = module._WEIGHTS[id(w)].dense
     sparsebench.matmul(x, w)
     assert module._WEIGHTS[id(w)].dense is copy
-    w.records.zero_()  # written in place: every bit, too
+    w.records.zero_()  # written in place, including the bits
     assert not sparsebench.matmul(x, w).any()
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [1, 16, 17])
-def test_a_bitmap_is_right_on_a_gpu_by_bits_and_beyond(m: int) -> None:
+def test_a_bitmap_is_correct_on_a_gpu_with_either_kernel(m: int) -> None:
     n, k = 28672, 8192
     dense = torch.randint(-2, 3, (n, k), device="cuda") * (torch.rand(n, k, device="cuda") >= 0.5)
     w = Bitmap.from_dense(dense.bfloat16())
     x = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
-    right = (x.double() @ dense.double().T).bfloat16()
-    torch.testing.assert_close(sparsebench.matmul(x, w), right, rtol=0, atol=0)
+    expected = (x.double() @ dense.double().T).bfloat16()
+    torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0, atol=0)
     prepared = module._WEIGHTS[id(w)]
     assert bool(prepared.prepared) == (m <= 16)
     assert (prepared.dense is None) == (m <= 16)
 
 
-def test_what_was_prepared_for_a_weight_goes_with_it() -> None:
+def test_launches_are_freed_with_their_weight() -> None:
     w = Csr.from_dense(weight())
     sparsebench.matmul(torch.randn(7, K), w)
     (prepared,) = (weakref.ref(p) for p in module._WEIGHTS[id(w)].prepared.values())
@@ -204,35 +199,35 @@ def test_what_was_prepared_for_a_weight_goes_with_it() -> None:
     assert len(module._WEIGHTS) == count - 1
 
 
-def test_few_sizes_of_a_weight_stay_prepared() -> None:
+def test_a_weight_keeps_a_limited_number_of_launches() -> None:
     w = Csr.from_dense(weight())
     for tokens in range(1, module.PREPARED + 4):
         sparsebench.matmul(torch.randn(tokens, K), w)
     assert len(module._WEIGHTS[id(w)].prepared) == module.PREPARED
 
 
-def test_a_graph_takes_what_was_prepared_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replays run beside later calls, which get a launch with buffers of their own."""
+def test_a_graph_takes_a_launch_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays run beside later calls, which get a launch with other buffers."""
     kept = list[object]()
     monkeypatch.setattr(module, "keep", kept.append)
-    w, key = Csr.from_dense(weight()), ("scipy_csr", "linear", "[]", 7, torch.float32)
+    w, key = Csr.from_dense(weight()), module.Key("scipy_csr", "linear", "[]", 7, torch.float32)
     x = torch.randn(7, K)
     sparsebench.matmul(x, w, "scipy_csr")
     (first,) = module._WEIGHTS[id(w)].prepared.values()
-    known = module._WEIGHTS[id(w)]
-    assert known.taken(key, graph=1) is first
-    assert known.taken(key, graph=1) is first
+    launches = module._WEIGHTS[id(w)]
+    assert launches.take(key, graph=1) is first
+    assert launches.take(key, graph=1) is first
     assert kept == [first]
-    with pytest.raises(RuntimeError, match="call it once before each capture of a CUDA graph"):
-        known.taken(key, graph=2)
+    with pytest.raises(RuntimeError, match="capture"):
+        launches.take(key, graph=2)
     sparsebench.matmul(x, w, "scipy_csr")
-    (second,) = known.prepared.values()
+    (second,) = launches.prepared.values()
     assert second is not first
     assert second.activations["x"].data_ptr() != first.activations["x"].data_ptr()
-    assert known.taken(key, graph=2) is second
+    assert launches.take(key, graph=2) is second
 
 
-def test_torch_compile_takes_it() -> None:
+def test_torch_compile_accepts_matmul() -> None:
     w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
     compiled = torch.compile(lambda x: sparsebench.matmul(x, w).relu(), backend="eager")
     torch.testing.assert_close(compiled(x), sparsebench.matmul(x, w).relu())
@@ -240,7 +235,7 @@ def test_torch_compile_takes_it() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [24, 40, 48, 80, 96])
-def test_a_matrix_in_odd_blocks_is_multiplied_and_differentiated(block: int) -> None:
+def test_odd_blocks_are_multiplied_and_differentiated(block: int) -> None:
     dense, x = (torch.randn(m, 960, device="cuda").bfloat16() for m in (480, 300))
     w = Bsr.from_dense(dense, block=block)
     x.requires_grad_()
@@ -249,13 +244,13 @@ def test_a_matrix_in_odd_blocks_is_multiplied_and_differentiated(block: int) -> 
     y.sum().backward()
     torch.testing.assert_close(y, x @ dense.T, rtol=2e-2, atol=0.5)
     torch.testing.assert_close(x.grad, dense.sum(0).expand_as(x), rtol=2e-2, atol=0.5)
-    right = w.sample(torch.ones(480, 300).bfloat16().cuda() @ x.detach()).values
-    torch.testing.assert_close(values.grad, right, rtol=2e-2, atol=0.5)
+    expected = w.sample(torch.ones(480, 300).bfloat16().cuda() @ x.detach()).values
+    torch.testing.assert_close(values.grad, expected, rtol=2e-2, atol=0.5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [None, "bsr_triton"])
-def test_a_captured_graph_is_right_after_the_weight_has_gone(kernel: str | None) -> None:
+def test_a_captured_graph_is_correct_after_the_weight_was_deleted(kernel: str | None) -> None:
     dense = weight(torch.bfloat16).cuda()
     w, x = Bsr.from_dense(dense, block=16), torch.randn(32, K, device="cuda").bfloat16()
     sparsebench.matmul(x, w, kernel)
