@@ -1,6 +1,6 @@
 // Instructions that ffn_few.cu and ffn_sparse.cu use beyond those of hopper.cuh and mma.cuh.
-// Each function is one instruction of PTX; tests run the kernels on a CPU with grid_on_cpu.h
-// instead. Source: PTX ISA 9.0, cp.async, createpolicy, mbarrier, bar, setmaxnreg, ld, st, red.
+// Each function is one PTX instruction; tests on a CPU replace this file with grid_on_cpu.h.
+// Source: PTX ISA 9.0, cp.async, createpolicy, mbarrier, bar, setmaxnreg, ld, st, red.
 
 #pragma once
 #include "hopper.cuh"
@@ -8,12 +8,12 @@
 
 // ---- L2 policies: how long L2 keeps a line ----
 
-__device__ __forceinline__ u64 evict_last_policy() {  // weights, which other CTAs read, too
+__device__ __forceinline__ u64 evict_last_policy() {  // for weights, which other CTAs also read
   u64 policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ u64 evict_first_policy() {  // what is read or written once
+__device__ __forceinline__ u64 evict_first_policy() {  // for data that is read or written once
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void cp_async_16(u32 to, const char* from, bool pred,
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                :: "r"(to), "l"(from), "r"(pred ? 16 : 0), "l"(policy) : "memory");
 }
-// Arrive on a barrier when this thread's copies so far have landed.
+// Arrive on a barrier as soon as all earlier copies of this thread have landed.
 __device__ __forceinline__ void cp_async_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
@@ -39,14 +39,14 @@ __device__ __forceinline__ void cp_async_arrive(u32 barrier) {
 __device__ __forceinline__ void prefetch_l2(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(line));
 }
-// Both a multiple of 16 bytes.
+// Address and size must be multiples of 16 bytes.
 __device__ __forceinline__ void bulk_prefetch_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
-// ---- loads and stores of what is used once ----
+// ---- loads and stores of data that is used once ----
 
-// Volatile: the compiler issues all loads of a loop before it waits for the first.
+// Volatile, so that the compiler issues all loads of a loop before it waits for the first.
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -71,11 +71,11 @@ __device__ __forceinline__ void expect_tx(u32 barrier, int bytes) {  // without 
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
-// After `mbarrier_init`, before another CTA of the cluster uses the barriers.
+// Call it after `mbarrier_init`, before another CTA of the cluster uses the barriers.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Wait for `threads` threads, whole warps, at a hardware barrier of the CTA: 0 to 15.
+// Wait at hardware barrier 0 to 15 of a CTA for `threads` threads, which are whole warps.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_flag(u32 to, u32 flag, int cta) {
                "st.relaxed.cluster.shared::cluster.u8 [there], %1;\n}"
                :: "r"(to), "r"(flag), "r"(cta) : "memory");
 }
-template <int FLAGS> __device__ __forceinline__ u32 load_flags(u32 at) {  // 1, 2 or 4 neighbours
+template <int FLAGS> __device__ __forceinline__ u32 load_flags(u32 at) {  // 1, 2 or 4 adjacent
   static_assert(FLAGS == 1 || FLAGS == 2 || FLAGS == 4, "one load");
   u32 v;
   if (FLAGS == 1)
@@ -127,7 +127,8 @@ __device__ __forceinline__ u64 load_relaxed(const u64* from) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
   return v;
 }
-// Who reads the count by `load_acquire` sees what these threads wrote before their last barrier.
+// A thread that reads the count with `load_acquire` also sees everything that these threads wrote
+// before their last barrier.
 __device__ __forceinline__ void add_release(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
 }

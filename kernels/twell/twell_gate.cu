@@ -1,16 +1,16 @@
 // The gate of a layer with few active units, written as TwELL words (formats/twell.py):
-// G[m, n] = X[m, k] @ Wg[n, k].T is never a matrix. One launch on Hopper's tensor cores.
+// G[m, n] = X[m, k] @ Wg[n, k].T is never stored as a matrix. One launch on Hopper's tensor cores.
 //
 //   A unit is active for a token unless its gate, once rounded, is <= 0: NaN is active.
 //
-//      words  [m, tiles, CAPACITY + 1]   of a token and TILE units: count  e0  e1  ...
+//      words  [m, tiles, CAPACITY + 1]   for a token and TILE units: count  e0  e1  ...
 //             an entry: unit in bits 15..0, bits of its gate in 31..16; any order inside a tile.
-//             Words after the last entry are undefined. The count is of all that are active, so
-//             it may be above CAPACITY. The tile is then in `dense`, and its entries are undefined.
-//      dense  [m, n]                     relu of the gates of those tiles; elsewhere untouched
+//             Words after the last entry are undefined. The count includes every active unit. If
+//             it exceeds CAPACITY, `dense` holds the tile, and the tile's entries are undefined.
+//      dense  [m, n]                     relu of the gates of those tiles; untouched elsewhere
 //
-//   A CTA tile is 128 tokens x 256 units, or half of that. X is operand A, so a token's sums are in
-//   the four lanes of a quad, and a tile of units in the registers of one warp:
+//   A CTA tile is 128 tokens x 256 units, or half of that. X is operand A, so the four lanes of a
+//   quad hold a token's sums, and the registers of one warp hold a tile of units:
 //
 //      a whole CTA tile     256 units           a half       128 units    128 units
 //                       +---------------+                  +------------+------------+
@@ -21,25 +21,26 @@
 //
 //      a warp, one token:    lane 4 r + q has units 8 j + 2 q and 8 j + 2 q + 1, j = 0, 1, ...
 //
-//   Halves are for the last round: 4096 tokens x 5632 units are 5.33 rounds of 132 CTA tiles, and
-//   take 5.5 in place of 6; 1024 tokens take 1.5 in place of 2.
+//   The last round uses half tiles: 4096 tokens x 5632 units are 5.33 rounds of 132 CTA tiles, and
+//   take 5.5 rounds instead of 6; 1024 tokens take 1.5 instead of 2.
 //
-//   Each lane has a bit for each of its sums. Counts of bits give the count of the tile and the
-//   place of a lane's first entry: two shuffles in place of a scan over units. Entries go to shared
-//   memory, and from there 32 bytes at a time, so that no sector is written in part. In halves a
-//   tile of 256 is shared, and warpgroup 1 starts where warpgroup 0 ended.
+//   Each lane keeps a bit for each of its sums. Counting these bits gives the count of the tile and
+//   the place of a lane's first entry: two shuffles replace a scan over units. Entries go to shared
+//   memory, and from there to global memory 32 bytes at a time, so that no sector is written in
+//   part. In a half tile, both warpgroups share a tile of 256 units, and warpgroup 1 starts where
+//   warpgroup 0 ended.
 //
 //   The pipeline: warp 8 copies boxes of X and W by TMA, each with 128 bytes of k, into STAGES
-//   stages. Two warpgroups multiply; each keeps the wgmma of one stage in flight. With CLUSTER = 2
-//   two CTAs have neighbouring tokens and the same units: each loads half of W's boxes and
-//   multicasts it. One CTA an SM for the whole launch; CTA tiles in bands of BAND clusters of
-//   tokens, so that the X and W that are multiplied at a time stay in L2.
+//   stages. Two warpgroups multiply; each keeps the wgmma of one stage in flight. With CLUSTER = 2,
+//   two CTAs take neighbouring tokens and the same units: each loads half of W's boxes and
+//   multicasts it. Each SM runs one CTA for the whole launch. CTA tiles are ordered in bands of
+//   BAND clusters of tokens, so that the X and W that are multiplied at a time stay in L2.
 //
-//   Copies of one stage are 48 KiB for 1024 clocks of products: 47 bytes a clock and SM from L2,
-//   which gives about 40. Multicast makes that 31.
+//   The copies of one stage are 48 KiB for 1024 clocks of products. That needs 47 bytes per clock
+//   and SM from L2, which delivers about 40. Multicast reduces it to 31.
 //
 // Compiled with -DCLUSTER=1|2, -DTILE=256|128|64, -DCAPACITY=3, 7, 15, ... (below TILE / 2),
-// -DFP16=0|1, and SHARED_BYTES, as _twell_gate.py has it. WATCHDOG=1 as in hopper.cuh.
+// -DFP16=0|1, and SHARED_BYTES of _twell_gate.py. WATCHDOG=1 is explained in hopper.cuh.
 
 #include "hopper.cuh"
 
@@ -47,12 +48,12 @@ constexpr int TOKENS = 128, UNITS = 256;  // of a CTA tile
 constexpr int DEPTH = 64, ROW_BYTES = 128, CONSUMERS = 2, BAND = 8;
 constexpr int WORDS = CAPACITY + 1, TILES = UNITS / TILE;
 
-constexpr int BOX_BYTES = 64 * ROW_BYTES;  // of X: 64 tokens
+constexpr int BOX_BYTES = 64 * ROW_BYTES;  // 64 tokens of X
 constexpr int X_BYTES = 2 * BOX_BYTES, W_BYTES = UNITS * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int PITCH = TILES * WORDS + 4;  // words of a token in shared memory, off the same banks
+constexpr int PITCH = TILES * WORDS + 4;  // words of a token in shared memory; no bank conflicts
 constexpr int WORDS_BYTES = 4 * PITCH * TOKENS;
-constexpr int STAGES = (SHARED_BYTES - 3072 - WORDS_BYTES) / STAGE_BYTES;  // 1 KiB is alignment
+constexpr int STAGES = (SHARED_BYTES - 3072 - WORDS_BYTES) / STAGE_BYTES;  // 1 KiB aligns
 
 static_assert(STAGES >= 3, "fewer would not overlap copies and products");
 static_assert(WORDS % 4 == 0 && WORDS <= TILE / 2, "pieces of 16 bytes; stages");
@@ -60,28 +61,28 @@ static_assert(WORDS % 4 == 0 && WORDS <= TILE / 2, "pieces of 16 bytes; stages")
 struct Maps { TensorMap x, w; };
 struct Out { u32* words; unsigned short* dense; int m, n, k; };
 
-// What a warpgroup has of a CTA tile.
+// The part of a CTA tile that a warpgroup computes.
 template <bool HALF> struct Part {
   static constexpr int UNITS = HALF ? 128 : 256;
-  static constexpr bool SHARED_TILE = TILE > UNITS;  // with the other warpgroup
+  static constexpr bool SHARED_TILE = TILE > UNITS;  // shared with the other warpgroup
   static constexpr int TILES = SHARED_TILE ? 1 : UNITS / TILE;
-  static constexpr int PAIRS = UNITS / TILES / 8;  // of a lane, in a tile, of one token
+  static constexpr int PAIRS = UNITS / TILES / 8;  // of a lane, for one tile and token
 };
 
 // ---- which CTA tile comes next ----
 
 struct CtaTile { int token, unit; bool half; };
 
-// CTA tiles of a grid of workers (CTAs or clusters): whole ones first, then halves.
+// Order the CTA tiles of a grid of workers (CTAs or clusters): whole tiles, then halves.
 struct Schedule {
-  int rows, columns, whole, end;  // of clusters' tiles; how many are whole; whole ones and halves
+  int rows, columns, whole, end;  // of clusters' tiles; number of whole tiles, and of all
   __device__ __forceinline__ Schedule(const Out& out, int workers) {
     rows = (out.m + TOKENS * CLUSTER - 1) / (TOKENS * CLUSTER), columns = (out.n + UNITS - 1) / UNITS;
     const int all = rows * columns, rest = all % workers;
     whole = 2 * rest <= workers ? all - rest : all;
     end = 2 * all - whole;
   }
-  // Bands of BAND clusters of tokens, units one after the other.
+  // Return the CTA tile of an index: in bands of BAND clusters of tokens, unit by unit.
   __device__ __forceinline__ CtaTile operator()(int index, int rank) const {
     const bool half = index >= whole;
     const int tile = half ? whole + (index - whole) / 2 : index;
@@ -134,7 +135,7 @@ __device__ __forceinline__ void produce(const Maps& maps, int k, const Schedule&
 
 // ---- products of a warpgroup ----
 
-// 4 j + 2 r + b: token lane / 4 + 8 r, unit 8 j + 2 (lane % 4) + b. Of a half, the first 64.
+// Sum 4 j + 2 r + b: token lane / 4 + 8 r, unit 8 j + 2 (lane % 4) + b. A half uses the first 64.
 using Sums = float[UNITS / 2];
 
 __device__ __forceinline__ void release(const Pipeline& pipeline, int stage) {
@@ -185,15 +186,15 @@ __device__ __forceinline__ uint4 ld_shared_v4(u32 at) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 }
-// Of both warpgroups.
+// A barrier of both warpgroups.
 __device__ __forceinline__ void consumers_sync() {
   asm volatile("bar.sync 1, 256;" ::: "memory");
 }
 
-// A lane's gates of one token and its part of one tile, rounded: two neighbouring units in a word.
+// A lane's rounded gates of one token in one tile: each word holds two neighbouring units.
 template <int PAIRS> using Pairs = u32[PAIRS];
 
-// Which of them are active: bits i % 16 and 16 + i % 16 of word i / 16 are those of pair i.
+// A bit for each active gate: bits i % 16 and 16 + i % 16 of word i / 16 belong to pair i.
 template <int PAIRS> struct Active {
   static constexpr int BIT_WORDS = (PAIRS + 15) / 16;
   u32 bits[BIT_WORDS];
@@ -214,7 +215,7 @@ __device__ __forceinline__ Active<PAIRS> active_of(const Pairs<PAIRS>& pairs) {
   return a;
 }
 
-// Return pairs[i]: registers have no index, so halves of them are chosen by the bits of i.
+// Return pairs[i]: registers cannot be indexed, so each bit of i selects half of those left.
 template <int PAIRS> __device__ __forceinline__ u32 select(const Pairs<PAIRS>& pairs, int i) {
   u32 left[PAIRS];
   #pragma unroll
@@ -226,9 +227,10 @@ template <int PAIRS> __device__ __forceinline__ u32 select(const Pairs<PAIRS>& p
   return left[0];
 }
 
-// Put a lane's entries into `place`, the words of its token and tile, in shared memory. `unit` is
-// that of the lane's first pair. With few units on, two rounds serve the warp; a test of each of 32
-// pairs, with the code of an entry behind it, took four times as many instructions.
+// Store a lane's entries at `place`, the words of its token and tile in shared memory. `unit` is
+// the first unit of the lane's first pair. With few active units, two rounds are enough for the
+// warp. Testing each of 32 pairs, with the code of an entry after each test, took four times as
+// many instructions.
 template <int PAIRS>
 __device__ __forceinline__ void put_entries(const Pairs<PAIRS>& pairs, Active<PAIRS> a, int unit,
                                             u32 place) {
@@ -245,7 +247,7 @@ __device__ __forceinline__ void put_entries(const Pairs<PAIRS>& pairs, Active<PA
       to += 4;
     }
 }
-// Write relu of a lane's gates of a tile with too many entries.
+// Write relu of a lane's gates in a tile with too many entries.
 template <int PAIRS>
 __device__ __forceinline__ void put_dense(const Pairs<PAIRS>& pairs, int unit, const Out& out,
                                           int token) {
@@ -254,8 +256,8 @@ __device__ __forceinline__ void put_dense(const Pairs<PAIRS>& pairs, int unit, c
   for (int i = 0; i < PAIRS; i++)
     if (unit + 8 * i < out.n) to[4 * i] = pairs[i] & positive_mask(pairs[i]);
 }
-// Write the words of a warp's 16 tokens, from `token` on: a lane half of the first 32 bytes of a
-// token's tile, then of the next, as long as a token has entries there.
+// Write the words of a warp's 16 tokens, starting at `token`. A lane writes half of the first 32
+// bytes of a token's tile, then of the next 32, as long as any token has entries there.
 __device__ __forceinline__ void copy_words(u32 from, const Out& out, int token, int unit,
                                            int count_of_tiles) {
   const int row = threadIdx.x % 32 / 2, half = threadIdx.x % 2, tiles = (out.n + TILE - 1) / TILE;
@@ -274,7 +276,7 @@ __device__ __forceinline__ void copy_words(u32 from, const Out& out, int token, 
   }
 }
 
-// Write a warpgroup's sums. `words` is shared memory: PITCH words of each token; then counts.
+// Write a warpgroup's sums as words. Shared memory at `words`: PITCH words per token, then counts.
 template <bool HALF>
 __device__ __forceinline__ void epilogue(const Sums& d, u32 words, const Out& out, CtaTile tile,
                                          int warpgroup) {
@@ -292,7 +294,7 @@ __device__ __forceinline__ void epilogue(const Sums& d, u32 words, const Out& ou
   for (int i = 0; i < 2 * Own::TILES; i++)
     active[i % 2][i / 2] = active_of<PAIRS>(pairs[i % 2][i / 2]);
   if (Own::SHARED_TILE) {
-    const u32 counts = words + WORDS_BYTES + 4 * (row + lane / 4);  // 64 of each warpgroup
+    const u32 counts = words + WORDS_BYTES + 4 * (row + lane / 4);  // 64 per warpgroup
     #pragma unroll
     for (int half = 0; half < 2; half++)
       if (lane % 4 == 0)
@@ -305,7 +307,7 @@ __device__ __forceinline__ void epilogue(const Sums& d, u32 words, const Out& ou
       if (warpgroup) active[half][0].before += other;
     }
   } else {
-    __syncwarp();  // the words of the CTA tile before have been read
+    __syncwarp();  // the words of the previous CTA tile have been read
   }
   #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -323,7 +325,7 @@ __device__ __forceinline__ void epilogue(const Sums& d, u32 words, const Out& ou
   }
   if (Own::SHARED_TILE) consumers_sync();
   else __syncwarp();
-  // A shared tile is copied by warpgroup 0. It arrives at the barrier of the next one afterwards.
+  // Warpgroup 0 copies a shared tile before it arrives at the barrier of the next tile.
   if (Own::SHARED_TILE && warpgroup) return;
   copy_words(words + 4 * (row * PITCH + own / TILE * WORDS), out, tile.token + row,
              tile.unit + own, Own::TILES);
@@ -341,7 +343,7 @@ write_words(const __grid_constant__ Maps maps, const __grid_constant__ Out out) 
   if (threadIdx.x == 0) {
     Pipeline pipeline{stages, 0, 0};
     for (int i = 0; i < STAGES; i++, pipeline.advance()) {
-      mbarrier_init(pipeline.full_barrier(), 1);  // the producer, which also expects bytes
+      mbarrier_init(pipeline.full_barrier(), 1);  // the producer arrives and expects bytes
       mbarrier_init(pipeline.empty_barrier(i), CONSUMERS * CLUSTER);
     }
     asm volatile("fence.mbarrier_init.release.cluster;");
@@ -352,7 +354,7 @@ write_words(const __grid_constant__ Maps maps, const __grid_constant__ Out out) 
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), rank = blockIdx.x % CLUSTER;
   const int worker = blockIdx.x / CLUSTER, workers = gridDim.x / CLUSTER;
   const Schedule schedule(out, workers);
-  Pipeline pipeline{stages, role == CONSUMERS, 0};  // in the first round all stages are empty
+  Pipeline pipeline{stages, role == CONSUMERS, 0};  // all stages start empty
   if (role == CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x % 128 == 0) produce(maps, out.k, schedule, pipeline, worker, workers, rank);
@@ -366,7 +368,7 @@ write_words(const __grid_constant__ Maps maps, const __grid_constant__ Out out) 
       mainloop<false>(d, pipeline, out.k, role);
       epilogue<false>(d, words, out, schedule(index, rank), role);
     }
-    consumers_sync();  // words of whole tiles have been read, which warpgroups share from here on
+    consumers_sync();  // words of whole tiles have been read; from here on, warpgroups share them
     for (; index < schedule.end; index += workers) {
       mainloop<true>(d, pipeline, out.k, role);
       epilogue<true>(d, words, out, schedule(index, rank), role);

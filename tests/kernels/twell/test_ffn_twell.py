@@ -1,7 +1,6 @@
-"""The gate in TwELL words: its own epilogue on a CPU, thread by thread; on a Hopper GPU."""
+"""Test the gate in TwELL words: its epilogue thread by thread on a CPU, all on a Hopper GPU."""
 
 import ctypes
-import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import _twell_gate, ffn_twell
 from sparsebench.kernels.twell._twell_gate import Config, Tiles
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import built, without_ptx
 from tests.tools.marks import sampled
 from tests.tools.paths import cuda_source
 
@@ -31,13 +30,11 @@ TILES = [Tiles(256, 31), Tiles(256, 127), Tiles(64, 7), Tiles(128, 3), Tiles(256
         (256, 30, "option capacity: expected one of 3, 7, 15, 31, 63, 127, found 30"),
     ],
 )
-def test_tiles_that_the_kernel_cannot_write_are_refused(
-    tile: int, capacity: int, reason: str
-) -> None:
+def test_unsupported_tiles_are_refused(tile: int, capacity: int, reason: str) -> None:
     assert Tiles(tile, capacity).unsupported() == reason
 
 
-def test_operands_that_it_cannot_read_are_refused_before_anything_is_built() -> None:
+def test_unsupported_operands_are_refused_before_compilation() -> None:
     x, w = torch.zeros(4, 64).half(), torch.zeros(64, 128).half()
     with pytest.raises(Unsupported, match="expected activations of 128 columns"):
         _twell_gate.launch(x, w, Tiles(), Config(1))
@@ -48,10 +45,12 @@ def test_operands_that_it_cannot_read_are_refused_before_anything_is_built() -> 
     assert ffn_twell.KERNEL.op == "ffn"
 
 
-IN_CPP = """
+KERNEL = 'extern "C" __global__'
+STAND_INS = """
+struct TensorMap {};
 static void st_shared_u32(u32 at, u32 value) { memcpy(dynamic_shared() + at, &value, 4); }
 static void consumers_sync() { in_step(1, 256); }
-static uint4 ld_shared_v4(u32 at) {  // some warps are much later than others, in either order
+static uint4 ld_shared_v4(u32 at) {  // delay some warps, in either order
   static int calls;
   const int warp = now->thread / 32 % 4, late = calls++ / 512 % 2 ? warp : 3 - warp;
   for (int i = 0; i < 12 * late; i++) others_first();
@@ -61,19 +60,18 @@ static uint4 ld_shared_v4(u32 at) {  // some warps are much later than others, i
 }
 """
 RUN = """
-static const float* given;  // [m, n], padded to whole CTA tiles
+static const float* sums;  // [m, n], padded to whole CTA tiles
 static Out out;
 static int columns;
 template <bool HALF> static void part(const CtaTile& tile) {
-  using Own = Part<HALF>;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
   float d[UNITS / 2];
-  for (int i = 0; i < Own::UNITS / 2; i++) {
+  for (int i = 0; i < Part<HALF>::UNITS / 2; i++) {
     const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
     const int token = tile.token + row + (HALF ? 0 : 64 * warpgroup);
     const int unit = tile.unit + i / 4 * 8 + thread % 4 * 2 + i % 2 +
-                     (HALF ? Own::UNITS * warpgroup : 0);
-    d[i] = given[(size_t)token * columns + unit];
+                     (HALF ? Part<HALF>::UNITS * warpgroup : 0);
+    d[i] = sums[(size_t)token * columns + unit];
   }
   epilogue<HALF>(d, 0, out, tile, warpgroup);
 }
@@ -85,13 +83,13 @@ static void run() {
   consumers_sync();
   for (; index < schedule.end; index += workers) part<true>(schedule(index, rank));
 }
-extern "C" void call(const float* sums, int wide, u32* words, unsigned short* dense, int m, int n,
+extern "C" void call(const float* from, int wide, u32* words, unsigned short* dense, int m, int n,
                      int grid) {
-  given = sums, columns = wide, out = Out{words, dense, m, n, 64};
+  sums = from, columns = wide, out = Out{words, dense, m, n, 64};
   launch(grid, 256, CLUSTER, WORDS_BYTES + 512, run);
 }
 """
-# m, n, part of the units that is on, workers: whole tiles, halves, and both
+# m, n, fraction of active units, workers: whole tiles, half tiles, and both
 CASES = [
     (Config(1), 21, 328, 0.02, 3),
     (Config(1), 200, 520, 0.05, 4),
@@ -107,52 +105,46 @@ CASES = [
     ("case", "tiles"), sampled([(c, t) for c in CASES for t in TILES], 0, 7, 26), ids=str
 )
 @pytest.mark.parametrize("name", sampled(["bf16", "fp16"]))
-def test_its_threads_write_the_words_on_a_cpu(
+def test_threads_on_a_cpu_write_the_words(
     name: str, case: tuple[Config, int, int, float, int], tiles: Tiles, tmp_path: Path
 ) -> None:
-    (config, m, n, part, workers), dtype = case, DTYPES[name]
+    (config, m, n, fraction, workers), dtype = case, DTYPES[name]
     torch.manual_seed(0)
     rows, columns = (-(-m // 256) + 1) * 256, -(-n // 256) * 256
     sums = torch.zeros(rows, columns)
-    sums[:m, :n] = torch.rand(m, n).where(torch.rand(m, n) < part, -torch.rand(m, n))
+    sums[:m, :n] = torch.rand(m, n).where(torch.rand(m, n) < fraction, -torch.rand(m, n))
     sums[0, :3] = torch.tensor([float("nan"), 1e-42, -0.0])  # fp16 rounds the second to zero
-    sums[m:] = float("nan")  # X is zero there, and W may be infinite
+    sums[m:] = float("nan")  # X is zero there, but W may be infinite
     words = torch.full((m, -(-n // tiles.tile) * tiles.words), -1, dtype=torch.int32)
     dense = torch.full((m, n), 7.0, dtype=dtype)
-    text = cuda_source("twell_gate.cu")
-    parts = text[text.index("constexpr int TOKENS") : text.index("// ---- the pipeline of stages")]
-    parts = parts.replace("struct Maps { TensorMap x, w; };", "")
-    parts += "using Sums = float[UNITS / 2];\n"
-    epilogue = text[text.index("// ---- epilogue ----") : text.index("// ---- the kernel ----")]
-    function = r"__device__ __forceinline__ \w+ \w+\([^{;]*\) \{\n"
-    parts += re.sub(function + r"(?:  \w.*\n)*?  asm(?:.*\n)*?\}\n", "", epilogue)
-    assert "asm" not in parts
-    source = '#include "grid_on_cpu.h"\n' + IN_CPP + parts + RUN
+    functions, _ = cuda_source("twell_gate.cu").replace('#include "hopper.cuh"', "").split(KERNEL)
+    code = without_ptx(functions, "produce", "release", "mainloop")
+    source = '#include "grid_on_cpu.h"\n' + STAND_INS + code + RUN
     constants = (*_twell_gate.constants_of(tiles, config, dtype), ("LATE", 0))
     run = built(source, constants, tmp_path).call
-    given, to, tail = (ctypes.c_void_p(t.data_ptr()) for t in (sums, words, dense))
-    run(given, columns, to, tail, m, n, workers * config.cluster)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (sums, words, dense)]
+    run(pointers[0], columns, *pointers[1:], m, n, workers * config.cluster)
     assert_words(words, dense, sums[:m, :n].to(dtype), tiles)
 
 
 def assert_words(words: Tensor, dense: Tensor, gate: Tensor, tiles: Tiles) -> None:
-    """Hold words and dense tiles, poisoned with 7 before, against the gate, rounded."""
-    on = ~(gate <= 0)
+    """Compare words and dense tiles, filled with 7 before, with the rounded gate."""
+    active = ~(gate <= 0)
     count = words.view(len(gate), -1, tiles.words)[..., 0]
-    padded = torch.nn.functional.pad(on, (0, -on.shape[1] % tiles.tile))
+    padded = torch.nn.functional.pad(active, (0, -active.shape[1] % tiles.tile))
     assert torch.equal(count, padded.unflatten(1, (-1, tiles.tile)).sum(2).int())
-    full = (count > tiles.capacity).repeat_interleave(tiles.tile, 1)[:, : on.shape[1]]
+    full = (count > tiles.capacity).repeat_interleave(tiles.tile, 1)[:, : active.shape[1]]
     assert (dense[~full] == 7).all()
     stored = Twell.from_words(words, tuple(gate.shape), **asdict(tiles), dense=dense)
-    right = gate.where(on, 0)
-    assert torch.equal(stored.to_dense().nan_to_num(9999), right.nan_to_num(9999))
+    expected = gate.where(active, 0)
+    assert torch.equal(stored.to_dense().nan_to_num(9999), expected.nan_to_num(9999))
 
 
 @pytest.mark.compiles
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("config", sampled(_twell_gate.configurations()), ids=str)
 @pytest.mark.parametrize("tiles", sampled(TILES), ids=str)
-def test_it_compiles_without_a_spill_or_a_serialised_product(
+def test_the_gate_compiles_without_spills_or_serialised_products(
     tiles: Tiles, config: Config, tmp_path: Path
 ) -> None:
     for dtype in (torch.bfloat16, torch.float16):
@@ -172,20 +164,20 @@ SHAPES += [(1024, 5632, 2048)]
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("config", _twell_gate.configurations(), ids=str)
-def test_words_are_right_on_a_hopper_gpu(config: Config, tiles: Tiles, name: str) -> None:
-    """Small integers, whose sums are exact; the first column of W moves how many are on."""
-    dtype, of = DTYPES[name], {"dtype": torch.float32, "device": "cuda"}
+def test_words_are_correct_on_a_hopper_gpu(config: Config, tiles: Tiles, name: str) -> None:
+    """Use small integers, whose sums are exact; column 0 of W sets how many units are active."""
+    dtype, options = DTYPES[name], {"dtype": torch.float32, "device": "cuda"}
     for m, n, k in SHAPES:
-        x, w = (torch.randint(-2, 3, size, **of) / 4 for size in ((m, k), (n, k)))
+        x, w = (torch.randint(-2, 3, size, **options) / 4 for size in ((m, k), (n, k)))
         x[:, 0] = 1
         for shift in (-(k**0.5) * 1.1, -(k**0.5) * 0.6, 0.0, k):
             w[:, 0] = round(shift)
             w[0, :2] = torch.tensor([float("nan"), 0])
             w[n - 1] = -0.0
             gate = _twell_gate.launch(x.to(dtype), w.to(dtype), tiles, config, watchdog=True)
-            right = (x.double() @ w.to(dtype).double().T).to(dtype)
+            expected = (x.double() @ w.to(dtype).double().T).to(dtype)
             for _ in range(2):
                 gate.words.fill_(-1)
                 gate.dense.fill_(7.0)
                 gate()
-                assert_words(gate.words, gate.dense, right, tiles)
+                assert_words(gate.words, gate.dense, expected, tiles)
