@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
+from sparsebench.results.formatting import blocks_text
 
 APART = 1.5  # least ratio of the heights of two labels
 OURS = "sparsebench"
@@ -51,7 +52,7 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
     figure, axes = plt.subplots(1, len(blocks), figsize=(11, 3.1), sharey=True, layout="tight")
     palette = dict(zip([OURS, *SERIES.values()], sns.color_palette("colorblind"), strict=False))
     for block, axis in zip(blocks, axes, strict=True):
-        _panel(axis, shown[shown.block == block], palette, f"blocks of {block}")
+        _panel(axis, shown[shown.block == block], palette, blocks_text(block))
     axes[0].set_ylabel("speed-up over cuBLAS dense, ×")
     _label(axes[-1], shown[shown.block == blocks[-1]], palette)
     figure.savefig(out_path, metadata={"Date": None})

@@ -214,7 +214,7 @@ def _place(line: "pd.Series[Any]", varying: pd.DataFrame | None = None) -> str:
             continue
         if varying is None or varying[name].nunique() == 1:
             words.append(field_text(name, line[name]))
-    return " · ".join(text for text in words if text and text != "blocks of 1")
+    return " · ".join(filter(None, words))
 
 
 def _others(others: list[OtherDevice], refused: list[str], device: str) -> Markup:

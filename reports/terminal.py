@@ -25,7 +25,15 @@ from sparsebench.results.analysis import Analysis, NoCrossing, break_even, winne
 from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
 from sparsebench.results.contests import with_gains
 from sparsebench.results.families import OF_ACTIVATIONS
-from sparsebench.results.formatting import FORMATS, are, duration, estimate, kernel, percent
+from sparsebench.results.formatting import (
+    FORMATS,
+    are,
+    blocks_text,
+    duration,
+    estimate,
+    kernel,
+    percent,
+)
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.provenance import devices_named
@@ -250,10 +258,10 @@ def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def _condition(case: Mapping[Any, Any]) -> str:
-    """Describe the sparsity of a case: `90 %, blocks of 128` or `29 of 5632 units active`."""
+    """Describe the sparsity of a case: `90 %, 128 × 128 blocks` or `29 of 5632 units active`."""
     block = str(case.get("block", ""))
     parts = [percent(case["level"])] if case["level"] > 0 else []
-    parts += [f"blocks of {block}"] if block not in ("", "1", "nan") else []
+    parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
     if pd.notna(case.get("active")):
         units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
         parts.append(f"{case['active']:g} of {units} units active")

@@ -92,6 +92,12 @@ def plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def blocks_text(block: Any) -> str:
+    """Write a block size: `64 × 64 blocks` for 64, `16 × 32 blocks` for 16x32."""
+    rows, _, columns = plain(block).partition("x")
+    return f"{rows} × {columns or rows} blocks"
+
+
 def percent(level: float) -> str:
     """Write a sparsity in percent, with at most two decimals."""
     return NONE if pd.isna(level) else f"{round(100 * level, 2):g} %"

@@ -218,9 +218,15 @@ def same_problem(found: pd.DataFrame, line: list[str]) -> pd.DataFrame:
         found = found[found[name] == value]
     if level.endswith("active"):
         return found[found.active == float(level.split()[0])]
-    level, _, block = level.partition(", blocks of ")
+    level, _, block = level.partition(", ")
     found = found[found.sparsity == level]
-    return found[found.block.astype(str) == block] if block else found
+    return found[found.block.astype(str) == side(block)] if block else found
+
+
+def side(blocks: str) -> str:
+    """Return a block as rows name it: 64 for `64 × 64 blocks`, 16x32 for `16 × 32 blocks`."""
+    rows, columns = blocks.removesuffix(" blocks").split(" × ")
+    return rows if rows == columns else f"{rows}x{columns}"
 
 
 def over_baseline(cell: str, contest: pd.DataFrame, line: list[str]) -> bool:
@@ -465,7 +471,7 @@ def in_file(metric: str, data: dict, line: list[str]) -> bool:
     trained = pd.DataFrame(data["trained"])
     dense_ones, factors = trained[trained.pattern == "dense"], []
     for one in trained.itertuples():
-        name = f"train-lm, {100 * one.sparsity:.2f} %, blocks of {one.block}, "
+        name = f"train-lm, {100 * one.sparsity:.2f} %, {one.block} × {one.block} blocks, "
         if f"{name}weights {one.pattern}, width {one.width}" == label:
             enough = dense_ones[
                 (dense_ones.seed == one.seed) & (dense_ones.parameters >= one.parameters)
@@ -486,12 +492,14 @@ def labelled(found: pd.DataFrame, label: str) -> pd.DataFrame:
         name, _, value = part.rpartition(" ")
         if part.endswith(" %"):
             found = found[found.sparsity == part]
+        elif part.endswith(" blocks"):
+            found = found[found.block.astype(str) == side(part)]
         elif " × " in part:
             found = found[found["n × k"] == part]
         elif not name:
             found = found[(found.op == part) | (found.dtype == part)]
         else:
-            column = {"m": "tokens", "blocks of": "block"}.get(name, name)
+            column = {"m": "tokens"}.get(name, name)
             own = found[column].map(lambda v: f"{v:g}" if isinstance(v, int | float) else str(v))
             found = found[own == value]
     return found

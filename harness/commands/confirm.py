@@ -18,7 +18,7 @@ def confirm(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a run's largest speed-ups again, alone."""
+    """Re-measure a run's largest speedups in isolation."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.repeat import confirm as measure_again

@@ -19,6 +19,7 @@ from sparsebench.results.formatting import (
     FORMATS,
     amount,
     between,
+    blocks_text,
     duration,
     interval,
     listed,
@@ -186,7 +187,7 @@ def _problem(line: Any) -> str:
     fields = {name: plain(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
     fields = {name: "" if text in ("nan", "None") else text for name, text in fields.items()}
     tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
-    block = f"blocks of {fields['block']}" if fields["block"] not in ("", "1") else ""
+    block = blocks_text(fields["block"]) if fields["block"] not in ("", "1") else ""
     pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
     shape = f"n × k {fields['shape']}" if fields["shape"] else ""
     return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))
