@@ -212,9 +212,9 @@ def field_text(name: str, value: Any) -> str:
     if (name, text) == ("pattern", "blocks"):
         return "block pattern"
     if name == "block":
-        return (
-            f"{text} block" if text == ANY else blocks_text(text) if text not in ("", "1") else ""
-        )
+        if text == ANY:
+            return "any block"
+        return "" if text in ("", "1") else blocks_text(text)
     named = {"shape": f"n × k {text}", "m": f"m {text}"}
     return named.get(name, text if name in ("op", "dtype", "pattern") else f"{name} {text}")
 

@@ -4,9 +4,7 @@ import io
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import numpy
 import pytest
 import torch
 import triton
@@ -16,31 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.bench.operands import operands, redraw
-from sparsebench.harness.catalog import load_op
 from sparsebench.harness.models.pruning.mlp import GatedMLP
-from sparsebench.harness.plan.suite import read
-from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import _spense_op as layers
-from sparsebench.kernels.spense import _written_out, spense_ffn, spense_wgmma
+from sparsebench.kernels.spense import _written_out, spense_wgmma
 from sparsebench.kernels.spense._written_out import written_out
-from sparsebench.results.record import Contender, Problem, Status
 from tests.compiling.nvcc import hopper
+from tests.kernels.spense.examples import pruned
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-
-
-def pruned(n: int, k: int, rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Return a weight that is 2:4 in its first rows and columns, with zeros of both signs."""
-    w = torch.randn(n, k)
-    keep = torch.rand(n, -(-k // 4), 4).argsort(-1).flatten(1)[:, :k] % 4 < 2
-    keep[rows:] = keep[:, columns:] = True
-    return (w * keep / k**0.5).to(dtype)
 
 
 # n, k, dense fraction, split, shape of X before k: edges inside of tiles, no sparse and no dense
@@ -190,7 +172,7 @@ def test_an_mlp_in_fp8_rounds_x_and_h(h, k, dense, activation):
     (gate, up, down), (of_gate, of_up, of_down) = zip(*map(by_row, weights), strict=True)
     of_x, token = by_row(x)
     g, u = (of_x @ w.T * row[:, 0] * token for w, row in ((gate, of_gate), (up, of_up)))
-    hidden = ACT[activation](g) * u
+    hidden = layers.ACTIVATIONS[activation](g) * u
     for largest in (float(hidden.abs().max()), float(hidden.abs().max()) / 4):  # of few it is more
         rounded = (hidden / largest * 448).clamp(-448, 448).float().to(E4M3).double()
         product = rounded @ down.T * of_down[:, 0] * largest / 448
@@ -212,7 +194,7 @@ def test_an_mlp_in_fp8_rounds_x_and_h(h, k, dense, activation):
         assert torch.equal(empty(x).double(), y)
     dense_gate, dense_up, dense_down = (w.double() for w in packed.to_dense())
     of_dense = (
-        ACT[activation](x.double() @ dense_gate.T) * (x.double() @ dense_up.T)
+        layers.ACTIVATIONS[activation](x.double() @ dense_gate.T) * (x.double() @ dense_up.T)
     ) @ dense_down.T
     exact = hidden @ (down * of_down).T
     assert (of_dense - exact).square().mean() < 0.05**2 * exact.square().mean()
@@ -439,174 +421,7 @@ def test_a_gpu_without_the_kernel_is_unsupported(monkeypatch):
         layers._plan(torch.zeros(4, 1024, dtype=BF16), w)
 
 
-# ---- the op ffn ----
-
-
-def test_gate_and_up_that_do_not_fit_are_not_joined():
-    w = torch.zeros(256, 256, dtype=BF16)
-    half, whole = (Spense.from_dense(w, dense_fraction=fraction) for fraction in (0.5, 0.0))
-    with pytest.raises(Unsupported, match="sparse"):
-        spense_ffn.joined(half, whole)
-    columns = Spense.from_dense(w, dense_fraction=0.5, split="columns")
-    with pytest.raises(Unsupported, match="split"):
-        spense_ffn.joined(columns, columns)
-    odd = Spense.from_dense(w[:100])
-    with pytest.raises(Unsupported, match="100"):
-        spense_ffn.joined(odd, odd)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize(("h", "fraction"), [(328, 0.5), (328, 0.0), (200, 1.0), (72, 0.5)])
-def test_gate_and_up_are_joined_by_rows_of_eight_and_parted(h, fraction, dtype):
-    of = {"dense_fraction": fraction, "split": "rows"}
-    rows = int(h * (1 - fraction))
-    gate, up = ((pruned(h, 400, rows, 400, FP16) + 0.0).to(dtype) for _ in range(2))
-    packed = [Spense.from_dense(w, **of) for w in (gate, up)]
-    both = spense_ffn.joined(*packed)
-    rows = both.to_dense().float()
-    assert torch.equal(rows[:24], torch.cat((gate.float()[:8], up.float()[:8], gate.float()[8:16])))
-    for found, right in zip(spense_ffn.parted(rows), (gate, up), strict=True):
-        assert torch.equal(found, right.float())
-    assert both.sparse_shape == (2 * packed[0].sparse_shape[0], 400)
-
-
-def test_a_suite_gives_down_a_split_of_its_own():
-    for asked in read("spense-ffn").contests:
-        (hybrid,) = (c for c in asked.contenders if c.kernel == "spense_ffn")
-        assert hybrid.params_of("wu") == {"dense_fraction": 0.5, "split": "rows"}
-        assert hybrid.params_of("wd") == {"dense_fraction": 0.5, "split": "columns"}
-
-
-def test_down_is_converted_by_a_split_of_its_own():
-    params = {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
-    contender = Contender("spense", "reference", params)
-    (row,), _ = contest.run(problem(4, 512, 128), [contender], torch.device("cpu"), None)
-    assert row.status is Status.OK
-    assert row.stored_bytes == 3 * 512 * 128 * (2 + 9 / 8) / 2  # by rows, all of down were dense
-
-
-ACT = {**layers.ACTIVATIONS, "relu2": lambda z: z.relu().square()}
-
-
-def assert_activates(m: int, n: int, activation: str, dtype: Any, device: str) -> None:
-    """Hold the kernel against fp64, to two units in the last place; NaN stays in its element."""
-    products = 3 * torch.randn(m, 2 * n, device=device).to(dtype)
-    products[0, 0] = -300  # whose exp is infinite
-    products[-1, 1] = float("nan")
-    program = elementwise.hidden(products, activation)
-    program.out.fill_(7)
-    gate, up = products.double().chunk(2, 1)
-    right = (ACT[activation](gate) * up).to(dtype)
-    with numpy.errstate(over="ignore"):  # the interpreter's
-        torch.testing.assert_close(program(), right, rtol=2**-7, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("activation", [*ACT])
-@pytest.mark.parametrize(("m", "n"), [(1, 8), (19, 328), (5, 512), (33, 200)])
-def test_interpreted_activations_are_right(m, n, activation):
-    assert_activates(m, n, activation, FP16, "cpu")
-
-
-def assert_right(y: Tensor, these: Operands) -> None:
-    """Ask what the harness asks of the op ffn."""
-    names = {name: w.to_dense().double() for name, w in these.weights.items()}
-    names |= {name: x.double() for name, x in these.activations.items()}
-    op, how = load_op("ffn"), {"activation": these.problem["activation"]}
-    right, spread = op.definition(**names, **how), op.spread(**names, **how)
-    verdict = check(y, Expected(right, spread, y.dtype, max(names["wg"].shape)))
-    assert verdict.reason is None, verdict.reason
-
-
-def problem(m: int, n: int, k: int, dtype: str = "bf16", activation: str = "silu") -> Problem:
-    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": activation}
-    rest = {"pattern": "two_four", "sparsity": 0.5, "block": 1, "active": None, "skew": "iid"}
-    return Problem("ffn", {**fields, **rest})
-
-
-def ffn(asked: Problem, fraction: float, device: str = "cuda") -> Operands:
-    op = load_op("ffn")
-    drawn = operands(asked, op, torch.device(device), None)
-    split = {"wg": "rows", "wu": "rows", "wd": "columns"}
-    weights = {
-        name: Spense.from_dense(w, dense_fraction=fraction, split=split[name])
-        for name, w in drawn.weights.items()
-    }
-    definition = partial(op.definition, activation=asked["activation"])
-    return Operands(asked, weights, drawn.activations, definition)
-
-
-def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
-    """Stands in for spense_wgmma's prepare."""
-    w, x = operands.weights["w"], operands.activations["x"]
-    y, dense = x.new_empty(len(x), w.shape[0] // (2 if activation else 1)), w.to_dense()
-
-    def run() -> Tensor:
-        if activation is None:
-            return y.copy_(x @ dense.T)
-        gate, up = spense_ffn.parted(dense @ x.T)
-        return y.copy_((ACT[activation](gate) * up).T)
-
-    return Launch(run, {"by": operands.pinned or list(w.shape)}, "code")
-
-
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
-def test_feed_forward_layers_join_gate_and_up(fraction, activation, monkeypatch):
-    monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
-    these = ffn(problem(19, 392, 72, "fp16", activation), fraction, "cpu")
-    launch = spense_ffn.prepare(these)
-    redraw(these.problem, load_op("ffn"), these.activations, 1)
-    assert_right(launch(), these)
-    assert launch.choice == {"gate_up": {"by": [2 * 392, 72]}, "down": {"by": [72, 392]}}
-    again = spense_ffn.prepare(replace(these, pinned=launch.choice))
-    assert again.choice == {name: {"by": choice} for name, choice in launch.choice.items()}
-
-
-@pytest.mark.parametrize("activation", [*ACT])
-def test_the_activation_compiles_to_loads_of_16_bytes(activation, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = elementwise._activate
-    constants = {
-        "TOKENS": 16,
-        "FEATURES": elementwise.FEATURES,
-        "ACTIVATION": activation,
-        "SCALE": 1.0,
-    }
-    kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    kinds |= {"products": "*bf16", "h": "*bf16"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3)}  # all but m
-    source = ASTSource(function, kinds, constants, aligned)
-    ptx = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert ptx.count("ld.global.v4") == ptx.count("ld.global") > 0
-    assert ptx.count("st.global.v4") == ptx.count("st.global") > 0
-
-
 # ---- on a GPU ----
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
-def test_a_feed_forward_layer_is_right_on_a_gpu(activation, dtype):
-    for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
-        these = ffn(problem(m, 1352, 520, dtype, activation), fraction)
-        launch = spense_ffn.prepare(these)
-        redraw(these.problem, load_op("ffn"), these.activations, 1)
-        launch().fill_(float("nan"))
-        assert_right(launch(), these)
-        again = spense_ffn.prepare(replace(these, pinned=launch.choice))
-        assert (again.choice, again.code) == (launch.choice, launch.code)
-        assert_right(again(), these)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_activations_are_right_on_a_gpu(dtype):
-    for activation in ACT:
-        for m, n in ((1, 8), (19, 328), (5, 512), (3000, 1352)):
-            assert_activates(m, n, activation, dtype, "cuda")
 
 
 def close_on_a_gpu(y: Tensor, right: Tensor) -> None:

@@ -84,3 +84,11 @@ def assert_right(y: Tensor, x: Tensor, w: Spense, what: Any) -> None:
     sums = FP8 if x.itemsize == 1 else FP32
     expected = Expected(x.double() @ right, spread, y.dtype, w.shape[1], sums=sums)
     assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
+
+
+def pruned(n: int, k: int, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a weight that is 2:4 in its first rows and columns, with zeros of both signs."""
+    w = torch.randn(n, k)
+    keep = torch.rand(n, -(-k // 4), 4).argsort(-1).flatten(1)[:, :k] % 4 < 2
+    keep[rows:] = keep[:, columns:] = True
+    return (w * keep / k**0.5).to(dtype)
