@@ -68,7 +68,7 @@ def build(
 ) -> str:
     """Return the report, and write it if a path is given.
 
-    pruning      errors that one figure draws against the run's speed-ups
+    pruning      errors that one figure draws against the run's speedups
     surrounding  what a site adds around the report
     analysis     the analysis of the run, if it was made already
     only         the name of a figure to draw alone; ResultError if it does not apply to the run

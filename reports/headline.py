@@ -155,7 +155,7 @@ def headline(runs: Mapping[str, PublishedRun], questions: list[Question] = QUEST
     Raises ResultError if a question's run is not published or `where` selects no single problem.
     """
     columns = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or active units"]
-    columns += ["our kernel", "speed-up", "baseline", "measured alone", "best peer", "GPU", "run"]
+    columns += ["our kernel", "speedup", "baseline", "measured alone", "best peer", "GPU", "run"]
     return markdown_table(columns, [_answer(question, runs) for question in questions])
 
 
@@ -198,7 +198,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
 
 
 def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
-    """Return a case's speed-up in the run that confirms its own, or "" if there is none.
+    """Return a case's speedup in the run that confirms its own, or "" if there is none.
 
     The text ends in `unreliable` if the A/A pairs of the confirming run differ too often.
     """

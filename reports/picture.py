@@ -1,6 +1,6 @@
 """Draw the README's figure from a run: python -m sparsebench.reports.picture RUN FILE.svg
 
-    one panel per block size    speed-up over the baseline (logarithmic) against the sparsity s
+    one panel per block size    speedup over the baseline (logarithmic) against the sparsity s
                                 dotted: 1 / (1 - s)
 
 Our line is the fastest of our kernels at each sparsity. Bands are the intervals of the run.
@@ -53,7 +53,7 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
     palette = dict(zip([OURS, *SERIES.values()], sns.color_palette("colorblind"), strict=False))
     for block, axis in zip(blocks, axes, strict=True):
         _panel(axis, shown[shown.block == block], palette, blocks_text(block))
-    axes[0].set_ylabel("speed-up over cuBLAS dense, ×")
+    axes[0].set_ylabel("speedup over cuBLAS dense, ×")
     _label(axes[-1], shown[shown.block == blocks[-1]], palette)
     figure.savefig(out_path, metadata={"Date": None})
 

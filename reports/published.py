@@ -50,7 +50,7 @@ PAGE = """# Published runs
 `make site` writes a site from the same bundles, with a report of every run and a page for every
 format, kernel and claim.
 
-A speed-up is a ratio of times that were measured in the same contest, round by round: device time
+A speedup is a ratio of times that were measured in the same contest, round by round: device time
 with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence interval
 (Hodges-Lehmann) if a run has 6 processes or more, and the range over processes if it has fewer.
 A run of fewer than 6 processes is a look, not a verdict.
@@ -182,8 +182,8 @@ def figure(runs: Runs) -> str:
     base_us = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
     first = run.cases.iloc[0]
     return (
-        f"![Speed-up over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
-        f"Speed-up over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
+        f"![Speedup over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
+        f"Speedup over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
         f"random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, cold L2 cache. "
         f"Points are means over {run.processes} processes, bands show the min-max range, and the "
         f"dotted line is 1 / (1 - sparsity). At {percent(LEVEL)} sparsity: {gains} "

@@ -150,7 +150,7 @@ def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
     above = len(_beyond(cases))
     if above:
         why = "more than zeros can save. There the baseline is slow or was disturbed by other work"
-        lines.append(f"{are(above, 'speed-up')} above 1 / (1 - sparsity), {why}.")
+        lines.append(f"{are(above, 'speedup')} above 1 / (1 - sparsity), {why}.")
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = cases[name][cases[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
@@ -283,7 +283,7 @@ def who(case: Mapping[Any, Any]) -> str:
 
 
 def _fastest(best: pd.DataFrame) -> Table:
-    """Return the fastest case of each problem with the interval and outcome of its speed-up."""
+    """Return the fastest case of each problem with the interval and outcome of its speedup."""
     varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
@@ -358,7 +358,7 @@ def _missing(cases: pd.DataFrame) -> Table:
 
 
 def _ratio(line: Mapping[Any, Any]) -> Cell:
-    """Write a speed-up, coloured by its outcome, or by its interval in a look."""
+    """Write a speedup, coloured by its outcome, or by its interval in a look."""
     if line["label"] == line["baseline_label"]:
         return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]

@@ -3,7 +3,7 @@
     5.6234 with an uncertainty of 0.083   ─>   5.62, 5.62 ± 0.09, 5.62× [5.54, 5.71]
     29.31 µs, 90 %, a, b and c
 
-No ratio shows a digit that its measurement does not support. The uncertainty of a speed-up is a
+No ratio shows a digit that its measurement does not support. The uncertainty of a speedup is a
 column of the cases (analysis.py) and of the contests (contests.py). It is rounded up to one digit,
 and the value is rounded to the same decimal place.
 """

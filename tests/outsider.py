@@ -195,7 +195,7 @@ def published(page: str) -> Iterator[str]:
 
 
 def headline(lines: list[list[str]]) -> Iterator[str]:
-    """Yield each speed-up of the headline that its run, or the run that confirms it, lacks."""
+    """Yield each speedup of the headline that its run, or the run that confirms it, lacks."""
     for line in lines:
         (run,) = re.findall(r"\((.*?)\)", line[13])
         contest = same_problem(usual(cases(run)), line)
@@ -230,7 +230,7 @@ def side(blocks: str) -> str:
 
 
 def over_baseline(cell: str, contest: pd.DataFrame, line: list[str]) -> bool:
-    """Return whether our kernel of a line has this speed-up over its baseline in a contest."""
+    """Return whether our kernel of a line has this speedup over its baseline in a contest."""
     kernel, base = line[7].split("`")[1], contest[contest.label == line[9]]
     ours = contest[contest.kernel == kernel]
     return any(shows(cell, ratio(blocks, base.blocks.iloc[0])) for blocks in ours.blocks)
@@ -399,7 +399,7 @@ def grids(page: str) -> Iterator[str]:
 
 
 def over_dense(text: str, case: pd.Series, found: pd.DataFrame) -> bool:
-    """Return whether a case has this speed-up over the fastest dense contender of its contest."""
+    """Return whether a case has this speedup over the fastest dense contender of its contest."""
     contest = found[found.place == case.place]
     base = fastest(contest, dense(contest))
     return base is not None and shows(text, ratio(case.blocks, base.blocks))
@@ -445,7 +445,7 @@ def holds(metric: str, line: list[str]) -> bool:
 
 
 def beside_op(line: list[str]) -> bool:
-    """Return whether a speed-up over dense, divided by that of another op, is the cell's value."""
+    """Return whether a speedup over dense, divided by that of another op, is the cell's value."""
     label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
     names, _, processes = line[-1].rpartition(", ")
     places = [run for name in names.split(" over ") for run in runs() if digest(run)[:10] in name]

@@ -1,4 +1,4 @@
-"""`sparsebench confirm`: measure the largest speed-ups of a run again, alone."""
+"""`sparsebench confirm`: measure the largest speedups of a run again, alone."""
 
 from dataclasses import asdict
 from typing import Annotated

@@ -87,7 +87,7 @@ def trusted(lines: pd.DataFrame, place: list[str]) -> pd.DataFrame:
 
 
 def gains(lines: pd.DataFrame) -> Grid | None:
-    """Return each format's speed-up over dense at each m and sparsity; None if there is none.
+    """Return each format's speedup over dense at each m and sparsity; None if there is none.
 
     Formats that are never faster are only named, unless no format is ever faster.
     """

@@ -168,7 +168,7 @@ def file_problems(test: Test, measure: Measure | None, run: Run) -> set[str]:
 def over_op(test: Test, known: Sequence[Cell]) -> list[Cell]:
     """Return cells over those of the test's op `over` with equal fields; unchanged without `over`.
 
-    Both are speed-ups over a dense product with as many operations, so this is a ratio of rates.
+    Both are speedups over a dense product with as many operations, so this is a ratio of rates.
     Among several cells of that op the order is: a reliable run, the same run, one that searched,
     most processes, the narrowest interval. Cells of different runs have different processes, which
     are paired in order.

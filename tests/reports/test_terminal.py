@@ -128,7 +128,7 @@ def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
 
 
 def test_a_speed_up_above_the_ideal_is_reported() -> None:
-    assert "1 speed-up is above 1 / (1 - sparsity)" in said(run(3, 5.0))
+    assert "1 speedup is above 1 / (1 - sparsity)" in said(run(3, 5.0))
     assert "above 1 / (1 - sparsity)" not in said(run(3, 50.0))
 
 
