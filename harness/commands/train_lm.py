@@ -1,4 +1,4 @@
-"""`sparsebench train-lm`: small language models with sparse activations or sparse weights."""
+"""`sparsebench train-lm`: train small language models with sparse activations or weights."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -45,11 +45,10 @@ def train_lm(
     are compared with dense ones of equal width and of equal parameter count.
     """
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.models.train_lm import command, widths
+    from sparsebench.harness.models.train_lm import train, widths
     from sparsebench.harness.models.train_lm.model import Sizes
-    from sparsebench.harness.models.train_lm.train import Settings
 
-    settings = Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
+    settings = train.Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
     picked = pick(device)
     trained: Any
     if pattern:
@@ -58,10 +57,10 @@ def train_lm(
             trained = widths.train_widths(plan, settings, seeds, picked, to=out, show=show)
         table = widths.table(trained)
     else:
-        coefficients = command.parse_coefficients(l1)
+        coefficients = train.parse_coefficients(l1)
         with progress_bar() as show:
-            trained = command.train_all(coefficients, settings, picked, to=out, show=show)
-        table = command.table(trained)
+            trained = train.train_all(coefficients, settings, picked, to=out, show=show)
+        table = train.table(trained)
     if as_json:
         print_json(asdict(trained))
     else:

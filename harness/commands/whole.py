@@ -1,4 +1,4 @@
-"""`sparsebench whole`: a whole model with few active hidden units."""
+"""`sparsebench whole`: measure a whole model with few active hidden units."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +44,7 @@ def whole(
     parameters of TwELL's authors, with as many active units as they report.
     """
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.models.whole.command import measure, table
+    from sparsebench.harness.models.whole.measure import measure, table
     from sparsebench.harness.models.whole.model import Shape
 
     shape = Shape(layers, width, hidden, heads, vocab, sequences, context, active)

@@ -1,4 +1,4 @@
-"""A whole model around kernels of its MLP: units on, right answers alone, errors in one line."""
+"""Tests of whole models: active units, wrong results without times, errors in one line."""
 
 import json
 from collections.abc import Iterator
@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from sparsebench.harness.bench import energy
-from sparsebench.harness.models.whole import command, step
-from sparsebench.harness.models.whole.command import measure, table
+from sparsebench.harness.models.whole import measure as measuring
+from sparsebench.harness.models.whole import step
+from sparsebench.harness.models.whole.measure import measure, table
 from sparsebench.harness.models.whole.model import (
     Pass,
     Shape,
     Weights,
     calibrate,
-    counted,
-    drawn,
+    count_units,
+    draw_weights,
     forward,
 )
 from sparsebench.kernels._kernel import Launch
@@ -31,7 +32,7 @@ SHAPE = Shape(layers=2, width=64, hidden=128, heads=2, vocab=50, sequences=2, co
 
 
 def calibrated(shape: Shape) -> tuple[Weights, torch.Tensor, Pass]:
-    weights = drawn(shape, CPU, torch.float32)
+    weights = draw_weights(shape, CPU, torch.float32)
     torch.manual_seed(1)
     tokens = torch.randint(shape.vocab, (shape.sequences, shape.context))
     z = torch.empty(shape.tokens, shape.width)
@@ -41,96 +42,99 @@ def calibrated(shape: Shape) -> tuple[Weights, torch.Tensor, Pass]:
 
 
 @pytest.mark.parametrize("active", [1.5, 6, 40])
-def test_as_many_units_are_on_as_was_asked_for_in_every_layer(active: float) -> None:
+def test_calibration_sets_the_active_units_of_every_layer(active: float) -> None:
     shape = replace(SHAPE, layers=5, active=active)
     weights, z, run = calibrated(shape)
-    logits, units = counted(run, weights, z)
+    logits, units = count_units(run, weights, z)
     assert logits.shape == (2, 64, 50)
     assert units == [pytest.approx(active, rel=0.04)] * 5
 
 
-def test_layers_differ_and_each_is_counted() -> None:
+def test_units_are_counted_per_layer() -> None:
     shape = replace(SHAPE, layers=3)
     weights, z, run = calibrated(shape)
     weights.gains[1, 0] = 0
-    _, units = counted(run, weights, z)
+    _, units = count_units(run, weights, z)
     assert units[0] == pytest.approx(6, rel=0.02)
     assert units[1] == pytest.approx(64, rel=0.1)
 
 
-def test_column_0_of_the_stream_is_one_in_every_layer() -> None:
-    weights = drawn(SHAPE, CPU, torch.float32)
+def test_no_layer_writes_column_0_of_the_stream() -> None:
+    weights = draw_weights(SHAPE, CPU, torch.float32)
     assert (weights.embedding[:, 0] == 1).all()
     assert not weights.out[0].any()
     assert not weights.wd[0].any()
 
 
 @pytest.mark.parametrize("kind", step.MLPS[:2])
-def test_a_step_has_loss_and_gradients_of_the_plain_model(kind: step.Mlp) -> None:
-    weights = drawn(SHAPE, CPU, torch.float32)
+def test_step_matches_the_plain_model(kind: step.Mlp) -> None:
+    weights = draw_weights(SHAPE, CPU, torch.float32)
     tokens = torch.randint(50, (2, 65))
-    plain, other = (step.step(SHAPE, weights, tokens, k, False).shown() for k in ("plain", kind))
+    plain, other = (
+        step.step(SHAPE, weights, tokens, k, False).loss_and_gradients() for k in ("plain", kind)
+    )
     assert len(plain) == len(other) == 3
-    for right, found in zip(plain, other, strict=True):
-        assert torch.allclose(right, found, rtol=1e-3, atol=1e-6)
+    for expected, actual in zip(plain, other, strict=True):
+        assert torch.allclose(expected, actual, rtol=1e-3, atol=1e-6)
 
 
-def test_a_step_whose_gradients_are_wrong_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = step.mlp
+def test_step_with_wrong_gradients_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = step.mlp
     monkeypatch.setattr(step, "MLPS", ("plain", "SparseGatedMLP"))
-    monkeypatch.setattr(command, "MLPS", ("plain", "SparseGatedMLP"))
+    monkeypatch.setattr(measuring, "MLPS", ("plain", "SparseGatedMLP"))
     calls = []
 
-    def forgets(z: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    def detached(z: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return honest(z.detach(), *given)
+        return original(z.detach(), *weights)
 
-    monkeypatch.setattr(step, "mlp", forgets)
-    found = measure(SHAPE, [], CPU, dtype="fp32", steps=1)
+    monkeypatch.setattr(step, "mlp", detached)
+    report = measure(SHAPE, [], CPU, dtype="fp32", steps=1)
     assert calls
-    sparse = found.ways[-1]
-    assert "wrong: loss or gradients are" in sparse.detail
+    sparse = report.ways[-1]
+    assert sparse.detail.startswith("wrong")
     assert not sparse.times_us
 
 
-def test_what_is_wrong_or_unsupported_has_no_times(
+def test_wrong_or_unsupported_kernels_have_no_times(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    prepare = command._launch
+    prepare = measuring._launch
 
-    def launch(name: str, *given: object) -> Launch:
-        found = prepare("torch_dense", *given)  # type: ignore[arg-type]
+    def launch(name: str, *arguments: object) -> Launch:
+        dense = prepare("torch_dense", *arguments)  # type: ignore[arg-type]
         if name == "twice":
-            return Launch(lambda: 2 * found.run())  # type: ignore[operator]
+            return Launch(lambda: 2 * dense.run())  # type: ignore[operator]
         if name == "losing":
-            return Launch(found.run, lost=lambda: 3)
+            return Launch(dense.run, lost=lambda: 3)
         if name == "not_a_number":
-            return Launch(lambda: torch.nan * found.run())  # type: ignore[operator]
+            return Launch(lambda: torch.nan * dense.run())  # type: ignore[operator]
         if name == "breaks":
             raise RuntimeError("an illegal address\nand more")
-        return prepare(name, *given)  # type: ignore[arg-type]
+        return prepare(name, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(command, "_launch", launch)
+    monkeypatch.setattr(measuring, "_launch", launch)
     names = ["breaks", "twice", "losing", "not_a_number", "ffn_sparse", "torch_dense"]
-    found = measure(SHAPE, names, CPU, dtype="fp32", steps=0, to=tmp_path / "whole.json")
-    by_name = {way.mlp: way for way in found.ways}
-    assert len(by_name["torch_dense"].times_us) == command.ROUNDS
+    report = measure(SHAPE, names, CPU, dtype="fp32", steps=0, to=tmp_path / "whole.json")
+    by_name = {way.mlp: way for way in report.ways}
+    assert len(by_name["torch_dense"].times_us) == measuring.ROUNDS
     assert by_name["torch_dense"].error == 0
-    assert "wrong: logits are" in by_name["twice"].detail
-    assert by_name["losing"].detail == "wrong: 6 values lost in 2 layers"
+    assert by_name["twice"].detail.startswith("wrong")
+    assert "6 values lost in 2 layers" in by_name["losing"].detail
     assert by_name["losing"].error == 0
-    assert by_name["not_a_number"].detail == "wrong: logits are nan from the right ones"
+    assert "nan" in by_name["not_a_number"].detail
     assert by_name["not_a_number"].error is None
     assert by_name["breaks"].detail == "failed: RuntimeError: an illegal address"
-    read = read_whole(tmp_path / "whole.json")
-    assert [way.detail for way in read.ways] == [way.detail for way in found.ways]
-    assert "runs on cuda, not on cpu" in by_name["ffn_sparse"].detail
+    assert [way.detail for way in read_whole(tmp_path / "whole.json").ways] == [
+        way.detail for way in report.ways
+    ]
+    assert "cuda" in by_name["ffn_sparse"].detail
     assert not any(by_name[name].times_us for name in names[:-1])
-    assert len(table(found).rows) == 7
+    assert len(table(report).rows) == 7
 
 
-def test_energy_is_the_median_of_pieces_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A made-up NVML, 300 W; every look at the clock is 50 ms later than the one before."""
+def test_energy_is_the_median_over_pieces_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake NVML with 300 W and a clock that advances by 50 ms at each reading."""
     ticks, calls = count(), [0]
     now = [0.0]
 
@@ -150,41 +154,41 @@ def test_energy_is_the_median_of_pieces_of_the_window(monkeypatch: pytest.Monkey
     monkeypatch.setattr(energy, "perf_counter", clock)
     monkeypatch.setattr(energy, "board", board)
     monkeypatch.setattr(energy, "identity", lambda device: "GPU-fake")
-    honest = command.pieces
+    original = measuring.pieces
 
     def pieces(run: object, device: object, window_s: float, many: int) -> object:
         calls[0] += 1
-        found = honest(run, device, window_s, many)  # type: ignore[arg-type]
-        assert len(found) == 5
-        assert sum(piece.window_s for piece in found) >= 15
-        return found
+        measured = original(run, device, window_s, many)  # type: ignore[arg-type]
+        assert len(measured) == 5
+        assert sum(piece.window_s for piece in measured) >= 15
+        return measured
 
-    monkeypatch.setattr(command, "pieces", pieces)
+    monkeypatch.setattr(measuring, "pieces", pieces)
     tiny = replace(SHAPE, layers=1, width=8, hidden=8, vocab=8, sequences=1, context=4, active=2)
-    found = measure(tiny, ["torch_dense"], CPU, dtype="fp32", steps=0, window_s=30.0)
+    report = measure(tiny, ["torch_dense"], CPU, dtype="fp32", steps=0, window_s=30.0)
     assert calls[0] == 2
-    assert [way.energy_j for way in found.ways] == [None, pytest.approx(300 * 0.05, rel=0.2)]
+    assert [way.energy_j for way in report.ways] == [None, pytest.approx(300 * 0.05, rel=0.2)]
     alone = measure(tiny, [], CPU, dtype="fp32", steps=0, window_s=30.0)
     assert alone.ways[0].energy_j == pytest.approx(300 * 0.05, rel=0.2)
 
 
-def test_energy_without_a_meter_is_said_before_anything_is_drawn(tmp_path: Path) -> None:
+def test_energy_without_a_meter_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "whole.json"
     done = sparsebench("whole", "--energy", "30", "--device", "cpu", "--out", file)
     assert done.returncode != 0
-    assert "energy: expected an NVIDIA GPU" in done.stderr
+    assert "energy" in done.stderr
     assert not file.exists()
 
 
-def test_the_command_writes_json(tmp_path: Path) -> None:
+def test_command_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "whole.json"
     sizes = "--layers 1 --width 32 --hidden 64 --heads 2 --vocab 20 --sequences 1 --context 16"
-    given = f"{sizes} --active 4 --training 0 --mlp reference --device cpu"
-    done = sparsebench("whole", *given.split(), "--out", file, "--json")
+    options = f"{sizes} --active 4 --training 0 --mlp reference --device cpu"
+    done = sparsebench("whole", *options.split(), "--out", file, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())
-    assert found == json.loads(done.stdout)
-    assert found["schema"] == "sparsebench/whole@1"
-    assert [way["mlp"] for way in found["ways"]] == ["plain", "reference"]
-    assert found["model"]["active"] == 4
-    assert found["active_by_layer"] == [found["active"]] == [pytest.approx(4, rel=0.1)]
+    report = json.loads(file.read_text())
+    assert report == json.loads(done.stdout)
+    assert report["schema"] == "sparsebench/whole@1"
+    assert [way["mlp"] for way in report["ways"]] == ["plain", "reference"]
+    assert report["model"]["active"] == 4
+    assert report["active_by_layer"] == [report["active"]] == [pytest.approx(4, rel=0.1)]

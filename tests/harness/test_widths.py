@@ -1,4 +1,4 @@
-"""train-lm --pattern: block-sparse decoders beside dense ones of equal width and parameters."""
+"""Tests of train-lm --pattern: block-sparse decoders and dense ones of equal width or size."""
 
 import json
 from dataclasses import asdict, replace
@@ -24,17 +24,21 @@ from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=1, width=128, hidden=256, heads=8, context=16)
-SMALL = "--layers 1 --width 128 --hidden 256 --heads 8 --context 16 --batch 64 --steps 3 --block 8"
+TINY = Sizes(layers=1, width=64, hidden=64, heads=2, context=16)
+SMALL = (
+    "--layers 1 --width 64 --hidden 64 --heads 8 --context 16 --batch 64 --steps 2"
+    " --block 8 --sparsity 0.625"
+)
 
 
 @pytest.mark.parametrize("name", blocks.PATTERNS)
-def test_weights_are_squares_of_equally_many_blocks(name: str) -> None:
-    asked = Blocks(name, 8, 0.8)  # type: ignore[arg-type]
-    found = pattern(48, 16, asked, torch.Generator().manual_seed(0))
-    squares = found.view(3, 16, 16)
+def test_patterns_are_squares_with_equal_block_counts(name: str) -> None:
+    blocks = Blocks(name, 8, 0.8)  # type: ignore[arg-type]
+    mask = pattern(48, 16, blocks, torch.Generator().manual_seed(0))
+    squares = mask.view(3, 16, 16)
     assert squares.sum((1, 2)).tolist() == [3 * 16] * 3
     assert not torch.equal(squares[0], squares[1])
-    across = pattern(16, 32, asked, torch.Generator().manual_seed(0))
+    across = pattern(16, 32, blocks, torch.Generator().manual_seed(0))
     assert across.sum() == 2 * 3 * 16
     if name == "small_world":
         assert squares.diagonal(dim1=1, dim2=2).all()
@@ -44,27 +48,27 @@ def test_weights_are_squares_of_equally_many_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "sparsity", "said"),
+    ("nodes", "sparsity", "message"),
     [
-        (3, 0.5, "expected at least 4 of them in a row; found 3"),
-        (8, 0.8, "expected 0.625, the nearest of 8 blocks in a row; found 0.8"),
+        (3, 0.5, "at least 4 .*found 3"),
+        (8, 0.8, "expected 0.625.*found 0.8"),
     ],
 )
-def test_a_graph_that_cannot_be_is_refused(nodes: int, sparsity: float, said: str) -> None:
+def test_impossible_graphs_are_refused(nodes: int, sparsity: float, message: str) -> None:
     assert links(64, 0.9) == 3
-    with pytest.raises(SuiteError, match=said):
+    with pytest.raises(SuiteError, match=message):
         links(nodes, sparsity)
 
 
-def test_a_weight_that_is_no_blocks_is_refused() -> None:
-    with pytest.raises(SuiteError, match="expected a multiple of the block, 12; found 384 and 128"):
+def test_sizes_that_blocks_do_not_divide_are_refused() -> None:
+    with pytest.raises(SuiteError, match="the block, 12; found 384 and 128"):
         decoder(SIZES, Blocks("uniform", 12, 0.8), 0)
     odd = replace(SIZES, hidden=192)
     with pytest.raises(SuiteError, match="hidden: expected a multiple of the width"):
         decoder(odd, Blocks("uniform", 8, 0.8), 0)
 
 
-def test_weights_start_and_learn_by_their_fan_in() -> None:
+def test_deviation_and_learning_rate_follow_the_fan_in() -> None:
     model = decoder(SIZES, Blocks("small_world", 8, 0.8), 3, CPU)
     layer = model.layers[0]
     assert isinstance(layer.wg, BlockSparseLinear)
@@ -77,7 +81,7 @@ def test_weights_start_and_learn_by_their_fan_in() -> None:
     assert rates == pytest.approx([1e-3, 1e-3 * 512 / 48, 1e-3 * 512 / 24])
 
 
-def test_a_sparse_decoder_computes_what_its_dense_twin_does() -> None:
+def test_sparse_decoder_matches_its_dense_copy() -> None:
     model = decoder(SIZES, Blocks("uniform", 8, 0.8), 1, CPU)
     twin = decoder(SIZES, None, 1, CPU)
     for layer, dense in zip(model.layers, twin.layers, strict=True):
@@ -90,55 +94,49 @@ def test_a_sparse_decoder_computes_what_its_dense_twin_does() -> None:
     assert torch.allclose(model(tokens)[0], twin(tokens)[0], atol=1e-5)
 
 
-def test_dense_equals_are_as_narrow_as_parameters_allow() -> None:
-    asked = Blocks("uniform", 8, 0.8)
-    (_, none), (sizes, own), (narrow, dense) = widths.models(SIZES, [asked])
-    assert (none, own, dense) == (None, asked, None)
-    wanted = widths.parameters(decoder(sizes, own, 0))
-    assert widths.parameters(decoder(narrow, None, 0)) >= wanted
+def test_dense_match_is_the_narrowest_with_enough_parameters() -> None:
+    blocks = Blocks("uniform", 8, 0.8)
+    (_, none), (sizes, sparse), (narrow, dense) = widths.models(SIZES, [blocks])
+    assert (none, sparse, dense) == (None, blocks, None)
+    needed = widths.parameters(decoder(sizes, sparse, 0))
+    assert widths.parameters(decoder(narrow, None, 0)) >= needed
     narrower = replace(
         narrow, width=narrow.width - 16, hidden=2 * (narrow.width - 16), heads=narrow.heads - 1
     )
-    assert widths.parameters(decoder(narrower, None, 0)) < wanted
+    assert widths.parameters(decoder(narrower, None, 0)) < needed
 
 
-def test_the_command_writes_what_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_command_writes_a_readable_file(seeds: int, tmp_path: Path) -> None:
     file = tmp_path / "widths.json"
-    given = f"{SMALL} --sparsity 0.8 --seeds 2 --pattern small_world,uniform --device cpu"
-    done = sparsebench("train-lm", *given.split(), "--out", file)
-    assert "to equal parameters" in done.stdout
-    found = read_widths(file)
-    assert len(found.trained) == 2 * 4
-    sparse = [one for one in found.trained if one.pattern == "small_world"]
-    for one in sparse:
-        wide, narrow = found.dense_match(one, "width"), found.dense_match(one, "parameters")
+    options = f"{SMALL} --seeds {seeds} --pattern small_world,uniform --device cpu --json"
+    done = sparsebench("train-lm", *options.split(), "--out", file)
+    report = read_widths(file)
+    assert json.loads(done.stdout) == asdict(report)
+    assert len(report.trained) == seeds * 4
+    assert len(widths.table(report).rows) == 4
+    sparse = [row for row in report.trained if row.pattern == "small_world"]
+    for row in sparse:
+        wide, narrow = (report.dense_match(row, equal) for equal in ("width", "parameters"))
         assert wide
         assert narrow
-        assert (wide.width, wide.seed) == (128, one.seed)
-        assert one.parameters <= narrow.parameters < wide.parameters
-    assert sparse[0].sparsity == pytest.approx(13 / 16, abs=1e-6)
+        assert (wide.width, wide.seed) == (64, row.seed)
+        assert row.parameters <= narrow.parameters < wide.parameters
+    assert sparse[0].sparsity == pytest.approx(5 / 8, abs=1e-6)
 
 
-def test_the_command_prints_json(tmp_path: Path) -> None:
-    file = tmp_path / "widths.json"
-    given = f"{SMALL} --sparsity 0.8 --seeds 1 --pattern uniform --device cpu"
-    done = sparsebench("train-lm", *given.split(), "--out", file, "--json")
-    assert json.loads(done.stdout) == asdict(read_widths(file))
-
-
-def test_learning_makes_the_loss_smaller() -> None:
+def test_training_lowers_the_loss_and_is_deterministic() -> None:
     text = widths.standard_library()
     unseen = widths.evenly(text.unseen, 8, 16)
-    settings = widths.Settings(SIZES, steps=1, batch=8)
-    asked = Blocks("small_world", 8, 0.8)
-    begun = widths.train(text, unseen, asked, settings, CPU)
-    trained = widths.train(text, unseen, asked, replace(settings, steps=60), CPU)
-    assert trained.loss < begun.loss - 0.5
-    again = widths.train(text, unseen, asked, replace(settings, steps=60), CPU)
-    assert again.loss == trained.loss
+    settings = widths.Settings(TINY, steps=20, batch=4, learning_rate=3e-3)
+    blocks = Blocks("small_world", 16, 0.25)
+    start = widths.train(text, unseen, blocks, replace(settings, steps=1), CPU)
+    first, second = (widths.train(text, unseen, blocks, settings, CPU) for _ in range(2))
+    assert first.loss < start.loss - 0.5
+    assert second.loss == first.loss
 
 
-def one(**changed: object) -> PatternTraining:
+def training(**changed: object) -> PatternTraining:
     facts = {
         **{"pattern": "dense", "block": 1, "sparsity": 0.0, "width": 64, "parameters": 100},
         **{"seed": 0, "loss": 1.0, "step_us": 2.0, "peak_bytes": 0, "seconds": 1.0},
@@ -146,47 +144,46 @@ def one(**changed: object) -> PatternTraining:
     return PatternTraining(**{**facts, **changed})  # type: ignore[arg-type]
 
 
-def test_dense_is_never_given_less() -> None:
-    dense = [one(), one(width=32, parameters=30), one(width=40, parameters=45), one(seed=1)]
-    sparse = one(pattern="uniform", block=8, sparsity=0.6, parameters=40)
+def test_dense_match_never_has_fewer_parameters() -> None:
+    dense = [training(seed=seed) for seed in (0, 1)]
+    dense += [training(width=32, parameters=30), training(width=40, parameters=45)]
+    sparse = training(pattern="uniform", block=8, sparsity=0.6, parameters=40)
     about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
-    found = PatternTrainings(*about, [*dense, sparse])  # type: ignore[arg-type]
-    beside = found.dense_match(sparse, "parameters")
-    assert beside
-    assert beside.width == 40
-    assert found.dense_match(replace(sparse, parameters=101), "parameters") is None
-    assert found.dense_match(replace(sparse, seed=2), "width") is None
+    report = PatternTrainings(*about, [*dense, sparse])  # type: ignore[arg-type]
+    match = report.dense_match(sparse, "parameters")
+    assert match
+    assert match.width == 40
+    assert report.dense_match(replace(sparse, parameters=101), "parameters") is None
+    assert report.dense_match(replace(sparse, seed=2), "width") is None
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ({"loss": -1}, "trained: 0: loss: Input should be greater than 0; found '-1'"),
+        ({"loss": -1}, "trained: 0: loss: "),
         ({"more": 1}, "trained: 0: more: "),
     ],
 )
-def test_a_file_that_is_wrong_is_one_line(
-    change: dict[str, object], said: str, tmp_path: Path
-) -> None:
+def test_invalid_file_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
-    data = asdict(PatternTrainings(*about, [one()]))  # type: ignore[arg-type]
+    data = asdict(PatternTrainings(*about, [training()]))  # type: ignore[arg-type]
     data["trained"][0] |= change
     file = tmp_path / "a.json"
     file.write_text(json.dumps(data))
     with pytest.raises(ResultError) as refused:
         read_widths(file)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(file) in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ("--pattern rings", "pattern: expected some of small_world, uniform; found 'rings'"),
-        ("--pattern uniform --sparsity 1", "sparsity: expected numbers with commas; found '1'"),
+        ("--pattern rings", "found 'rings'"),
+        ("--pattern uniform --sparsity 1", "sparsity: expected"),
     ],
 )
-def test_bad_input_is_one_line(arguments: str, said: str) -> None:
+def test_command_refuses_bad_input(arguments: str, message: str) -> None:
     done = sparsebench("train-lm", *SMALL.split(), *arguments.split())
     assert done.returncode == 2
-    assert said in done.stderr + done.stdout
+    assert message in done.stderr + done.stdout

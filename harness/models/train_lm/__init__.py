@@ -1,1 +1,1 @@
-"""A small gated-ReLU language model: does training with an L1 term leave few hidden units on?"""
+"""Train small gated-ReLU language models with an L1 term, or with block-sparse weights."""

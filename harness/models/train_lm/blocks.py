@@ -1,18 +1,18 @@
-"""A decoder whose layers have block-sparse weights, or dense ones that start alike.
+"""A decoder whose layers have block-sparse weights, or dense ones with the same initialization.
 
-    W [n, k] in blocks, side by side in squares      qkv [3k, k]   +--+        wd [k, 4k]
-    of the shorter side: each is a graph of its own                |  |        +--+--+--+--+
+    W [n, k] in blocks, laid out in squares of       qkv [3k, k]   +--+        wd [k, 4k]
+    the shorter side, one graph each                               |  |        +--+--+--+--+
                                                                    +--+        |  |  |  |  |
     small_world   a ring with a fifth of its links moved           |  |        +--+--+--+--+
-    uniform       as many blocks in each row, at random places     +--+
+    uniform       equally many blocks in each row, at random       +--+
                                                                    |  |
                                                                    +--+
-Both patterns have equally many blocks: of the rings the one nearest to the density asked for.
+Both patterns have equally many blocks: those of the ring nearest to the requested density.
 
-Weights start with a deviation of GAIN / sqrt(fan-in), and learn at a rate of RATE / fan-in, where
-fan-in counts what is stored of a row. So a rate that suits one width suits all, and all sparsities
-(Dey et al. 2024, Sparse maximal update parameterization, arXiv 2405.15743). At a width of 512 both
-are as in model.py and train.py.
+The initial deviation is proportional to 1 / sqrt(fan-in) and the learning rate to 1 / fan-in, where
+fan-in counts the stored elements of a row. A rate that suits one width then suits all widths and
+sparsities (Dey et al. 2024, Sparse maximal update parameterization, arXiv 2405.15743). At a width
+of 512 both are equal to those of model.py and train.py.
 """
 
 import math
@@ -28,17 +28,17 @@ from sparsebench.harness.patterns.small_world import ring, ring_cells
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 
 WEIGHTS = "qkv", "out", "wg", "wu", "wd"
-ADDED = "out", "wd"  # to the residual stream
+RESIDUAL = "out", "wd"  # these add to the residual stream
 PATTERNS = "small_world", "uniform"
-USUAL = 512  # the width of model.py
+BASE_WIDTH = 512  # the default of model.py
 META = torch.device("meta")
-NEAR = 0.2  # how far, relatively, the density may be from the one asked for
-FEWEST = 4  # nodes of a ring that is no complete graph
+TOLERANCE = 0.2  # relative, of the density
+MIN_NODES = 4  # smaller rings are complete graphs
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which blocks of a weight are stored."""
+    """The pattern, size and sparsity of the blocks of a weight."""
 
     pattern: Literal["small_world", "uniform"]
     block: int
@@ -46,17 +46,15 @@ class Blocks:
 
 
 def decoder(sizes: Sizes, blocks: Blocks | None, seed: int, device: torch.device = META) -> Decoder:
-    """Return a decoder; dense without blocks; on "meta" without values. Raises SuiteError."""
+    """Return a decoder: dense if blocks is None, without values on "meta". Raises SuiteError."""
     with device:
         model = Decoder(sizes, None)
-    chosen = torch.Generator().manual_seed(seed)
-    for layer in model.layers:
+    draw = torch.Generator().manual_seed(seed)
+    for layer in model.layers if blocks else ():
         for name in WEIGHTS:
-            if blocks is None:
-                continue
             n, k = getattr(layer, name).shape
             delattr(layer, name)
-            setattr(layer, name, _blocked(n, k, blocks, chosen, device))
+            setattr(layer, name, _blocked(n, k, blocks, draw, device))
     if device != META:
         _draw(model, torch.Generator(device).manual_seed(seed))
     return model
@@ -69,51 +67,51 @@ def _draw(model: Decoder, draw: torch.Generator) -> None:
     for layer in model.layers:
         for name in WEIGHTS:
             weight = getattr(layer, name)
-            deviation = DEVIATION * math.sqrt(USUAL / fan_in(weight))
-            deviation /= math.sqrt(2 * len(model.layers)) if name in ADDED else 1
+            deviation = DEVIATION * math.sqrt(BASE_WIDTH / fan_in(weight))
+            deviation /= math.sqrt(2 * len(model.layers)) if name in RESIDUAL else 1
             stored(weight).normal_(0, deviation, generator=draw)
 
 
 def stored(weight: nn.Module | nn.Parameter) -> nn.Parameter:
-    """Return the elements of a weight."""
-    found = weight.values if isinstance(weight, BlockSparseLinear) else weight
-    assert isinstance(found, nn.Parameter)
-    return found
+    """Return the stored elements of a weight."""
+    values = weight.values if isinstance(weight, BlockSparseLinear) else weight
+    assert isinstance(values, nn.Parameter)
+    return values
 
 
 def fan_in(weight: nn.Module | nn.Parameter) -> float:
-    """Return how many elements a row has, on average."""
+    """Return the mean number of stored elements per row."""
     rows = weight.out_features if isinstance(weight, BlockSparseLinear) else len(stored(weight))
     return stored(weight).numel() / rows
 
 
 def fan_ins(model: Decoder) -> dict[nn.Parameter, float]:
-    """Return the fan-in of each weight of the layers."""
+    """Return the fan-in of each weight of all layers."""
     weights = [getattr(layer, name) for layer in model.layers for name in WEIGHTS]
     return {stored(weight): fan_in(weight) for weight in weights}
 
 
 def sparsity_of(model: Decoder, sizes: Sizes) -> float:
-    """Return the part of the layers' weights that is not stored."""
+    """Return the fraction of the layers' weights that is not stored."""
     full = sizes.layers * (4 * sizes.width**2 + 3 * sizes.width * sizes.hidden)
     return 1 - sum(values.numel() for values in fan_ins(model)) / full
 
 
 def links(nodes: int, sparsity: float) -> int:
-    """Return the links to each side of the ring nearest to a sparsity. Raises SuiteError."""
-    if nodes < FEWEST:
-        raise SuiteError(f"block: expected at least {FEWEST} of them in a row; found {nodes}")
+    """Return the links per side of the ring nearest to a sparsity. Raises SuiteError."""
+    if nodes < MIN_NODES:
+        raise SuiteError(f"block: expected at least {MIN_NODES} blocks in a row; found {nodes}")
     cells = ring_cells(nodes)
-    asked = (1 - sparsity) * nodes**2
-    best = min(range(len(cells)), key=lambda i: abs(cells[i] - asked))
-    if abs(cells[best] - asked) > NEAR * asked:
+    cells_needed = (1 - sparsity) * nodes**2
+    best = min(range(len(cells)), key=lambda i: abs(cells[i] - cells_needed))
+    if abs(cells[best] - cells_needed) > TOLERANCE * cells_needed:
         nearest = f"{1 - cells[best] / nodes**2:.3g}, the nearest of {nodes} blocks in a row"
         raise SuiteError(f"sparsity: expected {nearest}; found {sparsity:g}")
     return best + 1
 
 
 def pattern(rows: int, columns: int, blocks: Blocks, draw: torch.Generator) -> Tensor:
-    """Return bool [rows, columns]: the blocks that are stored. Raises SuiteError."""
+    """Return bool [rows, columns], true for stored blocks. Raises SuiteError."""
     side = min(rows, columns)
     if max(rows, columns) % side:
         raise SuiteError(f"hidden: expected a multiple of the width; found {rows}x{columns} blocks")
@@ -135,5 +133,5 @@ def _blocked(
     if n % blocks.block or k % blocks.block:
         expected = f"a multiple of the block, {blocks.block}"
         raise SuiteError(f"width, hidden: expected {expected}; found {n} and {k}")
-    kept = pattern(n // blocks.block, k // blocks.block, blocks, draw)
-    return BlockSparseLinear(k, n, block=blocks.block, pattern=kept, bias=False, device=device)
+    mask = pattern(n // blocks.block, k // blocks.block, blocks, draw)
+    return BlockSparseLinear(k, n, block=blocks.block, pattern=mask, bias=False, device=device)

@@ -1,17 +1,17 @@
-"""A decoder whose MLPs are gated by ReLU, in plain torch: no kernel of ours is part of evidence.
+"""A decoder with MLPs gated by ReLU, in plain torch so that no kernel of ours affects the results.
 
-blocks.py puts block-sparse layers in the place of its weights, where these are what is judged.
+blocks.py replaces its weights by block-sparse layers when these are what a training measures.
 
     x = E[byte]
-    each layer:  x += attention(norm(x))        causal; queries and keys rotated by their place
+    each layer:  x += attention(norm(x))        causal; rotary position embedding
                  x += h Wd.T                    h = relu(z Wg.T) * (z Wu.T),  z = norm(x)
     logits = norm(x) Wo.T
 
     L1 = mean over layers of the mean over tokens of the sum over units of |h|
 
-A unit is on for a token where its gate is above zero. The L1 term is that of Cetin et al., arXiv
-2603.23198, as their code has it: their equation 2 also divides by the number of units, and their
-coefficients belong to the term without that.
+A unit is on for a token if its gate is above zero. The L1 term follows the code of Cetin et al.,
+arXiv 2603.23198. Their equation 2 also divides by the number of units, but their coefficients
+belong to the term without that division.
 """
 
 import math
@@ -20,28 +20,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import (
-    embedding,
-    linear,
-    relu,
-    rms_norm,
-    scaled_dot_product_attention,
-)
+from torch.nn.functional import embedding, linear, relu, rms_norm, scaled_dot_product_attention
 
 from sparsebench.errors import SuiteError
 
 BYTES = 256
 EPSILON = 1e-6
-BASE = 10_000.0  # of the rotation's wavelengths
-DEVIATION = 0.02  # of weights at the start, as of GPT-2's
+BASE = 10_000.0  # of the wavelengths of the rotary embedding
+DEVIATION = 0.02  # of the initial weights, as in GPT-2
 
 Watch = Callable[[int, Tensor, Tensor], None]
-"""Given a layer's number, what its MLP is given [contexts, tokens, k], and gates [..., hidden]."""
+"""Called with a layer's number, its MLP's input [contexts, tokens, k], and gates [..., hidden]."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Layers, their width, the MLPs' hidden units, heads, and bytes of a context."""
+    """Layers, width, hidden units per MLP, attention heads, and bytes per context."""
 
     layers: int = 6
     width: int = 512
@@ -50,16 +44,16 @@ class Sizes:
     context: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse heads of an odd width: a rotation turns its two halves."""
+        """Raise SuiteError if a head has an odd width, because the rotation pairs its halves."""
         if self.width % (2 * self.heads):
             expected = f"a multiple of {2 * self.heads}, twice the heads"
             raise SuiteError(f"width: expected {expected}; found {self.width}")
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP: q, k and v in one [3 k, k], out [k, k], wg, wu [n, k], wd [k, n].
+    """Attention and a gated MLP: qkv [3 k, k], out [k, k], wg and wu [n, k], wd [k, n].
 
-    What adds to the residual stream starts smaller, by the root of how many do.
+    `out` and `wd` add to the residual stream, so they start smaller by sqrt(2 * layers).
     """
 
     def __init__(self, sizes: Sizes, draw: torch.Generator | None) -> None:
@@ -73,13 +67,9 @@ class Layer(nn.Module):
         self.wg, self.wu = _drawn(n, k, draw), _drawn(n, k, draw)
         self.wd = _drawn(k, n, draw, added)
 
-    def attend(self, x: Tensor) -> Tensor:
-        """Return [contexts, tokens, k] after the attention."""
-        return attention(x, self.attention_norm, self.qkv, self.out, self.heads)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return [contexts, tokens, k]; the layer's part of L1; the MLP's inputs and gates."""
-        x = self.attend(x)
+        """Return the stream [contexts, tokens, k], the L1 term, and the MLP's inputs and gates."""
+        x = attention(x, self.attention_norm, self.qkv, self.out, self.heads)
         z = _norm(x, self.mlp_norm)
         g = relu(_times(z, self.wg))
         h = g * _times(z, self.wu)
@@ -87,10 +77,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model; equal sizes and seeds start from equal bits, on every device."""
+    """The model. Equal sizes and seeds give equal initial bits on every device."""
 
     def __init__(self, sizes: Sizes, seed: int | None) -> None:
-        """Draw the weights, on the CPU; without a seed they are not written."""
+        """Draw the weights on the CPU; without a seed they stay uninitialized."""
         super().__init__()
         draw = None if seed is None else torch.Generator().manual_seed(seed)
         self.embedding = _drawn(BYTES, sizes.width, draw)
@@ -99,7 +89,7 @@ class Decoder(nn.Module):
         self.output = _drawn(BYTES, sizes.width, draw)
 
     def forward(self, tokens: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits [contexts, tokens, 256] of bytes [contexts, tokens], and the L1 term."""
+        """Return logits [contexts, tokens, 256] for bytes [contexts, tokens], and the L1 term."""
         x, norms = embedding(tokens, self.embedding), []
         for number, layer in enumerate(self.layers):
             x, norm, z, g = layer(x)
@@ -112,14 +102,14 @@ class Decoder(nn.Module):
 def attention(
     x: Tensor, norm: Tensor, qkv: Tensor | nn.Module, out: Tensor | nn.Module, heads: int
 ) -> Tensor:
-    """Return the stream [contexts, tokens, k] and what attention adds to it."""
+    """Return the stream [contexts, tokens, k] with the output of attention added."""
     q, k, v = _times(_norm(x, norm), qkv).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     mixed = scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
     return x + _times(mixed.transpose(1, 2).flatten(2), out)
 
 
 def _times(x: Tensor, weight: Tensor | nn.Module) -> Tensor:
-    """Return X @ W.T; a weight in blocks is a layer of its own (blocks.py)."""
+    """Return X @ W.T; block-sparse weights are modules (blocks.py)."""
     if isinstance(weight, nn.Module):
         y: Tensor = weight(x)
         return y
@@ -127,11 +117,11 @@ def _times(x: Tensor, weight: Tensor | nn.Module) -> Tensor:
 
 
 def _drawn(
-    rows: int, columns: int, draw: torch.Generator | None, by: float = DEVIATION
+    rows: int, columns: int, draw: torch.Generator | None, deviation: float = DEVIATION
 ) -> nn.Parameter:
     if draw is None:
         return nn.Parameter(torch.empty(rows, columns))
-    return nn.Parameter(torch.randn(rows, columns, generator=draw) * by)
+    return nn.Parameter(torch.randn(rows, columns, generator=draw) * deviation)
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -139,7 +129,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Rotate [..., tokens, head]: element i of the first half with element i of the second."""
+    """Rotate [..., tokens, head]; element i of the first half pairs with i of the second."""
     tokens, head = x.shape[-2:]
     halves = torch.arange(0, head, 2, device=x.device) / head
     angles = torch.outer(torch.arange(tokens, device=x.device).float(), BASE**-halves)

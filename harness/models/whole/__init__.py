@@ -1,1 +1,1 @@
-"""A whole model: what kernels of its MLP save in a forward pass, and in a training step."""
+"""Measure a whole model: how much the kernels of its MLPs save in inference and training."""

@@ -1,22 +1,22 @@
-"""A decoder of gated MLPs with few hidden units on, whole, around any kernel of the op `ffn`.
+"""A whole decoder with few active hidden units, whose MLPs run on any kernel of the op `ffn`.
 
     S = E[token]                                    S[:, 0] = 1, in every layer
     in each of the layers:
-        S += attention(norm(S))                     causal; queries and keys turned
-        Z = norm(S) * gains                         gains[0] by layer, see below
-        S += (relu(Z Wg.T) * (Z Wu.T)) Wd.T         the kernel's
+        S += attention(norm(S))                     causal; rotary position embedding
+        Z = norm(S) * gains                         gains[0] differs by layer, see below
+        S += (relu(Z Wg.T) * (Z Wu.T)) Wd.T         the kernel
     logits = norm(S) E.T
 
-Weights are drawn, those of the MLP as in a problem of `ffn`. No row of Wo and Wd writes column 0 of
-S. Column 0 of Wg is -1: so a layer's gains[0] says how many units are on for a token, `active` on
-average. It is found layer by layer, in a pass over the very tokens that are measured (`calibrate`):
-one sequence, alone, left the last of 38 layers with 17.5 units on where 24 were asked for.
+The weights are random; those of the MLP are drawn as in a problem of `ffn`. No row of Wo and Wd
+writes column 0 of S, and column 0 of Wg is -1, so a layer's gains[0] sets the mean number of active
+units per token. `calibrate` determines it layer by layer, in a pass over the tokens that are then
+measured: with one sequence alone, the last of 38 layers had 17.5 active units instead of 24.
 
-All layers have the values, and here the memory, of one: 46 MB and more are read anew in each, since
-L2 caches hold less, and at thousands of tokens the reading does not count. In training each layer
-has weights of its own, for the memory that gradients and the optimizer need.
+In a forward pass all layers share the values and the memory of one. Each layer still reads 46 MB or
+more again, because L2 caches hold less, and at thousands of tokens the reads do not matter. In
+training each layer has separate weights, so that gradients and optimizer need their full memory.
 
-What stands between the products is compiled, for all kernels alike.
+The operations between the products are compiled, in the same way for all kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ from torch.nn.functional import embedding, linear, relu, rms_norm
 from sparsebench.harness.models.train_lm.model import EPSILON, attention
 
 DEVIATION = 0.02
-SAMPLE = 16384  # tokens that a gain is found with, at most: they are taken evenly from all
+SAMPLE = 16384  # tokens to calibrate with, at most, spread evenly
 LARGEST_GAIN, HALVINGS = 16.0, 12  # to 0.004: gains of bf16 near 2.6 are 0.016 apart
-ROWS = 4096  # of Z, whose units are counted at a time
+ROWS = 4096  # rows of Z per step of counting, to limit memory
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and how many tokens it is given; `active` units are on for one on average."""
+    """The sizes of a model and its input; `active` is the mean of active units per token."""
 
     layers: int = 38
     width: int = 2048
@@ -49,13 +49,13 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Return how many there are in all sequences."""
+        """Return the number of tokens in all sequences."""
         return self.sequences * self.context
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A layer's, on the device; gains of attention and MLP [layers, width]."""
+    """The weights of one layer and the embedding; the MLPs' gains are [layers, width]."""
 
     embedding: Tensor
     qkv: Tensor
@@ -66,14 +66,14 @@ class Weights:
     gains: Tensor
 
 
-def drawn(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Weights:
-    """Draw the weights; gains are 1 until `calibrate` has found them."""
+def draw_weights(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Weights:
+    """Draw the weights. Gains are 1 until `calibrate` sets them."""
     draw = torch.Generator(device).manual_seed(seed)
     k, n, added = shape.width, shape.hidden, (2 * shape.layers) ** -0.5
 
-    def normal(rows: int, columns: int, by: float) -> Tensor:
-        made = torch.empty(rows, columns, device=device)
-        return made.normal_(0, by, generator=draw).to(dtype)
+    def normal(rows: int, columns: int, deviation: float) -> Tensor:
+        weight = torch.empty(rows, columns, device=device)
+        return weight.normal_(0, deviation, generator=draw).to(dtype)
 
     words = normal(shape.vocab, k, 1.0)
     words[:, 0] = 1
@@ -91,25 +91,25 @@ def norm(x: Tensor, gains: Tensor) -> Tensor:
 
 
 def attended(x: Tensor, weights: Weights, heads: int) -> Tensor:
-    """Return the stream [sequences, context, k] after the attention."""
+    """Return the residual stream [sequences, context, k] after the attention."""
     ones = torch.ones_like(weights.gains[0])
     return attention(x, ones, weights.qkv, weights.out, heads)
 
 
 def mlp(z: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> Tensor:
-    """Return what the MLP adds, as torch computes it."""
+    """Return the output of the MLP, computed by torch."""
     return linear(relu(linear(z, wg)) * linear(z, wu), wd)
 
 
 Call = Callable[[], Tensor]
-"""The MLP of Z [tokens, k], which is where it was when the call was made."""
+"""Compute the MLP of Z [tokens, k], a tensor at a fixed address."""
 
 Pass = Callable[[Call], Tensor]
-"""A forward pass whose MLP is the call; it returns the logits [sequences, context, vocab]."""
+"""Run a forward pass with this MLP; return the logits [sequences, context, vocab]."""
 
 
 def forward(shape: Shape, weights: Weights, tokens: Tensor, z: Tensor, compiled: bool) -> Pass:
-    """Return a forward pass, which writes Z before each call; compiled once for all kernels."""
+    """Return a forward pass that writes Z before each call; it is compiled once for all kernels."""
 
     def begin(x: Tensor, gains: Tensor) -> Tensor:
         x = attended(x, weights, shape.heads)
@@ -122,8 +122,8 @@ def forward(shape: Shape, weights: Weights, tokens: Tensor, z: Tensor, compiled:
     def between(x: Tensor, y: Tensor, gains: Tensor) -> Tensor:
         return begin(x + y.view_as(x), gains)
 
-    made: list[Callable[..., Tensor]] = [begin, between, end]
-    steps = [torch.compile(f, dynamic=False) if compiled else f for f in made]
+    parts: list[Callable[..., Tensor]] = [begin, between, end]
+    steps = [torch.compile(part, dynamic=False) if compiled else part for part in parts]
 
     @torch.no_grad()
     def run(call: Call) -> Tensor:
@@ -136,7 +136,7 @@ def forward(shape: Shape, weights: Weights, tokens: Tensor, z: Tensor, compiled:
 
 
 def calibrate(run: Pass, shape: Shape, weights: Weights, z: Tensor) -> None:
-    """Write gains[:, 0], a layer after the other: those with which `active` units are on."""
+    """Set gains[:, 0] layer by layer, by bisection, so that `active` units are on."""
     layers = iter(weights.gains)
     sample = z[:: -(-len(z) // SAMPLE)]
 
@@ -146,28 +146,28 @@ def calibrate(run: Pass, shape: Shape, weights: Weights, z: Tensor) -> None:
         low, high = 0.0, LARGEST_GAIN
         for _ in range(HALVINGS):
             rest[:, 0] = unit * (low + high) / 2
-            many = on(weights.wg, rest) > shape.active
-            low, high = ((low + high) / 2, high) if many else (low, (low + high) / 2)
-        found = torch.full_like(gains[0], (low + high) / 2)
-        z[:, 0] = z[:, 0].float() * (found / gains[0]).float()
-        gains[0] = found
+            too_many = active_units(weights.wg, rest) > shape.active
+            low, high = ((low + high) / 2, high) if too_many else (low, (low + high) / 2)
+        gain = torch.full_like(gains[0], (low + high) / 2)
+        z[:, 0] = z[:, 0].float() * (gain / gains[0]).float()
+        gains[0] = gain
         return mlp(z, weights.wg, weights.wu, weights.wd)
 
     run(call)
 
 
-def counted(run: Pass, weights: Weights, z: Tensor) -> tuple[Tensor, list[float]]:
-    """Return the logits of the plain model, and how many units are on for a token in each layer."""
+def count_units(run: Pass, weights: Weights, z: Tensor) -> tuple[Tensor, list[float]]:
+    """Return the logits of the plain model, and the active units per token in each layer."""
     counts: list[float] = []
 
     def call() -> Tensor:
-        counts.append(on(weights.wg, z))
+        counts.append(active_units(weights.wg, z))
         return mlp(z, weights.wg, weights.wu, weights.wd)
 
     return run(call), counts
 
 
-def on(wg: Tensor, z: Tensor) -> float:
-    """Return how many units are on for a token of Z, on average."""
+def active_units(wg: Tensor, z: Tensor) -> float:
+    """Return the mean number of active units per token of Z."""
     counts: Sequence[Tensor] = [(linear(part, wg) > 0).sum() for part in z.split(ROWS)]
     return float(sum(counts)) / len(z)

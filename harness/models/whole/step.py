@@ -1,9 +1,9 @@
-"""A training step of the whole model: dense MLPs, plain or compiled, or SparseGatedMLP.
+"""A training step of the whole model, with dense MLPs (plain or compiled) or SparseGatedMLP.
 
-    loss = mean over tokens of -ln p(next)   [+ l1 * mean over layers of L1: sparse alone needs it]
-    fp32 weights, products in bf16 on a GPU; AdamW, fused; no recomputation; called from Python
+    loss = mean over tokens of -ln p(next)   [+ l1 * mean over layers of L1, sparse MLPs only]
+    fp32 weights, bf16 products on a GPU; fused AdamW; no recomputation; launched from Python
 
-The rate of learning is RATE: weights stay what they are, and as many units on.
+The learning rate RATE is so small that the weights and the active units do not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +26,19 @@ MLPS: tuple[Mlp, ...] = "plain", "SparseGatedMLP", "compiled"
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: a call returns the loss, and leaves gradients in some parameters.
+    """A training step: `run` returns the loss and leaves gradients in the parameters.
 
-    seen  weights of the first layer: their gradients have come through all layers
+    first_layer  two weights of the first layer, whose gradients depend on all other layers
     """
 
     run: Callable[..., Tensor]
-    seen: Sequence[nn.Parameter]
+    first_layer: Sequence[nn.Parameter]
 
-    def shown(self) -> list[Tensor]:
-        """Take a step without the L1 term; return the loss and the gradients seen."""
+    def loss_and_gradients(self) -> list[Tensor]:
+        """Take a step without the L1 term; return the loss and the first layer's gradients."""
         loss = self.run(0.0)
-        return [loss.float(), *(w.grad.float().clone() for w in self.seen if w.grad is not None)]
+        gradients = (w.grad.float().clone() for w in self.first_layer if w.grad is not None)
+        return [loss.float(), *gradients]
 
 
 class _Dense(nn.Module):
@@ -52,14 +53,14 @@ class _Dense(nn.Module):
 
 
 class Model(nn.Module):
-    """The model with weights of its own in each layer."""
+    """The model with separate weights in each layer."""
 
     def __init__(self, shape: Shape, weights: Weights, kind: Mlp, compiled: bool) -> None:
-        """Copy the weights for every layer, in fp32."""
+        """Copy the weights for every layer in fp32."""
         super().__init__()
         self.shape, self.sparse = shape, kind == "SparseGatedMLP"
 
-        def own(weight: Tensor) -> nn.Parameter:
+        def copied(weight: Tensor) -> nn.Parameter:
             return nn.Parameter(weight.float().clone())
 
         def layer() -> nn.Module:
@@ -69,10 +70,10 @@ class Model(nn.Module):
                 )
             return _Dense(weights)
 
-        self.embedding, self.gains = own(weights.embedding), own(weights.gains)
+        self.embedding, self.gains = copied(weights.embedding), copied(weights.gains)
         self.ones = nn.Parameter(torch.ones_like(self.gains))
-        self.qkv = nn.ParameterList(own(weights.qkv) for _ in range(shape.layers))
-        self.out = nn.ParameterList(own(weights.out) for _ in range(shape.layers))
+        self.qkv = nn.ParameterList(copied(weights.qkv) for _ in range(shape.layers))
+        self.out = nn.ParameterList(copied(weights.out) for _ in range(shape.layers))
         self.mlps = nn.ModuleList(layer() for _ in range(shape.layers))
         self._attention = torch.compile(attention, dynamic=False) if compiled else attention
         self._norm = torch.compile(norm, dynamic=False) if compiled else norm
@@ -80,15 +81,15 @@ class Model(nn.Module):
         self._mlp: Callable[..., Tensor] = fused
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits, and the L1 term of sparse MLPs."""
+        """Return the logits, and the L1 term of sparse MLPs."""
         x, term = embedding(tokens, self.embedding), tokens.new_zeros((), dtype=torch.float32)
         for number, layer in enumerate(self.mlps):
             weights = self.ones[number], self.qkv[number], self.out[number]
             x = self._attention(x, *weights, self.shape.heads)
             z = self._norm(x, self.gains[number])
             if self.sparse:
-                y, own = layer(z, l1=True)
-                term = term + own / self.shape.layers
+                y, l1 = layer(z, l1=True)
+                term = term + l1 / self.shape.layers
             else:
                 y = self._mlp(z, layer.wg, layer.wu, layer.wd)
             x = x + y
@@ -98,9 +99,9 @@ class Model(nn.Module):
 def step(shape: Shape, weights: Weights, tokens: Tensor, kind: Mlp, compiled: bool) -> Step:
     """Return a training step on tokens [sequences, context + 1]."""
     model = Model(replace(shape), weights, kind, compiled)
-    on_gpu = tokens.is_cuda
-    given: dict[str, Any] = {"lr": RATE, "weight_decay": 0.0, "fused": on_gpu}
-    optimizer = torch.optim.AdamW(model.parameters(), **given)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, weight_decay=0.0, fused=tokens.is_cuda
+    )
 
     def run(l1: float = L1) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
