@@ -236,30 +236,42 @@ def confirms(run: str, screened: str) -> bool:
     return (state.get("confirms") or {}).get("manifest_sha256") == digest(screened)
 
 
-def listed(lines: list[list[str]]) -> Iterator[str]:
-    """Yield each line of the list of runs that its bundle does not give."""
+@cache
+def with_factors() -> pd.DataFrame:
+    """Return all cases with `factor`: the time over the least of any run of the same case."""
     every = every_case()
     what = [every[name].map(json.dumps) for name in ("fields", "params", "options")]
     keys = ["device", "op", "source", "kernel", "scope", "cache", *what]
     least = every.groupby(keys, dropna=False).median_us.transform("min")
-    every = every.assign(factor=every.median_us / least)
+    return every.assign(factor=every.median_us / least)
+
+
+@cache
+def counted(run: str) -> tuple[set[str], set[int], dict[str, bool]]:
+    """Return a run's problems, its processes, and whether each case was ever power-limited."""
+    problems, processes, limited = set(), set(), {}
+    for row, problem, contender in rows(run):
+        key = json.dumps([problem, contender, row["scope"], row["cache"]])
+        problems.add(json.dumps(problem))
+        sensors = row["telemetry"] or {}
+        share = sensors.get("power_capped_us", 0) / (1e6 * sensors.get("seconds", np.inf))
+        limited[key] = limited.get(key, False) or share > 0.2
+        processes.add(row["replicate"])
+    return problems, processes, limited
+
+
+def listed(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of the list of runs that its bundle does not give."""
+    every = with_factors()
     for line in lines:
         (run,) = re.findall(r"\((.*?)\)", line[0])
-        problems, keys, limited, processes = set(), set(), {}, set()
-        for row, problem, contender in rows(run):
-            key = json.dumps([problem, contender, row["scope"], row["cache"]])
-            problems.add(json.dumps(problem))
-            keys.add(key)
-            sensors = row["telemetry"] or {}
-            share = sensors.get("power_capped_us", 0) / (1e6 * sensors.get("seconds", np.inf))
-            limited[key] = limited.get(key, False) or share > 0.2
-            processes.add(row["replicate"])
+        problems, processes, limited = counted(run)
         found = cases(run)
         slow = every[every.place.isin(found.place) & ~every.kernel.isin(OURS)].factor
         slow = slow[slow > 1.1]
         facts = (HOME / run / "environment.json").read_text()
         cards = sorted({uuid[:8] for uuid in re.findall(r'"uuid": "(?:GPU-)?(.*?)"', facts)})
-        expected = [", ".join(cards), *(str(len(each)) for each in (problems, keys, processes))]
+        expected = [", ".join(cards), *(str(len(each)) for each in (problems, limited, processes))]
         expected += [f"{sum(limited[key] for key in found.key)} of {len(found)}"]
         expected += [f"{len(slow)}, to {max(slow):.2f}" if len(slow) else "0"]
         if [*line[4:8], *line[-2:]] != expected:
