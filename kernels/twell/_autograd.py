@@ -47,9 +47,9 @@ def _forward(
     (m, k), n = x.shape, wg.shape[0]
     if not _on_kernels(x):
         with torch.autocast(x.device.type, enabled=False):
-            y, norms, on = dense_forward(x, wg, wu, wd_t, squared, True)
+            y, norms, active = dense_forward(x, wg, wu, wd_t, squared, True)
         offsets, *packed = (torch.zeros_like(t) for t in _packed_like(x, n, slots))
-        offsets[-1] = on
+        offsets[-1] = active
         return y, norms, offsets, *packed  # type: ignore[return-value]  # nine
     x, wg, wu, wd_t = _plain(x), _plain(wg), _plain(wu), _plain(wd_t)
     plan, g = _forward_plan(m, n, k, x.dtype, x.device, squared, slots), x.new_empty(m, n)
@@ -75,10 +75,10 @@ def _backward(
             return _dense_backward(dy, dnorms, x, (wg, wu, wd_t), squared)
     (m, k), n, capacity = x.shape, wg.shape[0], packed[1].shape[0]
     sparse, dense = _backward_plan(m, n, k, x.dtype, x.device, squared, capacity)
-    given = [_plain(t) for t in (dy, dnorms, x, wg, wu, wd_t, *packed)]
+    inputs = [_plain(t) for t in (dy, dnorms, x, wg, wu, wd_t, *packed)]
     with torch.cuda.device_of(x):
-        out = sparse(*given)
-        dense(*given, *out)
+        out = sparse(*inputs)
+        dense(*inputs, *out)
     return tuple(out)  # type: ignore[return-value]  # four
 
 
@@ -89,25 +89,14 @@ gated_mlp_backward = torch.library.custom_op(
 
 
 @gated_mlp.register_fake
-def _(
-    x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, wg: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     y, norms = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
-    return y, norms, *_packed_like(x, wg.shape[0], slots)
+    return y, norms, *_packed_like(x, wg.shape[0], slots=rest[-1])
 
 
 @gated_mlp_backward.register_fake
-def _(
-    dy: Tensor,
-    dnorms: Tensor,
-    x: Tensor,
-    wg: Tensor,
-    wu: Tensor,
-    wd_t: Tensor,
-    packed: list[Tensor],
-    squared: bool,
-) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in (x, wg, wu, wd_t))
+def _(dy: Tensor, dnorms: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in inputs[:4])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -123,12 +112,12 @@ def _gradients(ctx: Any, dy: Tensor | None, dnorms: Tensor | None, *_: Any) -> t
         dy = torch.zeros_like(x)
     if dnorms is None:
         dnorms = x.new_zeros(x.shape[0], dtype=torch.float32)
-    given = dy, dnorms, x, wg, wu, wd_t
+    inputs = dy, dnorms, x, wg, wu, wd_t
     if transformed():
-        of = _BackwardFunctional.apply(*given, *packed, ctx.squared)  # type: ignore[no-untyped-call]
+        out = _BackwardFunctional.apply(*inputs, *packed, ctx.squared)  # type: ignore[no-untyped-call]
     else:
-        of = gated_mlp_backward(*given, packed, ctx.squared)
-    return *of, None, None
+        out = gated_mlp_backward(*inputs, packed, ctx.squared)
+    return *out, None, None
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -136,7 +125,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save nothing: `_refuse` needs nothing."""
+    """Save nothing, because `_refuse` needs nothing."""
 
 
 gated_mlp.register_autograd(_gradients, setup_context=_save)
@@ -144,7 +133,7 @@ gated_mlp_backward.register_autograd(_refuse, setup_context=_save_nothing)
 
 
 class _Functional(torch.autograd.Function):
-    """The forward operator for torch.func; vmap calls it once per element."""
+    """The forward operator for torch.func, whose vmap calls it once per element."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -176,9 +165,9 @@ def product(
     x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Y [m, k], a token's sum of |H| [m], and offsets; under torch.func too."""
-    given = x, wg, wu, wd_t, squared, slots
-    made = _Functional.apply(*given) if transformed() else gated_mlp(*given)  # type: ignore[no-untyped-call]
-    return made[0], made[1], made[2]
+    run = _Functional.apply if transformed() else gated_mlp
+    y, norms, offsets, *_ = run(x, wg, wu, wd_t, squared, slots)  # type: ignore[no-untyped-call]
+    return y, norms, offsets
 
 
 # ---- plans ----
@@ -232,8 +221,8 @@ def _backward_plan(
     dense = _overflow.backward(
         x, dy, (wg, wu, wd_t), dnorms, out, active, squared=squared, device=device
     )
-    given = dy, dnorms, x, wg, wu, wd_t, *packed
-    return Template([slopes, *sums], given, out), Template(dense, (*given, *out), ())
+    inputs = dy, dnorms, x, wg, wu, wd_t, *packed
+    return Template([slopes, *sums], inputs, out), Template(dense, (*inputs, *out), ())
 
 
 def _shaped(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -248,7 +237,7 @@ def _require_kernels(m: int, n: int, k: int, dtype: torch.dtype, device: torch.d
     if reason := unsupported(Problem("ffn", {"dtype": NAMES[dtype]}), device):
         raise Unsupported(reason)
     if n % 8 or k % 8:
-        raise Unsupported(f"expected sizes of multiples of 8, found {n} hidden and {k} in features")
+        raise Unsupported(f"expected multiples of 8, found {n} hidden units and {k} features")
     require_room(m, n, k)
 
 
@@ -275,10 +264,10 @@ def require_one_kind(*tensors: Tensor) -> None:
     first = tensors[0]
     if all(t.dtype == first.dtype and t.device == first.device for t in tensors):
         return
-    for what in ("dtype", "device"):
-        found = sorted({str(getattr(t, what)) for t in tensors})
-        if len(found) > 1:
-            raise Unsupported(f"expected operands of one {what}, found {' and '.join(found)}")
+    for field in ("dtype", "device"):
+        values = sorted({str(getattr(t, field)) for t in tensors})
+        if len(values) > 1:
+            raise Unsupported(f"expected operands of one {field}, found {' and '.join(values)}")
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -301,14 +290,10 @@ def dense_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Y [m, k], a token's sum of |H| [m] if `l1`, and the total number of active units."""
     act = relu(x @ wg.t())
-    on = act.detach().count_nonzero()
+    active = act.detach().count_nonzero()
     h = (act.square() if squared else act) * (x @ wu.t())
     norms = h.abs().sum(1, dtype=torch.float32) if l1 else h.new_empty(0)
-    return h @ wd_t, norms, on
-
-
-def _act(g: Tensor, squared: bool) -> Tensor:
-    return relu(g).square() if squared else relu(g)
+    return h @ wd_t, norms, active
 
 
 def _dense_backward(
@@ -317,9 +302,9 @@ def _dense_backward(
     """Recompute the hidden units and return all gradients."""
     wg, wu, wd_t = weights
     g, u = x @ wg.t(), x @ wu.t()
-    act, on = _act(g, squared), ~(g <= 0)
+    act, active = relu(g).square() if squared else relu(g), ~(g <= 0)
     h = act * u
     dh = dy @ wd_t.t() + (dnorms[:, None] * h.float().sign()).to(h.dtype)
-    dg = (dh * u * (2 * g if squared else 1)).where(on, 0)
-    du = (dh * act).where(on, 0)
+    dg = (dh * u * (2 * g if squared else 1)).where(active, 0)
+    du = (dh * act).where(active, 0)
     return dg @ wg + du @ wu, dg.t() @ x, du.t() @ x, h.t() @ dy

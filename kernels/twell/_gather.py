@@ -116,14 +116,14 @@ def _sdd(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return relu(z), or its square; NaN stays."""
+    """Return relu(z), or its square; keeps NaN."""
     on = tl.where(z <= 0, 0.0, z)
     return on * on if SQUARED else on
 
 
 @triton.jit
 def sign(h):  # type: ignore[no-untyped-def]
-    """Return the sign of h; zero's is zero, and NaN stays."""
+    """Return the sign of h: 1, 0 or -1; keeps NaN."""
     return tl.where(h > 0, 1.0, tl.where(h < 0, -1.0, h))
 
 

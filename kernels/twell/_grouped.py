@@ -47,18 +47,18 @@ from sparsebench.kernels.twell._remainder import GROUP
 from sparsebench.kernels.twell._twell_gate import Gate, Tiles
 
 MOST_SPLIT = 8
-MOST_ROWS = 1536  # of a group, as ffn_sparse.cu has it
-MOST_ALONE = 512  # tokens; of two CTAs a group, an H200 runs 66 groups at one time
-SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # of 227 KB; the kernel's own are 30, or 18
+MOST_ROWS = 1536  # per group, as in ffn_sparse.cu
+MOST_ALONE = 512  # tokens; with two CTAs per group, an H200 runs 66 groups at the same time
+SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # of 227 KB; static memory takes 30, or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 
 # x, g, wu, wd transposed, y, left, heavy; m, n, limit; words; gates of the lists
 ARGUMENTS = Layout(*"PPPPPPPiiiPP")
-LISTS = 3  # of a CTA, as ffn_sparse.cu has it
+LISTS = 3  # per CTA, as in ffn_sparse.cu
 
 
 def split_of(m: int, at_once: Callable[[int], int]) -> int:
-    """Return how many CTAs share a group; `at_once` maps that size to clusters that run at once."""
+    """Return how many CTAs share a group; `at_once` maps this to the clusters that run at once."""
     groups = -(-m // GROUP)
     return next((s for s in range(MOST_SPLIT, 1, -1) if groups <= at_once(s)), 1)
 
@@ -88,9 +88,9 @@ def shared_bytes(k: int, alone: bool = False) -> int:
 
 
 def clusters(split: int, k: int, device: torch.device, alone: bool = False) -> int:
-    """Return how many clusters of `split` CTAs run at one time."""
-    bytes_ = ALONE_BYTES if alone else SHARED_BYTES
-    return clusters_at_once(split, threads_of(k, alone)[1], bytes_, device)
+    """Return how many clusters of `split` CTAs run at the same time."""
+    shared = ALONE_BYTES if alone else SHARED_BYTES
+    return clusters_at_once(split, threads_of(k, alone)[1], shared, device)
 
 
 def constants_of(
@@ -133,7 +133,7 @@ def launch(
     """Return the kernel that writes Y, except for the groups that it leaves to `rest`.
 
     x and y [m, k], gates g [m, n], wu and wd_t [n, k]; all contiguous, fp16 or bf16. Without wu,
-    H is act(g). With `tiles`, `words` are those of _twell_gate.py, and g has its dense tiles. With
+    H is act(g). With `tiles`, `words` and the dense tiles in g come from _twell_gate.py. With
     `alone`, the kernel leaves no group, whatever the limit.
     """
     (m, k), n, device = x.shape, len(wd_t), x.device
@@ -144,12 +144,12 @@ def launch(
     grid = groups * split if split > 1 else min(groups, multiprocessors(device))
     shared = shared_bytes(k, alone)
     loaded = Loaded(kernel, code, device.index, grid, threads, shared, early=True)
-    kept = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
+    tensors = x, g, wd_t if wu is None else wu, wd_t, y, rest.left, rest.heavy
     gates = x.new_empty(grid * LISTS * MOST_ROWS * GROUP) if tiles else None
     more = [t for t in (words, gates) if t is not None]
     places = [0 if t is None else t.data_ptr() for t in (words, gates)]
-    args = ARGUMENTS(*(t.data_ptr() for t in kept), m, n, limit, *places)
-    return BoundKernel(loaded, args, (*kept, *more), y)
+    args = ARGUMENTS(*(t.data_ptr() for t in tensors), m, n, limit, *places)
+    return BoundKernel(loaded, args, (*tensors, *more), y)
 
 
 def prepare(
@@ -187,7 +187,7 @@ def prepare(
         tiles=tiles,
         alone=alone,
     )
-    # If G is in tiles, `sparse` has written it as a matrix for the groups that it leaves.
+    # If G is in tiles, `sparse` writes it as a matrix for the groups that it leaves.
     products = [] if alone else _remainder.products(x, g, up, wd, y, rest, squared=squared)
     steps: list[Callable[[], object]] = [gates, sparse, *products]
 

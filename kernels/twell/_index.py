@@ -3,7 +3,7 @@
     G of three    unit 0 1 2 3          by token                     by unit
     tokens and  +---------------+
     four units, |      a . b .  |   offsets  0     2   3     5    unit_offsets  0   1   2     4 5
-    where on    |      . c . .  |   columns  0  2  1   2  3    -> tokens        0   1   0  2  2
+    if active   |      . c . .  |   columns  0  2  1   2  3    -> tokens        0   1   0  2  2
                 |      . . d e  |   values   a  b  c   d  e
                 +---------------+   places   0  2  1   3  4       of each entry in the other list
 
@@ -91,12 +91,12 @@ def listing(g: Tensor, capacity: int) -> tuple[list[BoundKernel], ActiveCsr]:
     by_unit = {"PIECES": BEFORE_PIECES, "UNITS": BEFORE_UNITS}
     by_token = {"TOKENS": BEFORE_TOKENS, "WORDS": BEFORE_WORDS}
     groups = -(-n // BEFORE_UNITS) + -(-m // BEFORE_TOKENS)
-    filled, each = (*offsets, *lists, *sizes, capacity), {"WORD": WORD, "LANES": LANES}
-    return [  # one axis, because the other two end at 65535
+    filled, lanes = (*offsets, *lists, *sizes, capacity), {"WORD": WORD, "LANES": LANES}
+    return [  # on one axis of the grid, because the other two end at 65535
         program(_count, -(-n // units) * pieces, g, *bits, *sizes, **rows),
         program(_before, groups, *bits, *before, *counts, *sizes, **by_unit, **by_token),
         program(_offset, 2, *counts, *offsets, m, n // 8, EACH=OFFSETS, num_warps=8),
-        program(_fill, -(-m * words // LANES), g, *bits, *before, *filled, **each, num_warps=1),
+        program(_fill, -(-m * words // LANES), g, *bits, *before, *filled, **lanes, num_warps=1),
     ], ActiveCsr((m, n), offsets[0], columns, values, offsets[1], tokens, places)
 
 
@@ -133,7 +133,7 @@ def _count(  # type: ignore[no-untyped-def]
         rows = first + tl.arange(0, ROWS)
         tokens = piece * WORD + rows
         there = (tokens < m)[:, None] & (units < n)[None, :]
-        off = tl.load(g + tokens[:, None] * n + units[None, :], there, 0.0) <= 0  # NaN is on
+        off = tl.load(g + tokens[:, None] * n + units[None, :], there, 0.0) <= 0  # NaN is active
         of_unit += tl.sum(tl.where(off, 0, (1 << rows)[:, None]), 0)
         bits = tl.reshape(tl.where(off, 0, unit_bits[None, :]), (ROWS, parts, WORD))
         at = tokens[:, None] * words + word[None, :]
@@ -237,7 +237,7 @@ def _fill(  # type: ignore[no-untyped-def]
         before = (ones << (token % WORD).to(tl.uint32)) - 1
         while tl.max(left, 0) > 0:
             on = left != 0
-            unit = first + _bits_in((left & (0 - left)) - 1)  # the lowest one
+            unit = first + _bits_in((left & (0 - left)) - 1)  # the lowest bit
             word = token // WORD * n + unit
             its = tl.load(of_units + word, on, 0).to(tl.uint32, bitcast=True)
             place = tl.load(unit_offsets + unit, on, 0) + tl.load(before_in_unit + word, on, 0)

@@ -52,8 +52,8 @@ def layer_of(operands: Operands) -> Layer:
         values[name] = weight.values
     for name, matrix in {"x": x, **values}.items():
         if not matrix.is_contiguous() or matrix.data_ptr() % ALIGNMENT:
-            found = f"strides {list(matrix.stride())} at {matrix.data_ptr() % ALIGNMENT} modulo 16"
-            raise Unsupported(f"{name}: expected a contiguous matrix at 16 bytes, found {found}")
+            actual = f"strides {list(matrix.stride())} at {matrix.data_ptr() % ALIGNMENT} modulo 16"
+            raise Unsupported(f"{name}: expected a contiguous matrix at 16 bytes, found {actual}")
     wd, gated = values["wd"], operands.problem.op == "ffn"
     gate, up = (values["wg"], values["wu"]) if gated else (values["wu"], None)
     squared = operands.problem["activation"] == "relu2"

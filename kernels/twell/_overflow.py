@@ -126,8 +126,8 @@ def _product(
         for side, across in zip((rows, columns), transposed, strict=True)
     )
     tile = rows, columns
-    given = (a, a_box), (b, b_box), (a2, a_box), (b2, b_box), (out, tile), (out2, tile)
-    boxes = (None if t is None else box(t, *shape, "tma") for t, shape in given)
+    operands = (a, a_box), (b, b_box), (a2, a_box), (b2, b_box), (out, tile), (out2, tile)
+    boxes = (None if t is None else box(t, *shape, "tma") for t, shape in operands)
     total = a.shape[0] if transposed[0] else a.shape[1]
     sizes = len(active.offsets) - 1, *out.shape, total, active.capacity
     flags = {"KIND": kind, "A_T": transposed[0], "B_T": transposed[1], "SQUARED": squared}
@@ -215,7 +215,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             if KIND == "gated":
                 gate = out.load([row, column]).to(tl.float32)
                 total = act(gate, SQUARED) * total.to(out.dtype).to(tl.float32)
-                total = tl.where(gate <= 0, 0.0, total)  # off is off, whatever U is
+                total = tl.where(gate <= 0, 0.0, total)  # zero if inactive, whatever U is
             if KIND == "slopes":
                 gate = out.load([row, column]).to(tl.float32)
                 ups = out2.load([row, column]).to(tl.float32)

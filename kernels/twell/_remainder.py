@@ -61,14 +61,7 @@ def rest_of(m: int, programs: int, device: torch.device) -> Rest:
 
 
 def products(
-    x: Tensor,
-    g: Tensor,
-    wu: Tensor | None,
-    wd: Tensor,
-    y: Tensor,
-    rest: Rest,
-    *,
-    squared: bool,
+    x: Tensor, g: Tensor, wu: Tensor | None, wd: Tensor, y: Tensor, rest: Rest, *, squared: bool
 ) -> list[BoundKernel]:
     """Return the kernels of H, which overwrites the gates g [m, n], and of Y; relu2 if `squared`.
 
@@ -81,45 +74,31 @@ def products(
 
 
 def _program(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    rest: Rest,
-    kind: Kind,
-    squared: bool,
+    x: Tensor, w: Tensor, out: Tensor, rest: Rest, kind: Kind, squared: bool
 ) -> BoundKernel:
     (m, k), n = x.shape, len(w)
     tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
     features = 128 if m > 1024 else 64 if m > 64 else 32
     warps = 8 if features == 128 else 4
-    constants = {
-        "TOKENS": tokens,
-        "FEATURES": features,
-        "DEPTH": DEPTH,
-        "GROUP": GROUP,
-        "BAND": BAND,
-        "STAGES": STAGES,
-        "KIND": kind,
-        "SQUARED": squared,
-        "EARLY": x.device.type != "cpu",
-    }
+    early = x.device.type != "cpu"
+    sides = {"TOKENS": tokens, "FEATURES": features, "DEPTH": DEPTH, "GROUP": GROUP, "BAND": BAND}
+    flags = {"STAGES": STAGES, "KIND": kind, "SQUARED": squared, "EARLY": early}
     boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
     args = (x, *boxes, out, rest.heavy, rest.left, m, n, k)
-    compiled = constants | options(warps, "pointers")
-    compiled["launch_pdl"] = constants["EARLY"]
-    return BoundKernel(_multiply, (rest.programs,), args, compiled, out)
+    constants = {**sides, **flags, **options(warps, "pointers"), "launch_pdl": early}
+    return BoundKernel(_multiply, (rest.programs,), args, constants, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
-    on = tl.where(z <= 0, 0.0, z)  # NaN stays
+    on = tl.where(z <= 0, 0.0, z)  # keeps NaN
     return on * on if SQUARED else on
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(x, w, total, KIND: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
     # act(X) is the second operand. As the first, in registers, Triton 3.6 overwrites it before it
-    # is read, wherever loads are pipelined.
+    # is read if loads are pipelined.
     if KIND == "activated":
         total = tl.dot(w, _act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
     else:

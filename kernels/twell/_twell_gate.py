@@ -59,9 +59,9 @@ class Tiles:
         """Return why twell_gate.cu cannot write these tiles, or None."""
         if self.tile not in TILES:
             return f"option tile: expected one of {', '.join(map(str, TILES))}, found {self.tile}"
-        known = [2**i - 1 for i in range(2, self.tile.bit_length()) if 2**i <= self.tile // 2]
-        if self.capacity not in known:
-            expected = ", ".join(map(str, known))
+        capacities = [2**i - 1 for i in range(2, self.tile.bit_length()) if 2**i <= self.tile // 2]
+        if self.capacity not in capacities:
+            expected = ", ".join(map(str, capacities))
             return f"option capacity: expected one of {expected}, found {self.capacity}"
         return None
 
@@ -122,9 +122,9 @@ def prepare(x: Tensor, w: Tensor, tiles: Tiles, pinned: Mapping[str, Any] | None
     """Take the pinned configuration, or the fastest. Raises Unsupported."""
     configs = [Config(**pinned)] if pinned else configurations()
     gates = [launch(x, w, tiles, config) for config in configs]
-    found = search(gates, x.device)
-    timed = found.lines([gate.choice for gate in gates])
-    return replace(gates[found.best], candidates=tuple(timed))
+    result = search(gates, x.device)
+    candidates = tuple(result.lines([gate.choice for gate in gates]))
+    return replace(gates[result.best], candidates=candidates)
 
 
 def constants_of(tiles: Tiles, config: Config, dtype: torch.dtype) -> Constants:

@@ -30,7 +30,7 @@ def prepare(operands: Operands) -> Launch:
 def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
     if name != "mlp":
         return dense_part(operands, name, inputs)
-    wg, wu, wd = (operands.weights[each].to_dense() for each in ("wg", "wu", "wd"))
+    wg, wu, wd = (operands.weights[weight].to_dense() for weight in ("wg", "wu", "wd"))
     wd_t, y = wd.t().contiguous(), torch.empty_like(inputs[0])
     squared = operands.problem["activation"] == "relu2"
     calls = [

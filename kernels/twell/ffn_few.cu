@@ -1,9 +1,9 @@
 // Y[m, K] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T for up to 64 tokens, few active units, one launch.
 //
 // With so few tokens, reading the weights takes most of the time. The kernel reads all of Wg, and
-// each row of Wu and Wd whose unit is active for any token once. With all units active it reads as
+// once each row of Wu and Wd whose unit is active for any token. With all units active it reads as
 // much as a dense layer. Active units and H are the column vectors of formats/cvse.py, with all
-// tokens of the call in one vector; bits instead of a list say which are there.
+// tokens of the call in one vector; bits instead of a list mark the active units.
 //
 //   a cluster: an equal share of the units       a CTA (rank): PART columns of K, and of X
 //
@@ -15,48 +15,48 @@
 //             +--------+--------+--                in shared memory         in registers
 //
 //   warps     role                                              wait for
-//   0 to 7    MMA: the products of a tile; each warp has its    a full slot
-//             own columns of K
+//   0 to 7    MMA: the products of a tile; each warp takes      a full slot
+//             other columns of K
 //   8         producer: copies all tiles of Wg, then the        a free slot; a tile's flags
-//             rows of Wu that are on, packed into tiles;
+//             active rows of Wu, packed into tiles;
 //             prefetches the same rows of Wd into L2;
-//             counts the units that are on in all CTAs          the words of all CTAs
-//   9, 10     reducers: sum over warps and ranks; which units   partial sums
-//             are on; H
+//             counts the active units of all CTAs               the words of all CTAs
+//   9, 10     reducers: sum over warps and ranks; determine     partial sums
+//             the active units; compute H
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
-//   X is loaded by the MMA warps. With COPIED_X the producer copies it, 16 tokens a slot, before
-//   Wg; loads ask for 64 bytes of a line, copies for 2 PART.
+//   The MMA warps load X. With COPIED_X, the producer copies it before Wg, 16 tokens per slot. A
+//   load reads 64 bytes of a row, a copy 2 PART bytes.
 //
-//   Then SPLIT CTAs share WIDTH columns of Y. Each takes a segment of the units that are on, in
-//   ascending order. Warps 0 to 8 list the segment. Warps 0 to 7 take UNITS of it in turn, each
-//   warp in stages of its own, so that no warp waits for another:
+//   Then SPLIT CTAs share WIDTH columns of Y. Each takes a segment of the active units, in
+//   ascending order. Warps 0 to 8 list the segment. Warps 0 to 7 take UNITS of it in turn. Each
+//   warp has separate stages, so that no warp waits for another:
 //
 //                     WIDTH                        tokens
 //                   +-------+                     +------+
-//     rows of Wd.T  |       |                     |      |    16 units a product, both read by
-//     that are on   |       |  transposed,   x    |  H   |    columns; sums over warps, then CTAs
+//     active rows   |       |                     |      |    16 units per product, both read by
+//     of Wd.T       |       |  transposed,   x    |  H   |    columns; sums over warps, then CTAs
 //                   +-------+                     +------+
 //
-// The active units are exchanged in two steps. Within a cluster: a byte in shared memory for each
-// unit and rank, 0 until it is known. Between clusters: words in global memory, each with 48 units
-// of a cluster and a mark that it is published. Warp 8 counts the units of all words while Wu is
-// still being copied. After a CTA's last product, each thread therefore lists the units of half a
-// word, and the first rows of Wd are requested. A counter of CTAs says when all of H is written. The
-// last CTA that reads the full count resets words and counters to 0. All CTAs must run at the same
-// time, so the launch is cooperative.
+// The active units are exchanged in two steps. Within a cluster, shared memory holds a byte for
+// each unit and rank, which is 0 until the unit's state is known. Between clusters, global memory
+// holds words, each with 48 units of a cluster and a mark that it is published. Warp 8 counts the
+// units of all words while Wu is still being copied. Therefore, after a CTA's last product, each
+// thread can list the units of half a word, and the first rows of Wd are requested. A counter of
+// CTAs shows when all of H is written. The last CTA that reads the full count resets words and
+// counters to 0. All CTAs must run at the same time, so the launch is cooperative.
 //
 // G is rounded as in a dense layer. A unit of a token is active unless G <= 0, so NaN is active. U
-// is kept in fp32, and H is rounded once. All sums have a fixed order, so the bits are the same at
-// every call.
+// stays in fp32, and H is rounded once. All sums have a fixed order, so every call returns the same
+// bits.
 //
-// With GATED = 0, Y = act(X @ Wg.T) @ Wd.T: there is no Wu.
+// With GATED = 0, there is no Wu: Y = act(X @ Wg.T) @ Wd.T.
 //
 // Compiled with -DN and -DK (multiples of 8), -DTOKENS=8|16|32|64, -DCTAS=1|2|4 that share K,
-// -DCLUSTERS of CTAS each, -DSPLIT (CTAS; or 2 where CTAS is 1: the hardware's cluster then holds
-// two of ours), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1, -DCOPIED_X=0|1. Loops that
-// run once or twice are not unrolled, because the instructions, 8 KB, are read from memory too.
+// -DCLUSTERS of CTAS each, -DSPLIT (CTAS; or 2 if CTAS is 1: then a hardware cluster holds two of
+// these clusters), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1, -DCOPIED_X=0|1. Loops that
+// run once or twice are not unrolled, because the 8 KB of instructions come from memory too.
 
 #include "ffn_ptx.cuh"
 
@@ -70,19 +70,19 @@ constexpr int MMA_WARPS = 8, PRODUCER = MMA_WARPS, FIRST_REDUCER = 32 * (PRODUCE
 constexpr int REDUCE_WARPS = 2, REDUCE_THREADS = 32 * REDUCE_WARPS;
 constexpr int LIST_THREADS = FIRST_REDUCER, THREADS = FIRST_REDUCER + REDUCE_THREADS;
 constexpr int TOKEN_WARPS = TOKENS >= 32 ? 2 : 1, K_WARPS = MMA_WARPS / TOKEN_WARPS;
-constexpr int PART = round_up((K + CTAS - 1) / CTAS, 32 * K_WARPS);  // columns of a CTA
-constexpr int COLUMNS = PART / K_WARPS, WIDE = TOKENS / 8 / TOKEN_WARPS;  // of a warp; its products
+constexpr int PART = round_up((K + CTAS - 1) / CTAS, 32 * K_WARPS);  // columns per CTA
+constexpr int COLUMNS = PART / K_WARPS, WIDE = TOKENS / 8 / TOKEN_WARPS;  // per warp; its products
 constexpr int ROWS = 16, TILES = ((N / 8 + CLUSTERS - 1) / CLUSTERS + 1) / 2;  // at most
-constexpr int QUADS = TOKENS / 4, OWN_QUADS = QUADS / CTAS;  // four tokens of a unit; of a rank
-constexpr int SHARE = ROWS * OWN_QUADS;  // quads of a tile, of a rank
-constexpr int EACH = (SHARE + REDUCE_THREADS - 1) / REDUCE_THREADS;  // quads of a thread
+constexpr int QUADS = TOKENS / 4, OWN_QUADS = QUADS / CTAS;  // a quad: four tokens of a unit
+constexpr int SHARE = ROWS * OWN_QUADS;  // quads per tile and rank
+constexpr int EACH = (SHARE + REDUCE_THREADS - 1) / REDUCE_THREADS;  // quads per thread
 static_assert(QUADS % CTAS == 0 && 32 % OWN_QUADS == 0, "a warp has all quads of a unit");
-constexpr int TILES_OF_WORD = 3, HALF = TILES_OF_WORD * ROWS / 2;  // units of half a word
+constexpr int TILES_OF_WORD = 3, HALF = TILES_OF_WORD * ROWS / 2;  // units in half a word
 constexpr int WORDS = (TILES + TILES_OF_WORD - 1) / TILES_OF_WORD, ALL_WORDS = WORDS * CLUSTERS;
 enum : u32 { OFF = 1, ON = 3, EVERY_RANK = 0x01010101u >> 8 * (4 - CTAS) };
 constexpr u64 PUBLISHED = 1ull << 63;  // the mark in a word
 
-constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // of Y
+constexpr int SLICES = CTAS * CLUSTERS / SPLIT;  // column slices of Y
 static_assert(SPLIT % CTAS == 0 && CTAS * CLUSTERS % SPLIT == 0, "a slice has whole clusters");
 __device__ constexpr int width_of_slice(int width) {
   return width * SLICES >= K ? width : width_of_slice(2 * width);
@@ -93,11 +93,11 @@ constexpr int WIDTH = width_of_slice(16), OUT_STRIDE = WIDTH + 4;
 // The pitch of a slot's rows is 16 bytes more than a multiple of 128: eight rows, read at once, are
 // in different banks. So are four rows of partial sums, whose groups of eight tokens are permuted.
 //
-// The sums of Y overwrite the rest at the end. First come the sums that CTAs push to each other:
-// they lie over the reducers' buffers alone, since a CTA that is behind still uses its list and
-// ring. The sums of a CTA's own warps follow. Nothing ever overlaps the barriers, which are last:
-// to write over a valid barrier is undefined (PTX ISA, mbarrier.inval). On an H200, 28 sums of Y
-// that overlapped them were NaN.
+// At the end, the sums of Y overwrite the rest. First come the sums that CTAs push to each other.
+// They overwrite only the reducers' buffers, because a slower CTA still uses its list and ring. The
+// sums of the CTA's warps follow. Nothing overlaps the barriers, which come last: overwriting a
+// valid barrier is undefined (PTX ISA, mbarrier.inval). On an H200, 28 sums of Y that overlapped
+// them were NaN.
 
 constexpr int STRIDE = 2 * PART + 16, SLOT_BYTES = ROWS * STRIDE;
 constexpr int PARTIAL = K_WARPS * ROWS * TOKENS, ROWS_OF_BANKS = TOKENS < 32 ? 32 / TOKENS : 1;
@@ -157,16 +157,17 @@ struct Work {
       : cluster(blockIdx.x / CTAS), rank(blockIdx.x % CTAS),
         first(first_unit(cluster)), count(first_unit(cluster + 1) - first),
         tiles((count + ROWS - 1) / ROWS) {}
-  __device__ __forceinline__ int cta_of(int rank) const {  // in the hardware's cluster
+  __device__ __forceinline__ int cta_of(int rank) const {  // in the hardware cluster
     return blockIdx.x % SPLIT / CTAS * CTAS + rank;
   }
   __device__ __forceinline__ int rows(int tile) const { return min(ROWS, count - ROWS * tile); }
-  __device__ __forceinline__ int bytes() const {  // of this rank's part of a row
+  __device__ __forceinline__ int bytes() const {  // in this rank's part of a row
     return 2 * max(0, min(PART, K - rank * PART));
   }
 };
 
-// Wait for the flags of a tile from all ranks; return a bit for each of its 16 units. By a warp.
+// Wait for the flags of a tile from all ranks; return a bit for each of its 16 units. A warp calls
+// it.
 __device__ __forceinline__ u32 active_mask(int tile) {
   const u32 at = smem_address(shared) + AT_FLAGS + (ROWS * tile + threadIdx.x % ROWS) * CTAS;
   u32 flags;
@@ -179,12 +180,12 @@ __device__ __forceinline__ int count_active(int tiles) {
   for (int tile = 0; tile < tiles; tile++) found += __popc(active_mask(tile));
   return found;
 }
-// The units of the cluster that are on, in ascending order.
+// The active units of the cluster, in ascending order.
 __device__ __forceinline__ u16* active_units() { return (u16*)(shared + AT_ACTIVE); }
 
 // ---- copies ----
 
-// Slots that are filled while the other warps start: an SM gets 33 KB a microsecond from memory.
+// Slots to fill while the other warps start: an SM gets 33 KB per microsecond from memory.
 constexpr int FIRST = min_of((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS - X_STEPS);
 
 struct Producer {
@@ -221,17 +222,17 @@ struct Producer {
       if (lane < rows) load_row(step, lane, wg + own(ROWS * tile + lane));
     }
   }
-  // Bring the rest of Wg into L2 before there is room for it in the ring, and before X has arrived,
-  // but after the first slot has: queued behind all of Wg, 5.4 us of memory's time, X came last.
-  // With COPIED_X, the first slot is of X.
+  // Prefetch the rest of Wg into L2 before the ring has room for it. Wait for the first slot, but
+  // not for X: if all of Wg (5.4 us of memory traffic) is queued first, X comes last. With
+  // COPIED_X, the first slot holds X.
   __device__ __forceinline__ void prefetch_gates(int tile, const char* wg) const {
     if (tile < work.tiles) mbarrier_wait(bars.full(0), 0, "the first gates");
     #pragma unroll 1
     for (int unit = ROWS * tile + threadIdx.x % 32; unit < work.count; unit += 32)
       if (work.bytes()) bulk_prefetch_l2(wg + own(unit), work.bytes());
   }
-  // Copy the rows of Wu that are on, in ascending order, 16 to a step; these steps follow those of
-  // Wg. The one arrival on a slot's barrier comes when its step has 16 rows or there are no more.
+  // Copy the active rows of Wu in ascending order, 16 per step; these steps follow those of Wg. A
+  // slot's barrier gets its single arrival when the step has 16 rows or no rows are left.
   __device__ __forceinline__ void load_ups(const char* wu, const char* wd, u64* words) const {
     const int lane = threadIdx.x % 32;
     u64 bits = PUBLISHED;
@@ -262,7 +263,7 @@ struct Producer {
     }
     if (GATED && before % ROWS && lane == 0)
       mbarrier_arrive(bars.full((X_STEPS + work.tiles + before / ROWS) % SLOTS));
-    __syncwarp();  // Wd is prefetched last: Wu is needed first
+    __syncwarp();  // prefetch Wd last, because Wu is needed first
     #pragma unroll 1
     for (int i = lane; i < before; i += 32)
       if (work.bytes()) bulk_prefetch_l2(wd + own(active_units()[i]), work.bytes());
@@ -273,9 +274,9 @@ struct Producer {
 
 using X = u32[COLUMNS / 32][WIDE][4];  // fragments of B: four words for 32 columns and eight tokens
 
-// X is requested before any weight: queued behind 190 KB of weights, it would come last. Each load
-// computes its own address, which puts 80 instructions before the first load. With one address a
-// row all SMs send their requests at 1 us, and wait longer.
+// Request X before any weight: queued behind 190 KB of weights, it would come last. Each load
+// computes a separate address, which puts 80 instructions before the first load. With one address
+// per row, all SMs send their requests at 1 us, and wait longer.
 __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token = warp / K_WARPS * WIDE * 8 + lane / 4;
@@ -290,8 +291,8 @@ __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m)
     }
 }
 
-// COPIED_X: X comes by bulk copies, whole lines, through the ring. ldmatrix reads it as fragments, so
-// that no word is exchanged. Tokens beyond m are zeros.
+// With COPIED_X, bulk copies bring whole rows of X through the ring. ldmatrix reads them as
+// fragments, so lanes exchange no words. Tokens beyond m are zeros.
 __device__ __forceinline__ void read_x(X& x, int m, Barriers bars) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = warp / K_WARPS * WIDE * 8, column = warp % K_WARPS * COLUMNS;
@@ -313,7 +314,7 @@ __device__ __forceinline__ void read_x(X& x, int m, Barriers bars) {
     for (int step = 0; step < X_STEPS; step++) mbarrier_arrive(bars.empty(step));
 }
 
-// Two accumulators for eight tokens where tokens are few: an mma waits for the one before it.
+// With few tokens, each eight have two accumulators, because an mma waits for the previous one.
 constexpr int CHAINS = WIDE < 4 ? 2 : 1;
 
 __device__ __forceinline__ void mma_tile(const X& x, u32 slot, float* partial) {
@@ -358,7 +359,7 @@ __device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers ba
     mbarrier_wait(bars.reduced(step % 2), step / 2 & 1 ^ 1, "room for sums");
     mma_tile(x, smem_address(shared) + AT_RING + slot * SLOT_BYTES,
                   (float*)shared + step % 2 * PARTIAL);
-    asm volatile("" : "+r"(step));  // makes the compiler compute addresses again; kept, they spill
+    asm volatile("" : "+r"(step));  // forces the compiler to recompute addresses, which else spill
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       mbarrier_arrive(bars.empty((X_STEPS + step) % SLOTS));
@@ -368,13 +369,13 @@ __device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers ba
   }
 }
 
-// ---- reducers: sums, which units are on, H ----
+// ---- reducers: sums, active units, H ----
 // Each rank sums over its warps and pushes to each rank the sums of that rank's tokens. Then it
-// adds up what it received: a thread has four tokens (a quad) of EACH units. A rank reduces a tile
-// LAG tiles after it has pushed it, so that ranks do not wait for each other.
+// adds up the received sums: a thread has four tokens (a quad) of EACH units. A rank reduces a tile
+// LAG tiles after it pushed the tile, so that ranks do not wait for each other.
 //
-// A rank that pushes tile i has reduced tile i - LAG - 1. So all ranks have pushed that one, and
-// have reduced tile i - 2 LAG - 2: a buffer is free again after DEPTH tiles.
+// A rank that pushes tile i has reduced tile i - LAG - 1. So all ranks have pushed that tile and
+// have reduced tile i - 2 LAG - 2, and a buffer is free again after DEPTH tiles.
 
 __device__ __forceinline__ void add_to(float4& sum, const float* from) {
   const float4 v = *(const float4*)from;
@@ -405,7 +406,7 @@ struct Reducer {
     mbarrier_wait(bars.summed(buffer), sent / 2 & 1, "sums of warps");
     const u32 to = smem_address(shared) + AT_PARTS + 16 * (place * CTAS + work.rank) * SHARE;
     constexpr int ALL = ROWS * QUADS, TURNS = (ALL + REDUCE_THREADS - 1) / REDUCE_THREADS;
-    float4 sums[TURNS];  // all are read before the first is pushed
+    float4 sums[TURNS];  // read all before pushing the first
     #pragma unroll
     for (int i = 0; i < TURNS; i++)
       if (quad(i) < ALL) sums[i] = sum_warps(buffer, quad(i));
@@ -420,7 +421,7 @@ struct Reducer {
     }
     sent++;
   }
-  // The sums of four tokens of EACH units; zeros in threads without a quad of this rank.
+  // Sum four tokens of EACH units; zeros in threads without a quad of this rank.
   __device__ __forceinline__ void reduce(float4 (&sums)[EACH]) {
     const int place = taken % DEPTH;
     if (CTAS == 1) {
@@ -497,7 +498,7 @@ struct Reducer {
         __syncwarp();
       }
       if (GATED && !up) {
-        named_barrier_sync<1, REDUCE_THREADS>();  // a unit's U may be another thread's than its G
+        named_barrier_sync<1, REDUCE_THREADS>();  // other threads may have computed a unit's G
         found = count_active(work.tiles), tiles = (found + ROWS - 1) / ROWS;
       }
     }
@@ -506,15 +507,15 @@ struct Reducer {
   }
 };
 
-// ---- the list of units that are on ----
+// ---- the list of active units ----
 
-struct Word { u64 bits; int before, unit; };  // units on before it; the first unit of the word
+struct Word { u64 bits; int before, unit; };  // active units before it; its first unit
 static_assert(sizeof(Word) == 16, "AT_LIST");
 __device__ __forceinline__ Word* scanned() { return (Word*)(shared + AT_WORDS); }
 __device__ __forceinline__ u16* list() { return (u16*)(shared + AT_LIST); }
 
-// Wait for all words, and count the units that are on before each. By one warp: a lane has up to
-// eight neighbouring words, and loads them together.
+// Wait for all words, and count the active units before each. One warp does this: a lane takes up
+// to eight adjacent words, and loads them together.
 __device__ __forceinline__ void scan_words(const u64* words) {
   constexpr int OF_LANE = min_of(8, (ALL_WORDS + 31) / 32);
   const int lane = threadIdx.x % 32;
@@ -551,14 +552,14 @@ __device__ __forceinline__ void scan_words(const u64* words) {
   if (lane == 0) *(int*)(shared + AT_FOUND) = found;
 }
 
-struct Segment { int first, length; };  // of the list of all units that are on, for a CTA
+struct Segment { int first, length; };  // of the list of all active units, for a CTA
 
 __device__ __forceinline__ Segment segment_of(int cta) {
   const int found = *(const int*)(shared + AT_FOUND), first = found * cta / SPLIT;
   return {first, found * (cta + 1) / SPLIT - first};
 }
 
-// List a segment; each thread lists the units of half a word. One warp alone took 2 ns a unit.
+// List a segment; each thread lists the units of half a word. A single warp took 2 ns per unit.
 __device__ __forceinline__ void list_units(Segment segment) {
   #pragma unroll 1
   for (int half = threadIdx.x; half < 2 * ALL_WORDS; half += LIST_THREADS) {
@@ -577,7 +578,7 @@ __device__ __forceinline__ void wait_for_h(const int* counts) {
     while (load_acquire(counts) != CTAS * CLUSTERS) {}
   __syncwarp();
 }
-// The last CTA that has read the full count sets words and counters to 0. By one warp.
+// The last CTA that reads the full count resets words and counters to 0. One warp calls it.
 __device__ __forceinline__ void reset_counters(u64* words, int* counts) {
   const int lane = threadIdx.x % 32;
   const int before = lane == 0 ? atomicAdd(counts + 1, 1) : 0;
@@ -589,23 +590,23 @@ __device__ __forceinline__ void reset_counters(u64* words, int* counts) {
 
 // ---- Y ----
 
-constexpr int TALL = min_of(4, WIDTH / 16), OWN = 16 * TALL;  // products of a warp; their columns
+constexpr int TALL = min_of(4, WIDTH / 16), OWN = 16 * TALL;  // products per warp; their columns
 constexpr int COLUMN_WARPS = WIDTH / OWN, UNIT_WARPS = MMA_WARPS / COLUMN_WARPS;
 constexpr int W_STRIDE = 2 * OWN + 16, H_STRIDE = TOKENS == 8 ? 16 : 2 * TOKENS + 16;
-constexpr int UNITS_AT_ONCE = RING_BYTES / (MMA_WARPS * (W_STRIDE + H_STRIDE));  // of a warp
-constexpr int UNITS = UNITS_AT_ONCE >= 256 ? 64 : UNITS_AT_ONCE >= 128 ? 32 : 16;  // of a stage
+constexpr int UNITS_AT_ONCE = RING_BYTES / (MMA_WARPS * (W_STRIDE + H_STRIDE));  // per warp
+constexpr int UNITS = UNITS_AT_ONCE >= 256 ? 64 : UNITS_AT_ONCE >= 128 ? 32 : 16;  // per stage
 constexpr int STAGE_BYTES = UNITS * (W_STRIDE + H_STRIDE);
 constexpr int STAGES = min_of(8, RING_BYTES / (MMA_WARPS * STAGE_BYTES));
 static_assert(UNIT_WARPS * COLUMN_WARPS == MMA_WARPS, "too many columns");
 static_assert(STAGES >= 2, "too little room for rows of Wd");
 static_assert(AT_OUT + 4 * UNIT_WARPS * TOKENS * OUT_STRIDE <= AT_BARRIERS, "no room for Y");
 
-// Copy PIECES of 16 bytes, from number `skipped` on, of UNITS listed rows; zeros beyond `units`.
+// Copy PIECES pieces of 16 bytes of UNITS listed rows, after `skipped`; zeros beyond `units`.
 template <int PIECES, int STRIDE, int ROW_BYTES>
 __device__ __forceinline__ void gather_rows(u32 to, const u16* list, int units, int skipped,
                                              const char* from) {
   constexpr u32 NOWHERE = ~0u;
-  u32 at[(UNITS * PIECES + 31) / 32];  // all offsets are loaded before the first copy
+  u32 at[(UNITS * PIECES + 31) / 32];  // load all offsets before the first copy
   #pragma unroll
   for (int first = 0; first < UNITS * PIECES; first += 32) {
     const int i = first + threadIdx.x % 32, row = i / PIECES, piece = i % PIECES;
@@ -623,10 +624,10 @@ __device__ __forceinline__ void gather_rows(u32 to, const u16* list, int units, 
 
 using Sums = float[TALL][TOKENS / 8][4];
 
-// The products of a warp: of a segment, UNITS units of every UNIT_WARPS times UNITS; OWN columns.
+// A warp's products: OWN columns of UNITS units out of every UNIT_WARPS * UNITS in the segment.
 struct Down {
   const u16* list;
-  int units, steps, skipped;  // units from the warp's first on; skipped: pieces of 16 bytes
+  int units, steps, skipped;  // after the warp's first; skipped: 16-byte pieces
   const char *wd, *h;
   u32 stages;
   __device__ __forceinline__ Down(int length, int column, const char* wd, const char* h)
@@ -671,7 +672,7 @@ struct Down {
       }
     }
   }
-  // Wd alone: H is not complete yet.
+  // Load only Wd, because H is not complete yet.
   __device__ __forceinline__ void prologue() const {
     #pragma unroll 1
     for (int step = 0; step < STAGES - 1; step++) load_wd(step);
@@ -697,14 +698,14 @@ __device__ __forceinline__ void store_quad(u16* y, int token, int column, float4
 }
 
 // Add up the sums of the warps, then those of the CTAs. Each CTA writes an equal part of the
-// columns and the others push their sums of these to it: no CTA reads the shared memory of another,
-// so none has to wait for readers before it ends.
+// columns, and the other CTAs push their sums of these columns to it. No CTA reads another CTA's
+// shared memory, so none has to wait for readers before it ends.
 __device__ __forceinline__ void epilogue(const Sums& d, u16* y, int cta, int column, int m,
                                         Barriers bars) {
   constexpr int PART_OF_CTA = WIDTH / SPLIT, QUADS_OF_TOKEN = PART_OF_CTA / 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quads = m * QUADS_OF_TOKEN;
   float *const out = (float*)(shared + AT_OUT), *const pushed = (float*)shared;
-  __syncthreads();  // this CTA no longer needs what the sums overwrite
+  __syncthreads();  // this CTA no longer needs the memory that the sums overwrite
   if (warp < MMA_WARPS) {
     float* own = out + (warp / COLUMN_WARPS * TOKENS + lane % 4 * 2) * OUT_STRIDE +
                  warp % COLUMN_WARPS * OWN + lane / 4;
@@ -748,7 +749,7 @@ __device__ __forceinline__ void epilogue(const Sums& d, u16* y, int cta, int col
 
 // ---- the kernel ----
 
-// Zero the flags, and the columns of slots beyond K. By the warps that do not load X.
+// Zero the flags, and the columns of slots beyond K, by the warps that do not load X.
 __device__ __forceinline__ void zero_padding(const Work& work) {
   constexpr int BUSY = 32 * MMA_WARPS;
   for (int i = threadIdx.x - BUSY; i < TILES * ROWS * CTAS; i += THREADS - BUSY)
@@ -774,7 +775,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     if (CTAS > 1) cluster_arrive_relaxed();  // before the loads of X, which take up to 5 us
     if (!COPIED_X) load_x(own, (const uint4*)x, work.rank, m);
   } else {
-    if (warp == PRODUCER) {  // at once: no other thread writes where these copies land
+    if (warp == PRODUCER) {  // at once, because no other thread writes where these copies land
       if (threadIdx.x % 32 == 0) bars.init_all(), fence_barrier_init(), fence_proxy_async();
       __syncwarp();
       producer.load_x(x, m);
@@ -794,13 +795,13 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     if (warp < MMA_WARPS) {
       mma_mainloop(own, work, bars, m);
     } else {
-      // Without COPIED_X, X has arrived; earlier copies would delay it.
+      // Without COPIED_X, wait until X has arrived, because copies would delay it.
       if (!COPIED_X) named_barrier_sync<2, LIST_THREADS>();
       producer.load_gates(FIRST, work.tiles, wg);
       producer.load_ups(wu, wd, words);
       scan_words(words);
     }
-    named_barrier_sync<2, LIST_THREADS>();  // words are scanned, and the ring is free
+    named_barrier_sync<2, LIST_THREADS>();  // words are scanned, the ring is free
     const Segment segment = segment_of(cta);
     list_units(segment);
     named_barrier_sync<2, LIST_THREADS>();  // the list is written

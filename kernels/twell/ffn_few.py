@@ -38,7 +38,7 @@ from sparsebench.kernels.twell import _layer
 from sparsebench.kernels.twell._layer import MOST_K, Layer, layer_of
 from sparsebench.results.record import Problem
 
-MOST_TOKENS, FEWEST_TOKENS = 64, 8  # of a launch; m are padded to a power of two
+MOST_TOKENS, FEWEST_TOKENS = 64, 8  # per launch; m is padded to a power of two
 TOKENS_TO_SPLIT = 16
 MOST_N = 28672  # shared memory for lists
 PART, X_SIZE = 2048, 64 * 1024  # columns of K, and values of X in registers, of a CTA
@@ -72,7 +72,7 @@ def unsupported_sizes(m: int, n: int, k: int) -> str | None:
 def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, int]:
     """Return the padded tokens, the CTAs that share K, and the clusters of these that run at once.
 
-    `at_once` maps the size of a cluster to the number of clusters that run at a time.
+    `at_once` maps the size of a cluster to the number of clusters that run at the same time.
     """
     tokens = FEWEST_TOKENS
     while tokens < m:
@@ -156,8 +156,8 @@ def launch(
     )
     h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, clusters), dtype=torch.int64)
     counts = x.new_zeros(2, dtype=torch.int32)  # the kernel resets both to zero
-    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
-    return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in kept), m), kept, y)
+    tensors = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
+    return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in tensors), m), tensors, y)
 
 
 def prepare(operands: Operands) -> Launch:
@@ -173,13 +173,13 @@ def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
     ways = [pinned.get("x_by", "loads")] if pinned else ways_of(m, n)
     operands = layer.x, layer.gate, layer.up, layer.wd_t, layer.y
     shape = shape_of(m, k, partial(clusters_of, device=device))
-    about = n, k, shape, layer.squared, layer.up is not None, layer.x.dtype
-    compile_ahead("ffn_few", [constants_of(*about, way) for way in ways])
+    flags = layer.squared, layer.up is not None, layer.x.dtype
+    compile_ahead("ffn_few", [constants_of(n, k, shape, *flags, way) for way in ways])
     kernels = [launch(*operands, squared=layer.squared, x_by=way) for way in ways]
-    found = search(kernels, device)
+    result = search(kernels, device)
     choices = [{"x_by": way} for way in ways]
-    best = kernels[found.best]
-    return Launch(best, choices[found.best], best.code, found.lines(choices))
+    best = kernels[result.best]
+    return Launch(best, choices[result.best], best.code, result.lines(choices))
 
 
 KERNEL = Kernel("ffn", "cvse", "cuda", prepare, unsupported)

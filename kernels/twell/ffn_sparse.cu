@@ -3,13 +3,13 @@
 //   G[m, n] = X @ Wg.T comes from the launch before. A unit of a token is active unless G <= 0, so
 //   NaN is active. A list and its gates are the column vectors of formats/cvse.py, 8 tokens high.
 //
-//   a group: eight tokens, and SPLIT CTAs (a cluster); each CTA takes an equal part of the steps
+//   a group: eight tokens and SPLIT CTAs (a cluster); each CTA takes an equal part of the steps
 //
 //     G of    . . x . . . . x . .         rows, a list:     unit | tokens with the unit active
 //     its     . . . . . . . x . .   -->                       2  |  x . .
 //     tokens  . . x . . x . . . .                             5  |  . . x   ...
 //
-//   a step: 16 rows of the list, for all warps; a warp has 256 columns of K, beyond 2048 twice
+//   a step: 16 rows of the list, for all warps; a warp takes 256 columns of K, twice if K > 2048
 //
 //                       K                        tokens                        tokens
 //          +--------+--------+--               +--------+                    +--------+
@@ -20,51 +20,51 @@
 //     Y, K x tokens  +=  the same rows and columns of Wd.T, read by columns, x  H
 //
 // The products run on tensor cores (mma m16n8k16), although most of H is zero: weights are the tall
-// operand, tokens its eight columns. A unit that several tokens share is read once. A unit of a
+// operand, tokens the eight columns. A unit that several tokens share is read once. A unit of a
 // single token costs 4 K bytes from L2. L2 delivers 9 TB/s to plain loads and to cp.async, and 6 to
 // cp.async.bulk (measured, NOTES.md). All other work overlaps with these copies:
 //
 //     warps                role
-//     list     4           G, or words     --->  list, list        groups ahead
+//     list     4           G, or words     --->  list, list        of later groups
 //     load     4           rows of Wu, Wd  --->  stage, ...        5 x 8 rows, by cp.async; and X
 //     MMA      MMA_WARPS   up(0)  up(1) down(0)  up(2) down(1)  ...   one exchange of U a step
 //
-// With K above 2048 list and load warps are two each, and stages four.
+// If K exceeds 2048, there are two list warps, two load warps and four stages.
 //
 // A CTA is persistent: it takes its next group from a counter. Load warps continue with the rows of
 // the next group while MMA warps store the sums of the last. Missing rows of a last step are loaded
-// as zeros. Separate warps copy, because the 600 instructions to copy a step delayed the MMA warps,
-// two to a scheduler, when these copied their own columns.
+// as zeros. Separate warps copy because the 600 instructions of a step's copies delayed the MMA
+// warps, two per scheduler, when each MMA warp copied its columns.
 //
-// With ALONE there is no dense fallback. Each CTA of a cluster lists and takes its own share of the
-// units, every SPLIT-th line of G, and no group is left, however many units are active: units that
-// do not fit into a list go to the next list, added to the same sums of Y. A row of up to 2560
-// columns then has one half, with 320 columns a warp and four stages.
+// With ALONE there is no dense fallback. Each CTA of a cluster lists and multiplies a share of the
+// units, every SPLIT-th line of G. No group is left, however many units are active: units that do
+// not fit into a list go to the next list, which adds to the same sums of Y. Rows of up to 2560
+// columns then have one half, with 320 columns per warp and four stages.
 //
 // U is summed over K in the order of the warps and kept in fp32. H is rounded once. Y is summed in
-// the order of the units, then of the CTAs, so the bits are the same at every call. A row that no
-// token of the group needs is not read. A group with more rows than `limit` is left to a dense
-// product: its number is appended to the list `heavy`, and its tokens are not written.
+// the order of the units, then of the CTAs, so every call returns the same bits. The kernel does
+// not read rows that no token of the group needs. It leaves groups with more rows than `limit` to a
+// dense product: it appends their numbers to the list `heavy` and does not write their tokens.
 //
-// With GATED = 0, Y = act(G) @ Wd.T: there is no U, and H is act(G).
+// With GATED = 0, there is no U: H = act(G) and Y = H @ Wd.T.
 //
-// With TWELL, G is stored as TwELL words (twell_gate.cu), else as a matrix. List warps then write
-// the gates of a list, a row's eight tokens side by side, to `gates`, so that MMA warps need not
-// search for an entry. They write a group that is left to a dense product to G, as a matrix.
+// With TWELL, G is stored as TwELL words (twell_gate.cu), otherwise as a matrix. List warps then
+// write the gates of a list, a row's eight tokens side by side, to `gates`, so that MMA warps need
+// not search for entries. If a group is left to a dense product, they write it to G, as a matrix.
 //
 // Compiled with -DK (a multiple of 8, at most 4096), -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2),
 // -DGATED=0|1, -DTWELL=0|1, -DFP16=0|1, -DALONE=0|1; with TWELL, -DTILE=256|128|64 and -DCAPACITY.
-// ALONE needs SPLIT of 2 or more, and TWELL=0.
+// ALONE requires SPLIT >= 2 and TWELL=0.
 
 #include "ffn_ptx.cuh"
 
 using u16 = unsigned short;
 static_assert(!ALONE || (SPLIT > 1 && !TWELL), "ALONE");
 
-constexpr int MMA_WARPS = K > 1024 ? 8 : 4;   // whole warpgroups, as list and load warps together
+constexpr int MMA_WARPS = K > 1024 ? 8 : 4;   // whole warpgroups, like list and load warps together
 constexpr int HALVES = K > MMA_WARPS * (ALONE ? 320 : 256) ? 2 : 1;  // of a row
 constexpr int LINES = (K + 64 * MMA_WARPS * HALVES - 1) / (64 * MMA_WARPS * HALVES);
-constexpr int COLUMNS = ALONE ? 64 * (LINES > 2 ? LINES : 2) : 256;  // of a warp, in each half
+constexpr int COLUMNS = ALONE ? 64 * (LINES > 2 ? LINES : 2) : 256;  // per warp, in each half
 constexpr int HALF = COLUMNS * MMA_WARPS, PITCH = 2 * HALF;  // columns; bytes
 constexpr int MMA_THREADS = 32 * MMA_WARPS;
 constexpr int LIST_THREADS = HALVES == 1 ? 128 : 64, LOAD_THREADS = LIST_THREADS;
@@ -72,30 +72,30 @@ constexpr int THREADS = MMA_THREADS + LIST_THREADS + LOAD_THREADS;
 constexpr int GROUP = 8, ROWS = 16, STAGE_BYTES = 8 * PITCH;
 constexpr int STAGES = HALVES == 1 && COLUMNS <= 256 ? 5 : 4;
 constexpr int X_PITCH = HALVES * PITCH;
-constexpr int MOST_ROWS = ALONE ? 512 : 1536;  // of a list
-constexpr int LISTS = 3;  // one is multiplied, one is loaded, and one is written
+constexpr int MOST_ROWS = ALONE ? 512 : 1536;  // per list
+constexpr int LISTS = 3;  // one to multiply, one to load, and one to write
 constexpr int END = -1;  // no group
-// Registers of a thread of an MMA warp, and of any other; a CTA has 64 K.
+// Registers per thread of MMA warps and of other warps; a CTA has 64 K.
 constexpr int MMA_REGISTERS = HALVES == 2 ? 224 : COLUMNS > 256 ? 184 : 152;
 constexpr int OTHER_REGISTERS = HALVES == 2 ? 56 : COLUMNS > 256 ? 72 : 104;
 #if TWELL
-constexpr int CHUNK = 256;  // units that a list warp takes at a time, of eight tokens
-constexpr int WORDS = CAPACITY + 1, TILES = CHUNK / TILE;  // of a tile; of a token, in a chunk
+constexpr int CHUNK = 256;  // units of eight tokens that a list warp takes at a time
+constexpr int WORDS = CAPACITY + 1, TILES = CHUNK / TILE;  // per tile; per token and chunk
 constexpr int CHUNKS = TILES > 1 || HALVES > 1 ? 1 : 3;  // loaded at a time
 #else
-// Pieces of eight units that a list thread loads at a time: each load takes 2 to 3 us while rows
+// Pieces of eight units that a list thread loads at a time. Each load takes 2 to 3 us while rows
 // are being copied.
 constexpr int PIECES = !ALONE && HALVES == 1 ? 2 : 1;
-constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens that it loads at a time
+constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens that a list thread loads at a time
 #endif
-constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // else all threads have enough
+constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // otherwise all have enough
 
-extern __shared__ __align__(1024) char shared[];  // X, then the stages; in the end, sums of Y
+extern __shared__ __align__(1024) char shared[];  // X, then the stages; at the end, sums of Y
 
 struct List {
   int group, steps;
-  bool more;  // ALONE: the next list is of the same group
-  alignas(16) u32 rows[MOST_ROWS + ROWS];  // unit << 8 | tokens that it is on for
+  bool more;  // ALONE: the next list belongs to the same group
+  alignas(16) u32 rows[MOST_ROWS + ROWS];  // unit << 8 | a bit for each token with the unit active
   u16* gates;  // with TWELL: [row][token], in global memory
 };
 struct Shared {
@@ -106,15 +106,15 @@ struct Shared {
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
   u64 x_full, x_empty, summed;
 #if TWELL
-  u32 marks[THREADS / 32][CHUNK / 4];  // of a chunk: a byte for a unit, a bit for a token
+  u32 marks[THREADS / 32][CHUNK / 4];  // of a chunk: a byte per unit, a bit per token
 #endif
 };
 
-// ---- operands, and the place of a CTA ----
+// ---- operands, and the place of a CTA in the grid ----
 
 struct Layer {
   const u16* x;
-  u16* g;  // with TWELL: gates of tiles with too many entries; of groups that are left
+  u16* g;  // with TWELL: gates of tiles with too many entries, and of groups left
   const char *wu, *wd;
   u16* y;
   int *left, *heavy;
@@ -126,7 +126,7 @@ struct Layer {
 };
 struct GridPlace {
   int cta, ctas;  // this CTA's number, and how many there are
-  // In its cluster. ALONE has 320 columns a warp: it is read again, for a register spills elsewhere.
+  // The rank in the cluster. ALONE reads it each time: with 320 columns per warp, registers spill.
   __device__ __forceinline__ int rank() const { return ALONE ? cluster_rank() : cta % SPLIT; }
 };
 
@@ -152,7 +152,7 @@ __device__ __forceinline__ int exclusive_scan(int own, const ThreadGroup& team, 
   return up_to - own + __reduce_add_sync(~0u, lane < warp ? count : 0);
 }
 
-// Number the units whose bytes of `masks` are not zero, from `to` on, and list them.
+// List the units whose bytes of `masks` are not zero at rows `to`, `to` + 1, ...
 __device__ __forceinline__ void list_units(List& list, const u32 (&masks)[2], int unit, int to) {
   #pragma unroll
   for (int j = 0; j < 8; j++) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ int units_on(const u32 (&masks)[2]) {
   for (int j = 0; j < 8; j++) units += (masks[j / 4] >> 8 * (j % 4) & 0xff) != 0;
   return units;
 }
-// Pad the last step of a list of `found` units, of which MOST_ROWS at most are listed.
+// Pad the last step of a list of `found` units; it holds at most MOST_ROWS of them.
 __device__ __forceinline__ void end_list(List& list, int found, int group,
                                          const ThreadGroup& team) {
   const int listed = min(found, MOST_ROWS), steps = listed ? (listed + ROWS - 1) / ROWS : 1;
@@ -177,13 +177,13 @@ __device__ __forceinline__ void end_list(List& list, int found, int group,
 }
 
 #if !TWELL
-// Which units are on, of PIECES of eight units: a byte for a unit, a bit for a token.
+// The active units of PIECES pieces of eight units: a byte per unit, a bit per token.
 struct ActiveMask {
   u32 masks[PIECES][2];
 
   __device__ __forceinline__ void load(const Layer& layer, int group, int tokens, int piece,
                                        int stride) {
-    const int pieces = layer.n / 8;  // beyond the last piece or token, the last is read again
+    const int pieces = layer.n / 8;  // beyond the last piece or token, read the last again
     u32 pairs[PIECES][4] = {};  // of two units each, 16 bits apart
     const uint4* g = (const uint4*)(layer.g + (u64)group * GROUP * layer.n);
     #pragma unroll
@@ -215,10 +215,10 @@ struct ActiveMask {
 };
 
 #if ALONE
-// List the units of this CTA's share that are on for any token of a group, in ascending order, from
-// number `first` of them on; pad the last step. Return how many there are, of which the next
-// MOST_ROWS at most are listed. A share is every SPLIT-th line of G, 64 units. Warps without a
-// piece load nothing: beyond the last piece all would ask for the same 16 bytes.
+// List the units of this CTA's share that are active for any token of a group, in ascending order.
+// Skip the first `first`, list at most MOST_ROWS, and pad the last step. Return the number of
+// active units in the share, which is every SPLIT-th line (64 units) of G. Warps without a piece
+// load nothing, because beyond the last piece all would request the same 16 bytes.
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int rank,
                                          int first, const ThreadGroup& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
@@ -237,8 +237,8 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   return found;
 }
 #else
-// List the units of a group that are on for any token, in ascending order; pad the last step.
-// Return how many there are, of which MOST_ROWS at most are listed.
+// List the units that are active for any token of a group, in ascending order, at most MOST_ROWS;
+// pad the last step. Return the number of active units.
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int, int,
                                          const ThreadGroup& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
@@ -266,16 +266,16 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
 // ---- lists, from TwELL words ----
 //
 //   A warp takes CHUNK units of the group's eight tokens at a time: lane 4 t + q has words 2 q and
-//   2 q + 1 of each 32 bytes of token t. It marks the units in shared memory and numbers them.
-//   Then each entry knows its row of the list, and goes to its place in `gates`. Entries beyond the
-//   first 32 bytes of a tile are loaded twice: 7 are a multiple of what a tile has at 29 of 5632.
+//   2 q + 1 of each 32 bytes of token t. The warp marks the units in shared memory and numbers
+//   them, which gives each entry's row in the list and place in `gates`. Entries beyond the first
+//   32 bytes of a tile are loaded twice, but at 29 of 5632 a tile has far fewer than 7 entries.
 
-// The tiles of a chunk and a token, as the warp that lists them has them.
+// The tiles of a chunk and a token, for the warp that lists them.
 struct Chunk {
   const u32* words;   // of the chunk's first tile
-  const u16* dense;   // the token's gates, where a tile has too many entries
+  const u16* dense;   // the token's gates in tiles with too many entries
   int unit, n;        // the chunk's first unit; units of the layer
-  bool there;         // the token and the chunk are
+  bool there;         // whether the token and the chunk exist
 
   __device__ __forceinline__ Chunk(const Layer& layer, int group, int number) {
     const int token = threadIdx.x % 32 / 4, tiles = (layer.n + TILE - 1) / TILE;
@@ -285,7 +285,7 @@ struct Chunk {
     words = (const u32*)layer.words + (row * tiles + number * TILES) * WORDS;
     dense = layer.g + row * n;
   }
-  // A lane's two words of the first 32 bytes of a tile, or fewer; zeros where there is no tile.
+  // Return a lane's two words of the first 32 bytes of a tile, or of fewer; zeros beyond tiles.
   __device__ __forceinline__ uint2 head(int tile) const {
     const int at = threadIdx.x % 4 * 2;
     if (!there || unit + tile * TILE >= n || at >= WORDS) return uint2{0, 0};
@@ -312,8 +312,8 @@ struct Chunk {
   }
 };
 
-// List the units of a group that are on for any token, in ascending order, with their gates; pad
-// the last step. Return how many there are, of which MOST_ROWS at most are listed.
+// List the units that are active for any token of a group, in ascending order, with their gates, at
+// most MOST_ROWS; pad the last step. Return the number of active units.
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int, int,
                                          const ThreadGroup& team, Shared& s) {
   const int warp = team.thread / 32, warps = team.threads / 32, lane = threadIdx.x % 32;
@@ -366,7 +366,7 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   return found;
 }
 
-// Write the gates of a group to G as a matrix: zero where a unit is off.
+// Write the gates of a group to G as a matrix, with zeros for inactive units.
 __device__ __forceinline__ void expand_group(const Layer& layer, int group,
                                              const ThreadGroup& team) {
   const int lane = threadIdx.x % 32, chunks = (layer.n + CHUNK - 1) / CHUNK;
@@ -377,7 +377,7 @@ __device__ __forceinline__ void expand_group(const Layer& layer, int group,
       const uint2 head = chunk.head(tile);
       const int first = chunk.unit + tile * TILE, end = min(first + TILE, layer.n);
       const int count = __shfl_sync(~0u, (int)head.x, lane & ~3);
-      if (chunk.there && count <= CAPACITY)  // else it is there
+      if (chunk.there && count <= CAPACITY)  // otherwise G has the tile
         for (int unit = first + lane % 4 * 8; unit < end; unit += 32)
           *(uint4*)(g + unit) = uint4{0, 0, 0, 0};
       __syncwarp();
@@ -387,7 +387,7 @@ __device__ __forceinline__ void expand_group(const Layer& layer, int group,
 }
 #endif
 
-// Bring a group's X into L2, 128 bytes a thread at a time: from memory it takes over 3 us.
+// Prefetch a group's X into L2, 128 bytes per thread at a time: from memory, X takes over 3 us.
 __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const ThreadGroup& team) {
   if (!GATED || group >= layer.groups()) return;
   const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
@@ -396,9 +396,9 @@ __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const 
     prefetch_l2(x + at);
 }
 
-// List the first group, from s.next on, that is not left to a dense product, or END. Meanwhile
-// prefetch X of the group after it, and take the group after that from the counter. ALONE, no group
-// is left: the group's rows beyond this list are the next list.
+// List the first group, starting at s.next, that is not left to a dense product, or END. Meanwhile
+// prefetch X of the group after it, and take the group after that from the counter. ALONE leaves no
+// group: the next list holds the group's rows beyond this list.
 __device__ __forceinline__ void list_next(int number, const Layer& layer, GridPlace place,
                                           const ThreadGroup& team, Shared& s) {
   List& list = s.lists[number % LISTS];
@@ -406,7 +406,7 @@ __device__ __forceinline__ void list_next(int number, const Layer& layer, GridPl
   for (;;) {
     const int group = s.next, after = s.after;
     if (group >= layer.groups()) break;
-    int third = layer.groups();  // none: a cluster has one group
+    int third = layer.groups();  // none, because a cluster has one group
     if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
     const int found = list_rows(list, layer, group, place.rank(), first, team, s);
@@ -424,8 +424,8 @@ __device__ __forceinline__ void list_next(int number, const Layer& layer, GridPl
   named_barrier_sync(team.barrier, team.threads);
 }
 
-// The loop of the list warps: one group after the other, ahead of the products. The first has been
-// listed by all threads.
+// The loop of the list warps, which list one group after the other, ahead of the products. All
+// threads together have listed the first group.
 __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
                                             const ThreadGroup& team, Shared& s) {
   for (int i = 0;; i++) {
@@ -441,7 +441,7 @@ __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
 
 // ---- stages ----
 
-// The steps of a list that this CTA takes.
+// The steps of a list that this CTA multiplies.
 struct Steps {
   int first, end;
   __device__ __forceinline__ Steps(const List& list, GridPlace place) {
@@ -469,13 +469,13 @@ struct Pipeline {
   }
 };
 
-// Where a piece of 16 bytes lies, swizzled: eight rows that are read at once are in different
-// banks.
+// Return the swizzled offset of a piece of 16 bytes. Eight rows that are read at once are in
+// different banks.
 __device__ __forceinline__ int swizzled(int row, int piece, int pitch = PITCH) {
   return row * pitch + ((piece ^ row % 8) << 4);
 }
 
-// Copy the rows of a step: a warp takes every second or fourth row, a lane every 32nd piece of it.
+// Copy the rows of a step. A warp takes every second or fourth row, a lane every 32nd piece of it.
 __device__ __forceinline__ void load_step(Pipeline& pipeline, const char* w, const u32* rows,
                                           int loader) {
   const int lane = loader % 32;
@@ -517,7 +517,7 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
   }
 }
 
-// Load X of a list's group, if there is one, when the MMA warps have read the X before.
+// Load X of a list's group, if there is one, after the MMA warps have read the previous X.
 __device__ __forceinline__ void load_next_x(const Layer& layer, int number, int loader,
                                             Shared& s) {
   const List& list = s.lists[number % LISTS];
@@ -556,7 +556,7 @@ __device__ __forceinline__ int column_of(int half) {
   return HALF * half + threadIdx.x / 32 * COLUMNS;
 }
 
-// X of a group as fragments of B: [half][k / 8]; a lane has words of token lane / 4.
+// X of a group as fragments of B: [half][k / 8]; a lane holds words of token lane / 4.
 constexpr int PIECES_OF_HALF = COLUMNS / 32;  // 32 columns each
 using Tokens = u32[HALVES][COLUMNS / 8];
 
@@ -576,11 +576,11 @@ __device__ __forceinline__ void load_x_fragments(Tokens& x, int number, Shared& 
   if (lane == 0) mbarrier_arrive(smem_address(&s.x_empty));
 }
 
-// Sums of Y.T: [half][i][j] is of column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
+// Sums of Y.T: [half][i][j] is column 16 i + 8 (j / 2) + lane / 4, token 2 (lane % 4) + j % 2.
 using Sums = float[HALVES][COLUMNS / 16][4];
 
-// A warp writes 32 columns at a time, the `i`-th: a lane has eight columns of token lane / 4, which
-// are 16 bytes at `piece_of(i)`.
+// A warp writes 32 columns at a time. In the i-th 32, a lane has eight columns of token lane / 4,
+// which are 16 bytes at `piece_of(i)`.
 __device__ __forceinline__ int piece_of(int i) {
   const int warp = threadIdx.x / 32 % MMA_WARPS;
   const int half = i / PIECES_OF_HALF, of_half = i % PIECES_OF_HALF;
@@ -601,9 +601,9 @@ struct MmaWarp {
   Pipeline pipeline;
   Tokens x;
   Sums y;
-  u32 h[2];  // of units 2 q, 2 q + 1; and + 8; of token lane / 4, q being lane % 4
-  u16 gate;  // thread t: row t / 8 of token t % 8; zero if and only if the unit is off
-  int turn;  // a step's number: U and gates are double-buffered
+  u32 h[2];  // units 2 q, 2 q + 1, and these + 8, of token lane / 4; q is lane % 4
+  u16 gate;  // thread t: row t / 8 of token t % 8; zero if and only if the unit is inactive
+  int turn;  // number of the step, because U and gates are double-buffered
 
   __device__ __forceinline__ void load_gate(const Layer& layer, const List& list, int step) {
     gate = 0;
@@ -621,7 +621,7 @@ struct MmaWarp {
     if (threadIdx.x < ROWS * GROUP)
       s.gates[turn % 2][threadIdx.x % GROUP][threadIdx.x / GROUP] = gate;
   }
-  // Wait for 16 rows; return where this warp's columns of the lane's row start.
+  // Wait for 16 rows; return the address of this warp's columns in the lane's row.
   __device__ __forceinline__ u32 wait_rows(int row) {
     pipeline.consumer_wait();
     const u32 upper = pipeline.tile();
@@ -701,7 +701,7 @@ struct MmaWarp {
     const Steps steps(list, place);
     if (steps.first < steps.end) load_gate(layer, list, steps.first);
   }
-  // Sum over this CTA's steps of a group. The gates of the first step have been loaded.
+  // Sum over this CTA's steps of a group. The gates of the first step are already loaded.
   __device__ __forceinline__ void mainloop(const Layer& layer, int number, GridPlace place,
                                            Shared& s) {
     constexpr int OF_HALF = COLUMNS / 4;
@@ -717,7 +717,7 @@ struct MmaWarp {
       else if (SPLIT == 1 || ALONE) load_first_gate(layer, number + 1, place, s);
       if (GATED) mma_up(s);
       if (GATED && step > steps.first) mma_down();
-      named_barrier_sync(2, MMA_THREADS);  // and the other buffer has been read
+      named_barrier_sync(2, MMA_THREADS);  // U is stored, and the other buffer has been read
       make_h(s);
       if (!GATED) mma_down();
     }
@@ -735,8 +735,8 @@ struct MmaWarp {
 };
 
 // ---- sums of a cluster ----
-// Each CTA adds up some of the pieces, 32 columns each, of all warps. All CTAs push their sums of
-// these to it, over its X and stages: no CTA reads the shared memory of another.
+// Each CTA adds up some of the pieces of 32 columns of all warps. All CTAs push their sums of these
+// pieces into its shared memory, over X and the stages. No CTA reads another CTA's shared memory.
 
 constexpr int PIECES_OF_WARP = PIECES_OF_HALF * HALVES;
 __device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
@@ -753,7 +753,7 @@ __device__ __forceinline__ void expect_sums(int rank, Shared& s) {
   const int pieces = first_piece(rank + 1) - first_piece(rank);
   mbarrier_arrive_expect_tx(smem_address(&s.summed), SPLIT * MMA_WARPS * pieces * PIECE_BYTES);
 }
-// Call it when all CTAs have read their last stage.
+// Call it after all CTAs have read their last stage.
 __device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
   const u32 own = smem_address(shared) + sums_offset(rank, 0), summed = smem_address(&s.summed);
   #pragma unroll
@@ -837,7 +837,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
   __syncthreads();
   list_next(0, layer, place, all, s);
   const int group = s.lists[0].group;
-  if (group == END) return;  // so do all CTAs of a cluster
+  if (group == END) return;  // all CTAs of a cluster return here together
   const int other = threadIdx.x - MMA_THREADS;
   if (other < 0) {
     if (MOVES_REGISTERS) warpgroup_reg_alloc<MMA_REGISTERS>();
@@ -848,8 +848,8 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     else load_groups(layer, place, other - LIST_THREADS, s);
   }
   if (SPLIT == 1) return;
-  const int own = ALONE ? place.cta / SPLIT : group;  // not kept in a register
-  // Instructions are read from memory the first time, 1 us for every few dozen. So list warps,
+  const int own = ALONE ? place.cta / SPLIT : group;  // recomputed to save a register
+  // The first run of instructions reads them from memory, 1 us for every few dozen. So list warps,
   // which end early, run this code once without effect.
   const bool dry = other >= 0;
   if (!dry) mbarrier_wait(smem_address(&s.summed), 0, "sums of the cluster");

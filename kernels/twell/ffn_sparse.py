@@ -1,7 +1,7 @@
 """Gated feed-forward layer with few active units, relu or relu2, on Hopper: a portfolio.
 
-`prepare` times whole layers on the activations that it is given and keeps the fastest. The option
-`way` says which layers take part:
+`prepare` times whole layers on the given activations and keeps the fastest. The option `way`
+selects the layers:
 
     way       layers
     few       ffn_few.py        one launch, up to 64 tokens
@@ -10,7 +10,7 @@
     sparse    few if it supports the sizes, else library; from 33 to 512 tokens alone as well
     best      those of `sparse`, and the dense cublas and ffn_dense_triton
 
-`Launch.choice` names the layer that was kept, as `chosen` and `way`.
+`Launch.choice` names the fastest layer, as `chosen` and `way`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ Name = Literal["few", "library", "alone", "dense"]
 ALONE_FROM = 33  # tokens; up to 32, ffn_few.py reads less: there is no G
 
 DENSE = {"cublas": cublas, "ffn_dense_triton": ffn_dense_triton}
-OLDER = {"cublas_ffn": "cublas"}  # as older rows name dense kernels in their choice
+OLDER = {"cublas_ffn": "cublas"}  # names of dense kernels in older rows
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
@@ -52,15 +52,15 @@ def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) ->
     layer = layer_of(operands)
     names = [pinned] if pinned else _names(way, layer)
     launches = [launch for name in names for launch in _launches(name, operands, layer, dense)]
-    found = search(launches, operands.device)
-    best = launches[found.best]
+    result = search(launches, operands.device)
+    best = launches[result.best]
     layers = [{"chosen": launch.choice["chosen"]} for launch in launches]
-    own = [line for launch in launches for line in lines_of(launch.choice["chosen"], launch)]
-    return replace(best, candidates=[*found.lines(layers, of="layers"), *own])
+    parts = [line for launch in launches for line in lines_of(launch.choice["chosen"], launch)]
+    return replace(best, candidates=[*result.lines(layers, of="layers"), *parts])
 
 
 def _names(way: Way, layer: Layer) -> list[Name]:
-    """Return the single layers that a way stands for."""
+    """Return the names of the layers that a way includes."""
     if way != "best" and way != "sparse":  # as mypy narrows it
         return [way]
     sparse: list[Name] = ["library" if ffn_few.unsupported_sizes(*layer.sizes) else "few"]
@@ -72,7 +72,7 @@ def _names(way: Way, layer: Layer) -> list[Name]:
 def _launches(
     name: Name, operands: Operands, layer: Layer, dense: Mapping[str, ModuleType]
 ) -> Iterator[Launch]:
-    """Yield the layers of a name; the choice of each names it."""
+    """Yield the launches of a named layer; the choice of each holds the name."""
     op, pinned = operands.problem.op, operands.pinned or {}
     if name == "few":
         launch = ffn_few.launch_of(layer, operands.pinned)
@@ -81,8 +81,7 @@ def _launches(
         for kernel, module in dense.items():
             if OLDER.get(by := pinned.get("by", kernel), by) == kernel:
                 timed = part_of(f"dense, {kernel}", operands.timed)
-                known = replace(operands, pinned=pinned.get("dense"), timed=timed)
-                launch = module.prepare(known)
+                launch = module.prepare(replace(operands, pinned=pinned.get("dense"), timed=timed))
                 choice = {"by": kernel, "dense": launch.choice}
                 yield _named(replace(launch, choice=choice), f"dense, {kernel}", way=name)
     else:

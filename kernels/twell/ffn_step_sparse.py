@@ -16,11 +16,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.twell._autograd import (
-    SHARE,
-    gated_mlp,
-    gated_mlp_backward,
-)
+from sparsebench.kernels.twell._autograd import SHARE, gated_mlp, gated_mlp_backward
 from sparsebench.results.record import Problem
 
 

@@ -1,4 +1,4 @@
-"""A decoding step with few units on: each layer has weights of its own, and is right on a GPU."""
+"""Test the decoding step with few active units: separate weights per layer, results on a GPU."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,37 +30,37 @@ REST = {"vocab": 40, "layers": 3, "context": 20, "activation": "relu", "active":
 
 
 def problem(**fields: Any) -> Problem:
-    asked = {**OP.defaults, **SIZES, **REST, "dtype": "fp16", **fields}
-    return Problem("decoder", asked, defaults=OP.defaults)
+    values = {**OP.defaults, **SIZES, **REST, "dtype": "fp16", **fields}
+    return Problem("decoder", values, defaults=OP.defaults)
 
 
-def given(asked: Problem, device: torch.device) -> tuple[Operands, dict[str, Tensor]]:
-    dense = drawn(asked, OP, device, None)
+def prepared(problem: Problem, device: torch.device) -> tuple[Operands, dict[str, Tensor]]:
+    dense = drawn(problem, OP, device, None)
     weights = {name: Dense.from_dense(w) for name, w in dense.weights.items()}
-    return Operands(asked, weights, dense.activations, bound(OP.definition, asked)), dense.weights
+    definition = bound(OP.definition, problem)
+    return Operands(problem, weights, dense.activations, definition), dense.weights
 
 
-def assert_right(launch: Launch, these: Operands, weights: dict[str, Tensor]) -> None:
-    asked = these.problem
-    redraw(asked, OP, these.activations, 7, weights=weights)
+def assert_correct(launch: Launch, operands: Operands, weights: dict[str, Tensor]) -> None:
+    problem = operands.problem
+    redraw(problem, OP, operands.activations, 7, weights=weights)
     out = launch()
     assert isinstance(out, Tensor)
     out.fill_(torch.nan)
-    full = {**weights, **these.activations}
-    exact = {name: t.double() for name, t in full.items()}
-    right, spread = (bound(f, asked)(**exact) for f in (OP.definition, OP.spread))
+    dense = {**weights, **operands.activations}
+    exact = {name: t.double() for name, t in dense.items()}
+    reference, spread = (bound(f, problem)(**exact) for f in (OP.definition, OP.spread))
     expected = Expected(
-        right, spread, OUTPUTS[asked["dtype"]], OP.depth(**exact),
-        *roundings(asked["dtype"], OP.rounds(asked["dtype"])),
-        plain=bound(OP.definition, asked)(**full),
+        reference, spread, OUTPUTS[problem["dtype"]], OP.depth(**exact),
+        *roundings(problem["dtype"], OP.rounds(problem["dtype"])),
+        plain=bound(OP.definition, problem)(**dense),
     )  # fmt: skip
-    found = check(launch(), expected)
-    assert found.reason is None, found.reason
+    assert (reason := check(launch(), expected).reason) is None, reason
 
 
 @dataclass
 class _Layer:
-    """What ffn_few.cu computes, by torch; H and the gates are rounded as there."""
+    """Compute ffn_few.cu's layer with torch, with the same rounding of H and the gates."""
 
     x: Tensor
     wg: Tensor
@@ -68,7 +68,7 @@ class _Layer:
     wd_t: Tensor
     y: Tensor
     squared: bool
-    code: str = "made up"
+    code: str = "of torch"
 
     def __call__(self) -> Tensor:
         x, wg, wu, wd_t = (t.float() for t in (self.x, self.wg, self.wu, self.wd_t))
@@ -80,36 +80,36 @@ class _Layer:
 
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
-    """Replace the kernel for Hopper; keep each launch."""
-    made: list[_Layer] = []
+    """Replace the Hopper kernel by torch, and return the list of its launches."""
+    launches: list[_Layer] = []
 
     def launch(*operands: Tensor, squared: bool) -> _Layer:
-        made.append(_Layer(*operands, squared))
-        return made[-1]
+        launches.append(_Layer(*operands, squared))
+        return launches[-1]
 
     monkeypatch.setattr(ffn_few, "launch", launch)
     monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
-    return made
+    return launches
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("fields", [{}, {"m": 5, "activation": "relu2", "layers": 2}], ids=str)
-def test_an_interpreted_step_has_weights_for_each_layer(
+def test_an_interpreted_step_has_separate_weights_per_layer(
     fields: dict[str, Any], layers: list[_Layer]
 ) -> None:
-    these, weights = given(problem(**fields), CPU)
-    launch = decoder_few.prepare(these)
-    assert_right(launch, these, weights)
+    operands, weights = prepared(problem(**fields), CPU)
+    launch = decoder_few.prepare(operands)
+    assert_correct(launch, operands, weights)
     assert [*launch.choice] == ["qkv", "o", "head", "attention"]
-    assert launch.code == "made up"
-    count = these.problem["layers"]
+    assert launch.code == "of torch"
+    count = operands.problem["layers"]
     assert len(layers) == count
     for name in ("wg", "wu", "wd_t"):
         assert len({getattr(layer, name).data_ptr() for layer in layers}) == count
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "reason"),
     [
         ({"activation": "silu", "active": None}, "expected activation relu or relu2, found silu"),
         ({"hidden": 5120}, "expected hidden up to 4096, found 5120"),
@@ -121,33 +121,33 @@ def test_an_interpreted_step_has_weights_for_each_layer(
         ),
     ],
 )
-def test_what_cannot_run_is_said(
-    fields: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+def test_unsupported_problems_are_refused(
+    fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(total_memory=140 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "find_spec", lambda name: object())
     monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
-    assert said in str(decoder_few.unsupported(problem(**fields), CUDA))
+    assert reason in str(decoder_few.unsupported(problem(**fields), CUDA))
 
 
-def test_the_suite_has_a_model_for_it() -> None:
-    mine = [
+def test_the_suite_has_a_model_for_decoder_few() -> None:
+    problems = [
         contest.problem
         for contest in read("decoder").contests
         if any(k.kernel == "decoder_few" for k in contest.contenders)
     ]
-    assert [one["m"] for one in mine] == [1, 16, 64]
-    assert {one["active"] for one in mine} == {24}
-    assert OP.held_bytes(mine[0]) == pytest.approx(38 * 102.8e6 + 0.2e9, rel=0.02)
+    assert [case["m"] for case in problems] == [1, 16, 64]
+    assert {case["active"] for case in problems} == {24}
+    assert OP.held_bytes(problems[0]) == pytest.approx(38 * 102.8e6 + 0.2e9, rel=0.02)
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("m", [1, 16, 33, 64])
-def test_a_step_is_right_on_hopper(m: int, dtype: str) -> None:
+def test_a_step_is_correct_on_a_hopper_gpu(m: int, dtype: str) -> None:
     sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "intermediate": 1024, "context": 300}
-    these, weights = given(problem(**sizes, m=m, dtype=dtype), CUDA)
-    assert_right(decoder_few.prepare(these), these, weights)
+    operands, weights = prepared(problem(**sizes, m=m, dtype=dtype), CUDA)
+    assert_correct(decoder_few.prepare(operands), operands, weights)

@@ -1,4 +1,7 @@
-"""The layer for few tokens in one launch: its code, its threads on a CPU, and on a GPU."""
+"""Test the layer for few tokens: its code, its threads on a CPU, and its results on a GPU.
+
+Without a gate (`gated` False) the cases test mlp_few, which launches the same kernel.
+"""
 
 import ctypes
 import re
@@ -25,14 +28,14 @@ Operands = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 def drawn(
-    m: int, n: int, k: int, part: float, kind: torch.dtype, gated: bool, device: str = "cpu"
+    m: int, n: int, k: int, fraction: float, kind: torch.dtype, gated: bool, device: str = "cpu"
 ) -> Operands:
-    """Return x, wg, wu and wd transposed, a part of whose gates are on; sums of about 1."""
+    """Return x, wg, wu and wd transposed, with a fraction of active units and sums of about 1."""
     x, wg, wu, wd_t = (torch.randn(size, k, device=device) for size in (m, n, n, n))
     x[:, 0] = 1
     wg *= k**-0.5
-    bias = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(part))
-    wg[:, 0] = bias.clamp(-6, 6)  # none or all on
+    bias = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(fraction))
+    wg[:, 0] = bias.clamp(-6, 6)  # none or all active
     x, wg, wu, wd_t = (t.to(kind) for t in (x, wg, wu * k**-0.5, wd_t))
     return x, wg, wu if gated else None, wd_t
 
@@ -43,30 +46,30 @@ def redraw(operands: Operands, others: Operands) -> None:
             old.copy_(new)
 
 
-def assert_right(
+def assert_correct(
     y: Tensor, operands: Operands, squared: bool, tokens: Tensor | None = None
 ) -> None:
-    """Hold Y against the definition in fp64, of these tokens."""
+    """Compare Y, or these tokens of it, with the definition in fp64."""
     x, wg, wu, wd_t = (t if t is None else t.double() for t in operands)
     gate = (x @ wg.T).to(y.dtype).double().relu()
     h = (gate.square() if squared else gate) * (1 if wu is None else x @ wu.T)
-    right, spread = h @ wd_t, (h.square() @ wd_t.square()).sqrt()
-    # Gates and H are rounded; in fp16 H may be less than its least number, 6e-8.
+    reference, spread = h @ wd_t, (h.square() @ wd_t.square()).sqrt()
+    # Gates and H are rounded; in fp16, H may be below the smallest number, 6e-8.
     spread = 2 * spread + (1e-3 if y.dtype == torch.float16 else 1e-30)
     if tokens is not None:
-        y, right, spread = y[tokens], right[tokens], spread[tokens]
-    reason = check(y, Expected(right, spread, y.dtype, len(wd_t))).reason
+        y, reference, spread = y[tokens], reference[tokens], spread[tokens]
+    reason = check(y, Expected(reference, spread, y.dtype, len(wd_t))).reason
     assert reason is None, reason
 
 
-# ---- on paper ----
+# ---- shapes and limits ----
 
-AT_ONCE = {1: 132, 2: 66, 4: 30}.__getitem__  # clusters, as an H200
+AT_ONCE = {1: 132, 2: 66, 4: 30}.__getitem__  # clusters, on an H200
 
 
 def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
-    found = {m: ffn_few.shape_of(m, 2048, AT_ONCE) for m in (1, 8, 9, 16, 17, 32, 33, 64)}
-    assert found == {
+    shapes = {m: ffn_few.shape_of(m, 2048, AT_ONCE) for m in (1, 8, 9, 16, 17, 32, 33, 64)}
+    assert shapes == {
         **dict.fromkeys((1, 8), (8, 1, 132)),
         **dict.fromkeys((9, 16), (16, 1, 132)),
         **dict.fromkeys((17, 32), (32, 1, 132)),
@@ -85,13 +88,11 @@ def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
         ((64, 14336, 4096), None),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(
-    sizes: tuple[int, int, int], reason: str | None
-) -> None:
+def test_unsupported_sizes_are_refused(sizes: tuple[int, int, int], reason: str | None) -> None:
     assert ffn_few.unsupported_sizes(*sizes) == reason
 
 
-def test_x_by_copies_is_tried_from_33_tokens_on() -> None:
+def test_copies_of_x_are_timed_from_33_tokens_on() -> None:
     assert ffn_few.ways_of(32, 5632) == ffn_few.ways_of(64, 16392) == ["loads"]
     assert ffn_few.ways_of(33, 5632) == ["loads", "copies"]
 
@@ -105,7 +106,7 @@ def test_x_by_copies_is_tried_from_33_tokens_on() -> None:
     ("n", "k"), sampled([(5632, 2048), (14336, 4096), (1000, 200), (28672, 4096)])
 )
 @pytest.mark.parametrize("m", sampled([1, 16, 32, 64], 1))
-def test_it_compiles_without_a_spill(m: int, n: int, k: int, tmp_path: Path) -> None:
+def test_the_kernel_compiles_without_spills(m: int, n: int, k: int, tmp_path: Path) -> None:
     shape = ffn_few.shape_of(m, k, AT_ONCE)
     ways = ((False, True, torch.bfloat16), (True, False, torch.float16))
     for squared, gated, dtype in ways[: 2 if k == 2048 else 1]:
@@ -118,7 +119,9 @@ def test_it_compiles_without_a_spill(m: int, n: int, k: int, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("n", "k"), sampled([(5632, 2048), (9728, 2560), (16384, 4096), (16384, 1024)], 0, 1)
 )
-def test_with_x_by_copies_it_compiles_without_a_spill(n: int, k: int, tmp_path: Path) -> None:
+def test_with_copies_of_x_the_kernel_compiles_without_spills(
+    n: int, k: int, tmp_path: Path
+) -> None:
     shape = ffn_few.shape_of(64, k, AT_ONCE)
     assert "copies" in ffn_few.ways_of(64, n)
     for squared, gated, dtype in ((False, True, torch.bfloat16), (True, False, torch.float16)):
@@ -136,7 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
-    """Build the kernel's own source for this machine; grid_on_cpu.h stands in for PTX."""
+    """Build the kernel's source for this machine; grid_on_cpu.h replaces PTX."""
     source = cuda_source("ffn_few.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source += """
@@ -155,10 +158,10 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
     return built(source, (*constants, ("LATE", int(late))), folder, name)
 
 
-# m, n, k, part of the units that is on for a token, CTAs of a cluster, clusters: a last tile of
-# eight rows; rings that go round, in the gates and after them; slots of all and of some columns;
-# clusters without a unit; ranks without a column; nothing on; all on; several stages of the list;
-# more words than a warp ranks at once, and more halves of them than threads.
+# m, n, k, fraction of active units per token, CTAs per cluster, clusters. The cases cover a last
+# tile of eight rows; rings that wrap in the gates and after; slots with all and with some columns;
+# clusters without a unit; ranks without a column; no and all units active; several stages of the
+# list; more words than a warp scans at once, and more half words than threads.
 CASES = [
     (1, 48, 72, 0.2, 1, 3),
     (3, 104, 2056, 0.3, 2, 9),
@@ -188,15 +191,15 @@ PAIRS = [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASE
     ("case", "way", "x_by"),
     sampled(((*pair, x_by) for x_by in ("loads", "copies") for pair in PAIRS), 0, 2, 8, 44),
 )
-def test_its_threads_give_the_product_on_a_cpu(
+def test_threads_on_a_cpu_compute_the_layer(
     case: tuple[int, int, int, float, int, int],
     way: tuple[str, bool, bool, bool],
     x_by: ffn_few.XBy,
     folder: Path,
 ) -> None:
-    (m, n, k, part, ctas, clusters), (dtype, squared, gated, late) = case, way
+    (m, n, k, fraction, ctas, clusters), (dtype, squared, gated, late) = case, way
     torch.manual_seed(0)
-    operands = drawn(m, n, k, part, DTYPES[dtype], gated)
+    operands = drawn(m, n, k, fraction, DTYPES[dtype], gated)
     x, wg, wu, wd_t = operands
     tokens, fewest, _ = ffn_few.shape_of(m, k, AT_ONCE)
     assert fewest <= ctas
@@ -204,25 +207,25 @@ def test_its_threads_give_the_product_on_a_cpu(
     y, h = torch.empty_like(x), torch.full((n, tokens), float("nan")).to(x)
     words = torch.zeros(ffn_few.words_of(n, clusters), dtype=torch.int64)
     counts = torch.zeros(2, dtype=torch.int32)
-    kept = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
+    tensors = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
     constants = ffn_few.constants_of(n, k, shape, squared, gated, x.dtype, x_by)
     kernel = on_cpu(constants, late, folder)
-    seen = []
+    results = []
     for token, column in ((None, 0), (None, 0), (m // 2, 3)):
         if token is not None:
             x[token, column] = float("nan")
         y.fill_(float("nan"))
-        pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in kept))
+        pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in tensors))
         kernel.call(pointers, m, ctypes.c_size_t(ffn_few.SHARED_BYTES))
         assert not words.any()
         assert not counts.any()
-        seen.append(y.clone())
-    assert torch.equal(seen[0], seen[1])
+        results.append(y.clone())
+    assert torch.equal(results[0], results[1])
     others = torch.arange(m) != m // 2
-    assert seen[2][m // 2].isnan().all()
+    assert results[2][m // 2].isnan().all()
     x[m // 2, 3] = 0
-    assert_right(seen[2], operands, squared, others)
-    assert_right(seen[0], operands, squared, others)
+    assert_correct(results[2], operands, squared, others)
+    assert_correct(results[0], operands, squared, others)
 
 
 # ---- on a GPU ----
@@ -243,15 +246,15 @@ def launched(operands: Operands, squared: bool) -> ffn_few.BoundKernel:
     ("dtype", "squared", "gated"), [("bf16", False, True), ("fp16", True, False)]
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_number_of_units_is_right_on_a_gpu(shape, dtype, squared, gated):
+def test_any_number_of_active_units_is_correct_on_a_gpu(shape, dtype, squared, gated):
     m, n, k = shape
     operands = drawn(m, n, k, 0.5, DTYPES[dtype], gated, "cuda")
     program = launched(operands, squared)
-    for part in (0.0, 2 / n, 0.01, 0.1, 1.0):
-        redraw(operands, drawn(m, n, k, part, DTYPES[dtype], gated, "cuda"))
+    for fraction in (0.0, 2 / n, 0.01, 0.1, 1.0):
+        redraw(operands, drawn(m, n, k, fraction, DTYPES[dtype], gated, "cuda"))
         program.out.fill_(float("nan"))
         first = program().clone()
-        assert_right(first, operands, squared)
+        assert_correct(first, operands, squared)
         for _ in range(10):
             program.out.fill_(float("nan"))
             assert torch.equal(program(), first)
@@ -260,14 +263,14 @@ def test_any_number_of_units_is_right_on_a_gpu(shape, dtype, squared, gated):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [3, 16, 32, 64])
-def test_rows_and_units_that_are_full_and_empty_are_right_on_a_gpu(m: int) -> None:
+def test_full_and_empty_tokens_and_units_are_correct_on_a_gpu(m: int) -> None:
     operands = x, wg, _, _ = drawn(m, 1024, 512, 0.02, torch.bfloat16, True, "cuda")
     wg[:, 1], x[:, 1] = 1.0, 0
-    x[1, 1], x[2, 1] = 100, -100  # a token with all units on, and one with none
+    x[1, 1], x[2, 1] = 100, -100  # a token with all units active, and one with none
     wg[40:48, 0], wg[100:300, 0] = 100, -100
     program = launched(operands, squared=False)
     y = program()
-    assert_right(y, operands, squared=False)
+    assert_correct(y, operands, squared=False)
     x[2, 1] = -200
     assert (program()[2] == 0).all()
 
@@ -283,7 +286,7 @@ def test_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
     assert y[2].isnan().all()
     x[2, 3] = 0
     others = torch.arange(m, device=GPU) != 2
-    assert_right(y, operands, False, others)
+    assert_correct(y, operands, False, others)
     y = program().clone()
     x[2, 3] = float("inf")
     assert not program()[others].isnan().any()
@@ -294,18 +297,18 @@ def test_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
-def test_a_graph_replays_it_on_a_gpu(m: int) -> None:
+def test_a_graph_replays_the_kernel_on_a_gpu(m: int) -> None:
     operands = drawn(m, 5632, 2048, 0.005, torch.bfloat16, True, "cuda")
     program = launched(operands, squared=False)
     program()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = program()
-    for part in (0.02, 0.3):
-        redraw(operands, drawn(m, 5632, 2048, part, torch.bfloat16, True, "cuda"))
+    for fraction in (0.02, 0.3):
+        redraw(operands, drawn(m, 5632, 2048, fraction, torch.bfloat16, True, "cuda"))
         y.fill_(float("nan"))
         for _ in range(50):
             graph.replay()
-        assert_right(y, operands, squared=False)
+        assert_correct(y, operands, squared=False)
         assert not program.tensors[6].any()
         assert not program.tensors[7].any()

@@ -1,4 +1,7 @@
-"""The kernels of the feed-forward layer: on a CPU, thread by thread and interpreted; on a GPU."""
+"""Test the feed-forward layers: thread by thread and interpreted on a CPU, and on a GPU.
+
+The op mlp (no gate) tests mlp_sparse and mlp_few, which run the same kernels.
+"""
 
 import ctypes
 import re
@@ -54,34 +57,34 @@ def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more
     return Problem(op, {**fields, **rest, **more})
 
 
-def given(asked: Problem, device: torch.device = CPU) -> Operands:
-    op = load_op(asked.op)
-    drawn = operands(asked, op, device, None)
+def prepared(task: Problem, device: torch.device = CPU) -> Operands:
+    op = load_op(task.op)
+    drawn = operands(task, op, device, None)
     weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    definition = partial(op.definition, activation=asked["activation"])
-    return Operands(asked, weights, drawn.activations, definition)
+    definition = partial(op.definition, activation=task["activation"])
+    return Operands(task, weights, drawn.activations, definition)
 
 
-def assert_right(y: Tensor, these: Operands) -> None:
-    """Ask what the harness asks."""
-    names = {name: w.to_dense().double() for name, w in these.weights.items()}
-    names |= {name: x.double() for name, x in these.activations.items()}
-    op, how = load_op(these.problem.op), {"activation": these.problem["activation"]}
-    right, spread = op.definition(**names, **how), op.spread(**names, **how)
-    verdict = check(y, Expected(right, spread, y.dtype, max(these.problem["n"], 1)))
+def assert_correct(y: Tensor, case: Operands) -> None:
+    """Check Y as the harness does."""
+    names = {name: w.to_dense().double() for name, w in case.weights.items()}
+    names |= {name: x.double() for name, x in case.activations.items()}
+    op, how = load_op(case.problem.op), {"activation": case.problem["activation"]}
+    reference, spread = op.definition(**names, **how), op.spread(**names, **how)
+    verdict = check(y, Expected(reference, spread, y.dtype, max(case.problem["n"], 1)))
     assert verdict.reason is None, verdict.reason
 
 
-# ---- the sparse kernel, on paper ----
+# ---- sizes and limits of the sparse kernel ----
 
 
-def test_groups_fill_the_processors() -> None:
-    at_once = {8: 15, 7: 17, 6: 20, 5: 25, 4: 30, 3: 42, 2: 66}.__getitem__  # as an H200
-    found = {m: _grouped.split_of(m, at_once) for m in (65, 120, 128, 256, 512, 528, 1024, 4096)}
-    assert found == {65: 8, 120: 8, 128: 7, 256: 3, 512: 2, 528: 2, 1024: 1, 4096: 1}
+def test_clusters_use_all_multiprocessors() -> None:
+    at_once = {8: 15, 7: 17, 6: 20, 5: 25, 4: 30, 3: 42, 2: 66}.__getitem__  # an H200
+    splits = {m: _grouped.split_of(m, at_once) for m in (65, 120, 128, 256, 512, 528, 1024, 4096)}
+    assert splits == {65: 8, 120: 8, 128: 7, 256: 3, 512: 2, 528: 2, 1024: 1, 4096: 1}
 
 
-def test_a_limit_is_a_share_of_the_units_that_many_tokens_make_constant() -> None:
+def test_the_limit_is_constant_for_many_tokens() -> None:
     assert _grouped.limit_of(8, 512) == 512
     assert _grouped.limit_of(8, 5632) == _grouped.MOST_ROWS
     assert _grouped.limit_of(256, 5632) == 4 * 5632 // 32
@@ -97,17 +100,17 @@ def test_a_limit_is_a_share_of_the_units_that_many_tokens_make_constant() -> Non
         ({}, "needs an NVIDIA GPU of compute capability 9.0, found cpu"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], reason: str) -> None:
-    asked = problem(**({"m": 4, "n": 512, "k": 256} | change))
-    assert reason in (ffn_sparse.KERNEL.unsupported(asked, CPU) or "")
+def test_unsupported_problems_are_refused(change: dict[str, Any], reason: str) -> None:
+    task = problem(**({"m": 4, "n": 512, "k": 256} | change))
+    assert reason in (ffn_sparse.KERNEL.unsupported(task, CPU) or "")
 
 
-# ---- what is chosen ----
+# ---- the choice of a layer ----
 
 
 @pytest.fixture
-def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let layers be made without a GPU: each launch says who made it."""
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare layers without a GPU: each launch returns the length of its module's name."""
 
     def named(name: str, **choice: Any) -> Any:
         return lambda *_, **__: Launch(lambda: torch.tensor(len(name)), choice)
@@ -120,7 +123,7 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, named(module.__name__, tile=1))
 
 
-@pytest.mark.usefixtures("on_paper")
+@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize(
     ("m", "op", "way", "chosen"),
     [
@@ -136,30 +139,30 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
         (513, "mlp", "best", ["cvse, mlp_sparse way=library", *MLP_DENSE]),
     ],
 )
-def test_a_portfolio_names_what_it_chose(
+def test_a_portfolio_names_its_choice(
     m: int, op: str, way: Any, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = ffn_sparse if op == "ffn" else mlp_sparse
-    these = given(problem(m, 64, 32, op=op))
+    case = prepared(problem(m, 64, 32, op=op))
     for i, expected in enumerate(chosen):
         monkeypatch.setattr(ffn_sparse, "search", lambda *_, i=i: Search(i))
-        launch = kernel.prepare(these, way=way)
+        launch = kernel.prepare(case, way=way)
         assert launch.choice["chosen"] == expected
         monkeypatch.setattr(ffn_sparse, "search", lambda calls, _: Search(len(calls) - 1))
-        again = kernel.prepare(replace(these, pinned=launch.choice))
+        again = kernel.prepare(replace(case, pinned=launch.choice))
         assert again.choice == launch.choice
 
 
-def test_those_that_choose_among_kernels_are_portfolios() -> None:
+def test_the_portfolios_are_ffn_sparse_and_mlp_sparse() -> None:
     portfolios = {name for name in names("kernels") if isinstance(load_kernel(name), Portfolio)}
     assert portfolios == {"ffn_sparse", "mlp_sparse"}
 
 
 @pytest.mark.parametrize(("kernel", "op"), [(ffn_few, "ffn"), (mlp_few, "mlp")])
-def test_the_kernel_for_few_tokens_refuses_many(kernel: Any, op: str) -> None:
-    asked = problem(65, 64, 32, op=op)
+def test_kernels_for_few_tokens_refuse_many(kernel: Any, op: str) -> None:
+    task = problem(65, 64, 32, op=op)
     assert kernel.KERNEL.op == op
-    assert kernel.KERNEL.unsupported(asked, CPU) == "expected 1 to 64 tokens, found 65"
+    assert kernel.KERNEL.unsupported(task, CPU) == "expected 1 to 64 tokens, found 65"
 
 
 # ---- its code ----
@@ -174,7 +177,7 @@ def test_the_kernel_for_few_tokens_refuses_many(kernel: Any, op: str) -> None:
     sampled([(True, None), (False, None), (True, Tiles()), (True, Tiles(64, 7))]),
     ids=str,
 )
-def test_it_compiles_without_a_spill(
+def test_the_kernel_compiles_without_spills(
     k: int, split: int, gated: bool, tiles: Tiles | None, tmp_path: Path
 ) -> None:
     for squared, dtype in ((False, torch.bfloat16), (True, torch.float16)):
@@ -186,7 +189,7 @@ def test_it_compiles_without_a_spill(
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("k", sampled([2560, 2048, 200, 1032]))
 @pytest.mark.parametrize("split", sampled([8, 7, 3, 2]))
-def test_with_nothing_that_stands_by_it_compiles_without_a_spill(
+def test_without_a_fallback_the_kernel_compiles_without_spills(
     k: int, split: int, tmp_path: Path
 ) -> None:
     for squared, gated, dtype in ((False, True, torch.bfloat16), (True, False, torch.float16)):
@@ -195,7 +198,7 @@ def test_with_nothing_that_stands_by_it_compiles_without_a_spill(
 
 
 def on_cpu(constants: Constants, folder: Path, late: bool) -> Any:
-    """Build the kernel's own source for this machine; grid_on_cpu.h stands in for PTX."""
+    """Build the kernel's source for this machine; grid_on_cpu.h replaces PTX."""
     source = cuda_source("ffn_sparse.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
@@ -216,26 +219,26 @@ def on_cpu(constants: Constants, folder: Path, late: bool) -> Any:
 
 
 def gate_in_tiles(g: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return gates as _twell_gate.py does: dense tiles, poisoned elsewhere; and words."""
+    """Return gates as _twell_gate.py does: dense tiles, with 7 elsewhere, and words."""
     m, n = g.shape
     words = torch.full((m, -(-n // tiles.tile), tiles.words), -1, dtype=torch.int32)
     dense = torch.full_like(g, 7.0)
     for token in range(m):
         for tile in range(words.shape[1]):
-            own = g[token, tile * tiles.tile : (tile + 1) * tiles.tile]
-            on = (~(own <= 0)).nonzero()[:, 0]
-            words[token, tile, 0] = len(on)
-            if len(on) > tiles.capacity:
-                dense[token, tile * tiles.tile :][: len(own)] = own.where(~(own <= 0), 0)
+            gates = g[token, tile * tiles.tile : (tile + 1) * tiles.tile]
+            active = (~(gates <= 0)).nonzero()[:, 0]
+            words[token, tile, 0] = len(active)
+            if len(active) > tiles.capacity:
+                dense[token, tile * tiles.tile :][: len(gates)] = gates.where(~(gates <= 0), 0)
                 continue
-            on = on[torch.randperm(len(on))]
-            values = own[on].view(torch.int16).int() << 16
-            words[token, tile, 1 : len(on) + 1] = values | (on + tile * tiles.tile).int()
+            active = active[torch.randperm(len(active))]
+            values = gates[active].view(torch.int16).int() << 16
+            words[token, tile, 1 : len(active) + 1] = values | (active + tile * tiles.tile).int()
     return dense, words
 
 
-# m, n, k, part of the units that is on, split, limit: a last group with few tokens, fewer units
-# than threads, steps that are full and not, groups of one step, k up to 1024, 2048 and beyond.
+# m, n, k, fraction of active units, split, limit. The cases cover a last group with few tokens,
+# fewer units than threads, full and partial steps, groups of one step, k up to 1024, 2048 and more.
 CASES = [
     (11, 48, 72, 0.2, 1, 48),
     (5, 200, 264, 0.3, 2, 200),
@@ -248,8 +251,8 @@ CASES = [
     (40, 96, 4096, 0.04, 1, 24),
     (100, 96, 72, 0.01, 1, 96),
 ]
-# The same alone: units for one CTA of a cluster only, several lists of a group, nothing on, 320
-# columns a warp, and two halves of 192.
+# The same with `alone`: units for only one CTA of a cluster, several lists per group, no active
+# units, 320 columns per warp, and two halves of 192.
 ALONE = [
     (11, 48, 72, 0.2, 2, None),
     (5, 3600, 72, 1.0, 2, None),
@@ -260,7 +263,7 @@ ALONE = [
     (33, 2056, 72, 0.03, 8, None),
     (17, 1800, 72, 0.9, 3, None),
 ]
-# dtype, squared, gated, the tiles in which G is stored
+# dtype, squared, gated, the tiles that store G
 WHOLE = [
     ("bf16", False, True, None),
     ("fp16", True, False, None),
@@ -279,32 +282,34 @@ PAIRS += [(case, WHOLE[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25, 40, 42, 46), ids=str)
-def test_its_threads_give_the_product_on_a_cpu(
+def test_threads_on_a_cpu_compute_the_layer(
     case: tuple[Any, ...], kind: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    (m, n, k, part, split, limit), (dtype, squared, gated, tiles) = case, kind
+    (m, n, k, fraction, split, limit), (dtype, squared, gated, tiles) = case, kind
     torch.manual_seed(0)
-    as_stored = DTYPES[dtype]
-    x, wu, wd_t = (torch.randn(*size).to(as_stored) for size in ((m, k), (n, k), (n, k)))
-    g = torch.where(torch.rand(m, n) < part, torch.rand(m, n), -torch.rand(m, n)).to(as_stored)
+    stored_dtype = DTYPES[dtype]
+    x, wu, wd_t = (torch.randn(*size).to(stored_dtype) for size in ((m, k), (n, k), (n, k)))
+    g = torch.where(torch.rand(m, n) < fraction, torch.rand(m, n), -torch.rand(m, n)).to(
+        stored_dtype
+    )
     g[1] = 0  # a token without a unit
     g[2, 3] = float("nan")
     y, rest = torch.full_like(x, 7.0), _remainder.rest_of(m, 1, CPU)
-    in_memory, words = gate_in_tiles(g, tiles) if tiles else (g, g)
-    gates = torch.full((16, _grouped.LISTS * _grouped.MOST_ROWS * 8), 7.0, dtype=as_stored)
-    kept = x, in_memory, wu, wd_t, y, rest.left, rest.heavy, words, gates
-    pointers = (ctypes.c_void_p * 9)(*(t.data_ptr() for t in kept))
+    stored, words = gate_in_tiles(g, tiles) if tiles else (g, g)
+    gates = torch.full((16, _grouped.LISTS * _grouped.MOST_ROWS * 8), 7.0, dtype=stored_dtype)
+    tensors = x, stored, wu, wd_t, y, rest.left, rest.heavy, words, gates
+    pointers = (ctypes.c_void_p * 9)(*(t.data_ptr() for t in tensors))
     alone = limit is None
     bytes_ = ctypes.c_size_t(_grouped.shared_bytes(k, alone))
     sizes = (ctypes.c_int * 3)(m, n, 0 if alone else limit)
-    constants = _grouped.constants_of(k, split, squared, gated, as_stored, tiles, alone)
+    constants = _grouped.constants_of(k, split, squared, gated, stored_dtype, tiles, alone)
     groups = len(rest.heavy)
     grid = groups * split if split > 1 else min(2, groups)
     on_cpu(constants, tmp_path, late=squared).call(pointers, sizes, grid, bytes_)
 
     gate, up = g.double().relu(), x.double() @ wu.double().T if gated else 1
     h = (gate.square() if squared else gate) * up
-    right, spread = h @ wd_t.double(), (h.square() @ wd_t.double().square()).sqrt()
+    reference, spread = h @ wd_t.double(), (h.square() @ wd_t.double().square()).sqrt()
     group = torch.arange(m) // _remainder.GROUP
     rows = torch.stack([(~(g <= 0))[group == i].any(0).sum() for i in range(groups)])
     heavy = [] if alone else (rows > limit).nonzero()[:, 0].tolist()
@@ -312,10 +317,10 @@ def test_its_threads_give_the_product_on_a_cpu(
     left = torch.isin(group, torch.tensor(heavy))
     assert (y[left] == 7).all()
     if tiles:  # G of the groups that are left, for the dense products
-        assert torch.equal(in_memory[left].nan_to_num(9999), g.clamp(min=0)[left].nan_to_num(9999))
+        assert torch.equal(stored[left].nan_to_num(9999), g.clamp(min=0)[left].nan_to_num(9999))
     done = ~left & (torch.arange(m) != 2)
     assert y[2].isnan().all() or left[2]
-    expected = Expected(right[done], 2 * spread[done] + 1e-30, as_stored, n)
+    expected = Expected(reference[done], 2 * spread[done] + 1e-30, stored_dtype, n)
     assert (reason := check(y[done], expected).reason) is None, reason
 
 
@@ -326,7 +331,7 @@ def test_its_threads_give_the_product_on_a_cpu(
 @pytest.mark.parametrize(("dtype", "squared"), [("fp16", False), ("fp32", True)])
 @pytest.mark.parametrize(("m", "heavy"), [(21, [2, 0]), (150, [*range(19)]), (9, [])])
 @pytest.mark.parametrize("gated", [True, False])
-def test_interpreted_groups_that_are_left_are_multiplied(m, heavy, gated, dtype, squared):
+def test_interpreted_dense_products_write_the_groups_left(m, heavy, gated, dtype, squared):
     n, k, kind = 72, 40, DTYPES[dtype]
     torch.manual_seed(0)
     x, wu, wd, g = (torch.randn(*s).to(kind) for s in ((m, k), (n, k), (k, n), (m, n)))
@@ -340,13 +345,13 @@ def test_interpreted_groups_that_are_left_are_multiplied(m, heavy, gated, dtype,
 
     gate, up = gates.double().relu(), x.double() @ wu.double().T if gated else 1
     h = (gate.square() if squared else gate) * up
-    right, spread = h @ wd.double().T, (h.square() @ wd.double().square().T).sqrt()
-    mine = torch.isin(torch.arange(m) // _remainder.GROUP, torch.tensor(heavy))
-    assert (y[~mine] == 7).all()
-    assert not mine[0] or y[0].isnan().all()
-    mine[0] = False
-    expected = Expected(right[mine], 2 * spread[mine] + 1e-30, kind, n)
-    assert (reason := check(y[mine], expected).reason) is None, reason
+    reference, spread = h @ wd.double().T, (h.square() @ wd.double().square().T).sqrt()
+    written = torch.isin(torch.arange(m) // _remainder.GROUP, torch.tensor(heavy))
+    assert (y[~written] == 7).all()
+    assert not written[0] or y[0].isnan().all()
+    written[0] = False
+    expected = Expected(reference[written], 2 * spread[written] + 1e-30, kind, n)
+    assert (reason := check(y[written], expected).reason) is None, reason
     assert rest.left.tolist() == [0, 0, 0]
 
 
@@ -354,18 +359,18 @@ def test_interpreted_groups_that_are_left_are_multiplied(m, heavy, gated, dtype,
 @pytest.mark.parametrize("path", ["tma", "pointers"])
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_interpreted_fused_gate_and_up_are_right(dtype, activation, path):
-    these = given(problem(19, 72, 40, dtype, activation=activation))
-    x = these.activations["x"]
-    wg, wu, wd = (these.weights[name].to_dense() for name in ("wg", "wu", "wd"))
+def test_interpreted_fused_gate_and_up_are_correct(dtype, activation, path):
+    case = prepared(problem(19, 72, 40, dtype, activation=activation))
+    x = case.activations["x"]
+    wg, wu, wd = (case.weights[name].to_dense() for name in ("wg", "wu", "wd"))
     configs = ffn_dense_triton.configurations(len(x), x.element_size(), path)
     for config in configs:
         h = ffn_dense_triton.launch(x, wg, wu, config, activation)()
-        assert_right(torch.mm(h, wd.t()), these)
+        assert_correct(torch.mm(h, wd.t()), case)
 
 
 def assert_triton_compiles(program: BoundKernel) -> None:
-    """Compile a call ahead of time, as Triton would make it: a size that is one is a constant."""
+    """Compile a call ahead of time, as Triton would: a size of one is a constant."""
     names, values = program.kernel.arg_names, dict(program.constants)
     options = {name: values.pop(name) for name in (*values,) if name not in names}
     signature, aligned = {}, {}
@@ -393,7 +398,7 @@ def empty(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])
-def test_what_is_left_compiles_for_any_number_of_tokens(m: int) -> None:
+def test_the_dense_products_compile_for_any_number_of_tokens(m: int) -> None:
     n, k = 5632, 2048
     rest = _remainder.rest_of(m, 132, torch.device("meta"))
     for wu in (empty(n, k), None):
@@ -415,15 +420,15 @@ def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(Unsupported, match="option mode: expected one of default, max-autotune"):
-        torch_compile.prepare(given(problem(2, 8, 8, "fp32")), mode="fast")
+        torch_compile.prepare(prepared(problem(2, 8, 8, "fp32")), mode="fast")
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_a_compiled_definition_follows_its_activations() -> None:
-    these = given(problem(3, 24, 16, "fp32"))
-    launch = torch_compile.prepare(these)
-    redraw(these.problem, OP, these.activations, 1)
-    assert_right(launch(), these)
+    case = prepared(problem(3, 24, 16, "fp32"))
+    launch = torch_compile.prepare(case)
+    redraw(case.problem, OP, case.activations, 1)
+    assert_correct(launch(), case)
     assert launch.choice == {"mode": "default"}
 
 
@@ -435,11 +440,11 @@ SHAPES += [(300, 2056, 2048), (1500, 1024, 2048), (2500, 520, 4096), (130, 14336
 GATES = "library", Tiles(), Tiles(64, 7)
 
 
-def layer(these: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
-    """Prepare a layer in groups of tokens, whose gate is written in this way."""
+def layer(case: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
+    """Prepare a layer in groups of tokens, with its gate stored in tiles or by a library."""
     if isinstance(way, Tiles):
-        return ffn_twell.prepare(these, tile=way.tile, capacity=way.capacity)
-    return ffn_sparse.prepare(these, way=way)
+        return ffn_twell.prepare(case, tile=way.tile, capacity=way.capacity)
+    return ffn_sparse.prepare(case, way=way)
 
 
 @pytest.mark.gpu
@@ -449,15 +454,15 @@ def layer(these: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kernel", [ffn_sparse, mlp_sparse])
-def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, activation, skew):
+def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, activation, skew):
     op = kernel.KERNEL.op
     for active in (1, shape[1] / 64, shape[1] / 2):
-        asked = problem(*shape, dtype, op, activation=activation, active=active, skew=skew)
-        these = given(asked, GPU)
-        launch = kernel.prepare(these, way="library")
+        task = problem(*shape, dtype, op, activation=activation, active=active, skew=skew)
+        case = prepared(task, GPU)
+        launch = kernel.prepare(case, way="library")
         for draw in (1, 2):
-            redraw(asked, load_op(op), these.activations, draw)
-            assert_right(launch(), these)
+            redraw(task, load_op(op), case.activations, draw)
+            assert_correct(launch(), case)
             assert torch.equal(launch().clone(), launch())
 
 
@@ -468,50 +473,50 @@ def test_any_number_of_active_units_is_right_on_a_gpu(kernel, shape, dtype, acti
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 64], ids=str)
 def test_gates_in_tiles_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
     for active in (1, shape[1] / 64, shape[1] / 2):
-        asked = problem(*shape, dtype, activation=activation, active=active)
-        these = given(asked, GPU)
-        launch = layer(these, way)
+        task = problem(*shape, dtype, activation=activation, active=active)
+        case = prepared(task, GPU)
+        launch = layer(case, way)
         for draw in (1, 2):
-            redraw(asked, OP, these.activations, draw)
-            assert_right(launch(), these)
+            redraw(task, OP, case.activations, draw)
+            assert_correct(launch(), case)
             assert torch.equal(launch().clone(), launch())
 
 
 @pytest.mark.gpu
 @hopper
-def test_a_way_is_chosen_and_settled_on_a_gpu() -> None:
+def test_a_pinned_choice_is_repeated_on_a_gpu() -> None:
     for active in (8, 600):
-        these = gpu_case(active=active)
+        case = gpu_case(active=active)
         for way in get_args(ffn_sparse.Way):
             if way == "few":
                 continue
-            launch = ffn_sparse.prepare(these, way=way)
-            again = ffn_sparse.prepare(replace(these, pinned=launch.choice))
+            launch = ffn_sparse.prepare(case, way=way)
+            again = ffn_sparse.prepare(replace(case, pinned=launch.choice))
             assert again.choice == launch.choice
             assert way in ("best", "sparse", launch.choice["way"])
-            redraw(these.problem, OP, these.activations, 1)
-            assert_right(again(), these)
-    these = gpu_case(64)
-    launch = ffn_sparse.prepare(these, way="few")
+            redraw(case.problem, OP, case.activations, 1)
+            assert_correct(again(), case)
+    case = gpu_case(64)
+    launch = ffn_sparse.prepare(case, way="few")
     few = {"chosen": "cvse, ffn_few", "way": "few"}
     assert few.items() <= launch.choice.items()
-    assert torch.equal(ffn_few.prepare(these)(), launch())
-    assert_right(ffn_sparse.prepare(replace(these, pinned=launch.choice))(), these)
-    assert ffn_sparse.prepare(these, way="sparse").choice["way"] in ("few", "alone")
-    asked = problem(300, 1024, 512, op="mlp", active=8)
-    launch = mlp_sparse.prepare(given(asked, GPU))
-    again = mlp_sparse.prepare(replace(given(asked, GPU), pinned=launch.choice))
+    assert torch.equal(ffn_few.prepare(case)(), launch())
+    assert_correct(ffn_sparse.prepare(replace(case, pinned=launch.choice))(), case)
+    assert ffn_sparse.prepare(case, way="sparse").choice["way"] in ("few", "alone")
+    task = problem(300, 1024, 512, op="mlp", active=8)
+    launch = mlp_sparse.prepare(prepared(task, GPU))
+    again = mlp_sparse.prepare(replace(prepared(task, GPU), pinned=launch.choice))
     assert again.choice == launch.choice
 
 
-def test_other_ways_are_refused() -> None:
-    these = given(problem(4, 64, 32))
+def test_unknown_ways_are_refused() -> None:
+    case = prepared(problem(4, 64, 32))
     with pytest.raises(Unsupported, match=r"expected one of best, sparse"):
-        ffn_sparse.prepare(these, way="dense")
+        ffn_sparse.prepare(case, way="dense")
     with pytest.raises(Unsupported, match="use library"):
-        ffn_sparse.prepare(these, way="packed")
+        ffn_sparse.prepare(case, way="packed")
     with pytest.raises(Unsupported, match="use library"):
-        ffn_sparse.prepare(replace(these, pinned={"way": "packed"}))
+        ffn_sparse.prepare(replace(case, pinned={"way": "packed"}))
 
 
 @pytest.mark.gpu
@@ -522,34 +527,34 @@ def test_few_refuses_many_tokens_on_a_gpu() -> None:
 
 
 def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
-    return given(problem(m, n, k, active=active), GPU)
+    return prepared(problem(m, n, k, active=active), GPU)
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
-def test_rows_that_are_full_empty_and_heavy_are_right_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
-    these = gpu_case()
-    wg, x = these.weights["wg"].values, these.activations["x"]
-    wg[:, 1] = 1.0  # what column 1 of X adds to every gate of a token
+def test_full_empty_and_heavy_tokens_are_correct_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
+    case = gpu_case()
+    wg, x = case.weights["wg"].values, case.activations["x"]
+    wg[:, 1] = 1.0  # column 1 of X shifts every gate of a token
     x[:, 1] = 0
-    x[5, 1], x[6, 1], x[40:48, 1] = 100, -100, 100  # all units on, none, a group of eight
-    y = layer(these, way)()
-    assert_right(y, these)
+    x[5, 1], x[6, 1], x[40:48, 1] = 100, -100, 100  # all units active, none, a group of eight
+    y = layer(case, way)()
+    assert_correct(y, case)
     assert (y[6] == 0).all()
-    wg[256:, 0] = -100  # one tile of 256 units holds all that is on
+    wg[256:, 0] = -100  # all active units are in one tile of 256
     wg[:256, 0] = 100
-    assert_right(layer(these, way)(), these)
+    assert_correct(layer(case, way)(), case)
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
-    these = gpu_case()
-    launch = layer(these, way)
+    case = gpu_case()
+    launch = layer(case, way)
     right = launch().clone()
-    these.activations["x"][7, 3] = float("nan")
+    case.activations["x"][7, 3] = float("nan")
     y = launch()
     others = torch.arange(len(y), device=GPU) // 8 != 0
     assert y[7].isnan().all()
@@ -561,17 +566,17 @@ def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 @pytest.mark.parametrize("active", [8, 600])
-def test_a_graph_replays_it_on_a_gpu(active: float, way: ffn_sparse.Way | Tiles) -> None:
-    these = gpu_case(active=active)
-    launch = layer(these, way)
+def test_a_graph_replays_a_layer_on_a_gpu(active: float, way: ffn_sparse.Way | Tiles) -> None:
+    case = gpu_case(active=active)
+    launch = layer(case, way)
     launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = launch()
     for draw in (1, 2):
-        redraw(these.problem, OP, these.activations, draw)
+        redraw(case.problem, OP, case.activations, draw)
         graph.replay()
-        assert_right(y, these)
+        assert_correct(y, case)
 
 
 @pytest.mark.gpu
@@ -579,9 +584,9 @@ def test_a_graph_replays_it_on_a_gpu(active: float, way: ffn_sparse.Way | Tiles)
 @pytest.mark.parametrize("kernel", [ffn_dense_triton, torch_compile])
 @pytest.mark.parametrize("m", [1, 33, 300, 2000])
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
-def test_dense_yardsticks_are_right_on_a_gpu(kernel: Any, m: int, activation: str) -> None:
-    these = given(problem(m, 1024, 512, activation=activation), GPU)
-    launch = kernel.prepare(these)
-    redraw(these.problem, OP, these.activations, 1)
-    assert_right(launch(), these)
-    assert_right(kernel.prepare(replace(these, pinned=launch.choice))(), these)
+def test_dense_kernels_are_correct_on_a_gpu(kernel: Any, m: int, activation: str) -> None:
+    case = prepared(problem(m, 1024, 512, activation=activation), GPU)
+    launch = kernel.prepare(case)
+    redraw(case.problem, OP, case.activations, 1)
+    assert_correct(launch(), case)
+    assert_correct(kernel.prepare(replace(case, pinned=launch.choice))(), case)

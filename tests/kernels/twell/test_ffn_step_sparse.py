@@ -1,4 +1,4 @@
-"""The op ffn_step: its definition, what its check lets pass, its work; and its kernel."""
+"""Test the op ffn_step (definition, tolerance, work) and its kernel."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,69 +34,69 @@ def exact(drawn: DenseOperands) -> dict[str, Tensor]:
     return {name: t.double() for name, t in {**drawn.weights, **drawn.activations}.items()}
 
 
-def expected(asked: Problem, arguments: Mapping[str, Tensor]) -> Expected:
-    reference, spread = (bound(f, asked)(**arguments) for f in (OP.definition, OP.spread))
-    dtype, depth = DTYPES[asked["dtype"]], OP.depth(**arguments)
-    return Expected(reference, spread, dtype, depth, parts=OP.parts(asked))
+def expected(case: Problem, arguments: Mapping[str, Tensor]) -> Expected:
+    reference, spread = (bound(f, case)(**arguments) for f in (OP.definition, OP.spread))
+    dtype, depth = DTYPES[case["dtype"]], OP.depth(**arguments)
+    return Expected(reference, spread, dtype, depth, parts=OP.parts(case))
 
 
-def judged(asked: Problem, device: torch.device, **options: Any) -> Verdict:
-    """Hold the kernel's output for operands of the problem against the definition."""
-    drawn = operands(asked, OP, device, None)
+def verdict_of(case: Problem, device: torch.device, **options: Any) -> Verdict:
+    """Compare the kernel's output for operands of the problem with the definition."""
+    drawn = operands(case, OP, device, None)
     weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    given = Operands(asked, weights, drawn.activations, OP.definition)
-    launch = load_kernel("ffn_step_sparse").prepare(given, **options)
+    sparse = Operands(case, weights, drawn.activations, OP.definition)
+    launch = load_kernel("ffn_step_sparse").prepare(sparse, **options)
     launch().fill_(float("nan"))
-    return check(launch(), expected(asked, exact(drawn)))
+    return check(launch(), expected(case, exact(drawn)))
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_the_definition_is_what_autograd_gives(activation):
-    asked = problem(m=20, n=24, k=16, active=6.0, activation=activation)
-    given = exact(operands(asked, OP, CPU, None))
-    found = bound(OP.definition, asked)(**given).split(OP.parts(asked))
-    dy = given.pop("dy")
-    leaves = {name: t.requires_grad_() for name, t in given.items()}
+def test_the_definition_equals_autograd(activation):
+    case = problem(m=20, n=24, k=16, active=6.0, activation=activation)
+    arguments = exact(operands(case, OP, CPU, None))
+    results = bound(OP.definition, case)(**arguments).split(OP.parts(case))
+    dy = arguments.pop("dy")
+    leaves = {name: t.requires_grad_() for name, t in arguments.items()}
     act = relu(linear(leaves["x"], leaves["wg"]))
     h = (act if activation == "relu" else act.square()) * linear(leaves["x"], leaves["wu"])
     y = linear(h, leaves["wd"])
-    wanted = [leaves[name] for name in ("x", "wg", "wu", "wd")]
-    *of, of_wd = torch.autograd.grad(y, wanted, dy)
-    for name, a, b in zip(NAMES, found, (y, *of, of_wd.t()), strict=True):
+    inputs = [leaves[name] for name in ("x", "wg", "wu", "wd")]
+    *gradients, dwd = torch.autograd.grad(y, inputs, dy)
+    for name, a, b in zip(NAMES, results, (y, *gradients, dwd.t()), strict=True):
         torch.testing.assert_close(a, b, msg=name)
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_torch_itself_is_right_and_each_part_for_itself(activation, dtype):
-    asked = problem(activation=activation, dtype=dtype)
-    drawn = operands(asked, OP, CPU, None)
-    right = expected(asked, exact(drawn))
-    found = bound(OP.definition, asked)(**drawn.weights, **drawn.activations)
-    assert check(found, right).reason is None
+def test_torch_passes_and_an_error_in_any_part_fails(activation, dtype):
+    case = problem(activation=activation, dtype=dtype)
+    drawn = operands(case, OP, CPU, None)
+    correct = expected(case, exact(drawn))
+    result = bound(OP.definition, case)(**drawn.weights, **drawn.activations)
+    assert check(result, correct).reason is None
     row = 0
-    for name, size in zip(NAMES, OP.parts(asked), strict=True):
-        spoilt = found.clone()
-        spoilt[row : row + size] *= 1.06
-        reason = check(spoilt, right).reason
+    for name, size in zip(NAMES, OP.parts(case), strict=True):
+        changed = result.clone()
+        changed[row : row + size] *= 1.06
+        reason = check(changed, correct).reason
         assert (reason or "").startswith(f"from row {row}: "), name
         row += size
 
 
-def test_a_gate_at_zero_may_be_on_or_off_and_one_apart_may_not():
-    asked = problem(m=40, n=16, k=16, active=6.0)
-    given = exact(operands(asked, OP, CPU, None))
-    by = given["x"][3, 0].clone()
-    for gate, may in ((1e-8, True), (0.1, False)):
-        rest = linear(given["x"][3, 1:], given["wg"][5, 1:])
-        given["wg"][5, 0] = (gate - rest) / by
-        on = expected(asked, given)
-        given["wg"][5, 0] = (-gate - rest) / by
-        off = bound(OP.definition, asked)(**given).bfloat16()
-        assert (check(off, on).reason is None) == may, gate
+def test_only_a_gate_near_zero_may_be_active_or_not():
+    case = problem(m=40, n=16, k=16, active=6.0)
+    arguments = exact(operands(case, OP, CPU, None))
+    factor = arguments["x"][3, 0].clone()
+    for gate, passes in ((1e-8, True), (0.1, False)):
+        rest = linear(arguments["x"][3, 1:], arguments["wg"][5, 1:])
+        arguments["wg"][5, 0] = (gate - rest) / factor
+        active = expected(case, arguments)
+        arguments["wg"][5, 0] = (-gate - rest) / factor
+        inactive = bound(OP.definition, case)(**arguments).bfloat16()
+        assert (check(inactive, active).reason is None) == passes, gate
 
 
-def test_the_work_by_hand():
+def test_the_work_matches_a_hand_computation():
     nnz = {"wg": 512 * 128, "wu": 512 * 128, "wd": 512 * 128}
     dense, few = problem(active=None), problem(active=128.0)
     assert OP.flops(dense, nnz) == 9 * 2 * 256 * 512 * 128
@@ -106,16 +106,16 @@ def test_the_work_by_hand():
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_the_kernel_puts_the_layers_results_below_each_other(activation):
-    assert judged(problem(activation=activation), CPU).reason is None
+def test_the_kernel_stacks_the_results_of_the_layer(activation):
+    assert verdict_of(problem(activation=activation), CPU).reason is None
 
 
-def test_room_for_no_unit_is_refused():
-    with pytest.raises(Unsupported, match="option slots: expected 1 to 512, the hidden units"):
-        judged(problem(), CPU, slots=0)
+def test_zero_slots_are_refused():
+    with pytest.raises(Unsupported, match="option slots"):
+        verdict_of(problem(), CPU, slots=0)
 
 
-def test_the_suite_asks_for_what_the_kernel_can():
+def test_the_kernel_supports_the_suite():
     kernel = load_kernel("ffn_step_sparse")
     for contest in read("ffn-step").contests:
         reason = kernel.unsupported(contest.problem, CPU)
@@ -127,15 +127,15 @@ def test_the_suite_asks_for_what_the_kernel_can():
 @pytest.mark.parametrize("slots", [88, 8])
 @pytest.mark.parametrize("skew", ["iid", "zipf", "correlated"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_gpu_is_right(dtype, skew, slots):
-    asked = problem(m=2048, n=5632, k=2048, active=29.0, skew=skew, dtype=dtype)
-    verdict = judged(asked, GPU, slots=slots)
+def test_the_kernel_is_correct_on_a_gpu(dtype, skew, slots):
+    case = problem(m=2048, n=5632, k=2048, active=29.0, skew=skew, dtype=dtype)
+    verdict = verdict_of(case, GPU, slots=slots)
     assert verdict.reason is None, verdict
 
 
 @pytest.mark.gpu
-def test_libraries_are_right_on_a_gpu():
-    asked = problem(m=2048, n=5632, k=2048, active=29.0)
-    drawn = operands(asked, OP, GPU, None)
-    found = bound(OP.definition, asked)(**drawn.weights, **drawn.activations)
-    assert check(found, expected(asked, exact(drawn))).reason is None
+def test_torch_is_correct_on_a_gpu():
+    case = problem(m=2048, n=5632, k=2048, active=29.0)
+    drawn = operands(case, OP, GPU, None)
+    result = bound(OP.definition, case)(**drawn.weights, **drawn.activations)
+    assert check(result, expected(case, exact(drawn))).reason is None

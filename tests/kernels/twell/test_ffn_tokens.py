@@ -1,6 +1,6 @@
-"""Layers of 33 to 512 tokens on a GPU, in every way that is timed there: odd sizes, poison, graphs.
+"""Test layers of 33 to 512 tokens on a GPU in every timed way: odd sizes, NaN, CUDA graphs.
 
-The rows of X are those of a larger matrix of NaN, so that a token too many would show.
+X is part of a larger matrix of NaN, so that a kernel that reads too many tokens fails.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from tests.compiling.nvcc import hopper
 TOKENS = 33, 64, 65, 100, 129, 255, 500
 SHAPES = (5632, 2048), (9728, 2560), (1000, 200), (520, 1032), (2056, 3064)
 CASES = [*((shape, True) for shape in SHAPES), ((9728, 2560), False), ((1000, 200), False)]
-ON = 0.0, 0.005, 0.2, 1.0  # of the units; the last: several lists of a group
+ACTIVE = 0.0, 0.005, 0.2, 1.0  # fractions of the units; the last needs several lists per group
 
-Way = str  # of _grouped.py, alone; or how X comes in ffn_few.py
+Way = str  # "alone" for _grouped.py, or the way of ffn_few.py to read X
 
 
 def ways(m: int, n: int) -> list[Way]:
@@ -31,7 +31,7 @@ def ways(m: int, n: int) -> list[Way]:
 
 
 def layer(m: int, n: int, k: int, kind: torch.dtype, squared: bool, gated: bool) -> Layer:
-    """Return operands on the GPU; column 0 of X is one, so that Wg's says how many are on."""
+    """Return operands on the GPU. X's column 0 is one, so Wg's sets the number of active units."""
     torch.manual_seed(m)
     x = torch.full((m + 16, k), float("nan"), device="cuda", dtype=kind)[:m]
     x.copy_(torch.randn(m, k, device="cuda"))
@@ -42,15 +42,15 @@ def layer(m: int, n: int, k: int, kind: torch.dtype, squared: bool, gated: bool)
     return Layer(x, wg, up, wd, wd.t().contiguous(), torch.empty_like(x), squared)
 
 
-def turn_on(layer: Layer, part: float) -> None:
-    """Let this part of the units be on for a token; a token has all on, and one has none."""
-    bias = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(part)).clamp(-6, 6)
+def activate(layer: Layer, fraction: float) -> None:
+    """Activate this fraction of a token's units, but all of token 3 and none of token 17."""
+    bias = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(fraction)).clamp(-6, 6)
     layer.gate[:, 0], layer.gate[:, 1], layer.x[:, 1] = float(bias), 1.0, 0
     layer.x[3, 1], layer.x[17, 1] = 10, -200
 
 
 def bound(layer: Layer, way: Way) -> Callable[[], Tensor]:
-    """Return the layer in a way, after torch's gate; nothing is searched."""
+    """Return the layer in a way, without a search; torch computes the gate of 'alone'."""
     x, up, wd_t, y, squared = layer.x, layer.up, layer.wd_t, layer.y, layer.squared
     if way != "alone":
         return ffn_few.launch(x, layer.gate, up, wd_t, y, squared=squared, x_by=way)
@@ -58,18 +58,18 @@ def bound(layer: Layer, way: Way) -> Callable[[], Tensor]:
     g, rest = x.new_full((m, n), float("nan")), _remainder.rest_of(m, 1, device)
     at_once = partial(_grouped.clusters, k=k, device=device, alone=True)
     split = max(2, _grouped.split_of(m, at_once))
-    how = {"split": split, "limit": 0, "squared": squared, "alone": True}
-    walk = _grouped.launch(x, g, up, wd_t, y, rest, **how)
+    options = {"split": split, "limit": 0, "squared": squared, "alone": True}
+    sparse = _grouped.launch(x, g, up, wd_t, y, rest, **options)
 
     def run() -> Tensor:
         torch.mm(x, layer.gate.t(), out=g)
-        return walk()
+        return sparse()
 
     return run
 
 
-def assert_right(y: Tensor, layer: Layer) -> None:
-    """Hold Y against the definition in fp64."""
+def assert_correct(y: Tensor, layer: Layer) -> None:
+    """Compare Y with the definition in fp64."""
     x, wd = layer.x.double(), layer.wd.double()
     gate = (x @ layer.gate.double().T).to(y.dtype).double().relu()
     h = gate.square() if layer.squared else gate
@@ -84,31 +84,33 @@ def assert_right(y: Tensor, layer: Layer) -> None:
 @hopper
 @pytest.mark.parametrize(("shape", "gated"), CASES, ids=str)
 @pytest.mark.parametrize("m", TOKENS)
-def test_any_number_of_units_is_right_on_a_gpu(m: int, shape: tuple[int, int], gated: bool) -> None:
-    """Gated in bf16 with relu, else in fp16 with relu2."""
+def test_any_number_of_active_units_is_correct_on_a_gpu(
+    m: int, shape: tuple[int, int], gated: bool
+) -> None:
+    """Test gated layers in bf16 with relu, others in fp16 with relu2."""
     kind = torch.bfloat16 if gated else torch.float16
-    these = layer(m, *shape, kind, not gated, gated)
+    case = layer(m, *shape, kind, not gated, gated)
     for way in ways(m, shape[0]):
-        launch = bound(these, way)
-        for part in ON:
-            turn_on(these, part)
-            these.y.fill_(float("nan"))
+        launch = bound(case, way)
+        for fraction in ACTIVE:
+            activate(case, fraction)
+            case.y.fill_(float("nan"))
             first = launch().clone()
-            assert_right(first, these)
+            assert_correct(first, case)
             assert (first[17] == 0).all()
-            these.y.fill_(float("nan"))
+            case.y.fill_(float("nan"))
             assert torch.equal(launch(), first)
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [33, 100, 500])
-def test_a_graph_replays_it_and_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
-    these = layer(m, 5632, 2048, torch.bfloat16, False, True)
-    turn_on(these, 0.005)
+def test_a_graph_replays_a_layer_and_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
+    case = layer(m, 5632, 2048, torch.bfloat16, False, True)
+    activate(case, 0.005)
     token = torch.arange(m, device="cuda")
     for way in ways(m, 5632):
-        launch = bound(these, way)
+        launch = bound(case, way)
         launch()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -116,21 +118,21 @@ def test_a_graph_replays_it_and_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
         for _ in range(50):
             y.fill_(float("nan"))
             graph.replay()
-        assert_right(y, these)
-        right, kept = y.clone(), these.x[20, 5].clone()
-        these.x[20, 5] = float("nan")
+        assert_correct(y, case)
+        finite, old = y.clone(), case.x[20, 5].clone()
+        case.x[20, 5] = float("nan")
         graph.replay()
         assert y[20].isnan().all()
         assert y[token != 20].isfinite().all()
-        if way == "alone":  # all units are on for the group of token 20, and for no other
-            assert torch.equal(y[token // 8 != 2], right[token // 8 != 2])
-        these.x[20, 5] = kept
+        if way == "alone":  # all units are active for the group of token 20, and for no other
+            assert torch.equal(y[token // 8 != 2], finite[token // 8 != 2])
+        case.x[20, 5] = old
 
 
 @pytest.mark.gpu
 @hopper
-def test_more_tokens_than_that_are_refused() -> None:
-    own = layer(513, 64, 64, torch.bfloat16, False, True)
-    these = Operands(Problem("ffn", {"m": 513}), {}, {}, lambda: None)
-    with pytest.raises(Unsupported, match="alone takes at most 512 tokens, found 513"):
-        _grouped.prepare(these, own, "library", alone=True)
+def test_too_many_tokens_are_refused() -> None:
+    operands = layer(513, 64, 64, torch.bfloat16, False, True)
+    problem = Operands(Problem("ffn", {"m": 513}), {}, {}, lambda: None)
+    with pytest.raises(Unsupported, match="at most 512 tokens"):
+        _grouped.prepare(problem, operands, "library", alone=True)
