@@ -475,7 +475,7 @@ def test_peft_trains_on_top_of_spense_layers():
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[2] < losses[1] < losses[0]
-    with pytest.raises(AttributeError, match=r"SpenseLinear: expected no use of \.weight"):
+    with pytest.raises(AttributeError, match="to_dense"):
         tuned.merge_adapter()
 
 
