@@ -93,7 +93,7 @@ def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_that_is_ended_from_outside_has_not_failed() -> None:
-    """A campaign stops a run from another thread in the same way."""
+    """A run on several GPUs stops its parts from another thread in the same way."""
     runner = Runner("cpu", None, 600)
     contest = Contest(PROBLEM, (Contender("dense", "faulty:hangs", baseline=True),))
 
