@@ -121,8 +121,8 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     Raises ResultError if a page names an unknown block or leaves one open.
     """
     parts: dict[str, Callable[[Runs], str]] = {
-        "finding": finding,
         "headline": headline,
+        "finding": finding,
         "figure": figure,
         "runs": list_of_runs,
         "digests": digests,

@@ -239,7 +239,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
 def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning | None":
     """Read the output of prune, or prune a model now to the dense fractions of the claims."""
     from sparsebench.harness.machine.device import pick, simulated
-    from sparsebench.harness.models.pruning.command import parse_recipes, prune_file
+    from sparsebench.harness.models.pruning.files import parse_recipes, prune_file
     from sparsebench.results.model_files import read_pruning
 
     if losses is None or losses.suffix != ".gguf":

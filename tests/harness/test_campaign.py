@@ -433,7 +433,7 @@ def test_a_campaign_replaces_the_published_runs_completely_or_not_at_all(
     before = into / "simulated-h200" / "older"
     before.mkdir(parents=True)
     (before / "run.json").write_text("{}")
-    with pytest.raises(ResultError, match="expected every entry whole, found several, other"):
+    with pytest.raises(ResultError, match="found unfinished several, other"):
         publish(asked(), to, into)
     sit(asked(), to, cards[0])
     (to / "other" / "worker.log").write_text("a warning")

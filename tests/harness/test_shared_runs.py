@@ -111,7 +111,7 @@ def test_the_report_gives_the_number_of_gpus(
     page = (tmp_path / "page.html").read_text()
     assert said.stdout.startswith("2 × simulated H200")
     assert "2 × simulated H200, on 1 host" in page
-    assert "no interval is over two devices" in page
+    assert "no interval spans two devices" in page
 
 
 @pytest.mark.exhaustive

@@ -215,7 +215,7 @@ def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> 
     assert "expected a.smtx with SHA-256 " in lines(run, data)[-1]
     (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
     (data / "b.smtx").write_text("2, 4, 3\n0 2 3\n0 3 2\n")
-    assert lines(run, data)[-1].endswith("measured, found b.smtx beside them")
+    assert "found b.smtx" in lines(run, data)[-1]
 
 
 def test_sources_are_looked_for_where_the_reader_says_and_nowhere_else(

@@ -125,7 +125,7 @@ def test_a_simulated_contest_counts_activations_of_16_bits() -> None:
 REFUSED = {
     "op: mlp": "dtype: expected 'fp16', 'bf16' or 'fp32'; found 'fp8'",
     "op: ffn, pattern: blocks, block: 8, sparsity: 0.95": "sparsity up to 0.9 in fp8, not 0.95",
-    "op: ffn, activation: relu, active: 8": "dtype of 16 or 32 bits where active is given, not fp8",
+    "op: ffn, activation: relu, active: 8": "dtype of 16 or 32 bits with active, not fp8",
 }
 
 

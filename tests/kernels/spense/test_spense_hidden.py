@@ -206,10 +206,10 @@ def test_outputs_that_the_kernel_cannot_write_are_unsupported_before_it_is_compi
         x, packed, "gelu"
     )
     found = refused(x, packed, "silu")
-    assert found == "expected a multiple of 8 hidden units, found 24 rows of gate and up"
+    assert found == "expected a multiple of 16 rows of gate and up, found 24"
     of_bytes = Spense.from_dense(torch.zeros(2 * 24, 64).to(torch.float8_e4m3fn))
     found = refused(x.to(torch.float8_e4m3fn), of_bytes, "silu")
-    assert found == "expected a multiple of 16 hidden units, found 48 rows of gate and up"
+    assert found == "expected a multiple of 32 rows of gate and up, found 48"
 
 
 # ---- on a Hopper GPU ----
