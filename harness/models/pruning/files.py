@@ -110,8 +110,8 @@ def prune_file(
         gate, up, down = loaded
         make = partial(_mlp, names, GatedMLP(gate, up, down, activation), seen, unseen)
     outcomes = _outcomes(make, recipes, to, _write)
-    source = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
-    return Pruning(PRUNING_SCHEMA, *source, len(seen), held_out, None, outcomes)
+    origin = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
+    return Pruning(PRUNING_SCHEMA, *origin, len(seen), held_out, None, outcomes)
 
 
 def table(report: Pruning) -> Table:
