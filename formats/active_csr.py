@@ -1,4 +1,4 @@
-"""CSR of hidden activations: the units that are on, listed by token and again by unit.
+"""CSR of hidden activations: the active units, listed by token and again by unit.
 
     unit    0 1 2 3            by token                     by unit
           +---------+
@@ -7,10 +7,10 @@
           | . . d e |     values   a  b  c   d  e
           +---------+     places   0  2  1   3  4        of each entry in the list by unit
 
-offsets       int32 [m + 1]     where each token starts in `columns`; the last: number of entries
+offsets       int32 [m + 1]     start of each token in `columns`; the last: number of entries
 columns       int16 [capacity]  unit of each entry, read as unsigned, ascending within a token
 values        dtype [capacity]
-unit_offsets  int32 [n + 1]     where each unit starts in `tokens`
+unit_offsets  int32 [n + 1]     start of each unit in `tokens`
 tokens        int32 [capacity]  ascending within a unit
 places        int32 [capacity]
 
@@ -79,7 +79,7 @@ class ActiveCsr(Format):
 
     @property
     def capacity(self) -> int:
-        """Return how many entries there is room for."""
+        """Return the number of entries that fit in the lists."""
         return self.columns.shape[0]
 
     def to_dense(self) -> Tensor:

@@ -9,20 +9,20 @@ columns, columns 8 q to 8 q + 7. Its elements have this order (and so have its b
     row g | row g + 8          row g | row g + 8     8 groups of 4 make a 32-bit word of 2 strips
 
 The non-zeros of a lane are its stream: packed in this order, and padded to whole 32-bit words. The
-tile's record holds the 32 streams, so that each lane reads its own bank of shared memory:
+tile's record holds the 32 streams so that each lane reads a different bank of shared memory:
 
     bits    uint32 [4, 32 lanes]    a bit for each element
     starts  uint16 [33]             word of `tails` where each lane's tail starts; the last: its end
-    full    uint16                  words that lie side by side: as many as the 8th shortest stream
+    full    uint16                  words stored side by side: the length of the 8th shortest stream
     (zeros  12 bytes)
-    tails   uint32 [starts[32]]     what streams have beyond `full` words, lane by lane
+    tails   uint32 [starts[32]]     words of the streams beyond `full`, lane by lane
     (zeros  up to a multiple of 16 bytes)
     words   uint32 [full, 32]       word j of every lane; zero where a stream is shorter
 
 records  uint8 [bytes]              the tiles' records, row by row of tiles
-offsets  int32 [tiles + 1]          where each starts, in units of 16 bytes
+offsets  int32 [tiles + 1]          start of each record, in units of 16 bytes
 
-The starts are the prefix counts, so a reader counts only the bits of its own elements. At 50 %
+The starts are the prefix counts, so a lane counts only the bits of its elements. At 50 %
 zeros and 16 bits a record has 0.578 of the dense bytes: values 0.5, bits 0.0625, the rest 0.0155.
 
 Multiplied by kernels/bitmap.
@@ -39,7 +39,7 @@ from sparsebench.formats._format import BITS, Format, has_value, require, requir
 
 ROWS, COLUMNS = 16, 256
 LANES, OWNED = 32, 128  # elements of a lane in a tile
-SHORT = 8  # of the streams may be padded: 1 % of the bytes, and tails are a third shorter
+SHORT = 8  # streams that may be padded: costs 1 % of the bytes, and tails are a third shorter
 UNIT = 16  # bytes: bulk copies start at multiples
 BITS_BYTES, HEAD_BYTES = 4 * OWNED, 4 * OWNED + 80
 AT_ONCE = 2**24  # elements that are converted at a time: about 1 GB of temporaries
@@ -48,7 +48,7 @@ MOST_UNITS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Bitmap(Format):
-    """Records of tiles of 16 x 256, and where each starts."""
+    """Records of tiles of 16 x 256, and their offsets."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -83,14 +83,14 @@ class Bitmap(Format):
         return dense.view(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the records and where they start."""
+        """Return the records and their offsets."""
         return {"offsets": self.offsets, "records": self.records}
 
     @property
     def room(self) -> int:
         """Return the bytes of the largest record with every tail put below `words`.
 
-        A reader joins them there. Waits for the device.
+        A kernel joins the tails there. Waits for the device.
         """
         first = self.offsets[:-1, None].long() * UNIT + BITS_BYTES
         heads = self.records[first + torch.arange(2 * LANES + 4, device=first.device)]
@@ -101,7 +101,7 @@ class Bitmap(Format):
 
 
 def _rows_at_once(k: int) -> int:
-    """Return of how many rows, whole tiles, AT_ONCE elements are."""
+    """Return the number of rows, in whole tiles, with AT_ONCE elements."""
     return max(AT_ONCE // max(-(-k // COLUMNS) * COLUMNS * ROWS, 1), 1) * ROWS
 
 
@@ -128,12 +128,12 @@ def _joined(owned: Tensor, n: int, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the parts of records are, of which the non-zeros are known.
+    """The positions of the parts of records, computed from the positions of non-zeros.
 
     head   int16 [tiles, 40]             starts, full and zeros
     units  int64 [tiles]                 size in UNITs
-    place  int64 [tiles, 32 lanes, 128]  element of the record where a non-zero is, counted in
-                                         elements; of a zero it means nothing
+    place  int64 [tiles, 32 lanes, 128]  position of each non-zero in the record, in elements;
+                                         undefined for zeros
     """
 
     head: Tensor
@@ -177,10 +177,10 @@ def _packed(owned: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bits_of(records: Tensor, starts: Tensor) -> Tensor:
-    """Return bool [tiles, 32 lanes, 128]: what the records at these bytes store."""
-    found = records[starts[:, None] + torch.arange(BITS_BYTES, device=records.device)]
+    """Return bool [tiles, 32 lanes, 128]: the elements stored by the records at these bytes."""
+    stored = records[starts[:, None] + torch.arange(BITS_BYTES, device=records.device)]
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=records.device)
-    bits = (found[..., None] & weights) != 0
+    bits = (stored[..., None] & weights) != 0
     return bits.view(-1, 4, LANES, OWNED // 4).transpose(1, 2).flatten(2)
 
 

@@ -1,15 +1,15 @@
 """Column-vector sparse encoding (CVSE): hidden activations in vectors of a few tokens each.
 
-Tokens form groups of `height`. If a unit is on for any token of a group, the group stores one
-vector: the unit's values for all of its tokens, zeros included. Four tokens of four units, with a
-height of 2:
+Tokens form groups of `height`. If a unit is active for any token of a group, the group stores one
+vector: the unit's values for all tokens of the group, zeros included. Four tokens of four units,
+with a height of 2:
 
     a . b .      offsets  0   2   3      (2 groups)        values  a .     (unit 0)
     . . c .      columns  0 2 3          (units)                   b c     (unit 2)
     . . . .                                                        . d     (unit 3)
     . . . d
 
-offsets  int32 [ceil(m / height) + 1]  where each group starts in `columns`
+offsets  int32 [ceil(m / height) + 1]  start of each group in `columns`
 columns  int32 [vectors]               unit of each vector, ascending within a group
 values   dtype [vectors, height]       zeros for tokens beyond the last
 

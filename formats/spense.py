@@ -73,8 +73,8 @@ class Spense(Format):
 
         dense_fraction  fraction of the rows or columns (`split`), the last ones, that are dense
 
-        Everything but zero is an element, also NaN. Raises FormatError, which names the first group
-        of the sparse part with more than two elements.
+        Every value except zero is an element, including NaN. Raises FormatError naming the first
+        group of the sparse part with more than two elements.
         """
         require_matrix(dense)
         require(
@@ -89,12 +89,12 @@ class Spense(Format):
 
     @property
     def span(self) -> int:
-        """Return how many columns a tile has."""
+        """Return the number of columns of a tile."""
         return SPAN_BYTES // self.dtype.itemsize
 
     @property
     def split(self) -> str:
-        """Return "columns" where the last columns are dense, else "rows"."""
+        """Return "columns" if the last columns are dense, else "rows"."""
         return "columns" if self.sparse_shape[1] < self.shape[1] else "rows"
 
     def to_dense(self) -> Tensor:
@@ -127,7 +127,7 @@ def sparse_shape_of(n: int, k: int, size: int, fraction: float, split: str) -> t
 
 @cache
 def _swizzled(device: torch.device) -> Tensor:
-    """Return int64 [512], the 128-byte swizzle of 16-byte pieces of 64 rows: its own inverse."""
+    """Return int64 [512], the 128-byte swizzle of 16-byte pieces of 64 rows, an involution."""
     row, piece = torch.arange(ROWS, device=device)[:, None], torch.arange(8, device=device)
     return (row * 8 + (piece ^ row % 8)).flatten()
 

@@ -2,13 +2,13 @@
 
     run ─> analysis ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
 
-    ┌ badges, device, title              #top      the first screen is the answer,
-    │ figure `answer`                    #answer   and the other figures are folded below it
+    ┌ badges, device, title              #top      the first screen shows the answer,
+    │ figure `answer`                    #answer   and the other figures are collapsed below it
     │ how it was measured                #measured
-    └ every other figure, in its order   #NAME
+    └ every other figure, sorted by ORDER  #NAME
 
-The page loads nothing: it contains its style, script, drawings and data. Only the links to the
-files of the run lead out of it. The address holds the chosen view: #m=16&block=64.
+The page loads nothing: CSS, JavaScript, SVG and data are inlined. The only external links are to
+the run's files. The URL fragment stores the selected view: #m=16&block=64.
 """
 
 import os
@@ -35,7 +35,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
-FIRST = "answer"  # the only figure that is not folded
+FIRST = "answer"  # the only figure that is not collapsed
 VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
 
 
@@ -68,7 +68,7 @@ def build(
 ) -> str:
     """Return the report, and write it if a path is given.
 
-    pruning      errors that one figure draws against the run's speed-ups
+    pruning      errors that one figure draws against the run's speedups
     surrounding  what a site adds around the report
     analysis     the analysis of the run, if it was made already
     only         the name of a figure to draw alone; ResultError if it does not apply to the run

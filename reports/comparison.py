@@ -3,7 +3,7 @@
     A, B, C ...   the runs; each is compared with A
     warning       comes first if a run is simulated
     summary       the number of faster, slower and equal cases; geometric mean; other differences
-    table         speed-ups over the local baseline, their ratio, parts of the local bound, times
+    table         speedups over the local baseline, their ratio, parts of the local bound, times
 
 A terminal shows the LINES largest changes, Markdown folds all cases away, and HTML shows them all.
 """
@@ -148,7 +148,7 @@ def notes(result: Compared) -> list[str]:
         if not change.same_device:
             devices = f"{change.comparison.name_a} and {change.comparison.name_b}"
             notes.append(
-                f"{name} / A compares two devices, {devices}: it is a ratio of speed-ups over each "
+                f"{name} / A compares two devices, {devices}: it is a ratio of speedups over each "
                 "device's own baseline. Times are not compared."
             )
         if change.differences:
@@ -228,7 +228,7 @@ def html(result: Compared, root: str = "") -> str:
 
 
 def disagreements(result: Comparison) -> Table:
-    """Return the cells in which two runs disagree, with the speed-up in each run."""
+    """Return the cells in which two runs disagree, with the speedup in each run."""
     apart = result.cases[result.cases.agree.eq(False).fillna(False)]
     names = [n for n in ["op", *_fields(result.cases), "scope", "cache"] if n in apart]
     varying, constant = split(apart, names)

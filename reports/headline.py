@@ -17,7 +17,7 @@ from sparsebench.reports.tables import markdown_table
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import CONTEST, analyse, chose_dense
 from sparsebench.results.families import ours
-from sparsebench.results.formatting import FORMATS, amount, between, percent, times
+from sparsebench.results.formatting import FORMATS, amount, between, blocks_text, percent, times
 from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.statistics import FEWEST
@@ -155,7 +155,7 @@ def headline(runs: Mapping[str, PublishedRun], questions: list[Question] = QUEST
     Raises ResultError if a question's run is not published or `where` selects no single problem.
     """
     columns = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or active units"]
-    columns += ["our kernel", "speed-up", "baseline", "measured alone", "best peer", "GPU", "run"]
+    columns += ["our kernel", "speedup", "baseline", "measured alone", "best peer", "GPU", "run"]
     return markdown_table(columns, [_answer(question, runs) for question in questions])
 
 
@@ -177,7 +177,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
     peer = contest[~contest.ours].sort_values("speedup").iloc[-1]
     active = line.get("active")
     level = percent(line.level) if pd.isna(active) else f"{active:g} of {line.n} active"
-    block = f", blocks of {line.block}" if line["format"] == "bsr" else ""
+    block = f", {blocks_text(line.block)}" if line["format"] == "bsr" else ""
     processes = amount(int(line.processes), "process")
     return [
         question.text,
@@ -198,7 +198,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
 
 
 def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
-    """Return a case's speed-up in the run that confirms its own, or "" if there is none.
+    """Return a case's speedup in the run that confirms its own, or "" if there is none.
 
     The text ends in `unreliable` if the A/A pairs of the confirming run differ too often.
     """

@@ -1,6 +1,6 @@
 """Draw the README's figure from a run: python -m sparsebench.reports.picture RUN FILE.svg
 
-    one panel per block size    speed-up over the baseline (logarithmic) against the sparsity s
+    one panel per block size    speedup over the baseline (logarithmic) against the sparsity s
                                 dotted: 1 / (1 - s)
 
 Our line is the fastest of our kernels at each sparsity. Bands are the intervals of the run.
@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
+from sparsebench.results.formatting import blocks_text
 
 APART = 1.5  # least ratio of the heights of two labels
 OURS = "sparsebench"
@@ -51,8 +52,8 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
     figure, axes = plt.subplots(1, len(blocks), figsize=(11, 3.1), sharey=True, layout="tight")
     palette = dict(zip([OURS, *SERIES.values()], sns.color_palette("colorblind"), strict=False))
     for block, axis in zip(blocks, axes, strict=True):
-        _panel(axis, shown[shown.block == block], palette, f"blocks of {block}")
-    axes[0].set_ylabel("speed-up over cuBLAS dense, ×")
+        _panel(axis, shown[shown.block == block], palette, blocks_text(block))
+    axes[0].set_ylabel("speedup over cuBLAS dense, ×")
     _label(axes[-1], shown[shown.block == blocks[-1]], palette)
     figure.savefig(out_path, metadata={"Date": None})
 

@@ -16,10 +16,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pandas as pd
+import yaml
 from rich.console import Console
 
 from sparsebench.errors import ResultError
@@ -29,7 +31,7 @@ from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import bundle
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.formatting import between, percent, selection, times
+from sparsebench.results.formatting import between, blocks_text, percent, selection, times
 from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
@@ -48,7 +50,7 @@ PAGE = """# Published runs
 `make site` writes a site from the same bundles, with a report of every run and a page for every
 format, kernel and claim.
 
-A speed-up is a ratio of times that were measured in the same contest, block by block: device time
+A speedup is a ratio of times that were measured in the same contest, round by round: device time
 with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence interval
 (Hodges-Lehmann) if a run has 6 processes or more, and the range over processes if it has fewer.
 A run of fewer than 6 processes is a look, not a verdict.
@@ -161,9 +163,9 @@ def finding(runs: Runs) -> str:
     best = shown[shown.ours & (shown.level == LEVEL)].sort_values("speedup").iloc[-1]
     gain = between(best.speedup, best.speedup_low, best.speedup_high, best.uncertainty)
     return (
-        f"On one {run.gpu}, a layer of {best['shape']} weights that are {percent(LEVEL)} zero, in "
-        f"blocks of {best.block}, is **{gain} as fast as dense cuBLAS** with {best.m} tokens in "
-        f"{best['dtype']} (95 % interval over {run.processes} processes; published run "
+        f"On one {run.gpu}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
+        f"{blocks_text(best.block)} runs **{gain} as fast as dense cuBLAS** with {best.m} tokens "
+        f"in {best['dtype']} (95 % interval over {run.processes} processes; published run "
         f"[{run.name}](/{run.home}))."
     )
 
@@ -174,17 +176,18 @@ def figure(runs: Runs) -> str:
     shown = drawn(run.cases)
     shown = shown[shown.ours & (shown.level == LEVEL)].sort_values("block", key=pd.to_numeric)
     gains = ", ".join(
-        f"{times(line.speedup, line.uncertainty)} with blocks of {line.block}"
+        f"{times(line.speedup, line.uncertainty)} with {blocks_text(line.block)}"
         for _, line in shown.iterrows()
     )
     base_us = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
     first = run.cases.iloc[0]
     return (
-        f"![Speed-up over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
-        f"Speed-up over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
+        f"![Speedup over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
+        f"Speedup over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
         f"random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, cold L2 cache. "
-        f"Points are means of {run.processes} processes, bands their range, and the dotted line is "
-        f"1 / (1 - sparsity). At {percent(LEVEL)} sparsity: {gains} ([{run.name}](/{run.home}))."
+        f"Points are means over {run.processes} processes, bands show the min-max range, and the "
+        f"dotted line is 1 / (1 - sparsity). At {percent(LEVEL)} sparsity: {gains} "
+        f"([{run.name}](/{run.home}))."
     )
 
 
@@ -192,9 +195,11 @@ def terminal(runs: Runs) -> str:
     """Return the first lines that `sparsebench run` prints, for one block of the pictured run."""
     run = runs[PICTURED]
     cases = run.cases[run.cases.block == BLOCK]
+    suite = yaml.safe_load((ROOT / "suites" / f"{run.run.state['suite']}.yaml").read_text("utf-8"))
+    titled = replace(run.run, suite={**run.run.suite, "title": suite["title"]})  # today's wording
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
-    console.print(Answer(run.run, Analysis(pd.DataFrame(), run.noise, cases)))
+    console.print(Answer(titled, Analysis(pd.DataFrame(), run.noise, cases)))
     lines = text.getvalue().partition("\nFastest")[0].rstrip().splitlines()
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 

@@ -214,7 +214,7 @@ def _place(line: "pd.Series[Any]", varying: pd.DataFrame | None = None) -> str:
             continue
         if varying is None or varying[name].nunique() == 1:
             words.append(field_text(name, line[name]))
-    return " · ".join(text for text in words if text and text != "blocks of 1")
+    return " · ".join(filter(None, words))
 
 
 def _others(others: list[OtherDevice], refused: list[str], device: str) -> Markup:
@@ -229,13 +229,13 @@ def _other(there: OtherDevice, device: str) -> Markup:
     name = f"another {there.device}" if there.same_kind else there.device
     cases = there.ratios
     if cases.empty:
-        words = f"No case has a speed-up over the same baseline on both {device} and {name}."
+        words = f"No case has a speedup over the same baseline on both {device} and {name}."
         return Markup("<h3>{}</h3>").format(f"Compared with {name}") + note(words)
     counted = cases.word.value_counts()
     counts = listed([f"{count} {word}" for word, count in counted.items() if word])
     words = (
         f"{len(cases)} shared cases, each over its own device's baseline. On the other device: "
-        f"{counts}. Geometric mean of the other speed-up over the speed-up here: "
+        f"{counts}. Geometric mean of the other speedup over the speedup here: "
         f"{significant(there.mean)}. "
         f"The devices were measured in different processes. Other runs: {listed(there.runs)}."
     )
@@ -279,7 +279,7 @@ def _from(even: dict[str, Any]) -> str:
 
 
 def _ratios(there: OtherDevice) -> Markup:
-    """List the cases: speed-ups over the local baseline, shares of the local bound, times."""
+    """List the cases: speedups over the local baseline, shares of the local bound, times."""
     cases = there.ratios
     varying = [
         name for name in problem_fields(there.cases) if cases[name].nunique(dropna=False) > 1

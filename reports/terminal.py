@@ -25,7 +25,15 @@ from sparsebench.results.analysis import Analysis, NoCrossing, break_even, winne
 from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
 from sparsebench.results.contests import with_gains
 from sparsebench.results.families import OF_ACTIVATIONS
-from sparsebench.results.formatting import FORMATS, are, duration, estimate, kernel, percent
+from sparsebench.results.formatting import (
+    FORMATS,
+    are,
+    blocks_text,
+    duration,
+    estimate,
+    kernel,
+    percent,
+)
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.provenance import devices_named
@@ -142,7 +150,7 @@ def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
     above = len(_beyond(cases))
     if above:
         why = "more than zeros can save. There the baseline is slow or was disturbed by other work"
-        lines.append(f"{are(above, 'speed-up')} above 1 / (1 - sparsity), {why}.")
+        lines.append(f"{are(above, 'speedup')} above 1 / (1 - sparsity), {why}.")
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = cases[name][cases[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
@@ -250,10 +258,10 @@ def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def _condition(case: Mapping[Any, Any]) -> str:
-    """Describe the sparsity of a case: `90 %, blocks of 128` or `29 of 5632 units active`."""
+    """Describe the sparsity of a case: `90 %, 128 × 128 blocks` or `29 of 5632 units active`."""
     block = str(case.get("block", ""))
     parts = [percent(case["level"])] if case["level"] > 0 else []
-    parts += [f"blocks of {block}"] if block not in ("", "1", "nan") else []
+    parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
     if pd.notna(case.get("active")):
         units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
         parts.append(f"{case['active']:g} of {units} units active")
@@ -275,7 +283,7 @@ def who(case: Mapping[Any, Any]) -> str:
 
 
 def _fastest(best: pd.DataFrame) -> Table:
-    """Return the fastest case of each problem with the interval and outcome of its speed-up."""
+    """Return the fastest case of each problem with the interval and outcome of its speedup."""
     varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
@@ -350,7 +358,7 @@ def _missing(cases: pd.DataFrame) -> Table:
 
 
 def _ratio(line: Mapping[Any, Any]) -> Cell:
-    """Write a speed-up, coloured by its outcome, or by its interval in a look."""
+    """Write a speedup, coloured by its outcome, or by its interval in a look."""
     if line["label"] == line["baseline_label"]:
         return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]

@@ -7,13 +7,13 @@
 Nothing here is stored; it is computed from the rows whenever a run is read.
 
 The process is the unit of replication: allocation, tuning and clocks differ between processes, and
-more samples in one process cannot show that. With FEWEST or more processes a speed-up has an
+more samples in one process cannot show that. With FEWEST or more processes a speedup has an
 interval and an outcome (statistics.py), which is a verdict. With fewer it has a range: a look.
 
     outcome              from the interval; faster and slower also need q <= 5 %, else the case is
                          inconclusive, because among many equal cases some appear faster
     more_processes       how many more processes would decide an inconclusive case
-    uncertainty          of a speed-up: the distance to the farther end of its interval, and at
+    uncertainty          of a speedup: the distance to the farther end of its interval, and at
                          least speedup x floor / sqrt(processes), which the A/A pairs allow; 0 for
                          a baseline
     speedup_above_floor  (baseline - launch) / (case - launch), where baseline is speedup x case
@@ -89,7 +89,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
     speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text
     t_low         and t_high: Student's 95 % interval, with FEWEST or more processes
-    speedups      the speed-up of each process
+    speedups      the speedup of each process
     processes     the number of processes used: fewer than the run has if the baseline failed in
                   some, or if only some captured the case in a graph
     blocks        median times by block for each (replicate, attempt), for statistics.ratio_over
@@ -163,8 +163,8 @@ def uncertainty(
 def winners(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest case of each contest, baselines included, with its lead.
 
-    The fastest case has the largest speed-up or, without a baseline, the shortest median time.
-    `lead` is its speed-up over the runner-up, computed like every speed-up, and `lead_half` the
+    The fastest case has the largest speedup or, without a baseline, the shortest median time.
+    `lead` is its speedup over the runner-up, computed like every speedup, and `lead_half` the
     uncertainty. `tied` means that the lead cannot be distinguished from 1: its interval is not
     above 1 or, with fewer than FEWEST processes, the noise floor covers it.
     """
@@ -200,7 +200,7 @@ def _tied(lead: Ratio | None, least: float) -> bool:
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the sparsity from which each contender stays faster than the baseline.
 
-    `break_even` is interpolated between two measured levels, with log speed-up linear in log
+    `break_even` is interpolated between two measured levels, with log speedup linear in log
     density, which is exact if the time is proportional to the non-zeros. If it is NaN, `note` is a
     NoCrossing. A contender is not faster at a level where a portfolio chose a dense kernel; if that
     is the last such level, `break_even` is the next one.
@@ -218,7 +218,7 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def crossing(logs: pd.Series) -> dict[str, Any]:
-    """Return where log speed-up, indexed by level in ascending order, last becomes positive."""
+    """Return where log speedup, indexed by level in ascending order, last becomes positive."""
     levels, values = logs.index.to_numpy(dtype=float), logs.to_numpy(dtype=float)
     slower = np.flatnonzero(values < 0)
     result = {"break_even": np.nan, "note": "", "first_level": levels[0], "last_level": levels[-1]}
@@ -274,14 +274,14 @@ def _with_common_clock(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_common_baseline(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keep the processes with a speed-up over the most common baseline; all if none has one."""
+    """Keep the processes with a speedup over the most common baseline; all if none has one."""
     paired = [process for process in processes if not np.isnan(process["speedup"])]
     bases = Counter(process["baseline_label"] for process in paired).most_common(1)
     return [p for p in paired if p["baseline_label"] == bases[0][0]] or processes
 
 
 def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the speed-up and the times of a case, with their intervals."""
+    """Return the speedup and the times of a case, with their intervals."""
     count, times = len(used), [process["median_us"] for process in used]
     speedups = tuple(process["speedup"] for process in used)
     logs, low_us, high_us = np.log(speedups), min(times), max(times)
@@ -314,7 +314,7 @@ def _outcome(low: float, high: float, q: float) -> Outcome:
 
 
 def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:
-    """Return the speed-up without the launch time; NaN if a time is not above it."""
+    """Return the speedup without the launch time; NaN if a time is not above it."""
     measures = pd.MultiIndex.from_frame(cases[["scope", "cache"]])
     launch_us = measures.map(noise.launch_us if noise else {}).to_numpy(dtype=float)
     case_us = cases.median_us - launch_us

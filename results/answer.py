@@ -2,9 +2,9 @@
 
     badges      LOOK: 3 processes · SIMULATED · UNRELIABLE · BUSY MACHINE, each with its reason
     where       bf16 · m 4096 · n × k 4096 × 4096 · against dense (cublas, 163 µs)
-    sentences   BSR beats dense with blocks of 32, 64 and 128 from 50 % on, and with blocks of 16
-                from a level between 50 % and 80 % on.
-                At 90 %: BSR in blocks of 128, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
+    sentences   BSR beats dense with 64 × 64 blocks at 50 % sparsity and above; with 16 × 16 blocks
+                above a level between 50 % and 80 % sparsity.
+                At 90 %: BSR with 128 × 128 blocks, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
 
 Every function is pure: its input is a view (contests.py), the cases or the environment of a run. A
 gain is over the fastest dense contender of the same contest. If dense wins, a sentence says so.
@@ -25,6 +25,7 @@ from sparsebench.results.formatting import (
     FORMATS,
     amount,
     between,
+    blocks_text,
     capital,
     duration,
     listed,
@@ -195,21 +196,25 @@ def place(view: View, line: Any) -> str:
 
 
 def contender(line: Any, side: str) -> str:
-    """Write the contender of one side of a cell: `BSR in blocks of 128, bsr_wgmma`."""
+    """Write the contender of one side of a cell: `BSR with 128 × 128 blocks, bsr_wgmma`."""
     kind, tile = getattr(line, f"{side}_kind"), getattr(line, f"{side}_tile")
-    blocks = f" in blocks of {tile}" if tile and tile != "1" else ""
+    blocks = f" with {blocks_text(tile)}" if tile and tile != "1" else ""
     return f"{FORMATS.get(kind, kind)}{blocks}, {getattr(line, f'{side}_name')}"
 
 
 def field_text(name: str, value: Any) -> str:
-    """Write one field: `m 16`, `n × k 4096 × 4096`, `blocks of 64`, `at 90 %`."""
+    """Write one field: `m 16`, `n × k 4096 × 4096`, `64 × 64 blocks`, `at 90 %`."""
     if name == "level":
         return f"at {percent(value)}"
     text = plain(value)
     if (name, text) == ("pattern", "dense"):
         return ""
+    if (name, text) == ("pattern", "blocks"):
+        return "block pattern"
     if name == "block":
-        return f"{text} block" if text == ANY else f"blocks of {text}" if text else ""
+        if text == ANY:
+            return "any block"
+        return "" if text in ("", "1") else blocks_text(text)
     named = {"shape": f"n × k {text}", "m": f"m {text}"}
     return named.get(name, text if name in ("op", "dtype", "pattern") else f"{name} {text}")
 
@@ -228,7 +233,7 @@ def winner(line: "pd.Series[Any]") -> str:
         return f"{dense} wins; the nearest is {best}, {_gain(line)}"
     beside = ""
     if not pd.isna(line[f"{other}_gain"]):
-        side = "the best sparse peer" if other == "peer" else "the best of ours"
+        side = "the best competing sparse kernel" if other == "peer" else "the best of ours"
         gain = times(line[f"{other}_gain"], line[f"{other}_half"])
         beside = f"; {side} is {line[f'{other}_name']}, {gain}"
     noise = "" if line.best_decided else " (within the noise)"
@@ -253,7 +258,7 @@ def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
 
 
 def _crossings(view: View) -> list[str]:
-    """Write from which level each format beats dense, with equal rows together."""
+    """Write the level above which each format beats dense, with equal rows together."""
     won: dict[str, dict[str, list[Any]]] = {}
     lost: dict[str, dict[str, list[Any]]] = {}
     for each in break_evens(view):
@@ -276,24 +281,26 @@ def _crossings(view: View) -> list[str]:
 
 def _level(view: View, each: BreakEven) -> str:
     noise = "" if each.decided else " (within the noise)"
+    units = view.units or " sparsity"
     if pd.isna(each.faster):
-        return f"up to {percent(each.slower)}{view.units}"
+        return f"up to {percent(each.slower)}{units}"
     if pd.isna(each.slower):
-        at = f"{percent(each.faster)}{view.units}"
-        return (f"from {at} on" if view.formats.x.nunique() > 1 else f"at {at}") + noise
-    ends = f"{percent(each.slower)} and {percent(each.faster)}{view.units}"
-    return f"from a level between {ends} on{noise}"
+        above = " and above" if view.formats.x.nunique() > 1 else ""
+        return f"at {percent(each.faster)}{units}{above}{noise}"
+    return f"above a level between {percent(each.slower)} and {percent(each.faster)}{units}{noise}"
 
 
 def _rows(view: View, rows: Sequence[Any]) -> str:
-    """Write the rows of a view: `with blocks of 16 and 32`, `at m = 16`, `at every n × k`."""
+    """Write rows of a view: `with 16 × 16 and 32 × 32 blocks`, `at m = 16`, `at every n × k`."""
     if not view.y:
         return ""
     name = {"shape": "n × k"}.get(view.y, view.y)
     if len(rows) == len(view.formats.y.unique()) > 1:
         return f"{'with' if view.y == 'block' else 'at'} every {name}"
-    texts = listed([plain(row) for row in rows])
-    return f"with blocks of {texts}" if view.y == "block" else f"at {name} = {texts}"
+    if view.y == "block":
+        sizes = [blocks_text(row).removesuffix(" blocks") for row in rows]
+        return f"with {listed(sizes)} blocks"
+    return f"at {name} = {listed([plain(row) for row in rows])}"
 
 
 def _spans(view: View) -> list[str]:

@@ -1,10 +1,10 @@
 """Changes between a run and other runs, case by case: another version, or another device.
 
-    ratio        speed-up there / speed-up here, each over the baseline of its own run; for
+    ratio        speedup there / speedup here, each over the baseline of its own run; for
                  baselines, and without one, the ratio of times if both ran on one kind of device
     low, high    from the ends of both intervals, so the test for a change is conservative
     uncertainty  of the ratio: the distance to the farther end, and at least that of the two
-                 speed-ups combined
+                 speedups combined
 
     slower           equal                 faster
    [======]     |    [====|===]     |     [======]      anything else is unclear
@@ -116,13 +116,13 @@ class OtherDevice:
 
     @property
     def ratios(self) -> pd.DataFrame:
-        """Return the lines with a ratio of speed-ups, the largest ratio first."""
+        """Return the lines with a ratio of speedups, the largest ratio first."""
         known = self.cases[self.cases.by_speedup & self.cases.ratio.notna()]
         return known.sort_values("ratio", ascending=False, kind="stable")
 
     @property
     def mean(self) -> float:
-        """Return the geometric mean of the ratios, speed-up there over speed-up here."""
+        """Return the geometric mean of the ratios, speedup there over speedup here."""
         return _mean(self.ratios.ratio)
 
     @property

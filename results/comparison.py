@@ -3,16 +3,16 @@
 Cases are joined on their ids; equal ids have equal operands.
 
     time_b_over_a      median time in b over that in a
-    speedup_b_over_a   speed-up in b over that in a, each over the baseline of its own run
-    tolerance          the distance, as a fraction, within which equal speed-ups are expected
-    close              the distance of the two speed-ups is within the tolerance
-    agree              two verdicts: the outcomes are equal; or they differ, but the speed-ups are
+    speedup_b_over_a   speedup in b over that in a, each over the baseline of its own run
+    tolerance          the distance, as a fraction, within which equal speedups are expected
+    close              the distance of the two speedups is within the tolerance
+    agree              two verdicts: the outcomes are equal; or they differ, but the speedups are
                        close and not one faster and the other slower. A look: close
 
     tolerance = apart x sqrt(1 / processes of a + 1 / processes of b)
 
 `apart` holds for single processes, by the length of the call: APART, or the noise floors of the two
-runs if they are larger. Equal speed-ups exceed it in 0 to 3 % of cells (harness/NOTES.md).
+runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells (harness/NOTES.md).
 
 A cell is a case against its baseline, in one scope and cache state. A run is reproduced if at least
 95 % of the cells agree, or if chance alone explains how many disagree. What this shows depends on
@@ -42,7 +42,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, Outcome
 from sparsebench.results.store import Run
 
-# The 99th percentile of |d_p - mean|, rounded up: d_p is a log speed-up in process p, from 1293
+# The 99th percentile of |d_p - mean|, rounded up: d_p is a log speedup in process p, from 1293
 # cases of published runs with 3 or 8 processes on an NVIDIA H200, the worse of the two
 # (harness/NOTES.md).
 APART = {"below 8 µs": 0.08, "8 to 20 µs": 0.07, "20 to 100 µs": 0.07, "above 100 µs": 0.05}
@@ -88,7 +88,7 @@ class Agreement:
 
     cells      number of cells compared
     agreed     cells that agree
-    close      cells whose speed-ups are within the tolerance
+    close      cells whose speedups are within the tolerance
     looks      cells without an outcome in one of the runs
     one_sided  cases that are unsupported in one run only
     choices    which process chose the configurations of the second run
@@ -144,12 +144,12 @@ class Agreement:
         cells = self.comparison.cases[self.comparison.cases.agree.notna()]
         least, most = 100 * cells.tolerance.min(), 100 * cells.tolerance.max()
         within = f"within the tolerance ({least:.2g} to {most:.2g} %, by length and processes)"
-        lines.append(f"Speed-ups {within}: {self.close} of {self.cells}.")
+        lines.append(f"Speedups {within}: {self.close} of {self.cells}.")
         lines.append(self.choices.sentence)
         if self.looks:
             few = f"Fewer than {FEWEST} processes give a look, not a verdict"
             looks = amount(self.looks, "cell")
-            lines.append(f"{few}: in {looks} only the speed-ups were compared.")
+            lines.append(f"{few}: in {looks} only the speedups were compared.")
         if self.one_sided:
             cases = amount(self.one_sided, "case")
             lines.append(f"Not compared: {cases}, unsupported in one of the runs.")
@@ -192,7 +192,7 @@ def agreement(first: Run, second: Run) -> Agreement:
     cases = comparison.cases.copy()
     in_both = cases.agree.notna()
     if not in_both.any():
-        expected = "a case with a speed-up in one run that both support"
+        expected = "a case with a speedup in one run that both support"
         raise ResultError(f"{first.path} and {second.path}: expected {expected}, found none")
     place = _place(first, second)
     if place is Place.ANOTHER:
@@ -234,8 +234,8 @@ def _tolerance(cases: pd.DataFrame) -> pd.Series:
 def _agree(cases: pd.DataFrame) -> pd.Series:
     """Return for each line whether the runs agree; NA if there is nothing to compare.
 
-    That is so for baselines and twins, and for lines without a speed-up in both runs, with
-    different baselines, or unsupported in one run. A speed-up in one run only is a disagreement.
+    That is so for baselines and twins, and for lines without a speedup in both runs, with
+    different baselines, or unsupported in one run. A speedup in one run only is a disagreement.
     """
     pairs = pd.Series(zip(cases.outcome_a, cases.outcome_b, strict=True), cases.index, dtype=object)
     agree = cases.close & ~pairs.isin(OPPOSITE)

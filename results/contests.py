@@ -7,7 +7,7 @@
 
     gain     time of the fastest dense contender / time of the case, block by block and process by
              process; it equals `speedup` if the baseline is that contender
-    half     the uncertainty of `gain`, like that of a speed-up (analysis.py)
+    half     the uncertainty of `gain`, like that of a speedup (analysis.py)
     decided  the interval of `gain` is beyond the noise floor, and the verdict agrees
 
 A portfolio that chose a dense kernel counts as a dense contender.

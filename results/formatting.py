@@ -3,7 +3,7 @@
     5.6234 with an uncertainty of 0.083   ─>   5.62, 5.62 ± 0.09, 5.62× [5.54, 5.71]
     29.31 µs, 90 %, a, b and c
 
-No ratio shows a digit that its measurement does not support. The uncertainty of a speed-up is a
+No ratio shows a digit that its measurement does not support. The uncertainty of a speedup is a
 column of the cases (analysis.py) and of the contests (contests.py). It is rounded up to one digit,
 and the value is rounded to the same decimal place.
 """
@@ -90,6 +90,12 @@ def interval(low: float, high: float, uncertainty: float = nan) -> str:
 def plain(value: Any) -> str:
     """Write a float with four significant digits, and anything else with `str`."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def blocks_text(block: Any) -> str:
+    """Write a block size: `64 × 64 blocks` for 64, `16 × 32 blocks` for 16x32."""
+    rows, _, columns = plain(block).partition("x")
+    return f"{rows} × {columns or rows} blocks"
 
 
 def percent(level: float) -> str:

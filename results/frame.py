@@ -2,7 +2,7 @@
 
 The contenders of a contest are timed in turn, one block of samples each:
 
-    A  baseline      speed-up of B = exp(median over blocks of log(A_i / B_i))
+    A  baseline      speedup of B = exp(median over blocks of log(A_i / B_i))
     B  contender
     b  its twin      A/A log       =     median over blocks of log(B_i / b_i)
 
@@ -192,7 +192,7 @@ def _marks(row: Row) -> str:
 def _against(
     row: Row, base: Row | None, original: Row | None, label: Callable[[Contender], str]
 ) -> dict[str, Any]:
-    """Return the speed-up over the baseline, and a twin's log-ratio to its original."""
+    """Return the speedup over the baseline, and a twin's log-ratio to its original."""
     ratios: dict[str, Any] = {}
     if base is not None:
         ratios["baseline_label"] = label(base.case.contender)

@@ -11,7 +11,7 @@ mean of n processes it is floor / sqrt(n). Verdicts do not need it: their interv
 differs between processes.
 
 An almost empty graph takes 4.5 µs between two events on an H200. Every sample includes this time,
-so speed-ups of short ops come out too close to 1. They are therefore also given without it.
+so speedups of short ops come out too close to 1. They are therefore also given without it.
 """
 
 from collections.abc import Hashable

@@ -126,7 +126,7 @@ class Contender:
 
     params    of the format: `block` for all weights, `wd.block` for the weight wd only
     options   of the kernel, such as `tuned`
-    baseline  whether speed-ups are relative to it
+    baseline  whether speedups are relative to it
     twin      whether it is the second half of an A/A pair of equal kernels
     error     the relative error that its suite allows, `at_most`, and `why`; else None
     """

@@ -51,10 +51,10 @@ class Outcome(StrEnum):
 
 
 class IntervalKind(StrEnum):
-    """The kind of a speed-up's interval; the value is the word in reports.
+    """The kind of a speedup's interval; the value is the word in reports.
 
     QUARTILES   one process: the quartiles over its blocks, without a claim about other processes
-    RANGE       fewer than FEWEST processes: their smallest and largest speed-up
+    RANGE       fewer than FEWEST processes: their smallest and largest speedup
     CONFIDENCE  FEWEST or more processes: the exact 95 % confidence interval (Hodges-Lehmann)
     """
 
@@ -106,9 +106,9 @@ def block_logs(base: Floats, other: Floats) -> Floats:
 
 
 def ratio_over(case: Blocks, base: Blocks) -> Ratio | None:
-    """Return the speed-up of a case over another one of the same contests; None if they share none.
+    """Return the speedup of a case over another one of the same contests; None if they share none.
 
-    The definition is that of a speed-up, with `base` in place of the baseline.
+    The definition is that of a speedup, with `base` in place of the baseline.
     """
     logs = contest_logs(case, base)
     return ratio(list(logs.values())) if logs else None

@@ -1,13 +1,13 @@
 """Detect badly tuned contenders, ours included.
 
-    slower than its default    in the same contest: `tuned=True` beside `tuned=False`
-    slower than in another run the same case took less time on the same kind of GPU there
+    slower than its default     within one contest, `tuned=True` is slower than `tuned=False`
+    slower than in another run  the other run, on the same GPU model, was faster at the same case
 
-The times that a search measured (Row.candidates) are not used: short calls take 5 % less there than
-in a contest, and a contender of several products has a search for each.
+The times that a search measured (Row.candidates) are not used: in a search, short calls measure 5 %
+faster than in a contest, and a contender with several GEMMs runs a separate search for each.
 
-A doubt is not an error, because the rows are what was measured. It means that a lead over this
-contender may come from a bad choice of configuration.
+A doubt is not an error: the times are real. It means that another kernel's speedup over this
+contender may be due to a bad choice of configuration.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,8 +25,8 @@ from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
-SLOWER = 1.05  # times the default; most A/A pairs of one process differ by less
-APART = 1.10  # times the other run's measurement
+SLOWER = 1.05  # ratio to the default's time; most A/A pairs within a process differ by less
+APART = 1.10  # ratio to the other run's time
 SEARCHES = "tuned", "search"  # options that turn tuning on or off
 KEY = ["case_id", "scope", "cache"]
 

@@ -195,7 +195,7 @@ def published(page: str) -> Iterator[str]:
 
 
 def headline(lines: list[list[str]]) -> Iterator[str]:
-    """Yield each speed-up of the headline that its run, or the run that confirms it, lacks."""
+    """Yield each speedup of the headline that its run, or the run that confirms it, lacks."""
     for line in lines:
         (run,) = re.findall(r"\((.*?)\)", line[13])
         contest = same_problem(usual(cases(run)), line)
@@ -218,13 +218,19 @@ def same_problem(found: pd.DataFrame, line: list[str]) -> pd.DataFrame:
         found = found[found[name] == value]
     if level.endswith("active"):
         return found[found.active == float(level.split()[0])]
-    level, _, block = level.partition(", blocks of ")
+    level, _, block = level.partition(", ")
     found = found[found.sparsity == level]
-    return found[found.block.astype(str) == block] if block else found
+    return found[found.block.astype(str) == side(block)] if block else found
+
+
+def side(blocks: str) -> str:
+    """Return a block as rows name it: 64 for `64 × 64 blocks`, 16x32 for `16 × 32 blocks`."""
+    rows, columns = blocks.removesuffix(" blocks").split(" × ")
+    return rows if rows == columns else f"{rows}x{columns}"
 
 
 def over_baseline(cell: str, contest: pd.DataFrame, line: list[str]) -> bool:
-    """Return whether our kernel of a line has this speed-up over its baseline in a contest."""
+    """Return whether our kernel of a line has this speedup over its baseline in a contest."""
     kernel, base = line[7].split("`")[1], contest[contest.label == line[9]]
     ours = contest[contest.kernel == kernel]
     return any(shows(cell, ratio(blocks, base.blocks.iloc[0])) for blocks in ours.blocks)
@@ -393,7 +399,7 @@ def grids(page: str) -> Iterator[str]:
 
 
 def over_dense(text: str, case: pd.Series, found: pd.DataFrame) -> bool:
-    """Return whether a case has this speed-up over the fastest dense contender of its contest."""
+    """Return whether a case has this speedup over the fastest dense contender of its contest."""
     contest = found[found.place == case.place]
     base = fastest(contest, dense(contest))
     return base is not None and shows(text, ratio(case.blocks, base.blocks))
@@ -439,7 +445,7 @@ def holds(metric: str, line: list[str]) -> bool:
 
 
 def beside_op(line: list[str]) -> bool:
-    """Return whether a speed-up over dense, divided by that of another op, is the cell's value."""
+    """Return whether a speedup over dense, divided by that of another op, is the cell's value."""
     label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
     names, _, processes = line[-1].rpartition(", ")
     places = [run for name in names.split(" over ") for run in runs() if digest(run)[:10] in name]
@@ -477,7 +483,7 @@ def in_file(metric: str, data: dict, line: list[str]) -> bool:
     trained = pd.DataFrame(data["trained"])
     dense_ones, factors = trained[trained.pattern == "dense"], []
     for one in trained.itertuples():
-        name = f"train-lm, {100 * one.sparsity:.2f} %, blocks of {one.block}, "
+        name = f"train-lm, {100 * one.sparsity:.2f} %, {one.block} × {one.block} blocks, "
         if f"{name}weights {one.pattern}, width {one.width}" == label:
             enough = dense_ones[
                 (dense_ones.seed == one.seed) & (dense_ones.parameters >= one.parameters)
@@ -498,12 +504,14 @@ def labelled(found: pd.DataFrame, label: str) -> pd.DataFrame:
         name, _, value = part.rpartition(" ")
         if part.endswith(" %"):
             found = found[found.sparsity == part]
+        elif part.endswith(" blocks"):
+            found = found[found.block.astype(str) == side(part)]
         elif " × " in part:
             found = found[found["n × k"] == part]
         elif not name:
             found = found[(found.op == part) | (found.dtype == part)]
         else:
-            column = {"m": "tokens", "blocks of": "block"}.get(name, name)
+            column = {"m": "tokens"}.get(name, name)
             own = found[column].map(lambda v: f"{v:g}" if isinstance(v, int | float) else str(v))
             found = found[own == value]
     return found

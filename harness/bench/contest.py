@@ -1,20 +1,21 @@
-"""One problem with all its contenders: from operands to rows, in one process.
+"""Check and time all contenders of one problem in one process, and return their rows.
 
     operands from the seed, on the device
-    each contender: convert ─> prepare ─> redraw activations in place ─> run on poisoned output
-                    ─> compare with the definition in fp64 (output_checks.py) ─> spot-check many
-                    calls (spot_checks.py)
-    in scope chain, 8 layers: the same for the launches of all layers, called in turn
+    each contender: convert ─> prepare ─> fresh activations in place ─> run on NaN-filled output
+                    ─> compare with the fp64 reference (output_checks.py) ─> spot-check many calls
+                    (spot_checks.py)
+    in scope chain, 8 layers: repeat these checks for every layer's launch, calling the layers in
+    order
     time the correct contenders together, once for each scope and cache state (timing.py), with spot
-    checks among the samples; compare with the device's ceilings (results/ceilings.py); redraw, run
-    on the output as the last draw left it, and compare again
+    checks among the samples; compare with the device's ceilings (results/ceilings.py); refresh the
+    activations, rerun without clearing the previous output, and compare again
     after each step: verify that operands and harness are unchanged (tampering.py)
 
-The operating system provides the numbers of draws when they are needed, so no kernel can know them
-in advance; the row records them. harness/TRUST.md says what these checks cannot detect.
+Each seed for new activations comes from the operating system at the time of use, so no kernel can
+know it in advance; the row records the seeds. harness/TRUST.md says what the checks cannot catch.
 
-A case gives a row for each scope and cache state. A case that cannot run gives a row with the
-reason. After a CUDA error no result can be trusted: Fatal.
+A case produces one row for each scope and cache state. A case that cannot run produces a row with
+the reason. After a CUDA error no result can be trusted, so the contest raises Fatal.
 """
 
 import random

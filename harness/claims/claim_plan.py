@@ -97,7 +97,7 @@ def planned_claim(
 
 
 def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
-    """Return the largest speed-up over dense of a kernel with the same efficiency.
+    """Return the largest speedup over dense of a kernel with the same efficiency.
 
     Without ceilings this is the larger of the ratios of FLOPs and of bytes, which holds on every
     device. With them it is the ratio of both bounds, neither of which is below an empty launch.

@@ -26,14 +26,14 @@ Out = Annotated[Path | None, typer.Option("--out", help="Run directory to write.
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu, cuda or cuda:N; for run also sim or sim:FILE.yaml. Default: the best available."
+        help="cpu, cuda, cuda:N, or (run only) sim or sim:FILE.yaml. Default: the best available."
     ),
 ]
 Data = Annotated[Path | None, typer.Option(help="Folder with the source files that a suite names.")]
 Peers = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with checkouts of peers that are not packages (kernels/peers).",
+        help="Folder with source checkouts of competing kernels, from their authors.",
         callback=_set_peers,
         exists=True,
         file_okay=False,
@@ -43,14 +43,22 @@ Peers = Annotated[
 Only = Annotated[str, typer.Option(help="Select cases, such as 'block=64 sparsity=0.8|0.9'.")]
 Timeout = Annotated[
     float,
-    typer.Option(help="Seconds without an answer before a contender fails.", min=0.1, max=86400),
+    typer.Option(
+        help="Seconds without a response before a contender is marked as timed out.",
+        min=0.1,
+        max=86400,
+    ),
 ]
 Replicates = Annotated[
     int,
-    typer.Option(help="Number of fresh processes: 3 for a look, 8 for a verdict.", min=1, max=1000),
+    typer.Option(
+        help="Fresh processes: 3 for a provisional result (a look), 8 for a verdict.",
+        min=1,
+        max=1000,
+    ),
 ]
 Energy = Annotated[
-    bool, typer.Option(help="Also measure the energy of a call, which takes 2 s a case.")
+    bool, typer.Option(help="Also measure the energy of a call, which adds 2 s per case.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of every failure.")]
 Profile = Annotated[
@@ -71,7 +79,9 @@ Budget = Annotated[
 ]
 PublishedRuns = Annotated[
     Path | None,
-    typer.Option(help="Runs whose times the estimate uses, such as results/published/nvidia-h200."),
+    typer.Option(
+        help="Base the estimate on the times in these runs, such as results/published/nvidia-h200."
+    ),
 ]
 
 

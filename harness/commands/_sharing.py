@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from sparsebench.harness.run.run_json import Flags
 
 Devices = Annotated[
-    str, typer.Option(help="GPUs of this host that share the plan, such as cuda:0,cuda:1.")
+    str, typer.Option(help="GPUs of this host to split the plan across, such as cuda:0,cuda:1.")
 ]
 Slurm = Annotated[
     str,
-    typer.Option(help="Share the plan over Slurm jobs of one GPU: 'partition=gpu time=60'."),
+    typer.Option(help="Split the plan across single-GPU Slurm jobs: 'partition=gpu time=60'."),
 ]
 Submit = Annotated[str, typer.Option(help="'local' runs the jobs of --slurm on this host.")]
 Shards = Annotated[int, typer.Option(help="Number of jobs that share the plan.", min=0)]

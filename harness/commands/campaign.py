@@ -25,7 +25,7 @@ from sparsebench.harness.commands._console import (
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
 campaign = typer.Typer(
-    help="Measure many suites in one order, in pieces.",
+    help="Run many suites in a fixed order, over several sessions.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -48,7 +48,7 @@ def plan(
     names: Names = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Estimate the GPU time of each entry and of all of them, and compare it with the budget."""
+    """Estimate the GPU time of each entry and the total, and compare it with the budget."""
     from sparsebench.harness.costs.estimates import campaign_estimates
     from sparsebench.harness.shared_runs.campaign_file import campaign as read
 

@@ -20,7 +20,8 @@ def check(
     gpu: Annotated[
         Path | None,
         typer.Option(
-            help="Estimate for the GPU of these runs, such as results/published/nvidia-h200."
+            help="Estimate run time on the GPU that these runs were measured on, such as "
+            "results/published/nvidia-h200."
         ),
     ] = None,
     peers: opt.Peers = None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sparsebench.results.model_files import Pruning
 
 claims = typer.Typer(
-    help="Judge what others published about sparse formats.",
+    help="Test published claims about sparse formats.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -38,12 +38,16 @@ Names = Annotated[
 Runs = Annotated[
     list[Path] | None,
     typer.Option(
-        "--from", help="Runs, folders of runs, or JSON of train-lm and whole, to judge by."
+        "--from",
+        help="Existing results to base the verdicts on: runs, folders of runs, or JSON written by "
+        "train-lm or whole.",
     ),
 ]
 Losses = Annotated[
     Path | None,
-    typer.Option(help="JSON of prune, or a Gemma 3 as .gguf, to show the loss beside the speed."),
+    typer.Option(
+        help="JSON written by prune, or a Gemma 3 .gguf file, to show loss alongside speed."
+    ),
 ]
 
 
@@ -131,7 +135,9 @@ def check(
     data: opt.Data = None,
     replicates: Annotated[
         int,
-        typer.Option(help="Fresh processes: 1 to 5 for a look, 8 for a verdict.", min=1, max=1000),
+        typer.Option(
+            help="Fresh processes: 8 for a verdict; fewer than 6 give only a look.", min=1, max=1000
+        ),
     ] = 8,
     timeout: opt.Timeout = 120.0,
     out: Annotated[Path | None, typer.Option("--out", help="Folder to write. Default: runs/…")] = (
@@ -146,11 +152,11 @@ def check(
     peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Measure what is missing for claims, confirm the promising results, and judge.
+    """Run the measurements that claims still need, confirm promising results, and give verdicts.
 
     The missing runs are printed first; --gpu adds their estimated time. With 6 processes or more,
-    the best cell of each claim that needs one is measured again, alone. If --budget ends the check
-    early, the same command with --out resumes it.
+    for each claim that needs confirmation, its best case is re-measured in isolation. If --budget
+    ends the check early, the same command with --out resumes it.
     """
     from sparsebench.harness.claims.checking import check as measure
     from sparsebench.harness.claims.checking import evidence, to_json
@@ -233,7 +239,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
 def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning | None":
     """Read the output of prune, or prune a model now to the dense fractions of the claims."""
     from sparsebench.harness.machine.device import pick, simulated
-    from sparsebench.harness.models.pruning.command import parse_recipes, prune_file
+    from sparsebench.harness.models.pruning.files import parse_recipes, prune_file
     from sparsebench.results.model_files import read_pruning
 
     if losses is None or losses.suffix != ".gguf":

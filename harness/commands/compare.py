@@ -21,9 +21,9 @@ def compare(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Compare runs with the first one.
+    """Compare runs, using the first one given as the reference.
 
-    Speed-ups over the local baseline come before times.
+    Speedups over the local baseline come before times.
     """
     from sparsebench.reports import comparison
     from sparsebench.results import store

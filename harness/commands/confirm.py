@@ -1,4 +1,4 @@
-"""`sparsebench confirm`: measure the largest speed-ups of a run again, alone."""
+"""`sparsebench confirm`: measure the largest speedups of a run again, alone."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -18,7 +18,7 @@ def confirm(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a run's largest speed-ups again, alone."""
+    """Re-measure a run's largest speedups in isolation."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.repeat import confirm as measure_again

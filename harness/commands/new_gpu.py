@@ -8,7 +8,7 @@ import typer
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.commands._console import measuring, stdout
-from sparsebench.harness.commands._options import Device, Out, budget_s
+from sparsebench.harness.commands._options import Device, budget_s
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
 RESUME = "new-gpu --resume"
@@ -23,13 +23,18 @@ def new_gpu(
     ] = None,
     against: Annotated[
         list[Path] | None,
-        typer.Option(help=f"Runs of other GPUs, or folders of them. Default: {PUBLISHED}."),
+        typer.Option(
+            help="Runs from other GPUs to compare with, or folders of such runs. "
+            f"Default: {PUBLISHED}."
+        ),
     ] = None,
-    out: Out = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output directory for the survey. Default: runs/…")
+    ] = None,
     resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
     devices: Devices = "",
 ) -> None:
-    """Survey a GPU: its fitness, its kernels and the fastest formats."""
+    """Survey a GPU: is it fit to benchmark, which kernels run, and which formats are fastest?"""
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey import write
 

@@ -49,9 +49,9 @@ def prune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Prune weights beside a dense region. A list such as "a,b" in an option tries each value."""
+    """Prune weights, keeping one region dense. An option with a list "a,b" tries each value."""
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.models.pruning.command import parse_recipes, prune_file, table
+    from sparsebench.harness.models.pruning.files import parse_recipes, prune_file, table
 
     pruned = prune_file(
         weights,

@@ -19,7 +19,7 @@ def report(
     parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
     errors: Annotated[
         Path | None,
-        typer.Option(help="Output of prune --json, to plot its error against the speed-up."),
+        typer.Option(help="Output of prune --json, to plot its error against the speedup."),
     ] = None,
     markdown: Markdown = False,
     browse: Open = False,

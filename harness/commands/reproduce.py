@@ -23,7 +23,7 @@ def reproduce(
     devices: Devices = "",
     as_json: Json = False,
 ) -> None:
-    """Measure a run's suite again here, and report what agrees."""
+    """Rerun a run's suite on this machine, and report which results agree with the original."""
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build

@@ -15,7 +15,7 @@ def status(
     run: Annotated[Path, typer.Argument(help="A run, which may be shared out.")],
     as_json: Json = False,
 ) -> None:
-    """Show how far a run is, from any host that sees its folder."""
+    """Show a run's progress; works on any host that can read its folder."""
     from sparsebench.harness.shared_runs import shared_folder
     from sparsebench.harness.shared_runs.cluster_jobs import jobs
     from sparsebench.results import store

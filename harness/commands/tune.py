@@ -21,7 +21,7 @@ def tune(
     ] = None,
     data: Data = None,
 ) -> None:
-    """Search the fastest configurations for this GPU.
+    """Search for the fastest configurations for this GPU.
 
     Later runs take them from the table that the command writes.
     """

@@ -1,17 +1,18 @@
-"""The times measured in earlier runs on one GPU, which every estimate uses.
+"""Times from earlier runs on one GPU; every estimate is based on them.
 
     run        ceilings, once
-    process    start: everything outside contests
-    contest    operands, conversion and checks: of the NEAR runs with problems of the nearest size
+    process    startup and everything else outside contests
+    contest    operands, conversion and checks: median over the NEAR (5) runs whose problems are
+               closest in size
     row        capture and timing, likewise
-    case       `prepare`: the median of the NEAR cases of its kernel of the nearest size,
-    kernel     and once in a process what its dearest case takes beyond that, such as compiling
+    case       `prepare`: median over the same kernel's NEAR cases closest in size
+    kernel     once per process, the extra time of its slowest case, such as compilation
 
-`prepare` takes longest in the first process of a run. In later ones it differs with how the run
-chooses configurations: some take what the first one chose, and verdicts search again among its
-finalists. A dense product is searched once in a process; other contests with the same product
-search among its finalists. So the dearest row of a product is the search, and the others are what
-the product takes again.
+`prepare` takes longest in the first process of a run. In later processes it depends on how the run
+chooses configurations: some reuse the first process's choice, and verdicts search again among its
+finalists. Each dense GEMM is tuned once per process; other contests with the same GEMM search among
+its finalists. So the slowest row of a GEMM includes the full search, and its other rows show the
+repeat cost.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -65,7 +65,7 @@ def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
     note, warning = TAKEN[kind]
     if cores < note * now.cores:
         return ok(CHECK, reading)
-    means = "Times scatter, and speed-ups are those of the remaining cores."
+    means = "Times scatter, and speedups are those of the remaining cores."
     if kind == "cuda":
         means = "Launches are delayed, so times as called from Python scatter."
     level = Level.WARNING if cores >= warning * now.cores else Level.NOTE

@@ -1,8 +1,8 @@
-"""Measure a whole run: a suite's contests, through workers, into a run directory.
+"""Measure a whole run: run a suite's contests in worker processes and write a run directory.
 
-The run directory is made once a worker has answered, and it is valid from then on: the rows of
-every contest are on disk before the next contest starts, and run.json says whether the run has
-finished. The directory stays locked meanwhile.
+The run directory is created after the first worker has responded, and it is valid from then on: the
+rows of every contest are on disk before the next contest starts, and run.json says whether the run
+has finished. The directory stays locked until the run ends.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Measure a bundle again: `reproduce` all of it, or `confirm` its largest speed-ups.
+"""Measure a bundle again: `reproduce` all of it, or `confirm` its largest speedups.
 
     reproduce   RUN ─> complete? ─> the same plan? ─> measured by its own suite.yaml and flags
-    confirm     RUN, a screening of N cells ─> the cells with the largest speed-ups, alone, in fresh
+    confirm     RUN, a screening of N cells ─> the cells with the largest speedups, alone, in fresh
                 processes ─> the headline, with the interval of the new run
 
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
@@ -81,7 +81,7 @@ def confirm(
     condition: str = "",
     engine: Engine = measure,
 ) -> Path:
-    """Measure the cases with the largest speed-ups again, and return the new run.
+    """Measure the cases with the largest speedups again, and return the new run.
 
     They are chosen among the cases that meet `condition`, written as for --only.
     """
@@ -93,7 +93,7 @@ def confirm(
     }
     raced = raced[compared(raced) & (raced.status == Status.OK) & raced.case_id.isin(matches)]
     if raced.empty:
-        raise ResultError(f"{path}: expected a case with a speed-up to confirm, found none")
+        raise ResultError(f"{path}: expected a case with a speedup to confirm, found none")
     best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
     chosen = best[KEYS].to_dict("records")
     about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}

@@ -36,7 +36,7 @@ from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Problem, Row, Status
 
 OWN = {"op", "format", "baseline", "seed"}
-HEADINGS = "time, µs", "quartiles", "speed-up", "of bound", "error", "of usual", "of allowed"
+HEADINGS = "time, µs", "quartiles", "speedup", "of bound", "error", "of usual", "of allowed"
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 DTYPES = {"cuda": "bf16", "cpu": "fp32"}
 CLOCKS = {
@@ -192,7 +192,7 @@ def _from_problem(problem: Problem, stored: str) -> dict[str, Any]:
 
 
 def report(result: TrialResult) -> Group:
-    """Return the result for a terminal: error, time, bound, speed-up and choice of each row."""
+    """Return the result for a terminal: error, time, bound, speedup and choice of each row."""
     table, rows = frame(result.rows), result.rows
     problem = rows[0].case.problem
     fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())

@@ -1,19 +1,21 @@
 """Linear layer with small blocks in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
-bsr_small.cu is the kernel and draws its pipeline: block rows share the strips of X that they
-touch, and every block is a separate product. _small_steps.py decides which rows go together and
-lists the steps. This file chooses a configuration and launches. It supports
+bsr_small.cu is the kernel and contains a diagram of its pipeline: block rows share the strips of X
+that they touch, and every block is a separate product. _small_steps.py decides which rows go
+together and builds the list of steps. This file chooses a configuration and launches the kernel. It
+supports
 
-    blocks    8x8, or multiples of 16 (above 32: up to 256 tokens), fp16 or bf16; edge blocks may
-              extend beyond W, and block rows may be empty
-    sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
+    blocks    8x8, or multiples of 16 (blocks larger than 32: at most 256 tokens), fp16 or bf16;
+              edge blocks may extend beyond W, and block rows may be empty
+    sizes     k and n multiples of 8 (TMA needs 16-byte-aligned rows), any m
     X         rows of any stride that is a multiple of 16 bytes
 
 The kernel reads W packed: the blocks in the order in which they are multiplied. The tensor cores
-multiply 16 of k at a time, so four blocks of 8 are united into one of 16, with zeros where a block
-is missing. Other blocks are cut to 32 or 16. `DGRAD` is the same kernel over the transposed
-pattern. To transpose, it unites block columns instead of block rows, and wgmma reads each block
-MN-major; the blocks are packed in the order of those steps, and none is transposed.
+consume k in steps of 16, so four 8 × 8 blocks are merged into one 16 × 16 block, with zeros where a
+block is missing. Other blocks are split into pieces of 32 or 16. `DGRAD` is the same kernel over
+the transposed pattern. For the transpose, it groups block columns instead of block rows, and wgmma
+reads each block MN-major; the blocks are packed in the order in which the transposed product uses
+them, and none is physically transposed.
 """
 
 from dataclasses import dataclass

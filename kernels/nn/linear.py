@@ -72,7 +72,8 @@ class BlockSparseLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.block = _block(block)
-        grid = self._grid
+        self._shape = out_features, in_features
+        self._grid = grid = _grid(self._shape, self.block)
         require((sparsity is None) != (pattern is None), "expected either sparsity or pattern")
         if pattern is None:
             assert sparsity is not None
@@ -150,14 +151,6 @@ class BlockSparseLinear(nn.Module):
             if self.bias is not None:
                 linear.bias.copy_(self.bias)
         return linear
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    @property
-    def _grid(self) -> tuple[int, int]:
-        return _grid(self._shape, self.block)
 
     @property
     def bsr(self) -> Bsr:

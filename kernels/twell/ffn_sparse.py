@@ -1,16 +1,16 @@
 """Gated feed-forward layer with few active units, relu or relu2, on Hopper: a portfolio.
 
-`prepare` times whole layers on the given activations and keeps the fastest. The option `way`
-selects the layers:
+`prepare` times complete implementations of the layer on the activations that it receives, and keeps
+the fastest. The option `way` selects which implementations are timed:
 
-    way       layers
+    way       implementations
     few       ffn_few.py        one launch, up to 64 tokens
-    library   _grouped.py       groups of eight tokens, after a gate product of a library
-    alone     _grouped.py       as library, without a dense fallback: up to 512 tokens
-    sparse    few if it supports the sizes, else library; from 33 to 512 tokens alone as well
-    best      those of `sparse`, and the dense cublas and ffn_dense_triton
+    library   _grouped.py       groups of eight tokens, after a gate GEMM from a library
+    alone     _grouped.py       like `library`, but without a dense fallback: up to 512 tokens
+    sparse    `few` if it supports the sizes, otherwise `library`; plus `alone` for 33 to 512 tokens
+    best      everything in `sparse`, plus the dense kernels cublas and ffn_dense_triton
 
-`Launch.choice` names the fastest layer, as `chosen` and `way`.
+`Launch.choice` names the fastest implementation, as `chosen` and `way`.
 """
 
 from collections.abc import Iterator, Mapping

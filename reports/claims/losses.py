@@ -1,11 +1,11 @@
-"""The loss on held-out text against the speed-up: the cost of pruning and its benefit.
+"""The loss on held-out text against the speedup: the cost of pruning and its benefit.
 
-    loss │           ┌─o 0      a point: one dense fraction (its number) at the speed-up of a cell
-         │     ┌─o 25┘          step: the front, the least loss at that speed-up or more
+    loss │           ┌─o 0      a point: one dense fraction (its number) at the speedup of a cell
+         │     ┌─o 25┘          step: the front, the least loss at that speedup or more
          ┼ 100 ·················   dotted: the loss of the dense model
-              1      speed-up
+              1      speedup
 
-Losses come from `sparsebench prune --json`, speed-ups from the cells of the claim.
+Losses come from `sparsebench prune --json`, speedups from the cells of the claim.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ SIZE = (420, 260)
 
 
 def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
-    """Draw loss against speed-up, or a sentence if no cell has a pruned fraction."""
+    """Draw loss against speedup, or a sentence if no cell has a pruned fraction."""
     points = [
         (cell, outcome)
         for cell in cells
@@ -54,9 +54,9 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
         axes.axhline(pruning.loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
         axes.axvline(1, color=INK, linewidth=0.7, alpha=0.5)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel("speed-up, ×")
+        axes.set_xlabel("speedup, ×")
         axes.set_ylabel("loss on held-out text, nats a token")
-        drawn = svg(figure, "loss on held-out text against speed-up")
+        drawn = svg(figure, "loss on held-out text against speedup")
     words = (
         f"{pruning.weights}: {pruning.held_out:,} tokens held out of {pruning.tokens_from}. "
         f"The dotted line is the dense model ({pruning.loss:.3f}). Numbers are the percentage left "
@@ -66,7 +66,7 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
         [_method(o), percent(o.dense), c.label, between(c.value, c.low, c.high), f"{o.loss:.3f}"]
         for c, o in points
     ]
-    heads = ["pruned by", ">dense", "cell", ">speed-up", ">loss, nats"]
+    heads = ["pruned by", ">dense", "cell", ">speedup", ">loss, nats"]
     return drawn + note(words) + folded("The losses", html_table(heads, lines))
 
 

@@ -60,7 +60,7 @@ def outcome(line: "pd.Series[Any]") -> str:
 
 
 def above_floor(line: "pd.Series[Any]") -> str:
-    """Write the speed-up without the cost of a launch, if either time is below LAUNCH_US."""
+    """Write the speedup without the cost of a launch, if either time is below LAUNCH_US."""
     short = line.median_us * min(1, line.speedup) < LAUNCH_US
     return times(line.speedup_above_floor) if short else "–"
 

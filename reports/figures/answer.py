@@ -1,7 +1,7 @@
 """The first screen: the fastest format, its break-even and its lead, with a map and a figure.
 
     m ▾   n × k ▾   dtype ▾   block ▾        a view per choice; the script shows one of them
-    BSR beats dense with blocks of 16 from between 50 % and 80 % on
+    BSR beats dense with 16 × 16 blocks above a level between 50 % and 80 % sparsity
     ┌──────┬──────┐   ×│    ●──●  ours
     │ 1.2× │ 3.2× │    │ ▲──▲     best sparse peer
     └──────┴──────┘   1┼───────── dense
@@ -120,7 +120,7 @@ def _map(view: View) -> Markup:
         percent(value) if view.x == "level" else field_text(view.x, value) for value in columns
     ]
     words = [text.removeprefix("n × k ") for text in words]
-    read = "Each cell shows the winner and the speed-up of the fastest sparse contender over the "
+    read = "Each cell shows the winner and the speedup of the fastest sparse contender over the "
     read += "fastest dense one. Hatched: within the noise. A cell links to its case."
     if (view.cells["count"] > 1).any():
         read += (
@@ -192,9 +192,9 @@ def _figure(number: int, view: View) -> Markup:
         axes.set_xticks(range(len(places)), labels, rotation=20 if name == "shape" else 0)
         level = view.units.removeprefix(" of ") or "sparsity"
         axes.set_xlabel({"level": level, "shape": "n × k"}.get(name, name))
-        axes.set_ylabel("speed-up over dense, ×")
+        axes.set_ylabel("speedup over dense, ×")
         log_ticks(axes)
-        drawing = svg(figure, f"Speed-up over dense by {HEADS.get(name, name)}", titles)
+        drawing = svg(figure, f"Speedup over dense by {HEADS.get(name, name)}", titles)
     sides = ["ours", "peer"] if cells.peer_gain.notna().any() else ["ours"]
     legend = Markup("").join(Markup("<li>{}{}</li>").format(role(s), LINES[s]) for s in sides)
     caption = '<ul class="legend">{}<li>line at 1: {}</li></ul><p>{} {}</p>'

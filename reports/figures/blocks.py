@@ -18,7 +18,7 @@ ORDER = 30
 
 
 def draw(frames: Frames) -> Markup:
-    """Show the best speed-up of each cell and its contender, if a run has several blocks."""
+    """Show the best speedup of each cell and its contender, if a run has several blocks."""
     raced = frames.raced
     raced = raced[raced.label.isin(frames.series) & raced.speedup.notna()]
     return each_measure(raced, _maps)
@@ -33,7 +33,7 @@ def _maps(raced: pd.DataFrame) -> Markup:
     if not maps:
         return NOTHING
     words = f"{same}. Each cell shows the fastest contender other than the baseline and its "
-    words += "speed-up over the baseline. ≈: the runner-up may be as fast. Blue: faster than the "
+    words += "speedup over the baseline. ≈: the runner-up may be as fast. Blue: faster than the "
     words += f"baseline. Hatched: {meaning(raced)[1]}."
     return note(words) + Markup('<div class="maps">{}</div>').format(Markup("").join(maps))
 

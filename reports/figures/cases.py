@@ -65,10 +65,10 @@ def _code(text: str) -> Markup:
 
 TOOL = (
     '<p class="note">The same in every line: {}. Type words to find the lines that contain all of '
-    "them. m:16, speed-up:&gt;2 and time:10..50 search a single column, as the fields below the "
+    "them. m:16, speedup:&gt;2 and time:10..50 search a single column, as the fields below the "
     "heads do.</p>"
     '<form class="filter" data-same="{}"><input type="search" name="q" aria-label="find lines" '
-    'placeholder="e.g. bsr ok speed-up:&gt;2"> <output></output> '
+    'placeholder="e.g. bsr ok speedup:&gt;2"> <output></output> '
     '<button type="reset">show all</button></form>'
 )
 COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format of its values
@@ -79,9 +79,9 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format
     (">time, µs", "median_us", significant),
     (">time low", "low_us", significant),
     (">time high", "high_us", significant),
-    (">speed-up", "speedup", times),
-    (">speed-up low", "speedup_low", times),
-    (">speed-up high", "speedup_high", times),
+    (">speedup", "speedup", times),
+    (">speedup low", "speedup_low", times),
+    (">speedup high", "speedup_high", times),
     ("outcome", "outcome", _text),
     (">q", "q", _rate),
     (">above launch", "above", _text),

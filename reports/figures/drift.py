@@ -4,7 +4,7 @@
     0 ┼──●──●─●──●──         x: contests in the order of the run; vertical lines: processes
       └─────────────         ◆ throttled or power-limited while it was timed
 
-A speed-up is a ratio within one contest, so drift changes both of its times.
+A speedup is a ratio within one contest, so drift changes both of its times.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def draw(frames: Frames) -> Markup:
     words += (
         f"The GPU slowed down during {marked} of {len(taken)} contests (diamonds). Each vertical "
     )
-    words += "line starts a new process. Both times of a speed-up come from the same contest."
+    words += "line starts a new process. Both times of a speedup come from the same contest."
     with style():
         panels = [_panel(taken, name, title) for name, title in drawn]
     columns = ["contest", "replicate", "problem_id", "median_us", "drift", *TELEMETRY, "mark"]

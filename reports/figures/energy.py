@@ -60,6 +60,6 @@ def _drawn(cases: pd.DataFrame) -> Markup:
         )
         titles = scatter(axes, cases, ("speedup", "saved"), texts)
         log_scale(axes, *ends)
-        axes.set_xlabel("speed-up over the baseline, ×")
+        axes.set_xlabel("speedup over the baseline, ×")
         axes.set_ylabel("energy saved, ×")
-        return svg(figure, "energy against speed-up", titles)
+        return svg(figure, "energy against speedup", titles)

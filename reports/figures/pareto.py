@@ -1,10 +1,10 @@
-"""Error against speed-up for several dense fractions of the weights, with the Pareto front.
+"""Error against speedup for several dense fractions of the weights, with the Pareto front.
 
     error │            0 o     a point: one dense fraction (its number), pruned by one method
-          │     50 o   ┌─o     x: speed-up in this run, with its interval
+          │     50 o   ┌─o     x: speedup in this run, with its interval
           │    ┌───o───┘       y: error after pruning to that fraction (results/model_files.py)
-        0 ┼100 o────────       step: the front, the least error at that speed-up or more
-               1    speed-up
+        0 ┼100 o────────       step: the front, the least error at that speedup or more
+               1    speedup
 
 A panel also shows cases with zeros anywhere (`50 %` beside the point) if the errors of unstructured
 pruning to that sparsity are known.
@@ -29,7 +29,7 @@ from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import percent
 from sparsebench.results.model_files import OUTPUT, Pruning
 
-TITLE = "Error against speed-up"
+TITLE = "Error against speedup"
 ORDER = 25
 
 ANYWHERE = "unstructured"  # a pattern of problems and of pruning
@@ -66,9 +66,9 @@ def draw(frames: Frames) -> Markup:
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the points that no other point beats in both speed-up and error, slowest first.
+    """Return the points that no other point beats in both speedup and error, slowest first.
 
-    The dense baseline (speed-up 1, error 0) is one of them unless a faster point has error 0.
+    The dense baseline (speedup 1, error 0) is one of them unless a faster point has error 0.
     """
     baseline = pd.DataFrame({"speedup": [1.0], "error": [0.0]})
     known = pd.concat([points[["speedup", "error"]], baseline])
@@ -77,7 +77,7 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cases(raced: pd.DataFrame) -> pd.DataFrame:
-    """Keep cases with a speed-up and a dense fraction, or with zeros `anywhere` (fraction 0).
+    """Keep cases with a speedup and a dense fraction, or with zeros `anywhere` (fraction 0).
 
     `contender` is the label without the parameters of the format.
     """
@@ -135,7 +135,7 @@ def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
 
 def _dress(axes: Axes) -> None:
     axes.axvline(1, color=INK, linewidth=1.2)
-    axes.set_xlabel("speed-up, ×")
+    axes.set_xlabel("speedup, ×")
     axes.set_ylabel("error of the output, %")
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -173,7 +173,7 @@ def _words(pruning: Pruning) -> str:
     """Describe the axes and the source of the errors."""
     tokens = f"{pruning.held_out:,} tokens held out of {pruning.tokens_from}"
     return (
-        "x: speed-ups of this run with their intervals. y: relative error of the output, averaged "
+        "x: speedups of this run with their intervals. y: relative error of the output, averaged "
         f"over layers, after {pruning.weights} was pruned with {pruning.calibration:,} tokens and "
         f"measured on {tokens}. The timed weights are different ones. Numbers are the percentage "
         "of features left dense; with a % sign, the sparsity of zeros anywhere. The step is the "

@@ -1,4 +1,4 @@
-"""Speed-up over the baseline against the swept field, with the break-even of each contender."""
+"""Speedup over the baseline against the swept field, with the break-even of each contender."""
 
 from typing import Any
 
@@ -24,17 +24,17 @@ from sparsebench.reports.tables import html_table
 from sparsebench.results.analysis import NoCrossing, break_even
 from sparsebench.results.formatting import amount, percent, significant
 
-TITLE = "Speed-up against the baseline"
+TITLE = "Speedup against the baseline"
 ORDER = 20
 
 SPEEDUP = Quantity(
-    "speedup", "speedup_low", "speedup_high", "speed-up, ×", 1, hollow="undecided", best="most"
+    "speedup", "speedup_low", "speedup_high", "speedup, ×", 1, hollow="undecided", best="most"
 )
 DATA = [*FIELDS, "baseline_label", "speedup", "speedup_low", "speedup_high", "outcome", "median_us"]
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw one panel per shape and block; bands are the intervals of the speed-ups."""
+    """Draw one panel per shape and block; bands are the intervals of the speedups."""
     raced = frames.raced
     return each_measure(raced[raced.speedup.notna()], lambda cases: _draw(frames, cases))
 
@@ -70,7 +70,7 @@ def _ideal(axes: Axes, axis: Sweep) -> None:
 
 
 def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
-    """Write the time of the baseline, because a speed-up over a slow one means little."""
+    """Write the time of the baseline, because a speedup over a slow one means little."""
     base = raced[raced.problem_id.isin(group.problem_id) & (raced.label == raced.baseline_label)]
     low, high = significant(base.median_us.min()), significant(base.median_us.max())
     span = low if low == high else f"{low}–{high}"

@@ -28,7 +28,7 @@ def draw(frames: Frames) -> Markup:
     head = note(f"{amount(len(cases), 'case')}: {', '.join(counts)}.")
     if len(alone):
         verb = "has" if len(alone) == 1 else "have"
-        why = "no speed-up because no baseline of the problem is ok"
+        why = "no speedup because no baseline of the problem is ok"
         head += note(f"{amount(len(alone), 'ok case')} {verb} {why}.")
     reasons = bad.detail.map(lambda detail: re.sub(r"\d[\d.e+-]*", "#", detail))
     groups = [group for _, group in bad.groupby([bad.status, reasons], sort=False)]

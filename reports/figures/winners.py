@@ -23,13 +23,13 @@ from sparsebench.results.formatting import between, interval, percent, plain, si
 TITLE = "Fastest contender by shape and sparsity"
 ORDER = 15
 
-HEADS = ["problem", "at", "fastest", "weights", ">speed-up", ">interval", "outcome"]
+HEADS = ["problem", "at", "fastest", "weights", ">speedup", ">interval", "outcome"]
 HEADS += [">above launch", ">time, µs", "runner-up", ">leads by"]
 HEADS += ["best sparse", ">over dense"]
 WEIGHTS = ["pattern", "block"]
 READ = (
-    "Speed-ups are over the baseline of the suite. "
-    "Above launch: the speed-up after the time of an almost empty op is subtracted from both "
+    "Speedups are over the baseline of the suite. "
+    "Above launch: the speedup after the time of an almost empty op is subtracted from both "
     "times, for ops below 20 µs. If dense is the fastest, the table also shows the best sparse "
     "contender. The best case was selected by the numbers shown here, so confirm it in a separate "
     "run (sparsebench confirm)."
@@ -61,7 +61,7 @@ def _listed(cases: pd.DataFrame) -> Markup:
 
 
 def _best(cells: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Keep the largest speed-up at each x, of the clearly faster cases if there are any.
+    """Keep the largest speedup at each x, of the clearly faster cases if there are any.
 
     This also selects among blocks, which are different matrices and not contenders.
     """

@@ -189,7 +189,7 @@ def _one(view: View, name: str) -> Any:
 
 
 def _gain(view: View) -> str:
-    """Return the largest gain of a view and its place, for a badge: 5.58× at 90 %, blocks of 64."""
+    """Return a view's largest gain and its place, for a badge: 5.58× at 90 %, 64 × 64 blocks."""
     cells = view.cells[view.cells.best_gain.notna()]
     if cells.empty:
         return "no dense contender"

@@ -19,6 +19,7 @@ from sparsebench.results.formatting import (
     FORMATS,
     amount,
     between,
+    blocks_text,
     duration,
     interval,
     listed,
@@ -86,7 +87,7 @@ def trusted(lines: pd.DataFrame, place: list[str]) -> pd.DataFrame:
 
 
 def gains(lines: pd.DataFrame) -> Grid | None:
-    """Return each format's speed-up over dense at each m and sparsity; None if there is none.
+    """Return each format's speedup over dense at each m and sparsity; None if there is none.
 
     Formats that are never faster are only named, unless no format is ever faster.
     """
@@ -186,7 +187,7 @@ def _problem(line: Any) -> str:
     fields = {name: plain(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
     fields = {name: "" if text in ("nan", "None") else text for name, text in fields.items()}
     tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
-    block = f"blocks of {fields['block']}" if fields["block"] not in ("", "1") else ""
+    block = blocks_text(fields["block"]) if fields["block"] not in ("", "1") else ""
     pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
     shape = f"n × k {fields['shape']}" if fields["shape"] else ""
     return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))

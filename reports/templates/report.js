@@ -1,4 +1,4 @@
-// The address holds the chosen view, the filters and the order: #m=16&block=64&q=bsr&sort=-speed-up.
+// The address holds the chosen view, the filters and the order: #m=16&block=64&q=bsr&sort=-speedup.
 // A plain fragment (#cases, #case-1a2b) names a place on the page; folded parts around it open.
 const state = () => new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
 const remember = (changes) => {

@@ -22,7 +22,7 @@ from sparsebench.results.analysis import Analysis, chose_dense
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
-from sparsebench.results.formatting import between, percent, plain, significant
+from sparsebench.results.formatting import between, blocks_text, percent, plain, significant
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
 from sparsebench.results.provenance import Choices, choices_of, device_name
@@ -91,13 +91,13 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Describe the cell by its fields: linear, bf16, m 64, 4096 × 4096, 90 %, blocks of 32."""
+        """Describe the cell by its fields: linear, bf16, m 64, 4096 × 4096, 32 × 32 blocks."""
         known = self.fields
         parts = [str(known.get("op", "")), str(known.get("dtype", ""))]
         parts += [f"m {known['m']}"] if "m" in known else []
         parts += [f"{known['n']} × {known['k']}"] if {"n", "k"} <= known.keys() else []
         parts += [percent(known["level"])] if known.get("level") else []
-        parts += [f"blocks of {known['block']}"] if known.get("block") not in (None, 1, "1") else []
+        parts += [blocks_text(known["block"])] if known.get("block") not in (None, 1, "1") else []
         others = {n: v for n, v in known.items() if n not in IN_LABEL and v != "iid"}
         parts += [f"{name} {plain(value)}" for name, value in others.items()]
         return ", ".join(filter(None, parts))
@@ -168,7 +168,7 @@ def file_problems(test: Test, measure: Measure | None, run: Run) -> set[str]:
 def over_op(test: Test, known: Sequence[Cell]) -> list[Cell]:
     """Return cells over those of the test's op `over` with equal fields; unchanged without `over`.
 
-    Both are speed-ups over a dense product with as many operations, so this is a ratio of rates.
+    Both are speedups over a dense product with as many operations, so this is a ratio of rates.
     Among several cells of that op the order is: a reliable run, the same run, one that searched,
     most processes, the narrowest interval. Cells of different runs have different processes, which
     are paired in order.

@@ -173,7 +173,7 @@ def _claimed(test: Test) -> str:
 
 
 def _value(test: Test, cell: Cell) -> str:
-    """Write a value with its quantity: `27.1 % [26.8, 27.3] of the ideal speed-up`."""
+    """Write a value with its quantity: `27.1 % [26.8, 27.3] of the ideal speedup`."""
     over = f" over that of {test.over}" if test.over else ""
     return value_text(test, cell, METRICS[test.metric].template + over)
 

@@ -3,7 +3,7 @@
     r  =  quantity of the baseline / quantity of the subject
 
     speedup       x   r of the times                   paired block by block (statistics.py)
-    of_ideal      %   100 r (1 - s) of the times       relative to 1 / (1 - s), the speed-up of a
+    of_ideal      %   100 r (1 - s) of the times       relative to 1 / (1 - s), the speedup of a
                                                        kernel without waste at sparsity s
     energy_saved  %   100 (1 - 1 / r) of the energy    of one hot call
     memory_saved  %   100 (1 - 1 / r) of the memory    peak on the device, prepare and first call
@@ -54,14 +54,14 @@ def _saved(column: str, template: str) -> Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "speedup": _ratio("time", "a speed-up of {}"),
+    "speedup": _ratio("time", "a speedup of {}"),
     "of_ideal": Metric(
         unit="%",
         column="time",
         of=lambda r, d: 100 * r * d,
         back=lambda v, d: v / 100 / d,
         none=None,
-        template="{} of the ideal speed-up",
+        template="{} of the ideal speedup",
     ),
     "energy_saved": _saved("energy_j", "{} of the energy saved"),
     "memory_saved": _saved("peak_bytes", "{} of the memory saved"),

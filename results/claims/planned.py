@@ -18,7 +18,7 @@ class PlannedClaim:
     """A claim, planned.
 
     problems     ids of the problems of each test
-    bounds       by test and problem, the largest speed-up at the efficiency of dense
+    bounds       by test and problem, the largest speedup at the efficiency of dense
     unreachable  tests that no kernel as efficient as the baseline can meet
     refused      by test, the reason why it was not run
     model_cells  cells of its tests about models, which come from files and not from runs

@@ -23,7 +23,7 @@
         quantifier: exists                         or typical (all cells together), for_all
         at: {m: [16, 64]}                          cells: problems with these fields
         levels: [0.5, 0.95]                        and sparsity in this range, to a percent
-        over: linear                               each speed-up over that of this op
+        over: linear                               each speedup over that of this op
         proxy: one layer, not a served model       why this is less than what was claimed
       - trained: parameters                        cells: trainings of `train-lm --pattern`, each
         ...                                        against dense of equal parameters or width
@@ -184,7 +184,7 @@ class Test(_Model):
             raise ValueError(f"a threshold, at_least or at_most, not {found}")
         self._agree_on_files()
         if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
-            raise ValueError("over with a speed-up that is typical or for_all")
+            raise ValueError("over with a speedup that is typical or for_all")
         up, none = self.at_least is not None, metric.none
         value = self.threshold + (-self.tolerance if up else self.tolerance)
         if self.partly_at is not None and (self.partly_at < self.threshold) != up:
@@ -258,7 +258,7 @@ class Bound(_Model):
 
     @property
     def most(self) -> float:
-        """Return the largest speed-up."""
+        """Return the largest speedup."""
         part = self.density * (1 + self.bits_per_value / self.bits)
         part += self.bits_per_element / self.bits
         return 1 / ((1 - self.share) + self.share * part)

@@ -1,25 +1,32 @@
-"""From cells to a verdict on a claim. The rules are tried in order; the first that holds decides.
+"""Derive the verdict on a claim from its cells (the cases it covers).
+
+The rules are tried in order; the first that holds decides.
 
     a cell is   met      its whole interval is beyond the limit
-                missed   its whole interval is short of the limit      else unclear
+                missed   its whole interval is short of the limit
+                unclear  anything else
 
     1  not testable     no cell has a value: the claim cannot be tested here, for a given reason
-    2  inconclusive     nothing was measured, the A/A pairs of a run differ, or there are fewer than
-                        6 processes (a look; `tendency` is what the verdict would be)
-    3  reproduced       exists: a cell that a screening chose is met in another run
-                        typical: all cells together are met       for_all: every cell is met
+    2  inconclusive     nothing was measured; in some run, the two halves of A/A pairs differ
+                        significantly; or there are fewer than 6 processes (a look; `tendency` is
+                        what the verdict would be)
+    3  reproduced       exists: a cell picked in a screening run is met again in a separate run
+                        typical: the value pooled over all cells is met
+                        for_all: every cell is met
     4  inconclusive     a cell that is unclear, unmeasured or unconfirmed could change the verdict
-    5  partly           some cells of for_all are met; or one is beyond partly_at; or, without
-                        partly_at, one is better than equal
-    6  not testable     the device's ceilings allow the limit in none of the cells of exists, or not
-                        for all cells of typical together; other cells might meet it
+    5  partly           some cells of for_all are met, or a cell exceeds partly_at (if partly_at is
+                        not set: beats the baseline)
+    6  not testable     the device's ceilings rule out the limit: in every cell (exists), or for the
+                        pooled value (typical); other cells might meet it
     7  refuted          every cell is missed, and the claim is general or names this GPU
-       not carried over     every cell is missed, and the claim names another GPU
+       not carried over     every cell is missed, and the claim names another GPU: the result is
+                            not transferable to this GPU
 
-A kernel proxy is never more than partly and never refutes. Because the best of several cells is
-measured again, picking the luckiest of 100 equal contenders reproduces nothing. A problem that
-several runs measured is one cell: from a run whose A/A pairs agree, then from one made for it, then
-from the one with most processes. Only an open verdict has a tendency.
+A claim tested through a kernel-level proxy gets at most "partly", and never "refuted". Because the
+best of several cells is measured again, picking the luckiest of 100 equally fast contenders cannot
+make a claim "reproduced". A problem that several runs measured is one cell. Its value comes from,
+in order of preference: a run whose A/A pairs agree, a run made for this claim, the run with the
+most processes. Only an inconclusive verdict has a tendency.
 """
 
 from collections.abc import Collection, Mapping, Sequence

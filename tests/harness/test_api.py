@@ -28,7 +28,7 @@ SUITE: dict[str, Any] = {
 
 
 def in_python(code: str, torch: bool = True) -> str:
-    """Run Python in a process of its own, in which torch can be imported or not."""
+    """Run Python in a new process, in which torch can be imported or not."""
     command = [
         sys.executable,
         "-P",

@@ -15,7 +15,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import checking, claim_catalog, claim_plan
 from sparsebench.harness.claims.checking import Evidence, check, evidence
 from sparsebench.harness.costs.estimates import left_out
-from sparsebench.harness.models.pruning import command
+from sparsebench.harness.models.pruning import files
 from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions, Stopped
@@ -381,7 +381,7 @@ def test_a_model_is_pruned_to_the_fractions_of_a_claim(
         asked.extend(recipe.dense for recipe in recipes)
         return read_pruning(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
 
-    monkeypatch.setattr(command, "prune_file", prune_file)
+    monkeypatch.setattr(files, "prune_file", prune_file)
     run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
     given = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
     done = sparsebench(*given, "--out", tmp_path)

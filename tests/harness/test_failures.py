@@ -58,7 +58,7 @@ def test_a_long_traceback_is_cut_at_its_beginning() -> None:
 
 
 def failures(*kernels: str, timeout_s: float, file: Path | None = None) -> str:
-    """Return what a runner has to say of one contest of the baseline and faulty kernels."""
+    """Return the failures that a runner logs for a contest of the baseline and faulty kernels."""
     runner = Runner("cpu", None, timeout_s)
     runner.log.file = file
     baseline = Contender("dense", "torch_dense", baseline=True)
@@ -71,7 +71,7 @@ def failures(*kernels: str, timeout_s: float, file: Path | None = None) -> str:
 
 
 def test_stacks_of_crashes_and_exceptions_are_kept(tmp_path: Path) -> None:
-    """What raises is told again by the attempt after the crash, and its traceback is not."""
+    """The attempt after a crash reports an exception again, but not its traceback."""
     left = failures("faulty:raises", "faulty:crashes", timeout_s=100, file=tmp_path / "worker.log")
     said = (tmp_path / "failures.log").read_text()
     assert not left
@@ -85,7 +85,7 @@ def test_stacks_of_crashes_and_exceptions_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is slow to start on a busy machine times out as well: any stack will do."""
+    """Accept any stack: on a busy machine a worker that starts slowly times out too."""
     monkeypatch.setattr(worker_process, "DUMP_S", 600.0)
     said = failures("faulty:hangs", timeout_s=2)
     assert "no answer within 2 s" in said
@@ -93,7 +93,7 @@ def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_that_is_ended_from_outside_has_not_failed() -> None:
-    """As a part of a run is ended in a thread, where a sitting is interrupted."""
+    """A run on several GPUs stops its parts from another thread in the same way."""
     runner = Runner("cpu", None, 600)
     contest = Contest(PROBLEM, (Contender("dense", "faulty:hangs", baseline=True),))
 

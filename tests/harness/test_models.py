@@ -1,4 +1,4 @@
-"""Whole models: sparsify_, checkpoints of Hugging Face, LoRA beside frozen weights, and prune."""
+"""Tests of whole models: sparsify_, Hugging Face checkpoints, LoRA, and prune."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sparsebench.errors import FormatError, SuiteError
-from sparsebench.harness.models.pruning import model as whole
+from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated
 from sparsebench.harness.models.pruning.layer import METHODS, Recipe
 from sparsebench.nn import (
@@ -48,7 +48,7 @@ MODELS: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def _without_bars() -> Iterator[None]:
-    with whole.quiet(transformers):
+    with models.quiet(transformers):
         yield
 
 
@@ -71,7 +71,7 @@ def reloaded(path: Path, **options: Any) -> Any:
 # ---- recipes ----
 
 
-def test_blocks_of_largest_norm_are_kept_and_the_head_is_left():
+def test_block_sparse_keeps_the_largest_blocks_and_the_head():
     model = tiny()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert sparsify_(model, BlockSparse(16, 0.75)) is model
@@ -86,61 +86,68 @@ def test_blocks_of_largest_norm_are_kept_and_the_head_is_left():
     torch.testing.assert_close(layer.to_dense().weight, expected)
 
 
-def test_the_two_largest_of_four_are_kept_beside_the_last_units():
+def test_two_four_keeps_the_two_largest_of_four_and_the_last_units():
     model = sparsify_(before := deepcopy(tiny(dtype=BF16)), TwoFour(0.5), mlps)
     dense = tiny(dtype=BF16).model.layers[0].mlp
     mlp = model.model.layers[0].mlp
     assert before is model
     assert isinstance(mlp, SpenseGatedMLP)
     gate, up, down = mlp.to_dense()
-    for found, whole_, axis in ((gate, dense.gate_proj, 0), (up, dense.up_proj, 0)):
-        assert torch.equal(found[128:], whole_.weight[128:]), axis
-        largest = whole_.weight[:128].abs().unflatten(1, (-1, 4)).sort().values[..., 2:].sum()
-        assert found[:128].abs().float().sum() == pytest.approx(float(largest.float()), rel=0.02)
+    for pruned, original in ((gate, dense.gate_proj), (up, dense.up_proj)):
+        assert torch.equal(pruned[128:], original.weight[128:])
+        largest = original.weight[:128].abs().unflatten(1, (-1, 4)).sort().values[..., 2:].sum()
+        assert pruned[:128].abs().float().sum() == pytest.approx(float(largest.float()), rel=0.02)
     assert torch.equal(down[:, 128:], dense.down_proj.weight[:, 128:])
     groups = (down[:, :128] != 0).unflatten(1, (-1, 4)).sum(-1)
     assert int(groups.max()) == 2
 
 
-def test_a_filter_is_asked_about_an_mlp_before_its_layers():
-    asked: list[str] = []
+def test_filter_is_called_for_an_mlp_before_its_layers():
+    names: list[str] = []
 
     def one(module: nn.Module, name: str) -> bool:
-        asked.append(name)
+        names.append(name)
         return name.endswith(("layers.0.mlp", "q_proj"))
 
     model = sparsify_(tiny(dtype=BF16), TwoFour(), one)
     assert isinstance(model.model.layers[0].mlp, SpenseGatedMLP)
     assert isinstance(model.model.layers[1].self_attn.q_proj, SpenseLinear)
     assert type(model.model.layers[1].mlp.up_proj) is nn.Linear
-    assert "model.layers.0.mlp.up_proj" not in asked
-    assert "model.layers.1.mlp.up_proj" in asked
+    assert "model.layers.0.mlp.up_proj" not in names
+    assert "model.layers.1.mlp.up_proj" in names
 
 
-def test_a_plain_module_needs_no_transformers():
+def test_plain_module_needs_no_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)
+    model = sparsify_(nn.Sequential(*layers).eval(), BLOCKS, lambda _, name: name == "2")
+    assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, BlockSparseLinear]
+    assert not model[2].training
+
+
+@pytest.mark.exhaustive  # 20 s, for a fresh interpreter
+def test_package_imports_without_transformers():
     code = """
 import sys
 import torch
-sys.modules["transformers"] = None  # as where it is not installed
+sys.modules["transformers"] = None
 from sparsebench.nn import BlockSparse, BlockSparseLinear, sparsify_
-model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
-sparsify_(model.eval(), BlockSparse(32, 0.5), lambda module, name: name == "2")
-assert [type(layer).__name__ for layer in model] == ["Linear", "ReLU", "BlockSparseLinear"]
-assert not model[2].training
+model = sparsify_(torch.nn.Sequential(torch.nn.Linear(64, 128)), BlockSparse(32, 0.5))
+assert type(model[0]) is BlockSparseLinear
 """
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-def test_the_example_of_the_page_runs():
+def test_example_of_the_readme_runs():
     page = (ROOT / "harness/models/pruning/README.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    found: dict[str, Any] = {}
-    exec(example, found)
-    assert isinstance(found["again"].model.layers[0].mlp, SpenseGatedMLP)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert isinstance(names["restored"].model.layers[0].mlp, SpenseGatedMLP)
 
 
 class Scaled(nn.Module):
-    """A gated MLP but for a factor."""
+    """A gated MLP with an extra factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,9 +178,9 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (
         lambda: tiny(dtype=BF16, hidden_act="gelu"),
         TwoFour(),
-        r"layers.0.mlp: expected an activation silu or gelu_tanh or relu, found GELU",
+        r"layers.0.mlp: .*activation.*GELU",
     ),
-    (tiny, SparseActivations(), r"layers.0.mlp: expected an activation relu or relu2, found silu"),
+    (tiny, SparseActivations(), r"layers.0.mlp: .*activation.*silu"),
     (
         lambda: tiny(hidden_act="relu"),
         SparseActivations(999),
@@ -183,43 +190,43 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (
         lambda: nn.Sequential(Scaled().bfloat16()),
         TwoFour(),
-        r"^0: expected Scaled to compute what a gated MLP does, found a relative error 0.1",
+        r"^0: .*Scaled.*error of 0.1",
     ),
     (
         lambda: nn.Sequential(nn.Linear(64, 68).bfloat16()),
         TwoFour(),
-        r"^0: expected sizes of multiples of 8, found a weight 68x64",
+        r"^0: .*68x64",
     ),
     (
         lambda: nn.Sequential(nn.Linear(64, 64).bfloat16()),
         TwoFour(0.5),
-        r"^0: expected a tile of 128 rows or units to be sparse, found none at dense 0.5",
+        r"^0: .*dense 0.5",
     ),
     (
         lambda: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 32)),
         BlockSparse(64, 0.8),
-        r"^1: expected a block to be left at sparsity 0.8, found a weight 32x128 of 2 blocks",
+        r"^1: .*sparsity 0.8.*32x128 of 2 blocks",
     ),
     (lambda: nn.Sequential(nn.Linear(64, 64)), BlockSparse(0), r"^0: block: expected at least 1x1"),
     (lambda: nn.Sequential(nn.Linear(64, 64)), BlockSparse(8, 2), r"^0: sparsity: expected 0 to 1"),
-    (_tied, BlockSparse(), r"^0: expected weights of its own, found weight shared"),
-    (_hooked, BlockSparse(), r"^0: expected a layer without hooks"),
+    (_tied, BlockSparse(), r"^0: .*weight shared"),
+    (_hooked, BlockSparse(), r"^0: .*hooks"),
     (
         lambda: nn.Sequential(layer := nn.Linear(64, 64), nn.Sequential(layer)),
         BlockSparse(),
-        r"^0: expected a layer in one place of the model",
+        r"^0: .*unshared layer",
     ),
     (
         lambda: nn.Sequential(nn.Linear(64, 64, device="meta")),
         BlockSparse(),
-        r"^0: expected weights, found none \(device meta\)",
+        r"^0: .*device meta",
     ),
     (
         lambda: nn.MultiheadAttention(64, 4),
         BlockSparse(),
         r"^out_proj: expected nn.Linear, found its subclass NonDynamicallyQuantizableLinear",
     ),
-    (lambda: nn.Linear(64, 64), BlockSparse(), r"expected a model with layers in it"),
+    (lambda: nn.Linear(64, 64), BlockSparse(), r"expected a model"),
     (lambda: nn.Sequential(nn.ReLU()), BlockSparse(), r"expected a layer for BlockSparse"),
     (lambda: nn.Sequential(nn.Linear(64, 64)), BlockSparse, r"recipe: expected BlockSparse\("),
     (lambda: nn.Sequential(nn.Linear(64, 64)), "2:4", r"recipe: expected BlockSparse\("),
@@ -227,7 +234,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
 
 
 @pytest.mark.parametrize(("make", "recipe", "message"), REFUSED, ids=[r[2][:40] for r in REFUSED])
-def test_what_no_format_fits_is_one_error_before_anything_changes(make, recipe, message):
+def test_unfit_layers_are_one_error_before_any_change(make, recipe, message):
     model = make()
     before = [type(module) for module in model.modules()]
     with pytest.raises(FormatError, match=message) as error:
@@ -236,7 +243,7 @@ def test_what_no_format_fits_is_one_error_before_anything_changes(make, recipe, 
     assert [type(module) for module in model.modules()] == before
 
 
-def test_the_last_layer_is_checked_before_the_first_one_changes():
+def test_all_layers_are_checked_before_the_first_changes():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with torch.no_grad():
         model[1].weight[3, 5] = float("nan")
@@ -249,33 +256,33 @@ def test_the_last_layer_is_checked_before_the_first_one_changes():
 
 
 @pytest.mark.parametrize(("recipe", "fields"), MODELS, ids=lambda value: str(value))
-def test_a_saved_model_is_restored_and_generates_the_same_tokens(recipe, fields, tmp_path):
+def test_saved_model_is_restored_and_generates_the_same_tokens(recipe, fields, tmp_path):
     model = sparsify_(tiny(**fields), recipe, chosen(recipe))
     tokens, ids = generated(model), torch.arange(3, 131).view(1, -1)
     model.save_pretrained(tmp_path / "sparse")
-    again = reloaded(tmp_path / "sparse")
-    assert torch.equal(again(ids).logits, model(ids).logits)
-    assert {type(m) for m in again.modules()} == {type(m) for m in model.modules()}
-    for (name, found), expected in zip(
-        again.state_dict().items(), model.state_dict().values(), strict=True
+    restored = reloaded(tmp_path / "sparse")
+    assert torch.equal(restored(ids).logits, model(ids).logits)
+    assert {type(m) for m in restored.modules()} == {type(m) for m in model.modules()}
+    for (name, tensor), expected in zip(
+        restored.state_dict().items(), model.state_dict().values(), strict=True
     ):
-        assert torch.equal(found, expected), name
-        assert found.dtype == expected.dtype
-    assert torch.equal(generated(again), tokens)
-    for name, parameter in again.named_parameters():
-        frozen = any(type(m) in (SpenseLinear, BitmapLinear) for m in _above(again, name))
+        assert torch.equal(tensor, expected), name
+        assert tensor.dtype == expected.dtype
+    assert torch.equal(generated(restored), tokens)
+    for name, parameter in restored.named_parameters():
+        frozen = any(type(m) in (SpenseLinear, BitmapLinear) for m in _parents(restored, name))
         assert parameter.requires_grad != frozen, name
-    again.save_pretrained(tmp_path / "twice")
+    restored.save_pretrained(tmp_path / "twice")
     files = [tmp_path / where / "model.safetensors" for where in ("sparse", "twice")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def _above(model: nn.Module, name: str) -> list[nn.Module]:
+def _parents(model: nn.Module, name: str) -> list[nn.Module]:
     return [model.get_submodule(name.rpartition(".")[0])]
 
 
 @pytest.mark.parametrize("recipe", [BlockSparse(16, 0.5), TwoFour()], ids=str)
-def test_dequantize_gives_a_checkpoint_that_needs_no_sparsebench(recipe, tmp_path):
+def test_dequantized_checkpoint_needs_no_sparsebench(recipe, tmp_path):
     model = sparsify_(tiny(dtype=BF16), recipe)
     tokens = generated(model)
     dense = model.dequantize()
@@ -283,27 +290,27 @@ def test_dequantize_gives_a_checkpoint_that_needs_no_sparsebench(recipe, tmp_pat
     assert torch.equal(generated(dense), tokens)
     dense.save_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    again = reloaded(tmp_path)
-    assert again.state_dict().keys() == tiny().state_dict().keys()
-    assert not any(isinstance(m, DenseGatedMLP) for m in again.modules())
-    assert torch.equal(generated(again), tokens)
+    restored = reloaded(tmp_path)
+    assert restored.state_dict().keys() == tiny().state_dict().keys()
+    assert not any(isinstance(m, DenseGatedMLP) for m in restored.modules())
+    assert torch.equal(generated(restored), tokens)
 
 
-def test_blocks_take_the_dtype_that_is_asked_for(tmp_path):
+def test_blocks_take_the_requested_dtype(tmp_path):
     sparsify_(tiny(dtype=BF16), BlockSparse(16, 0.5)).save_pretrained(tmp_path)
     assert {p.dtype for p in reloaded(tmp_path, dtype=torch.float32).parameters()} == {
         torch.float32
     }
 
 
-def test_a_pattern_that_changed_since_is_saved(tmp_path):
+def test_changed_pattern_is_saved(tmp_path):
     model = sparsify_(tiny(), BlockSparse(16, 0.5))
     layer = model.model.layers[0].mlp.up_proj
     layer.set_pattern(layer.offsets.clamp(max=3), layer.columns[:3].clone())
     model.save_pretrained(tmp_path)
-    found = reloaded(tmp_path).model.layers[0].mlp.up_proj
-    assert len(found.columns) == 3
-    assert torch.equal(found.values, layer.values)
+    restored = reloaded(tmp_path).model.layers[0].mlp.up_proj
+    assert len(restored.columns) == 3
+    assert torch.equal(restored.values, layer.values)
 
 
 def _config(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -387,7 +394,7 @@ BROKEN: list[tuple[str, Any, Any, Any, str]] = [
 @pytest.mark.parametrize(
     ("recipe", "file", "change", "message"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
 )
-def test_a_checkpoint_that_does_not_fit_is_one_error(recipe, file, change, message, tmp_path):
+def test_invalid_checkpoint_is_one_error(recipe, file, change, message, tmp_path):
     sparsify_(tiny(dtype=BF16), recipe).save_pretrained(tmp_path)
     file(tmp_path, change)
     with pytest.raises(FormatError, match=message) as error:
@@ -395,13 +402,13 @@ def test_a_checkpoint_that_does_not_fit_is_one_error(recipe, file, change, messa
     assert "\n" not in str(error.value)
 
 
-def test_tiles_are_not_read_as_another_dtype(tmp_path):
+def test_tiles_are_not_loaded_as_another_dtype(tmp_path):
     sparsify_(tiny(dtype=BF16), TwoFour()).save_pretrained(tmp_path)
-    with pytest.raises(FormatError, match=r"expected dtype bfloat16, as its tiles are.*float16"):
+    with pytest.raises(FormatError, match=r"expected dtype bfloat16.*float16"):
         reloaded(tmp_path, dtype=FP16)
 
 
-def test_a_model_that_another_tool_quantized_is_refused():
+def test_model_quantized_by_another_tool_is_refused():
     model = tiny()
     model.hf_quantizer = object()
     with pytest.raises(FormatError, match="expected dense layers, found object"):
@@ -413,7 +420,7 @@ def test_a_model_that_another_tool_quantized_is_refused():
 
 
 class Lora(nn.Module):
-    """A layer beside a product of low rank."""
+    """A layer with a low-rank adapter."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -426,7 +433,7 @@ class Lora(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_lora_trains_beside_frozen_two_four_weights(kind):
+def test_lora_trains_with_frozen_two_four_weights(kind):
     model = sparsify_(tiny(kind, dtype=BF16).requires_grad_(False), TwoFour())
     for layer in model.model.layers:
         layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)
@@ -458,7 +465,7 @@ def _trained(model: nn.Module, ids: Tensor) -> list[float]:
     return losses
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's own, of a kind of layer that it does not know
+@pytest.mark.filterwarnings("ignore")  # peft warns about an unknown kind of layer
 def test_peft_trains_on_top_of_spense_layers():
     peft = pytest.importorskip("peft", reason="needs the package peft")
     model = sparsify_(tiny(dtype=BF16), TwoFour(), linears)
@@ -475,7 +482,7 @@ def test_peft_trains_on_top_of_spense_layers():
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[2] < losses[1] < losses[0]
-    with pytest.raises(AttributeError, match=r"SpenseLinear: expected no use of \.weight"):
+    with pytest.raises(AttributeError, match="SpenseLinear"):
         tuned.merge_adapter()
 
 
@@ -485,7 +492,7 @@ def test_peft_trains_on_top_of_spense_layers():
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def directory(request, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    with whole.quiet(transformers):
+    with models.quiet(transformers):
         tiny(request.param).save_pretrained(path)
         tokenizer().save_pretrained(path)
     return path
@@ -494,76 +501,76 @@ def directory(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(whole.python_reference()[:4000])
+    path.write_text(models.python_reference()[:4000])
     return path
 
 
-def test_a_directory_is_pruned_saved_loaded_and_generates_the_same_tokens(
-    directory, text, tmp_path
-):
-    given = directory, "--calibration", text, "--tokens", 1024, "--device", "cpu"
+def test_pruned_directory_loads_and_generates_the_same_tokens(directory, text, tmp_path):
+    options = directory, "--calibration", text, "--tokens", 1024, "--device", "cpu"
     out = tmp_path / "pruned"
-    done = sparsebench("prune", *given, "--method", "wanda", "--dense", 0.5, "--out", out, "--json")
+    done = sparsebench(
+        "prune", *options, "--method", "wanda", "--dense", 0.5, "--out", out, "--json"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     printed = json.loads(done.stdout)
     [outcome] = printed["outcomes"]
     assert (printed["calibration"], printed["held_out"]) == (1024, 1024)
     assert (outcome["dense"], outcome["sparsity"]) == (0.5, 0.25)
     assert 0 < outcome["errors"]["output"] < 0.5
-    loaded = whole.load(directory, torch.device("cpu"))
-    seen, unseen = whole.contexts(loaded, text.read_text(), 1)
-    assert printed["loss"] == pytest.approx(whole.loss_of(loaded.model, unseen), rel=1e-5)
-    found = whole.prune_model(loaded, Recipe("wanda", 0.5), seen, unseen)
-    assert found.loss == pytest.approx(outcome["loss"], rel=1e-5)
-    again = reloaded(out)
-    assert all(isinstance(layer.mlp, SpenseGatedMLP) for layer in again.model.layers)
-    assert torch.equal(generated(again), generated(loaded.model.to(BF16)))
-    assert again.model.layers[0].mlp.gate_up.sparse_shape == (256, 64)
+    loaded = models.load(directory, torch.device("cpu"))
+    seen, unseen = models.contexts(loaded, text.read_text(), 1)
+    assert printed["loss"] == pytest.approx(models.loss_of(loaded.model, unseen), rel=1e-5)
+    pruned = models.prune_model(loaded, Recipe("wanda", 0.5), seen, unseen)
+    assert pruned.loss == pytest.approx(outcome["loss"], rel=1e-5)
+    restored = reloaded(out)
+    assert all(isinstance(layer.mlp, SpenseGatedMLP) for layer in restored.model.layers)
+    assert torch.equal(generated(restored), generated(loaded.model.to(BF16)))
+    assert restored.model.layers[0].mlp.gate_up.sparse_shape == (256, 64)
     assert transformers.AutoTokenizer.from_pretrained(out)("so")["input_ids"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pruned"]
 
 
-def test_an_mlp_is_pruned_from_what_pruned_ones_give_it(directory, text):
-    loaded = whole.load(directory, torch.device("cpu"))
-    seen, unseen = whole.contexts(loaded, text.read_text(), 1)
-    before = whole.loss_of(loaded.model, unseen)
+def test_mlps_are_pruned_from_outputs_of_pruned_ones(directory, text):
+    loaded = models.load(directory, torch.device("cpu"))
+    seen, unseen = models.contexts(loaded, text.read_text(), 1)
+    before = models.loss_of(loaded.model, unseen)
     inputs: dict[str, Tensor] = {}
-    with whole.restored(loaded):
-        pruned = whole.prune_model(loaded, Recipe("magnitude", 0.0), seen, unseen)
+    with models.restored(loaded):
+        pruned = models.prune_model(loaded, Recipe("magnitude", 0.0), seen, unseen)
         last = loaded.model.model.layers[1].mlp
         handle = last.register_forward_pre_hook(lambda _, x: inputs.update(last=x[0]))
         loaded.model.base_model(unseen)
         handle.remove()
         weights = [weight.clone() for weight in Gated.of(last).weights]
     assert pruned.loss != before
-    assert whole.loss_of(loaded.model, unseen) == pytest.approx(before, rel=1e-6)
+    assert models.loss_of(loaded.model, unseen) == pytest.approx(before, rel=1e-6)
     dense = Gated.of(loaded.model.model.layers[1].mlp).weights
     x = inputs["last"].flatten(0, -2)
     error = (x @ weights[0].T - x @ dense[0].T).norm() / (x @ dense[0].T).norm()
     assert pruned.errors[1]["gate"] == pytest.approx(float(error), rel=1e-3)
-    whole_ = whole.prune_model(loaded, Recipe("spensegpt", 1.0, "scored"), seen, unseen)
-    assert whole_.loss == pytest.approx(before, rel=1e-5)
+    unpruned = models.prune_model(loaded, Recipe("spensegpt", 1.0, "scored"), seen, unseen)
+    assert unpruned.loss == pytest.approx(before, rel=1e-5)
 
 
-def test_contexts_begin_alike_and_the_held_out_ones_come_after(directory):
-    loaded = whole.load(directory, torch.device("cpu"))
+def test_held_out_contexts_come_last(directory):
+    loaded = models.load(directory, torch.device("cpu"))
     words = "".join(chr(97 + i % 26) for i in range(4 * 1023))
     numbers = loaded.tokenizer(words, add_special_tokens=False)["input_ids"]
-    seen, unseen = whole.contexts(loaded, words, 2)
+    seen, unseen = models.contexts(loaded, words, 2)
     assert (seen.shape, unseen.shape) == ((2, 1024), (1, 1024))
     assert seen[:, 0].tolist() == [2, 2]
     assert seen[1, 1] == numbers[1023]
     assert unseen[0, -1] == numbers[3 * 1023 - 1]
     with pytest.raises(SuiteError, match=r"text: expected at least 3069 tokens.*found 3000"):
-        whole.contexts(loaded, words[:3000], 2)
+        models.contexts(loaded, words[:3000], 2)
 
 
-def test_a_gguf_file_is_read_as_the_model_that_it_was_made_from(text, tmp_path):
+def test_gguf_file_gives_the_model_that_it_was_written_from(text, tmp_path):
     model, path = tiny("gemma3", num_hidden_layers=6), tmp_path / "small.gguf"
     write_gguf(path, model)
-    loaded = whole.load(path, torch.device("cpu"))
+    loaded = models.load(path, torch.device("cpu"))
     tokens = torch.arange(260, 300)[None]
-    assert whole.loss_of(loaded.model, tokens) == pytest.approx(whole.loss_of(model, tokens))
+    assert models.loss_of(loaded.model, tokens) == pytest.approx(models.loss_of(model, tokens))
     done = sparsebench(
         *("prune", path, "--calibration", text, "--tokens", 1024, "--method", "magnitude"),
         *("--dense", "0,0.5", "--device", "cpu"),
@@ -590,31 +597,31 @@ def _without_mlps(path: Path) -> None:
     ("change", "message"),
     [
         (lambda path: (path / "config.json").unlink(), "with config.json, found none"),
-        (lambda path: (path / "config.json").write_text("{"), "expected a model that computes"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"no"), "expected a model that"),
-        (lambda path: (path / "tokenizer.json").unlink(), "expected a model that computes"),
+        (lambda path: (path / "config.json").write_text("{"), "expected a usable model"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no"), "expected a usable"),
+        (lambda path: (path / "tokenizer.json").unlink(), "expected a usable model"),
         (_lacks_a_weight, "no weights for model.layers.1.mlp.up_proj.weight"),
-        (_is_sparse, "a quantized checkpoint, whose weights are not dense"),
+        (_is_sparse, "a quantized checkpoint"),
         (_without_mlps, "expected gated MLPs, found none in GPT2LMHeadModel"),
     ],
 )
-def test_a_directory_that_is_no_model_is_one_error(change, message, tmp_path):
+def test_invalid_directory_is_one_error(change, message, tmp_path):
     tiny().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     change(tmp_path)
     with pytest.raises(SuiteError, match=message) as error:
-        whole.load(tmp_path, torch.device("cpu"))
+        models.load(tmp_path, torch.device("cpu"))
     assert "\n" not in str(error.value)
     assert str(tmp_path) in str(error.value)
 
 
-def test_without_transformers_the_line_says_so(tmp_path, monkeypatch):
+def test_missing_transformers_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SuiteError, match=r"expected the package transformers .*models"):
-        whole.load(tmp_path, torch.device("cpu"))
+        models.load(tmp_path, torch.device("cpu"))
 
 
-def test_an_output_that_is_there_is_not_written_over(directory, tmp_path):
+def test_existing_output_is_not_overwritten(directory, tmp_path):
     done = sparsebench("prune", directory, "--device", "cpu", "--out", tmp_path)
     assert done.returncode == 2
     assert "expected a new directory to write" in done.stderr
@@ -622,28 +629,28 @@ def test_an_output_that_is_there_is_not_written_over(directory, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_that_needs_more_tokens_names_the_layer(method, directory):
-    loaded = whole.load(directory, torch.device("cpu"))
+def test_too_few_tokens_for_a_method_name_the_layer(method, directory):
+    loaded = models.load(directory, torch.device("cpu"))
     few = torch.arange(3, 43)[None]
     if method == "spensegpt":
         with pytest.raises(
             SuiteError, match=r"model.layers.0.mlp: spensegpt: expected at least 64"
         ):
-            whole.prune_model(loaded, Recipe(method), few, few)
+            models.prune_model(loaded, Recipe(method), few, few)
     else:
-        whole.prune_model(loaded, Recipe(method), few, few)
+        models.prune_model(loaded, Recipe(method), few, few)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("recipe", "fields"), MODELS, ids=lambda value: str(value))
-def test_a_gpu_generates_the_same_tokens_after_a_round_trip(recipe, fields, tmp_path):
+def test_gpu_generates_the_same_tokens_after_a_round_trip(recipe, fields, tmp_path):
     model = sparsify_(tiny(**fields).cuda(), recipe, chosen(recipe))
     tokens = generated(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(generated(reloaded(tmp_path, device_map="cuda")), tokens)
 
 
-def test_sparse_activations_train_as_the_dense_model_does():
+def test_sparse_activations_have_the_gradients_of_the_dense_model():
     dense, ids = tiny(hidden_act="relu"), torch.arange(3, 67).view(2, 32)
     sparse = sparsify_(deepcopy(dense), SparseActivations())
     assert isinstance(sparse.model.layers[0].mlp, SparseGatedMLP)

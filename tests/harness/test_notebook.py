@@ -13,10 +13,18 @@ nbclient = pytest.importorskip("nbclient", reason="needs nbclient, of the extra 
 NOTEBOOK = ROOT / "harness" / "notebook.ipynb"
 
 
-def test_the_notebook_runs(tmp_path: Path) -> None:
+def test_the_notebook_has_no_outputs_and_its_code_compiles() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert len(notebook.cells) == 10
-    assert not any(cell.get("outputs") for cell in notebook.cells)  # none of another machine
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            compile(cell.source, NOTEBOOK.name, "exec")
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(
         notebook, kernel_name="python3", timeout=600, resources=resources
@@ -27,10 +35,10 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
         for output in cell.get("outputs", ())
         if output["output_type"] == "execute_result"
     ]
-    said = " ".join(data["text/plain"] for data in shown)
-    assert sparsebench.__version__ in said
-    assert "finished; cases: 12 ok" in said
-    assert "BlockSparseLinear" in said
+    text = " ".join(data["text/plain"] for data in shown)
+    assert sparsebench.__version__ in text
+    assert "finished; cases: 12 ok" in text
+    assert "BlockSparseLinear" in text
     assert sum("<iframe" in data.get("text/html", "") for data in shown) == 2
     (run,) = (tmp_path / "runs").iterdir()
     assert sparsebench.load(run).status == "finished"

@@ -131,7 +131,7 @@ def test_cases_that_one_run_does_not_support_are_listed_and_not_compared() -> No
     rows = [replace(r, **gone) if g else r for r, g in zip(second.rows, lost, strict=True)]
     found = agreement(made_up([2.0, 2.0]), replace(second, rows=rows))
     assert (found.cells, found.one_sided) == (1, 1)
-    with pytest.raises(ResultError, match="expected a case with a speed-up"):
+    with pytest.raises(ResultError, match="expected a case with a speedup"):
         agreement(made_up([2.0, 2.0]), replace(second, rows=[r for r in rows if r.digest == "2"]))
 
 

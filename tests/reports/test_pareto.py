@@ -1,4 +1,4 @@
-"""Error against speed-up: errors from a file that `prune --json` printed, times from a run."""
+"""Error against speedup: errors from a file that `prune --json` printed, times from a run."""
 
 import json
 from dataclasses import replace

@@ -210,6 +210,7 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(
     assert "compare/" not in (to / "index.html").read_text()
 
 
+@pytest.mark.exhaustive  # ten seconds; the test above compares two devices
 def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,10 +218,10 @@ def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
     monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
     homes = "cpu/quick-cpu", "sim/quick-sim", "nvidia-h200/quick"
     cpu, simulated, gpu = (PUBLISHED / home for home in homes)
-    publish([cpu, simulated], tmp_path / "two", Site(), unchecked)
-    assert not (tmp_path / "two" / "compare").exists()
-    publish([cpu, simulated, gpu], tmp_path / "three", Site(), unchecked)
-    runs = json.loads((tmp_path / "three" / "compare" / "quick.json").read_text())["runs"]
+    publish([cpu, simulated], tmp_path / "site", Site(), unchecked)
+    assert not (tmp_path / "site" / "compare").exists()
+    publish([gpu], tmp_path / "site", Site(), unchecked)
+    runs = json.loads((tmp_path / "site" / "compare" / "quick.json").read_text())["runs"]
     assert [re.sub(r"-\w+$", "", run) for run in runs.values()] == [
         "runs/nvidia-h200-quick",
         "runs/simulated-h200-quick",

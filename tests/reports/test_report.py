@@ -321,7 +321,7 @@ def test_a_part_of_a_suite_shows_the_selection() -> None:
 
 def test_a_case_without_a_time_has_its_reason() -> None:
     text = page_of("without_baseline")
-    assert "11 ok cases have no speed-up" in text
+    assert "11 ok cases have no speedup" in text
     assert "no reason given" in text
     text = page_of("nothing_ok")
     assert ">NO TIMES</span>" in text

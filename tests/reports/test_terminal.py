@@ -53,15 +53,15 @@ def changed(made: Run, **row: Any) -> Run:
 
 def test_the_answer_is_a_sentence() -> None:
     text = said(run(3, 50.0))
-    assert "At 90 %: BSR in blocks of 16, bsr_triton, 2.00× [2.00, 2.00], 50.1 µs." in text
-    assert "(linear · bf16 · m 1 · n × k 64 × 64 · blocks · blocks of 16" in text
+    assert "At 90 %: BSR with 16 × 16 blocks, bsr_triton, 2.00× [2.00, 2.00], 50.1 µs." in text
+    assert "(linear · bf16 · m 1 · n × k 64 × 64 · block pattern · 16 × 16 blocks" in text
     assert "against dense (cublas, 100 µs))" in text
 
 
 def test_if_nothing_beats_dense_the_answer_says_so() -> None:
     text = said(run(3, 200.0))
     assert "Nothing beats dense (cublas) at any measured point." in text
-    assert "The nearest is BSR in blocks of 16, bsr_triton, 0.500×" in text
+    assert "The nearest is BSR with 16 × 16 blocks, bsr_triton, 0.500×" in text
 
 
 def test_page_and_terminal_print_the_same_sentences() -> None:
@@ -128,7 +128,7 @@ def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
 
 
 def test_a_speed_up_above_the_ideal_is_reported() -> None:
-    assert "1 speed-up is above 1 / (1 - sparsity)" in said(run(3, 5.0))
+    assert "1 speedup is above 1 / (1 - sparsity)" in said(run(3, 5.0))
     assert "above 1 / (1 - sparsity)" not in said(run(3, 50.0))
 
 
@@ -151,7 +151,9 @@ def test_the_json_holds_the_same_answer() -> None:
     assert found["noise_floor"] == {"above 100 µs": 0.005}
     assert found["reliability"] == "reliable"
     assert found["badges"] == ["VERDICT: 8 processes"]
-    assert found["answer"][0]["sentences"][1].startswith("At 90 %: BSR in blocks of 16, bsr_triton")
+    assert found["answer"][0]["sentences"][1].startswith(
+        "At 90 %: BSR with 16 × 16 blocks, bsr_triton"
+    )
     assert [(line["label"], line["outcome"]) for line in found["winners"]] == [
         ("bsr/bsr_triton", "faster")
     ]

@@ -55,10 +55,10 @@ def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
     assert said[1].startswith("At 50 %: dense (cublas, 100 µs) wins")
     assert "0.800× [0.798, 0.802]" in said[1]
     assert said[2].startswith(
-        "At 90 %: BSR in blocks of 64, bsr_wgmma, 5.00× [4.99, 5.02], 20.0 µs"
+        "At 90 %: BSR with 64 × 64 blocks, bsr_wgmma, 5.00× [4.99, 5.02], 20.0 µs"
     )
     assert said[2].endswith("torch_bsr, 2.000×.")
-    assert where(view(found)).endswith("blocks of 64 · against dense (cublas, 100 µs)")
+    assert where(view(found)).endswith("64 × 64 blocks · against dense (cublas, 100 µs)")
 
 
 def test_a_break_even_is_two_measured_levels() -> None:
@@ -66,7 +66,7 @@ def test_a_break_even_is_two_measured_levels() -> None:
     assert (even.slower, even.faster) == (0.5, 0.75)
     found = view(swept({0.5: 2**-0.5, 0.75: 2**0.5}))
     assert break_evens(found)[0].decided
-    assert sentences(found)[0] == "BSR beats dense from a level between 50 % and 75 % on."
+    assert sentences(found)[0] == "BSR beats dense above a level between 50 % and 75 % sparsity."
 
 
 def test_a_break_even_is_where_the_last_level_at_which_it_is_slower_ends() -> None:
@@ -87,7 +87,7 @@ def test_a_break_even_beside_an_undecided_level_is_undecided() -> None:
 
 
 def test_a_level_that_was_measured_alone_is_not_the_first_of_several() -> None:
-    assert sentences(view(swept({0.9: 4.0})))[0] == "BSR beats dense at 90 %."
+    assert sentences(view(swept({0.9: 4.0})))[0] == "BSR beats dense at 90 % sparsity."
 
 
 def test_the_better_of_two_variants_is_said_to_be_one() -> None:
@@ -112,8 +112,8 @@ def test_rows_of_one_kind_are_said_together() -> None:
         for row in swept({0.5: gain, 0.9: 4 * gain}, block=block)
     ]
     assert sentences(view(found))[0] == (
-        "BSR beats dense with blocks of 16 from a level between 50 % and 90 % on; "
-        "with blocks of 32 and 64 from 50 % on."
+        "BSR beats dense with 16 × 16 blocks above a level between 50 % and 90 % sparsity; "
+        "with 32 × 32 and 64 × 64 blocks at 50 % sparsity and above."
     )
 
 

@@ -27,7 +27,7 @@ def twin(contender: Contender) -> Contender:
 
 
 def test_a_twin_is_never_taken_for_its_original() -> None:
-    """Twins come first here, and are the fastest of all: no speed-up, lead or verdict is theirs."""
+    """Twins come first here, and are the fastest of all: no speedup, lead or verdict is theirs."""
     rows = [row(twin(DENSE), [1.0]), row(twin(BSR), [0.5]), row(DENSE, [10.0]), row(BSR, [5.0])]
     problems = [PROBLEM.id] * 4
     originals = [rows[2], rows[3], None, None]

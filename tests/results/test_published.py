@@ -76,7 +76,7 @@ def test_a_published_run_was_measured_by_the_code_of_its_commit(
 def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) -> None:
     run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-4096")
     picture(analyse(run).cases, tmp_path / "speedup.svg")
-    assert "blocks of 128" in (tmp_path / "speedup.svg").read_text()
+    assert "128 × 128 blocks" in (tmp_path / "speedup.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ POOL = 2000  # processes through the clock, drawn from
 MANY = 400  # processes of another run, whose mean is what it would estimate from very many
 PROCESSES = 8
 LENGTHS_US = {"below 8 µs": 4.5, "8 to 20 µs": 14.0, "20 to 100 µs": 40.0, "above 100 µs": 200.0}
-# What speed-ups differed by over processes, sd in %, in the published runs (results/comparison.py).
+# What speedups differed by over processes, sd in %, in the published runs (results/comparison.py).
 SPREAD = {"below 8 µs": 0.030, "8 to 20 µs": 0.019, "20 to 100 µs": 0.014, "above 100 µs": 0.010}
 
 

@@ -1,1 +1,1 @@
-"""Pruning to the 2:4 hybrid, most of a weight 2:4 and the rest dense; whole models made sparse."""
+"""Prune weights to 2:4 beside a dense region, and replace layers of models by sparse ones."""

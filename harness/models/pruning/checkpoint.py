@@ -1,25 +1,23 @@
-"""Sparse layers in Hugging Face checkpoints: what save_pretrained writes and from_pretrained reads.
+"""Sparse layers in Hugging Face checkpoints, for save_pretrained and from_pretrained.
 
     config.json   "quantization_config": {"quant_method": "sparsebench", "version": 1, "layers": {
                      "model.layers.0.mlp": {"layer": "SpenseGatedMLP", "in_features": 640, ...}}}
-    safetensors   the state dict as it is: tiles, blocks, offsets and columns
+    safetensors   the state dict unchanged: tiles, blocks, offsets and columns
 
-transformers calls a class that it knows by `quant_method`: before it loads, the layers above take
-the places of the dense ones, on the meta device; after it, indices and missing tensors are checked.
-`register` makes that class known, and `import sparsebench.nn` calls it where transformers is
-installed. `model.dequantize()` returns the layers to dense ones, under Hugging Face's names.
+transformers looks up a class by `quant_method`. Before loading, that class replaces the dense
+layers by the listed ones on the meta device; after loading, it checks for missing tensors and
+invalid indices. `register` registers the class; `import sparsebench.nn` calls it if transformers is
+installed. `model.dequantize()` restores dense layers with the names that Hugging Face uses.
 """
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import nn
 
 from sparsebench.errors import FormatError
@@ -36,258 +34,199 @@ from sparsebench.kernels.nn._bsr_plans import require_index
 
 METHOD: Final = "sparsebench"
 VERSION: Final = 1
-STRICT = ConfigDict(extra="forbid")
 Size = Annotated[int, Field(ge=1, le=2**24)]
-Dtype = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
+Count = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, config=STRICT)
-class Blocks:
-    """A BlockSparseLinear: sizes, rows and columns of a block, and how many blocks are stored."""
+# ---- descriptions: the objects under "layers" in config.json ----
 
+
+class _Layer(BaseModel, extra="forbid"):
     in_features: Size
+    dtype: Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
+
+
+class _Linear(_Layer):
     out_features: Size
-    block: tuple[Size, Size]
-    stored: Annotated[int, Field(ge=0)]
     bias: bool
-    dtype: Dtype
-    layer: Literal["BlockSparseLinear"] = "BlockSparseLinear"
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Return the features of the first layer, in and out."""
-        return self.in_features, self.out_features
-
-    @classmethod
-    def of(cls, layer: BlockSparseLinear) -> "Blocks":
-        """Describe a layer."""
-        sizes, stored = (layer.in_features, layer.out_features), len(layer.columns)
-        return cls(*sizes, layer.block, stored, layer.bias is not None, _name(layer.values.dtype))
-
-    def make(self) -> BlockSparseLinear:
-        """Return the layer on the meta device."""
-        r, c = self.block
-        grid = -(-self.out_features // r), -(-self.in_features // c)
-        blocks = grid[0] * grid[1]
-        require(self.stored <= blocks, f"stored: expected at most {blocks}, found {self.stored}")
-        pattern = (torch.arange(blocks) < self.stored).view(grid)
-        options: dict[str, Any] = {"bias": self.bias, "dtype": getattr(torch, self.dtype)}
-        sizes = self.in_features, self.out_features
-        return BlockSparseLinear(*sizes, block=self.block, pattern=pattern, **options).to("meta")
 
 
-@dataclass(frozen=True, config=STRICT)
-class Tiles:
-    """A SpenseLinear: sizes, and rows and columns of the sparse part."""
-
-    in_features: Size
-    out_features: Size
-    sparse_shape: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
-    bias: bool
-    dtype: Dtype
-    layer: Literal["SpenseLinear"] = "SpenseLinear"
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Return the features of the first layer, in and out."""
-        return self.in_features, self.out_features
-
-    @classmethod
-    def of(cls, layer: SpenseLinear) -> "Tiles":
-        """Describe a layer."""
-        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
-        return cls(*sizes, layer.sparse_shape, bias, _name(layer.dtype))
-
-    def make(self) -> SpenseLinear:
-        """Return the layer on the meta device."""
-        (rows, columns), n, k = self.sparse_shape, self.out_features, self.in_features
-        options: dict[str, Any] = {"device": "meta", "dtype": getattr(torch, self.dtype)}
-        options |= {"split": "columns" if columns < k else "rows", "bias": self.bias}
-        layer = SpenseLinear(k, n, dense_fraction=1 - rows * columns / (n * k), **options)
-        found = f"expected {list(layer.sparse_shape)}, found {[rows, columns]}"
-        require(layer.sparse_shape == self.sparse_shape, f"sparse_shape: {found}")
-        return layer
-
-
-@dataclass(frozen=True, config=STRICT)
-class Bits:
-    """A BitmapLinear: sizes, and the bytes of its records."""
-
-    in_features: Size
-    out_features: Size
-    stored: Annotated[int, Field(ge=0)]
-    bias: bool
-    dtype: Dtype
-    layer: Literal["BitmapLinear"] = "BitmapLinear"
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Return the features of the first layer, in and out."""
-        return self.in_features, self.out_features
-
-    @classmethod
-    def of(cls, layer: BitmapLinear) -> "Bits":
-        """Describe a layer."""
-        bias, dtype = layer.bias is not None, _name(layer.dtype)
-        return cls(layer.in_features, layer.out_features, len(layer.records), bias, dtype)
-
-    def make(self) -> BitmapLinear:
-        """Return the layer on the meta device."""
-        sizes, dtype = (self.in_features, self.out_features), getattr(torch, self.dtype)
-        return BitmapLinear(*sizes, stored=self.stored, bias=self.bias, device="meta", dtype=dtype)
-
-
-@dataclass(frozen=True, config=STRICT)
-class TiledMLP:
-    """A SpenseGatedMLP: sizes, the hidden units that are stored dense, and the activation."""
-
-    in_features: Size
-    hidden_features: Size
-    dense: Annotated[int, Field(ge=0)]
-    activation: str
-    dtype: Dtype
-    layer: Literal["SpenseGatedMLP"] = "SpenseGatedMLP"
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Return the features of the first layer, in and out."""
-        return self.in_features, self.hidden_features
-
-    @classmethod
-    def of(cls, layer: SpenseGatedMLP) -> "TiledMLP":
-        """Describe a layer."""
-        up, h = layer.gate_up, layer.hidden_features
-        sizes = up.in_features, h, h - up.sparse_shape[0] // 2
-        return cls(*sizes, layer.activation, _name(up.dtype))
-
-    def make(self) -> SpenseGatedMLP:
-        """Return the layer on the meta device."""
-        options: dict[str, Any] = {"device": "meta", "dtype": getattr(torch, self.dtype)}
-        options |= {"dense": self.dense, "activation": self.activation}
-        return SpenseGatedMLP(self.in_features, self.hidden_features, **options)
-
-
-@dataclass(frozen=True, config=STRICT)
-class ActiveMLP:
-    """A SparseGatedMLP: sizes, the activation, and slots for active units."""
-
-    in_features: Size
+class _MLP(_Layer):
     hidden_features: Size
     activation: str
-    slots: Size
-    dtype: Dtype
-    layer: Literal["SparseGatedMLP"] = "SparseGatedMLP"
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Return the features of the first layer, in and out."""
-        return self.in_features, self.hidden_features
-
-    @classmethod
-    def of(cls, layer: SparseGatedMLP) -> "ActiveMLP":
-        """Describe a layer."""
-        sizes = layer.in_features, layer.hidden_features
-        return cls(*sizes, layer.activation, layer.slots, _name(layer.gate.weight.dtype))
-
-    def make(self) -> SparseGatedMLP:
-        """Return the layer on the meta device."""
-        options: dict[str, Any] = {"device": "meta", "dtype": getattr(torch, self.dtype)}
-        options |= {"slots": self.slots, "activation": self.activation}
-        return SparseGatedMLP(self.in_features, self.hidden_features, **options)
 
 
-Described = Blocks | Tiles | Bits | TiledMLP | ActiveMLP
-LAYERS = TypeAdapter(dict[str, Annotated[Described, Field(discriminator="layer")]])
-KINDS: dict[type[nn.Module], Any] = {
-    BlockSparseLinear: Blocks,
-    SpenseLinear: Tiles,
-    BitmapLinear: Bits,
-    SpenseGatedMLP: TiledMLP,
-    SparseGatedMLP: ActiveMLP,
+class _BlockSparseLinear(_Linear):
+    layer: Literal["BlockSparseLinear"]
+    block: tuple[Size, Size]  # rows, columns
+    stored: Count  # blocks
+
+
+class _SpenseLinear(_Linear):
+    layer: Literal["SpenseLinear"]
+    sparse_shape: tuple[Count, Count]  # rows and columns of the sparse part
+
+
+class _BitmapLinear(_Linear):
+    layer: Literal["BitmapLinear"]
+    stored: Count  # bytes of the records
+
+
+class _SpenseGatedMLP(_MLP):
+    layer: Literal["SpenseGatedMLP"]
+    dense: Count  # hidden units stored dense
+
+
+class _SparseGatedMLP(_MLP):
+    layer: Literal["SparseGatedMLP"]
+    slots: Size  # for active units
+
+
+Description = Mapping[str, Any]
+_ANY = _BlockSparseLinear | _SpenseLinear | _BitmapLinear | _SpenseGatedMLP | _SparseGatedMLP
+LAYERS = TypeAdapter(dict[str, Annotated[_ANY, Field(discriminator="layer")]])
+KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (BlockSparseLinear, SpenseLinear, BitmapLinear, SpenseGatedMLP, SparseGatedMLP)
 }
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what each sparse layer of a model is, by name; those inside of one are part of it."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return a description of each outermost sparse layer of a model, by name."""
+    descriptions: dict[str, dict[str, Any]] = {}
 
     def visit(module: nn.Module, name: str) -> None:
-        if kind := KINDS.get(type(module)):
-            found[name] = asdict(kind.of(module))
+        if type(module) in KINDS.values():
+            descriptions[name] = {"layer": type(module).__name__, **_fields(module)}
             return
         for part, child in module.named_children():
             visit(child, f"{name}.{part}" if name else part)
 
     visit(model, "")
-    return found
+    return descriptions
 
 
-def parse(version: object, layers: object) -> dict[str, Described]:
-    """Return the layers of a quantization_config. Raises FormatError, in one line."""
+def _fields(module: nn.Module) -> dict[str, Any]:
+    fields: dict[str, Any]
+    match module:
+        case BlockSparseLinear():
+            fields = {"block": module.block, "stored": len(module.columns)}
+            dtype = module.values.dtype
+        case SpenseLinear():
+            fields, dtype = {"sparse_shape": module.sparse_shape}, module.dtype
+        case BitmapLinear():
+            fields, dtype = {"stored": len(module.records)}, module.dtype
+        case SpenseGatedMLP():
+            first, units = module.gate_up, module.hidden_features
+            fields, dtype = {"dense": units - first.sparse_shape[0] // 2}, first.dtype
+            fields["in_features"] = first.in_features
+        case SparseGatedMLP():
+            fields, dtype = {"slots": module.slots}, module.gate.weight.dtype
+    for name in ("in_features", "out_features", "hidden_features", "activation"):
+        if hasattr(module, name):
+            fields[name] = getattr(module, name)
+    if "out_features" in fields:
+        fields["bias"] = module.bias is not None
+    return {**fields, "dtype": _name(dtype)}
+
+
+def parse(version: object, layers: object) -> dict[str, Description]:
+    """Return the layers of a quantization_config. Raises FormatError with one line."""
     expected = f"expected version {VERSION} of a {METHOD} checkpoint"
     require(version == VERSION, f"quantization_config: {expected}, found {version!r}")
     try:
-        return LAYERS.validate_python(layers)
+        valid = LAYERS.validate_python(layers)
     except ValidationError as error:
         first = error.errors()[0]
         place = ": ".join(str(part) for part in first["loc"])
-        wrong = f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
-        raise FormatError(f"quantization_config: layers: {wrong}") from error
+        message = f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
+        raise FormatError(f"quantization_config: layers: {message}") from error
+    return {name: layer.model_dump() for name, layer in valid.items()}
 
 
 def place(
-    model: nn.Module, layers: Mapping[str, Described], dtype: torch.dtype
+    model: nn.Module, layers: Mapping[str, Description], dtype: torch.dtype
 ) -> dict[str, torch.Size]:
-    """Put empty sparse layers, on the meta device, where dense ones are. Raises FormatError.
+    """Replace dense layers by empty sparse ones on the meta device. Raises FormatError.
 
-    dtype  of the model: blocks are converted to it, and tiles must have it
+    dtype  of the model; blocks are converted to it, and tiles must already have it
 
     Return the shapes of the tensors to load, by name.
     """
-    made = {}
+    replacements: dict[str, nn.Module] = {}
     for name, layer in layers.items():
         try:
             old = model.get_submodule(name)
         except AttributeError as error:
-            where = f"{name}: expected a place for {layer.layer}"
-            raise FormatError(f"{where}, found none in {type(model).__name__}") from error
+            expected = f"{name}: expected a place for {layer['layer']}"
+            raise FormatError(f"{expected}, found none in {type(model).__name__}") from error
         mlp = Gated.of(old)
         first = mlp.gate if mlp else old
-        found = [getattr(first, size, None) for size in ("in_features", "out_features")]
-        fits = found == [*layer.sizes]
-        require(fits, f"{name}: expected a layer of {[*layer.sizes]} features, found {found}")
-        made[name] = named(name, cast(layer, dtype).make)
+        sizes = [getattr(first, size, None) for size in ("in_features", "out_features")]
+        expected_sizes = [*_sizes(layer)]
+        message = f"{name}: expected a layer of {expected_sizes} features, found {sizes}"
+        require(sizes == expected_sizes, message)
+        replacements[name] = named(name, _on_meta, named(name, cast, layer, dtype))
     shapes: dict[str, torch.Size] = {}
-    for name, module in made.items():
+    for name, module in replacements.items():
         model.set_submodule(name, module)
-        shapes |= {
-            key: tensor.shape for key, tensor in module.state_dict(prefix=f"{name}.").items()
-        }
+        state = module.state_dict(prefix=f"{name}.")
+        shapes |= {key: tensor.shape for key, tensor in state.items()}
     return {key: shape for key, shape in shapes.items() if not key.endswith("._extra_state")}
 
 
-def cast(layer: Described, dtype: torch.dtype) -> Described:
-    """Return the description of a layer of a model of this dtype. Raises FormatError."""
-    wanted, tiled = _name(dtype), isinstance(layer, Tiles | Bits | TiledMLP)
-    outside = "bfloat16" if layer.dtype == "float8_e4m3fn" else layer.dtype
-    fits = not tiled or outside == wanted
-    require(fits, f"expected dtype {outside}, as its tiles are for, found {wanted}")
-    return layer if tiled else replace(layer, dtype=wanted)
+def cast(layer: Description, dtype: torch.dtype) -> Description:
+    """Return the description of a layer in a model of this dtype. Raises FormatError."""
+    if layer["layer"] in ("BlockSparseLinear", "SparseGatedMLP"):
+        return {**layer, "dtype": _name(dtype)}
+    outside = "bfloat16" if layer["dtype"] == "float8_e4m3fn" else layer["dtype"]
+    message = f"expected dtype {outside}, for which the layer is packed, found {_name(dtype)}"
+    require(outside == _name(dtype), message)
+    return layer
+
+
+def _sizes(layer: Description) -> tuple[int, int]:
+    """Return the input and output features of the first product."""
+    return layer["in_features"], layer.get("out_features") or layer["hidden_features"]
+
+
+def _on_meta(layer: Description) -> nn.Module:
+    """Return an empty layer on the meta device."""
+    k, n = _sizes(layer)
+    kind = KINDS[layer["layer"]]
+    names = {"bias", "stored", "dense", "activation", "slots"} & layer.keys()
+    options = {name: layer[name] for name in names} | {"dtype": getattr(torch, layer["dtype"])}
+    if kind is BlockSparseLinear:
+        (r, c), stored = layer["block"], options.pop("stored")
+        grid = -(-n // r), -(-k // c)
+        blocks = grid[0] * grid[1]
+        require(stored <= blocks, f"stored: expected at most {blocks}, found {stored}")
+        pattern = (torch.arange(blocks) < stored).view(grid)
+        return BlockSparseLinear(k, n, block=(r, c), pattern=pattern, **options).to("meta")
+    if kind is SpenseLinear:
+        rows, columns = layer["sparse_shape"]
+        options |= {"split": "columns" if columns < k else "rows"}
+        options |= {"dense_fraction": 1 - rows * columns / (n * k)}
+    module: nn.Module = kind(k, n, device="meta", **options)
+    if isinstance(module, SpenseLinear):
+        message = f"expected {[*module.sparse_shape]}, found {[rows, columns]}"
+        require(module.sparse_shape == (rows, columns), f"sparse_shape: {message}")
+    return module
 
 
 def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise FormatError for a tensor that was not loaded, or in another shape, and for a bad index.
+    """Raise FormatError for a tensor that is missing or has another shape, and for a bad index.
 
-    shapes  what `place` returned
+    shapes  the result of `place`
 
-    transformers fills what is missing with anything and logs it. It marks what it has loaded.
+    transformers only logs missing tensors and initializes them; it marks those that it loaded.
     """
-    found = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     for key, shape in shapes.items():
-        loaded = hasattr(found[key], "_is_hf_initialized")
-        what = list(found[key].shape) if loaded else "none"
-        fits = loaded and found[key].shape == shape
-        require(fits, f"{key}: expected {list(shape)} in the checkpoint, found {what}")
+        loaded = hasattr(state[key], "_is_hf_initialized")
+        actual = list(state[key].shape) if loaded else "none"
+        fits = loaded and state[key].shape == shape
+        require(fits, f"{key}: expected {list(shape)} in the checkpoint, found {actual}")
     for name, part in model.named_modules():
         if isinstance(part, BlockSparseLinear):
             size = part.out_features, part.in_features
@@ -295,7 +234,7 @@ def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
         if isinstance(part, BitmapLinear):
             named(name, part.require_index)
         if isinstance(part, SpenseLinear | BitmapLinear) and part.bias is not None:
-            part.bias.requires_grad_(False)  # as from_pretrained leaves no parameter
+            part.bias.requires_grad_(False)  # from_pretrained resets it
         if isinstance(part, SparseGatedMLP):
             part.active.zero_()
 
@@ -320,17 +259,17 @@ def to_dense(model: nn.Module) -> None:
 
 
 def recorder(model: nn.Module) -> Callable[[], None]:
-    """Return a function that notes in a Hugging Face model what its sparse layers are.
+    """Return a function that records the sparse layers in a Hugging Face model's configuration.
 
-    It does nothing for another module. Raises FormatError for a model that is quantized otherwise.
+    It does nothing for other modules. Raises FormatError if another tool quantized the model.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return lambda: None
     quantizer, config = register()
     other = getattr(model, "hf_quantizer", None)
-    found = type(other).__name__
-    require(other is None or isinstance(other, quantizer), f"expected dense layers, found {found}")
+    dense = other is None or isinstance(other, quantizer)
+    require(dense, f"expected dense layers, found {type(other).__name__}")
 
     def record() -> None:
         quantizer(config(VERSION), pre_quantized=False).postprocess_model(model)
@@ -340,7 +279,7 @@ def recorder(model: nn.Module) -> Callable[[], None]:
 
 @cache
 def register() -> tuple[Any, Any]:
-    """Make transformers restore sparse layers; return the two classes that do it."""
+    """Register the classes with which transformers restores sparse layers; return both."""
     auto = import_module("transformers.quantizers.auto")
     mixin = import_module("transformers.utils.quantization_config").QuantizationConfigMixin
     base = import_module("transformers.quantizers").HfQuantizer
@@ -350,12 +289,12 @@ def register() -> tuple[Any, Any]:
 
         def __init__(self, version: object = None, layers: object = None, **other: object):
             unknown = sorted(other.keys() - {"quant_method"})
-            require(not unknown, f"quantization_config: expected no {unknown}, found it")
+            require(not unknown, f"quantization_config: expected no fields {unknown}")
             parse(version, layers or {})
             self.quant_method, self.version, self.layers = METHOD, version, layers or {}
 
     class SparsebenchQuantizer(base):  # type: ignore[misc, valid-type]
-        """Sparse layers in place of dense ones, before and after weights are loaded."""
+        """Replace dense layers before the weights are loaded, and check them afterwards."""
 
         is_trainable: ClassVar = True
         is_qat_trainable: ClassVar = True
@@ -367,7 +306,7 @@ def register() -> tuple[Any, Any]:
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
             config = self.quantization_config
             before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float32)  # as the layers take it, not the model's
+            torch.set_default_dtype(torch.float32)  # transformers sets the model's
             try:
                 with torch.device("cpu"):
                     layers = parse(config.version, config.layers)

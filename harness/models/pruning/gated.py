@@ -1,9 +1,9 @@
-"""Gated MLPs as modules of a model: how one is found, and what it must compute.
+"""Find gated MLPs among the modules of a model, and check what they compute.
 
     Y = down_proj(act_fn(gate_proj(X)) * up_proj(X))     gate_proj, up_proj [h, k]  down_proj [k, h]
 
-These names are Hugging Face's. A module that has them is tried with two tokens, so that one that
-computes anything else is refused.
+The names are those of Hugging Face. A module with these names is run on two tokens, and refused if
+it computes anything else.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from sparsebench.harness.models.pruning import mlp
 
 PARTS = "gate_proj", "up_proj", "down_proj"
 ACTIVATIONS = mlp.ACTIVATIONS | {"relu2": lambda x: relu(x).square()}
-STEP = 8  # of sizes, as the kernels have it
+STEP = 8  # the kernels need sizes that are multiples of it
 Activation = Callable[[Tensor], Tensor]
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Gated:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """Return the parts of a module; None unless it has all of them."""
+        """Return the parts of a module, or None if it lacks any."""
         gate, up, down, act = (getattr(module, name, None) for name in (*PARTS, "act_fn"))
         if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
             return None
@@ -44,28 +44,28 @@ class Gated:
 
     @property
     def layers(self) -> dict[str, nn.Linear]:
-        """Return gate, up and down by their names in the module."""
+        """Return gate, up and down by name."""
         return dict(zip(PARTS, (self.gate, self.up, self.down), strict=True))
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate and up [h, k] and down [k, h], out of autograd."""
+        """Return gate and up [h, k] and down [k, h], detached."""
         return self.gate.weight.detach(), self.up.weight.detach(), self.down.weight.detach()
 
     @property
     def activation(self) -> str | None:
-        """Return the name of the activation, by its values from -8 to 8; None for an unknown."""
+        """Return the name of the activation, judged by its values from -8 to 8; None if unknown."""
         x = torch.linspace(-8, 8, 129, device=self.gate.weight.device)
-        found = self.act(x)
-        names = (n for n, act in ACTIVATIONS.items() if torch.allclose(found, act(x), atol=1e-5))
+        y = self.act(x)
+        names = (n for n, act in ACTIVATIONS.items() if torch.allclose(y, act(x), atol=1e-5))
         return next(names, None)
 
 
 class DenseGatedMLP(nn.Module):
-    """A gated MLP of three nn.Linear under Hugging Face's names, out of a sparse one."""
+    """A dense gated MLP with Hugging Face's names, made from a sparse one."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, activation: str):
-        """Take weights [h, k], [h, k] and [k, h], without a copy."""
+        """Take weights [h, k], [h, k] and [k, h] without a copy."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = map(linear_of, (gate, up, down))
         self.activation = activation
@@ -79,61 +79,62 @@ class DenseGatedMLP(nn.Module):
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
-    """Return an nn.Linear without bias that has this weight [n, k]."""
+    """Return an nn.Linear with this weight [n, k] and no bias."""
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
     return layer
 
 
-def require_gated(module: nn.Module, known: tuple[str, ...]) -> tuple[Gated, str]:
-    """Return the parts and the activation's name.
+def require_gated(module: nn.Module, activations: tuple[str, ...]) -> tuple[Gated, str]:
+    """Return the parts, and the name of the activation.
 
-    Raises FormatError unless the module computes what a gated MLP does, with one of the `known`
-    activations, and its layers are plain ones.
+    Raises FormatError unless the module computes a gated MLP with one of the `activations`, and
+    consists of plain layers.
     """
-    found = Gated.of(module)
+    parts = Gated.of(module)
     kind = type(module).__name__
-    if found is None:
+    if parts is None:
         raise FormatError(f"expected {', '.join(PARTS)} and act_fn, found {kind}")
-    for name, layer in found.layers.items():
+    for name, layer in parts.layers.items():
         named(name, require_plain, layer)
         named(name, require_steps, layer)
         require(layer.bias is None, f"{name}: expected no bias, found one")
     others = {name for name, _ in module.named_children()} - {*PARTS, "act_fn"}
-    require(not others, f"expected the parts of a gated MLP alone, found {', '.join(others)}")
-    activation = found.activation or type(found.act).__name__
-    require(activation in known, f"expected an activation {' or '.join(known)}, found {activation}")
-    gate, up, down = found.weights
+    require(not others, f"expected only the parts of a gated MLP, found {', '.join(others)}")
+    activation = parts.activation or type(parts.act).__name__
+    names = " or ".join(activations)
+    require(activation in activations, f"expected an activation {names}, found {activation}")
+    gate, up, down = parts.weights
     x = torch.randn(2, gate.shape[1], generator=torch.Generator().manual_seed(0)).to(gate)
     with torch.no_grad():
         expected = linear(ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down).float()
         error = float((module(x).float() - expected).norm() / expected.norm().clamp_min(1e-30))
-    what = f"expected {kind} to compute what a gated MLP does, found a relative error {error:.2g}"
-    require(error <= 2 * torch.finfo(gate.dtype).eps, what)
-    return found, activation
+    message = f"expected {kind} to compute a gated MLP, found a relative error of {error:.2g}"
+    require(error <= 2 * torch.finfo(gate.dtype).eps, message)
+    return parts, activation
 
 
 def require_plain(layer: nn.Linear) -> None:
-    """Raise FormatError unless this is an nn.Linear, with a weight of its own and no hooks."""
+    """Raise FormatError unless this is a plain nn.Linear with finite weights and no hooks."""
     kind, weight = type(layer).__name__, type(layer.weight).__name__
     require(type(layer) is nn.Linear, f"expected nn.Linear, found its subclass {kind}")
     require(type(layer.weight) is nn.Parameter, f"expected a plain weight, found {weight}")
     require(not layer.weight.is_meta, "expected weights, found none (device meta)")
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-    require(not hooks, "expected a layer without hooks, which would be lost; found some")
-    require(bool(layer.weight.isfinite().all()), "expected finite weights, found others")
+    require(not hooks, "expected a layer without hooks, because they would be lost")
+    require(bool(layer.weight.isfinite().all()), "expected finite weights, found NaN or infinity")
 
 
 def require_steps(layer: nn.Linear) -> None:
-    """Raise FormatError unless both sizes are what the kernels take."""
+    """Raise FormatError unless both sizes are multiples of STEP."""
     n, k = layer.weight.shape
     fits = not n % STEP and not k % STEP
-    require(fits, f"expected sizes of multiples of {STEP}, found a weight {n}x{k}")
+    require(fits, f"expected multiples of {STEP}, found a weight {n}x{k}")
 
 
 def named(name: str, function: Callable[..., T], *args: object) -> T:
-    """Call a function; what it raises names the layer."""
+    """Call a function, and prefix its errors with the layer's name."""
     try:
         return function(*args)
     except SparsebenchError as error:

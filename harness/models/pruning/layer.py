@@ -1,12 +1,11 @@
-"""A gated MLP or a linear layer, pruned by a method with a region left dense; and what it cost.
+"""Prune a gated MLP or a linear layer beside a dense region, and measure the error.
 
-    region     which features stay dense, and the order that gathers them at the end
-    gate, up   pruned from X, the rows of the sparse region alone: one matrix, as X is one
-    down       pruned from the activations of the pruned gate and up, so that it can compensate
+    region     chooses the dense features and moves them to the end
+    gate, up   sparse rows are pruned together from X, as one matrix
+    down       is pruned from the activations of the pruned gate and up, so that it can compensate
                their errors
 
-Weights are pruned in fp32 and returned in the dtype they had, on their device. -0.0 is read as
-+0.0, and no weight that comes back is -0.0.
+Weights are pruned in fp32 and returned with their dtype and device. Every -0.0 becomes +0.0.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.models.pruning import magnitude, region, spensegpt, wanda
+from sparsebench.harness.models.pruning import region, spensegpt
 from sparsebench.harness.models.pruning.mlp import (
     GatedMLP,
     PrunedLinear,
@@ -26,14 +25,10 @@ from sparsebench.harness.models.pruning.mlp import (
     require_one_of,
     require_weight,
 )
-from sparsebench.harness.models.pruning.pattern import Pattern
+from sparsebench.harness.models.pruning.pattern import Pattern, magnitude, wanda
 
 Prune = Callable[[Tensor, Tensor, int, Pattern], Tensor]
-METHODS: dict[str, Prune] = {
-    "magnitude": magnitude.prune,
-    "wanda": wanda.prune,
-    "spensegpt": spensegpt.prune,
-}
+METHODS: dict[str, Prune] = {"magnitude": magnitude, "wanda": wanda, "spensegpt": spensegpt.prune}
 SPLITS = "rows", "columns"
 
 
@@ -42,9 +37,9 @@ class Recipe:
     """How to prune.
 
     method   one of METHODS
-    dense    fraction of the features that stays dense; 0 is the pattern alone
-    region   one of region.REGIONS: which features these are
-    pattern  of the others: 2:4, or a fraction that is pruned anywhere, as 0.5
+    dense    fraction of the features that stays dense; 0 prunes all
+    region   how dense features are chosen: one of region.REGIONS
+    pattern  of the other features: 2:4, or a fraction to prune anywhere such as 0.5
     """
 
     method: str = "spensegpt"
@@ -53,7 +48,7 @@ class Recipe:
     pattern: str = "2:4"
 
     def __post_init__(self) -> None:
-        """Refuse what there is not."""
+        """Raise SuiteError for an unknown name or an invalid number."""
         require_one_of("method", self.method, list(METHODS))
         require_one_of("region", self.region, list(region.REGIONS))
         if not 0 <= self.dense <= 1:
@@ -61,18 +56,18 @@ class Recipe:
         Pattern.of(self.pattern)
 
     @property
-    def where(self) -> Pattern:
-        """Return the pattern, read."""
+    def mask_pattern(self) -> Pattern:
+        """Return the parsed pattern."""
         return Pattern.of(self.pattern)
 
     def prune(self, weight: Tensor, x: Tensor, columns: int) -> Tensor:
-        """Prune by the method the first columns of a weight [n, k], from inputs x [tokens, k]."""
-        return METHODS[self.method](weight, x, columns, self.where)
+        """Prune the first columns of a weight [n, k] from inputs x [tokens, k]."""
+        return METHODS[self.method](weight, x, columns, self.mask_pattern)
 
 
 @torch.no_grad()
 def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> PrunedMLP:
-    """Prune from calibration inputs x [tokens, k]; SuiteError where sizes or values do not fit."""
+    """Prune from calibration inputs x [tokens, k]. Raises SuiteError for unfit sizes or values."""
     h, k = mlp.gate.shape
     require_inputs(x, k)
     _require_groups("gate and up", k)
@@ -83,8 +78,8 @@ def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> PrunedMLP:
     full = full.permuted(order)
     both = recipe.prune(torch.cat((full.gate[:sparse], full.up[:sparse])), x, k)
     gate, up = (
-        _stored(torch.cat((pruned, whole[sparse:])), mlp.gate.dtype)
-        for pruned, whole in zip(both.tensor_split(2), (full.gate, full.up), strict=True)
+        _stored(torch.cat((pruned, weight[sparse:])), mlp.gate.dtype)
+        for pruned, weight in zip(both.tensor_split(2), (full.gate, full.up), strict=True)
     )
     seen = GatedMLP(gate.float(), up.float(), full.down, mlp.activation).hidden(x)
     down = _stored(recipe.prune(full.down, seen, sparse), mlp.down.dtype)
@@ -114,10 +109,10 @@ def prune_linear(weight: Tensor, x: Tensor, recipe: Recipe, split: str) -> Prune
 
 @torch.no_grad()
 def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
-    """Return ||XW^T - XW'^T|| / ||XW^T|| of gate, up and down, and that of the whole output.
+    """Return ||XW^T - XW'^T|| / ||XW^T|| of gate, up and down, and the error of the whole output.
 
-    x [tokens, k] should be tokens that pruning did not see. The inputs of down are those that the
-    pruned gate and up give, in both products.
+    x [tokens, k] should be tokens that pruning did not see. In both products of down, the inputs
+    are the outputs of the pruned gate and up.
     """
     require_inputs(x, mlp.gate.shape[1])
     x, before = x.float(), mlp.to(torch.float32).permuted(pruned.permutation)
@@ -133,7 +128,7 @@ def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def linear_errors(weight: Tensor, pruned: PrunedLinear, x: Tensor) -> dict[str, float]:
-    """Return ||XW^T - XW'^T|| / ||XW^T|| of a layer's output, from inputs x [tokens, k]."""
+    """Return ||XW^T - XW'^T|| / ||XW^T|| of a layer for inputs x [tokens, k]."""
     require_inputs(x, weight.shape[1])
     x, before, after = x.float(), weight.float(), pruned.weight.float()
     order = pruned.permutation
@@ -143,21 +138,21 @@ def linear_errors(weight: Tensor, pruned: PrunedLinear, x: Tensor) -> dict[str, 
 
 
 def _scores(mlp: GatedMLP, x: Tensor) -> Tensor:
-    """Return the scores [h] of the intermediate features, in SpenseGPT+'s sum of three."""
+    """Return the scores [h] of the intermediate features, SpenseGPT+'s sum of three."""
     norms = x.norm(dim=0)
     by_row = region.scores_by_row(mlp.gate, norms) + region.scores_by_row(mlp.up, norms)
     return by_row + region.scores_by_column(mlp.down, mlp.hidden(x).norm(dim=0))
 
 
 def _stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the dtype of storage; adding 0 makes +0.0 of -0.0, which rounding may give."""
+    """Round to the dtype of storage; adding 0 turns -0.0, which rounding may give, into +0.0."""
     return weight.to(dtype) + 0.0
 
 
 def _require_groups(name: str, k: int) -> None:
     if k % 4:
-        raise SuiteError(f"{name}: expected rows of a multiple of 4 elements, found {k}")
+        raise SuiteError(f"{name}: expected a multiple of 4 elements per row, found {k}")
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())

@@ -1,4 +1,4 @@
-"""What is pruned, a gated MLP or one linear layer, and what becomes of it.
+"""The weights of a gated MLP, and the results of pruning one or a linear layer.
 
     a = act(X Wg^T) * (X Wu^T)     Y = a Wd^T        X [tokens, k], a [tokens, h], Y [tokens, k]
 
@@ -8,8 +8,8 @@
     ---------------          s s s s | d d
     d d d d d d d d          s s s s | d d
 
-The features of a are split: row i of gate and up and column i of down are of one region. Their
-order is free, so that one permutation, applied to all three, gathers the dense ones at the end.
+The features of a are split: row i of gate and up and column i of down belong to one region. Their
+order is arbitrary, so one permutation of all three moves the dense features to the end.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """gate and up [h, k], down [k, h], finite; SuiteError where they do not fit one another."""
+    """gate and up [h, k], and down [k, h]. Raises SuiteError unless they fit and are finite."""
 
     gate: Tensor
     up: Tensor
@@ -41,7 +41,7 @@ class GatedMLP:
     activation: str = "silu"
 
     def __post_init__(self) -> None:
-        """Refuse weights that do not fit, or are not finite."""
+        """Check shapes, values and the activation."""
         require_weight("gate", self.gate)
         require_weight("up", self.up, tuple(self.gate.shape))
         require_weight("down", self.down, tuple(self.gate.T.shape))
@@ -56,18 +56,18 @@ class GatedMLP:
         return linear(self.hidden(x), self.down)
 
     def to(self, dtype: torch.dtype) -> Self:
-        """Return the same with weights in another dtype."""
+        """Return the MLP with weights of another dtype."""
         gate, up, down = (weight.to(dtype) for weight in (self.gate, self.up, self.down))
         return type(self)(gate, up, down, self.activation)
 
     def permuted(self, order: Tensor) -> Self:
-        """Return the same function, with its features in another order, int64 [h]."""
+        """Return the same function with its features in the order of int64 [h]."""
         return type(self)(self.gate[order], self.up[order], self.down[:, order], self.activation)
 
 
 @dataclass(frozen=True)
 class PrunedMLP:
-    """The last `dense` features are dense; feature i was feature permutation[i]."""
+    """A pruned MLP. Its last `dense` features are dense; feature i was feature permutation[i]."""
 
     mlp: GatedMLP
     permutation: Tensor
@@ -76,10 +76,10 @@ class PrunedMLP:
 
 @dataclass(frozen=True)
 class PrunedLinear:
-    """The last `dense` rows or columns are dense; number i of them was number permutation[i].
+    """A pruned layer. Its last `dense` rows or columns are dense; i was permutation[i] before.
 
-    Split by columns it is given its inputs in the order of the permutation; split by rows, it gives
-    its outputs in that order.
+    If it is split by columns, it takes its inputs in the order of the permutation; if it is split
+    by rows, its outputs have that order.
     """
 
     weight: Tensor
@@ -88,15 +88,15 @@ class PrunedLinear:
     split: str
 
 
-def require_one_of(what: str, name: str, known: list[str]) -> None:
-    """Raise SuiteError unless the name is known."""
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise SuiteError(f"{what}: expected one of {', '.join(known)}; found {name!r}{hint}")
+def require_one_of(field: str, name: str, choices: list[str]) -> None:
+    """Raise SuiteError unless the name is one of the choices."""
+    if name not in choices:
+        hint = did_you_mean(name, choices)
+        raise SuiteError(f"{field}: expected one of {', '.join(choices)}; found {name!r}{hint}")
 
 
 def require_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Raise SuiteError unless this is a finite matrix, of this shape where one is given."""
+    """Raise SuiteError unless this is a finite matrix, of the given shape if there is one."""
     found = f"found {weight.dtype} {list(weight.shape)}"
     if weight.dim() != 2 or not weight.is_floating_point():
         raise SuiteError(f"{name}: expected a floating-point matrix, {found}")
@@ -108,8 +108,7 @@ def require_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = No
 
 
 def require_inputs(x: Tensor, inputs: int) -> None:
-    """Raise SuiteError unless x is finite and [tokens, inputs], with a token at least."""
+    """Raise SuiteError unless x is finite and [tokens, inputs], with at least one token."""
     require_weight("activations", x)
-    tokens, found = x.shape
-    if tokens < 1 or found != inputs:
+    if len(x) < 1 or x.shape[1] != inputs:
         raise SuiteError(f"activations: expected [tokens, {inputs}], found {list(x.shape)}")

@@ -1,13 +1,13 @@
-"""Every gated MLP of a Hugging Face model, pruned in one pass: each from what pruned ones give it.
+"""Prune every gated MLP of a Hugging Face model in one pass, each after the MLPs before it.
 
-    contexts of calibration ──┐    hidden states of all contexts, through the model once
-    contexts held out ────────┴──> ... attention ──> [hook] MLP ──> attention ──> [hook] MLP ──> ...
-                                                       └ prunes it from the first contexts' inputs,
-                                                         and takes its errors on the others'
+    calibration contexts ──┐    hidden states of all contexts go through the model once
+    held-out contexts ─────┴──> ... attention ──> [hook] MLP ──> attention ──> [hook] MLP ──> ...
+                                                    └ prunes the MLP from its calibration inputs,
+                                                      and measures errors on the held-out inputs
 
-The model is read by transformers: a directory of safetensors, or a GGUF file, of any architecture
-with gated MLPs (gated.py). The text is cut into contexts of CONTEXT tokens, each after the token
-that begins every text, if the model has one; those held out are further on in it.
+transformers reads the model: a directory of safetensors, or a GGUF file, of any architecture with
+gated MLPs (gated.py). The text is cut into contexts of CONTEXT tokens. Each starts with the model's
+begin-of-text token if there is one. The held-out contexts come last.
 """
 
 import hashlib
@@ -40,21 +40,21 @@ CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model on its device, in evaluation mode, and its tokenizer."""
+    """A model on its device in evaluation mode, and its tokenizer."""
 
     model: Any
     tokenizer: Any
 
     @property
     def mlps(self) -> dict[str, nn.Module]:
-        """Return the gated MLPs by name; each is an outermost one."""
+        """Return the gated MLPs by name."""
         modules = self.model.named_modules()
         return {name: module for name, module in modules if Gated.of(module) is not None}
 
 
 @dataclass(frozen=True)
 class PrunedModel:
-    """How many of the hidden features are dense, errors of the MLPs on held-out tokens, a loss."""
+    """Numbers of dense and of all hidden features; held-out errors of the MLPs, and the loss."""
 
     dense: int
     features: int
@@ -63,9 +63,9 @@ class PrunedModel:
 
 
 def load(path: Path, device: torch.device) -> Loaded:
-    """Read a directory of a checkpoint, or a .gguf file, from this machine alone.
+    """Read a local checkpoint directory or .gguf file, without network access.
 
-    Raises SuiteError where transformers is missing, or where the files make up no such model.
+    Raises SuiteError if transformers is missing, or if the files are not a model with gated MLPs.
     """
     transformers = _transformers(path)
     options: dict[str, Any] = {"local_files_only": True}
@@ -82,40 +82,40 @@ def load(path: Path, device: torch.device) -> Loaded:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, **options, dtype="auto", output_loading_info=True
         )
-        lost = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-        if lost:
-            raise SuiteError(f"no weights for {lost[0]}")
+        missing = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+        if missing:
+            raise SuiteError(f"no weights for {min(missing)}")
         if getattr(model, "hf_quantizer", None):
-            raise SuiteError("a quantized checkpoint, whose weights are not dense")
-    found = Loaded(model.to(device).eval().requires_grad_(False), tokenizer)
-    if not found.mlps:
+            raise SuiteError("a quantized checkpoint")
+    loaded = Loaded(model.to(device).eval().requires_grad_(False), tokenizer)
+    if not loaded.mlps:
         raise SuiteError(f"{path}: expected gated MLPs, found none in {type(model).__name__}")
-    return found
+    return loaded
 
 
 @torch.no_grad()
 def prune_model(
     loaded: Loaded, recipe: Recipe, calibration: Tensor, held_out: Tensor
 ) -> PrunedModel:
-    """Prune a model in place, from token numbers [contexts, tokens], and look at others.
+    """Prune a model in place from calibration tokens, and measure it on held-out ones.
 
-    An MLP's errors are those on the inputs that it has in the pruned model. SuiteError or
-    FormatError where an MLP cannot be pruned; where data is the cause, those before it are.
+    Both are token ids [contexts, tokens]. The errors of an MLP are measured on its inputs in the
+    pruned model. Raises FormatError, before any change, if an MLP is not a plain gated one. Raises
+    SuiteError if the data does not suffice; the MLPs before that one are then already pruned.
     """
-    found: dict[str, tuple[int, int, dict[str, float]]] = {}
-    count = calibration.numel()
-    known = tuple(ACTIVATIONS)
-    mlps = {name: named(name, require_gated, mlp, known) for name, mlp in loaded.mlps.items()}
+    results: dict[str, tuple[int, int, dict[str, float]]] = {}
+    count, names = calibration.numel(), tuple(ACTIVATIONS)
+    mlps = {name: named(name, require_gated, mlp, names) for name, mlp in loaded.mlps.items()}
 
-    def prune(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+    def prune(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         parts, activation = mlps[name]
-        x = given[0].flatten(0, -2)
+        x = inputs[0].flatten(0, -2)
         mlp = GatedMLP(*parts.weights, activation)
         try:
             pruned = prune_mlp(mlp, x[:count], recipe)
         except SuiteError as error:
             raise SuiteError(f"{name}: {error}") from error
-        found[name] = pruned.dense, len(pruned.permutation), mlp_errors(mlp, pruned, x[count:])
+        results[name] = pruned.dense, len(pruned.permutation), mlp_errors(mlp, pruned, x[count:])
         weights = pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down
         for layer, weight in zip(parts.layers.values(), weights, strict=True):
             layer.weight.copy_(weight)
@@ -124,23 +124,23 @@ def prune_model(
         for name, module in loaded.mlps.items():
             hooks.callback(module.register_forward_pre_hook(partial(prune, name)).remove)
         loaded.model.base_model(torch.cat((calibration, held_out)), use_cache=False)
-    if missed := mlps.keys() - found.keys():
-        raise SuiteError(f"{min(missed)}: expected an MLP that text goes through, found none did")
-    dense, features, _ = next(iter(found.values()))
-    errors = [error for *_, error in found.values()]
+    if unused := mlps.keys() - results.keys():
+        raise SuiteError(f"{min(unused)}: expected an MLP that the forward pass calls")
+    dense, features, _ = next(iter(results.values()))
+    errors = [error for *_, error in results.values()]
     return PrunedModel(dense, features, errors, loss_of(loaded.model, held_out))
 
 
 def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
-    """Write a model that was pruned by a recipe, and its tokenizer; 2:4 is packed, in place.
+    """Write a model that was pruned by a recipe, and its tokenizer; pack 2:4 weights in place.
 
-    Unstructured weights are written as dense ones, and weights of 32 bits rounded to bf16. Raises
-    SuiteError, FormatError; writes all or nothing.
+    Unstructured weights are written dense, and 32-bit weights are rounded to bf16. Raises
+    SuiteError or FormatError; after an error, nothing is written.
     """
     model = loaded.model
     if model.dtype not in (torch.float16, torch.bfloat16):
         model.to(torch.bfloat16)
-    if recipe.where.group:
+    if recipe.mask_pattern.group:
         sparsify_(model, TwoFour(recipe.dense), lambda module, _: Gated.of(module) is not None)
     fresh = to.with_name(f"{to.name}.new")
     try:
@@ -150,14 +150,12 @@ def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
         fresh.rename(to)
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise SuiteError(
-            f"{to}: expected a directory that can be written; found {error}"
-        ) from error
+        raise SuiteError(f"{to}: expected a writable directory; found {error}") from error
 
 
 @contextmanager
 def restored(loaded: Loaded) -> Iterator[None]:
-    """Give a model's MLPs the weights back, at the end, that they have now."""
+    """Restore the current weights of a model's MLPs at the end."""
     weights = [weight for mlp in loaded.mlps.values() for weight in mlp.parameters()]
     before = [weight.detach().cpu() if weight.is_cuda else weight.clone() for weight in weights]
     try:
@@ -170,7 +168,7 @@ def restored(loaded: Loaded) -> Iterator[None]:
 
 @torch.no_grad()
 def loss_of(model: Any, tokens: Tensor) -> float:
-    """Return the mean loss of each token but a context's first, in nats; tokens [contexts, t]."""
+    """Return the mean loss in nats per token of [contexts, tokens], except the first tokens."""
     losses = [
         cross_entropy(model(row[None], use_cache=False).logits[0, :-1].float(), row[1:])
         for row in tokens
@@ -179,7 +177,7 @@ def loss_of(model: Any, tokens: Tensor) -> float:
 
 
 def contexts(loaded: Loaded, text: str, calibration: int) -> tuple[Tensor, Tensor]:
-    """Cut a text into contexts: `calibration` of them, and half as many, held out, after them."""
+    """Cut a text into `calibration` contexts, and half as many held-out ones after them."""
     numbers = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     first = loaded.tokenizer.bos_token_id
     begin = [] if first is None else [first]
@@ -195,9 +193,9 @@ def contexts(loaded: Loaded, text: str, calibration: int) -> tuple[Tensor, Tenso
 
 
 def python_reference() -> str:
-    """Return the text of Python's language reference, as each Python carries it: 0.4 MB of English.
+    """Return the text of the language reference that Python installs: 0.4 MB of English.
 
-    Topics quote one another; a paragraph is taken once, so that none held out was seen before.
+    Topics repeat paragraphs. Each is kept once, so that no held-out paragraph occurs earlier.
     """
     topics = pydoc_data.topics.topics
     parts = (part for name in sorted(topics) for part in re.split("\n{2,}", topics[name].strip()))
@@ -205,29 +203,30 @@ def python_reference() -> str:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or of a directory's *.safetensors, one after the other."""
+    """Return the SHA-256 of a file, or of the digests of a directory's *.safetensors files."""
     if path.is_file():
         return sha256(path)
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for file in sorted(path.glob("*.safetensors")):
-        whole.update(bytes.fromhex(sha256(file)))
-    return whole.hexdigest()
+        total.update(bytes.fromhex(sha256(file)))
+    return total.hexdigest()
 
 
 @contextmanager
 def usable(path: Path) -> Iterator[None]:
-    """Say in one line that files do not make up a model, whatever they break."""
+    """Turn any error into a SuiteError with one line that the files are not a usable model."""
     try:
         yield
     except Exception as error:
-        words = " ".join(str(error).split())[:200]
-        found = words if isinstance(error, SparsebenchError) else f"{type(error).__name__}: {words}"
-        raise SuiteError(f"{path}: expected a model that computes; found {found}") from error
+        detail = " ".join(str(error).split())[:200]
+        if not isinstance(error, SparsebenchError):
+            detail = f"{type(error).__name__}: {detail}"
+        raise SuiteError(f"{path}: expected a usable model; found {detail}") from error
 
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers from logging, from drawing progress, and from warning of its changes."""
+    """Silence the logs, progress bars and warnings of transformers."""
     logging = transformers.utils.logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

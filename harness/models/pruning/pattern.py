@@ -1,12 +1,12 @@
-"""Which elements of a weight stay: 2 of every 4, or the highest of all wherever they are.
+"""Choose the elements of a weight to keep, and prune by magnitude or by Wanda.
 
     columns          0 1 2 3   4 5 6 7   |   8 9 10 11        keep(weight, scores, columns=8, ...)
     2:4              x . x .   . x x .   |   x x x  x         group 4: 2 of every aligned 4
     unstructured     x x x .   . . x .   |   x x x  x         group 0: half of the row's 8
 
-Columns from there on are left as they are: the dense region of a weight that is split by columns.
-Of a row, for rows that keep equally many lose less than rows that share a threshold (Sun et al.,
-arXiv 2306.11695, section 5), and load a kernel evenly.
+The remaining columns are the dense region of a weight that is split by columns, and do not change.
+Every row keeps equally many elements: this loses less accuracy than a threshold that rows share
+(Sun et al., arXiv 2306.11695, section 5), and balances the load of a kernel.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from sparsebench.errors import SuiteError
 
 @dataclass(frozen=True)
 class Pattern:
-    """How many elements go, `sparsity` of every group of columns, or of all with a group of 0."""
+    """Prune the fraction `sparsity` of every `group` columns; a group of 0 is the whole row."""
 
     name: str
     sparsity: float
@@ -28,7 +28,7 @@ class Pattern:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Read 2:4, or the fraction that is pruned anywhere; SuiteError for anything else."""
+        """Parse `2:4`, or a fraction to prune anywhere such as `0.5`. Raises SuiteError."""
         if text == "2:4":
             return cls(text, 0.5, 4)
         expected = f"pattern: expected 2:4, or a fraction such as 0.5; found {text!r}"
@@ -40,25 +40,38 @@ class Pattern:
             raise SuiteError(expected)
         return cls("unstructured", sparsity, 0)
 
-    def kept(self, scores: Tensor) -> Tensor:
-        """Return where the highest scores of each group are, a bool tensor; of equals, the first.
+    def mask(self, scores: Tensor) -> Tensor:
+        """Return a mask of the highest scores [..., columns] in each group along the last axis.
 
-        Scores [..., columns]; groups are along the last axis.
+        Among equal scores the first are kept.
         """
         size = self.group or scores.shape[-1]
         groups = scores.unflatten(-1, (-1, size))
         order = groups.argsort(dim=-1, descending=True, stable=True)
         stay = size - round(self.sparsity * size)
-        chosen = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., :stay], True)
-        return chosen.flatten(-2)
+        mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., :stay], True)
+        return mask.flatten(-2)
 
 
 TWO_FOUR = Pattern.of("2:4")
 
 
 def keep(weight: Tensor, scores: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
-    """Prune the first `columns` columns of a weight [n, k] by scores [n, k]; the rest stay."""
+    """Prune the first `columns` columns of a weight [n, k] by scores [n, k]."""
     if not columns:
         return weight.clone()
-    sparse = weight[:, :columns].where(pattern.kept(scores[:, :columns]), 0)
+    sparse = weight[:, :columns].where(pattern.mask(scores[:, :columns]), 0)
     return torch.cat((sparse, weight[:, columns:]), dim=1)
+
+
+def magnitude(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
+    """Keep the largest |w_ij| of a weight [n, k]; the inputs x [tokens, k] are not used."""
+    return keep(weight, weight.abs(), columns, pattern)
+
+
+def wanda(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
+    """Keep the largest |w_ij| ||x_j||, with the norm of input j over the tokens of x [tokens, k].
+
+    Source: Sun et al., arXiv 2306.11695, section 3.
+    """
+    return keep(weight, weight.abs() * x.norm(dim=0), columns, pattern)

@@ -1,11 +1,11 @@
-"""Which features stay dense: as many as asked for, chosen by place or by score, moved to the end.
+"""Choose the features that stay dense, by position or by score, and move them to the end.
 
     scores       3 9 1 7        dense 2, scored:  permutation 0 2 | 1 3      (the rest | the best)
     features     0 1 2 3                last:     permutation 0 1 | 2 3
 
-A score is the mean, over one feature's weights, of Wanda's |w_ij| ||x_j||. In a gated MLP the three
-scores of an intermediate feature i, its row of gate, its row of up and its column of down, are each
-divided by their mean over all features and then added up.
+A score is the mean of Wanda's |w_ij| ||x_j|| over one feature's weights. An intermediate feature of
+a gated MLP has three scores: of its row of gate, its row of up, and its column of down. Each is
+divided by its mean over all features, then the three are added.
 Source: Lee et al., arXiv 2606.10445, section 3.3.3 (last: SpenseGPT; scored: SpenseGPT+).
 """
 
@@ -19,11 +19,12 @@ REGIONS = "last", "scored"
 
 
 def dense_count(features: int, fraction: float) -> int:
-    """Return how many features stay dense: the nearest multiple of a tile; of two, the larger.
+    """Return the number of dense features: the nearest multiple of a tile, rounded half up.
 
-    The tile is TILE, or the largest power of two below it that divides the features, and at most a
-    quarter of them, so that rounding moves the fraction by 1/8 at most. It is 4 at least: a group
-    of 4 must not straddle the regions, and SuiteError is raised where it would.
+    The tile is TILE, or the largest smaller power of two that divides the features. It is at most a
+    quarter of the features, so that rounding changes the fraction by 1/8 at most, and at least 4,
+    because a group of 4 must not straddle the regions. Raises SuiteError if 4 does not divide the
+    features.
     """
     if features % 4:
         raise SuiteError(f"split: expected a multiple of 4 features, found {features}")
@@ -43,13 +44,13 @@ def scores_by_column(weight: Tensor, norms: Tensor) -> Tensor:
 
 
 def permutation(region: str, scores: Tensor, dense: int) -> Tensor:
-    """Return int64 [features]: the features in their new order, which is the old in each region."""
+    """Return the new order of the features, int64 [features]; it is stable within each region."""
     features = torch.arange(len(scores), device=scores.device)
     if region == "last":
         return features
-    stays = torch.zeros_like(features, dtype=torch.bool)
-    stays[scores.argsort(descending=True, stable=True)[:dense]] = True
-    return torch.cat((features[~stays], features[stays]))
+    is_dense = torch.zeros_like(features, dtype=torch.bool)
+    is_dense[scores.argsort(descending=True, stable=True)[:dense]] = True
+    return torch.cat((features[~is_dense], features[is_dense]))
 
 
 def _normalised(scores: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Make layers of a model sparse, in place and without data: sparsify_(model, recipe, filter_fn).
+"""Make layers of a model sparse in place, without data: sparsify_(model, recipe, filter_fn).
 
-    recipe              takes                       puts in their place
+    recipe              takes                       replacement
     BlockSparse         nn.Linear                   BlockSparseLinear: the blocks of largest norm
-    TwoFour             gated MLPs, else nn.Linear  SpenseGatedMLP, SpenseLinear: of every 4 weights
-                                                    the 2 largest, beside a dense region
+    TwoFour             gated MLPs, else nn.Linear  SpenseGatedMLP, SpenseLinear: the 2 largest of
+                                                    every 4 weights, beside a dense region
     Unstructured        nn.Linear                   BitmapLinear: the largest weights of each row
     SparseActivations   gated MLPs, relu or relu2   SparseGatedMLP: all weights
 
-All layers are checked before the first one changes. Then one after the other is replaced, and its
-dense weights are freed. `sparsebench prune` chooses 2:4 weights by data; this does by size alone.
+All layers are checked before the first one changes. Then they are replaced one by one, and their
+dense weights are freed. Weights are chosen by magnitude; `sparsebench prune` chooses them by data.
 """
 
 from collections import Counter
@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sparsebench.errors import FormatError
 from sparsebench.formats._format import require
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
@@ -45,16 +44,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Recipe(Protocol):
-    """Which kinds of layers are made sparse, and how."""
+    """The kinds of layers to make sparse, and how."""
 
     def takes(self, module: nn.Module) -> bool:
-        """Return whether a module is of a kind that this recipe replaces."""
+        """Return whether this recipe replaces a module of this kind."""
 
     def check(self, module: nn.Module) -> None:
-        """Raise SparsebenchError where `make` could not replace this module. Changes nothing."""
+        """Raise SparsebenchError if `make` cannot replace this module. Changes nothing."""
 
     def make(self, module: nn.Module) -> nn.Module:
-        """Return the layer to put in the module's place."""
+        """Return the layer that replaces the module."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class BlockSparse:
     """Keep the blocks of largest Euclidean norm of every nn.Linear.
 
     block     rows and columns of a block, or one number for both
-    sparsity  fraction of blocks to drop, 0 to 1
+    sparsity  fraction of blocks to drop, from 0 to 1
     """
 
     block: int | tuple[int, int] = 64
@@ -73,7 +72,7 @@ class BlockSparse:
         return isinstance(module, nn.Linear)
 
     def check(self, module: nn.Module) -> None:
-        """Raise FormatError where no block would be left."""
+        """Raise FormatError for an invalid option, or if no block would remain."""
         assert isinstance(module, nn.Linear)
         require_plain(module)
         r, c = (self.block, self.block) if isinstance(self.block, int) else self.block
@@ -81,9 +80,9 @@ class BlockSparse:
         require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
         n, k = module.weight.shape
         blocks = -(-n // r) * -(-k // c)
-        found = f"found a weight {n}x{k} of {blocks} blocks of {r}x{c}"
-        left = round((1 - self.sparsity) * blocks) > 0
-        require(left, f"expected a block to be left at sparsity {self.sparsity:g}, {found}")
+        weight = f"a weight {n}x{k} of {blocks} blocks of {r}x{c}"
+        message = f"expected a block to remain at sparsity {self.sparsity:g}, found {weight}"
+        require(round((1 - self.sparsity) * blocks) > 0, message)
 
     def make(self, module: nn.Module) -> nn.Module:
         """Return a BlockSparseLinear."""
@@ -97,8 +96,8 @@ class BlockSparse:
 class TwoFour:
     """Keep the 2 largest of every 4 weights along k, in fp16 or bf16. The new layers are frozen.
 
-    dense  fraction that is left dense: the last hidden units of a gated MLP, the last rows of an
-           nn.Linear, in whole tiles of 128. 0 is plain 2:4
+    dense  fraction that stays dense, in whole tiles of 128: the last hidden units of a gated MLP,
+           or the last rows of an nn.Linear; 0 is plain 2:4
     """
 
     dense: float = 0.0
@@ -108,7 +107,7 @@ class TwoFour:
         return Gated.of(module) is not None or isinstance(module, nn.Linear)
 
     def check(self, module: nn.Module) -> None:
-        """Raise SparsebenchError for sizes, a dtype or an activation that Spense does not have."""
+        """Raise SparsebenchError for unsupported sizes, dtypes or activations."""
         require(0 <= self.dense < 1, f"dense: expected 0 to below 1, found {self.dense:g}")
         if isinstance(module, nn.Linear):
             require_plain(module)
@@ -120,8 +119,8 @@ class TwoFour:
             h, k = parts.gate.weight.shape
             options = _on_meta(parts.gate) | {"activation": activation}
             layer = SpenseGatedMLP(k, h, dense=dense_count(h, self.dense), **options).gate_up
-        expected = "expected a tile of 128 rows or units to be sparse"
-        require(layer.sparse_shape[0] > 0, f"{expected}, found none at dense {self.dense:g}")
+        message = f"expected at least one sparse tile of 128, found none at dense {self.dense:g}"
+        require(layer.sparse_shape[0] > 0, message)
 
     def make(self, module: nn.Module) -> nn.Module:
         """Return a SpenseLinear, or a SpenseGatedMLP."""
@@ -153,7 +152,7 @@ class Unstructured:
         return isinstance(module, nn.Linear)
 
     def check(self, module: nn.Module) -> None:
-        """Raise FormatError for a dtype that matmul does not have, or another sparsity."""
+        """Raise FormatError for a dtype that matmul does not support, or an invalid sparsity."""
         assert isinstance(module, nn.Linear)
         require_plain(module)
         between = 0 < self.sparsity < 1
@@ -171,9 +170,9 @@ class Unstructured:
 
 @dataclass(frozen=True)
 class SparseActivations:
-    """Compute and store only the hidden units that are on, of gated MLPs with relu or relu2.
+    """Compute and store only the active hidden units of gated MLPs with relu or relu2.
 
-    slots  for active units, of a token on average; None for a 64th of all units
+    slots  for the mean number of active units per token; None for a 64th of all units
     """
 
     slots: int | None = None
@@ -183,7 +182,7 @@ class SparseActivations:
         return Gated.of(module) is not None
 
     def check(self, module: nn.Module) -> None:
-        """Raise SparsebenchError for another activation, or for slots that do not fit."""
+        """Raise SparsebenchError for another activation, or an invalid number of slots."""
         parts, activation = require_gated(module, ("relu", "relu2"))
         h, k = parts.gate.weight.shape
         options = _on_meta(parts.gate) | {"activation": activation}
@@ -199,67 +198,69 @@ class SparseActivations:
 
 
 def sparsify_(model: M, recipe: Recipe, filter_fn: Filter | None = None) -> M:
-    """Replace layers of a model by sparse ones, in place; return the model.
+    """Replace layers of a model by sparse ones in place; return the model.
 
     recipe     BlockSparse, TwoFour, Unstructured or SparseActivations
-    filter_fn  of a module and its name: whether to replace it. It is asked about modules of the
-               kinds that the recipe takes, from the outermost on, and not about what is inside of a
-               replaced one. By default all are replaced, but for a Hugging Face model's head
+    filter_fn  takes a module and its name, and returns whether to replace it. It is called for
+               modules of the kinds that the recipe takes, outermost first, and not for the parts of
+               a replaced module. By default all are replaced, except a Hugging Face model's head
 
     `save_pretrained` of a Hugging Face model then writes the sparse layers (checkpoint.py).
-    Raises FormatError, which names the first layer that no format fits, before anything is changed.
+    Raises FormatError, before any change, with the name of the first layer that does not fit.
     """
-    known = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
+    recipes = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
     fits = all(callable(getattr(recipe, name, None)) for name in ("takes", "check", "make"))
-    require(fits and not isinstance(recipe, type), f"recipe: expected {known}; found {recipe!r}")
-    chosen = _chosen(model, recipe, filter_fn)
-    for name in chosen:
+    require(fits and not isinstance(recipe, type), f"recipe: expected {recipes}; found {recipe!r}")
+    names = _select(model, recipe, filter_fn)
+    for name in names:
         module = model.get_submodule(name)
-        named(name, _require_own, model, module)
+        named(name, _require_unshared, model, module)
         named(name, recipe.check, module)
     record = checkpoint.recorder(model)
-    for name in chosen:
+    for name in names:
         module = model.get_submodule(name)
         with torch.no_grad():
             layer = named(name, recipe.make, module)
         model.set_submodule(name, layer.train(module.training))
-        del module  # its weights are freed before the next ones are packed
+        del module  # frees its weights before the next ones are packed
     record()
     return model
 
 
-def _chosen(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> list[str]:
-    """Return the names of the modules to replace. Raises FormatError where there are none."""
+def _select(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> list[str]:
+    """Return the names of the modules to replace. Raises FormatError if there are none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    wanted = filter_fn or (lambda module, _: module is not head)
-    chosen: list[str] = []
+    selects = filter_fn or (lambda module, _: module is not head)
+    names: list[str] = []
 
     def visit(module: nn.Module, name: str) -> None:
-        if recipe.takes(module) and wanted(module, name):
-            chosen.append(name)
+        if recipe.takes(module) and selects(module, name):
+            names.append(name)
         else:
             for part, child in module.named_children():
                 visit(child, f"{name}.{part}" if name else part)
 
     visit(model, "")
-    kind, found = type(recipe).__name__, type(model).__name__
-    if "" in chosen:
-        raise FormatError(f"expected a model with layers in it, found a layer alone: {found}")
-    require(bool(chosen), f"expected a layer for {kind} in {found}, found none that is chosen")
-    return chosen
+    kind, model_kind = type(recipe).__name__, type(model).__name__
+    require("" not in names, f"expected a model that contains layers, found a layer: {model_kind}")
+    require(bool(names), f"expected a layer for {kind} in {model_kind}, found none")
+    return names
 
 
-def _require_own(model: nn.Module, module: nn.Module) -> None:
-    """Raise FormatError if the module or a weight of it is also somewhere else in the model."""
+def _require_unshared(model: nn.Module, module: nn.Module) -> None:
+    """Raise FormatError if the module or one of its weights occurs twice in the model."""
     places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    require(places[id(module)] == 1, "expected a layer in one place of the model, found it in more")
+    require(
+        places[id(module)] == 1,
+        "expected an unshared layer, found it in several places",
+    )
     users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     tied = ", ".join(name for name, p in module.named_parameters() if users[id(p)] > 1)
-    require(not tied, f"expected weights of its own, found {tied} shared with another layer")
+    require(not tied, f"expected unshared weights, found {tied} shared with another layer")
 
 
 def _above(weight: Tensor, rows: int) -> Tensor:
-    """Return a weight [n, k] with its first rows 2:4, the rest as it is."""
+    """Return a weight [n, k] with its first rows pruned to 2:4."""
     top, rest = weight[:rows], weight[rows:]
     return torch.cat((keep(top, top.abs(), weight.shape[1]), rest))
 

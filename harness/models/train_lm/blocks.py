@@ -17,6 +17,7 @@ of 512 both are equal to those of model.py and train.py.
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
@@ -50,8 +51,8 @@ def decoder(sizes: Sizes, blocks: Blocks | None, seed: int, device: torch.device
     with device:
         model = Decoder(sizes, None)
     draw = torch.Generator().manual_seed(seed)
-    for layer in model.layers if blocks else ():
-        for name in WEIGHTS:
+    for layer, name in product(model.layers, WEIGHTS):
+        if blocks:
             n, k = getattr(layer, name).shape
             delattr(layer, name)
             setattr(layer, name, _blocked(n, k, blocks, draw, device))

@@ -1,6 +1,6 @@
 """A decoder with MLPs gated by ReLU, in plain torch so that no kernel of ours affects the results.
 
-blocks.py replaces its weights by block-sparse layers when these are what a training measures.
+blocks.py replaces its weights by block-sparse layers for `train-lm --pattern`.
 
     x = E[byte]
     each layer:  x += attention(norm(x))        causal; rotary position embedding

@@ -288,14 +288,14 @@ def _allocated(device: torch.device) -> int:
 
 
 def table(report: ModelTimings) -> Table:
-    """Return a row per implementation; speed-ups are over the plain MLP."""
+    """Return a row per implementation; speedups are over the plain MLP."""
     rows = Table(box=None, title_justify="left", title_style="bold")
     model = report.model
     sizes = f"{model['layers']} layers of {model['width']} and {model['hidden']}, {report.dtype}"
     rows.title = f"{sizes}, {report.active_units}, {report.device}"
     for name in ("what", "MLP"):
         rows.add_column(name)
-    for name in ("tokens", "ms", "tokens/s", "speed-up", "GiB", "mJ per token", "error"):
+    for name in ("tokens", "ms", "tokens/s", "speedup", "GiB", "mJ per token", "error"):
         rows.add_column(name, justify="right")
     rows.add_column("")
     plain = {way.what: way for way in report.ways if way.mlp == PLAIN and way.times_us}

@@ -1,4 +1,4 @@
-"""A step that captures itself: on a CPU with a graph that calls again, and on a GPU."""
+"""CapturedStep: on a CPU with a stand-in that repeats the step, and on a GPU."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ K = 64
 
 
 class Replayed(CapturedStep):
-    """Stands in for one on a GPU: its graph does the step again, and captures are counted."""
+    """A stand-in for a GPU: the graph repeats the step, and captures and replays are counted."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -42,14 +42,14 @@ def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), target)
 
 
-def made(kind: Any = Replayed, **options: Any) -> tuple[CapturedStep, Callable[..., Tensor]]:
-    """Return a step that captures itself, and a plain one of an equal model."""
+def make(kind: Any = Replayed, **options: Any) -> tuple[CapturedStep, Callable[..., Tensor]]:
+    """Return a step that captures itself, and a plain step of an equal model."""
     model = nn.Sequential(BlockSparseLinear(K, K, block=16, sparsity=0.5, **options), nn.Dropout(0))
     twin = copy.deepcopy(model)
     steps = []
-    for each in (model, twin):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-        steps.append((each, optimizer, loss))
+    for module in (model, twin):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        steps.append((module, optimizer, loss))
     plain = CapturedStep(*steps[1])
     plain._captures = False
     return kind(*steps[0]), plain
@@ -59,8 +59,8 @@ def batch(tokens: int = 8, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return torch.randn(tokens, K, device=device), torch.randn(tokens, K, device=device)
 
 
-def test_steps_are_those_of_a_plain_loop():
-    step, plain = made()
+def test_steps_equal_those_of_a_plain_loop():
+    step, plain = make()
     for number in range(6):
         inputs = batch()
         torch.testing.assert_close(step(*inputs), plain(*inputs))
@@ -69,8 +69,8 @@ def test_steps_are_those_of_a_plain_loop():
         torch.testing.assert_close(a, b)
 
 
-def test_other_sizes_have_a_graph_of_their_own():
-    step, plain = made()
+def test_each_size_has_its_own_graph():
+    step, plain = make()
     for number in range(12):
         inputs = batch(8 + 4 * (number % 2))
         torch.testing.assert_close(step(*inputs), plain(*inputs))
@@ -100,7 +100,7 @@ def load_the_optimizer(step: CapturedStep) -> None:
 
 
 def move_the_weights(step: CapturedStep) -> None:
-    step.kept = [p.data for p in step.model.parameters()]  # so that no address comes twice
+    step.originals = [p.data for p in step.model.parameters()]  # so that no address is reused
     for p in step.model.parameters():
         p.data = p.data.clone()
 
@@ -116,8 +116,8 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_graph_contains_may_change_and_it_is_captured_again(change):
-    step, plain = made()
+def test_a_change_of_what_a_graph_contains_captures_it_again(change):
+    step, plain = make()
     for number in range(10):
         if number == 5:
             change(step)
@@ -127,8 +127,8 @@ def test_what_a_graph_contains_may_change_and_it_is_captured_again(change):
     assert (step.captures, step.replays) == (2, 6)
 
 
-def test_gradients_are_those_of_the_last_call():
-    step, plain = made()
+def test_gradients_belong_to_the_last_call():
+    step, plain = make()
     for _ in range(4):
         inputs = batch()
         step(*inputs), plain(*inputs)
@@ -137,24 +137,24 @@ def test_gradients_are_those_of_the_last_call():
 
 
 def test_a_step_on_a_cpu_is_eager():
-    step, plain = made(CapturedStep)
+    step, plain = make(CapturedStep)
     for _ in range(4):
         inputs = batch()
         assert torch.equal(step(*inputs), plain(*inputs))
 
 
 def test_a_model_on_several_gpus_is_refused():
-    step, _ = made()
+    step, _ = make()
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(model)
-    with pytest.raises(Unsupported, match="expected a model on one GPU, found DistributedDataPar"):
+    with pytest.raises(Unsupported, match="DistributedDataParallel"):
         CapturedStep(model, step.optimizer, loss)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gpu_replays_the_same_steps(change):
-    step, plain = made(CapturedStep, device="cuda")
+    step, plain = make(CapturedStep, device="cuda")
     for number in range(10):
         if number == 5:
             change(step)

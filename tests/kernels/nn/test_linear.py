@@ -1,13 +1,9 @@
-"""BlockSparseLinear against nn.Linear: values, gradients, compilation, patterns that change."""
+"""BlockSparseLinear compared with nn.Linear: results, compilation, changes of the pattern."""
 
 import copy
-import ctypes
 import gc
 import io
-import struct
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +14,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.triton import BoundKernel, box
-from sparsebench.kernels.bsr import bsr_small, bsr_strips, bsr_wgmma
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_pattern, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of, repack
 
-# n, k, block, sparsity, shape of X before k: edge blocks that leave W, rows and columns without a
-# block, no block at all, a vector, no token.
+# n, k, block, sparsity, shape of X before k: edge blocks that extend beyond W, rows and columns
+# without blocks, no blocks, a vector, no tokens.
 LAYERS: list[tuple[int, int, Any, float, tuple[int, ...]]] = [
     (64, 48, 16, 0.5, (7,)),
     (70, 50, (16, 8), 0.6, (2, 3)),
@@ -39,7 +34,7 @@ def layer_of(n: int = 64, k: int = 48, block: Any = 16, **options: Any) -> Block
     return BlockSparseLinear(k, n, block=block, **{"sparsity": 0.5, **options})
 
 
-def test_no_tool_takes_the_blocks_for_a_weight():
+def test_a_layer_has_no_weight_attribute():
     assert not hasattr(layer_of(), "weight")
     with pytest.raises(AttributeError, match="to_dense"):
         _ = layer_of().weight
@@ -55,7 +50,7 @@ def step(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def dense_step(layer: BlockSparseLinear, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Do the same by nn.Linear, and take the gradient of W where blocks are."""
+    """Return the same from nn.Linear, with the gradient of W at the stored blocks."""
     y, dx, dw, *db = step(layer.to_dense().to(dtype), x.to(dtype))
     return y, dx, layer.bsr.sample(dw).values, *db
 
@@ -63,7 +58,7 @@ def dense_step(layer: BlockSparseLinear, x: Tensor, dtype: torch.dtype) -> tuple
 @pytest.mark.interpreted(also_compiled=True)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("n", "k", "block", "sparsity", "tokens"), LAYERS)
-def test_output_and_gradients_are_those_of_nn_linear(n, k, block, sparsity, tokens, bias):
+def test_output_and_gradients_equal_those_of_nn_linear(n, k, block, sparsity, tokens, bias):
     layer = layer_of(n, k, block, sparsity=sparsity, bias=bias)
     x = torch.randn(*tokens, k)
     torch.testing.assert_close(step(layer, x), dense_step(layer, x, torch.float32))
@@ -106,49 +101,49 @@ def test_kernels_are_chosen_by_gpu_dtype_and_block(
         assert _bsr_plans.choose_planner(call._replace(m=100), device) is expected[1]
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     if gradient is WGRAD:
-        with pytest.raises(Unsupported, match="needs CuPy: pip install"):
+        with pytest.raises(Unsupported, match="CuPy"):
             _bsr_plans.choose_planner(call, device)
 
 
-def test_what_no_kernel_multiplies_is_unsupported(monkeypatch):
+def test_calls_without_a_kernel_are_unsupported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     call = _bsr_plans.Call("linear", 100, (512, 512), (64, 64), torch.float16)
-    with pytest.raises(Unsupported, match=r"needs compute capability 8.0 or newer, found 7.5"):
+    with pytest.raises(Unsupported, match=r"7\.5"):
         _bsr_plans.choose_planner(call, torch.device("cuda"))
-    with pytest.raises(Unsupported, match=r"expected fp16, bf16 or fp32 on a GPU, found torch.fl"):
+    with pytest.raises(Unsupported, match="float64"):
         _bsr_plans.choose_planner(call._replace(dtype=torch.float64), torch.device("cuda"))
 
 
 def operands(layer: BlockSparseLinear, m: int = 3) -> tuple[Tensor, Tensor, Tensor, tuple]:
-    """Return X, dY and W's values in fp64, ready to be differentiated, and the index."""
+    """Return X, dY and the values of W in fp64, which require gradients, and the index."""
     sizes = (m, layer.in_features), (m, layer.out_features), layer.values.shape
-    made = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
-    return *made, (layer.offsets, layer.columns)
+    tensors = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
+    return *tensors, (layer.offsets, layer.columns)
 
 
 def calls() -> list[tuple[Any, tuple]]:
-    x, dy, values, index = operands(layer_of(20, 28, (8, 16)))
+    x, dy, values, index = operands(layer_of(12, 20, (8, 16)), m=2)
     return [
-        (_bsr_autograd.linear, (x, values, *index, 20)),
-        (_bsr_autograd.dgrad, (dy, values, *index, 28)),
+        (_bsr_autograd.linear, (x, values, *index, 12)),
+        (_bsr_autograd.dgrad, (dy, values, *index, 20)),
         (_bsr_autograd.wgrad, (dy, x, *index, 8, 16)),
     ]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["linear", "dgrad", "wgrad"])
-def test_an_operator_has_right_derivatives_of_first_and_second_order(number):
+def test_an_operator_has_correct_first_and_second_derivatives(number):
     op, (a, b, *rest) = calls()[number]
     assert torch.autograd.gradcheck(lambda a, b: op(a, b, *rest), (a, b))
     assert torch.autograd.gradgradcheck(lambda a, b: op(a, b, *rest), (a, b))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["linear", "dgrad", "wgrad"])
-def test_an_operator_is_what_torch_compile_expects(number):
+def test_an_operator_passes_opcheck(number):
     torch.library.opcheck(*calls()[number])
 
 
 @pytest.mark.parametrize(("frozen", "idle"), [("values", "wgrad"), ("x", "dgrad")])
-def test_a_gradient_that_nobody_needs_is_not_computed(frozen, idle, monkeypatch):
+def test_an_unneeded_gradient_is_not_computed(frozen, idle, monkeypatch):
     layer, x = layer_of(), torch.randn(3, 48, requires_grad=frozen != "x")
     layer.values.requires_grad_(frozen != "values")
     monkeypatch.delattr(_bsr_autograd, idle)
@@ -171,7 +166,7 @@ def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
         torch.testing.assert_close(step(compiled, x), step(layer, x))
 
 
-def test_a_pattern_of_as_many_blocks_needs_no_other_compilation():
+def test_another_pattern_of_as_many_blocks_needs_no_recompilation():
     counter = CompileCounterWithBackend("aot_eager")
     layer, x = layer_of(), torch.randn(3, 48)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
@@ -183,14 +178,14 @@ def test_a_pattern_of_as_many_blocks_needs_no_other_compilation():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_autocast_gives_the_dtypes_of_nn_linear(dtype):
+def test_autocast_returns_the_dtypes_of_nn_linear(dtype):
     layer, x = layer_of(dtype=dtype), torch.randn(3, 48, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
-        found, expected = step(layer, x), dense_step(layer, x, dtype)
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        results, expected = step(layer, x), dense_step(layer, x, dtype)
+    torch.testing.assert_close(results, expected, rtol=0.02, atol=0.02)
 
 
-def test_a_state_dict_brings_its_pattern_along():
+def test_a_state_dict_includes_the_pattern():
     saved, loaded = layer_of(), layer_of(sparsity=0.75)
     file = io.BytesIO()
     torch.save(saved.state_dict(), file)
@@ -201,14 +196,14 @@ def test_a_state_dict_brings_its_pattern_along():
     assert list(saved.state_dict()) == ["values", "bias", "offsets", "columns"]
 
 
-def test_a_copy_in_another_dtype_has_plans_of_its_own():
+def test_a_copy_in_another_dtype_has_its_own_plans():
     layer, x = layer_of(), torch.randn(3, 48)
     twin = copy.deepcopy(layer).double()
     torch.testing.assert_close(twin(x.double()).float(), layer(x))
 
 
 @pytest.mark.interpreted(also_compiled=True)
-def test_a_pattern_keeps_the_blocks_that_it_shares_with_the_old_one():
+def test_a_new_pattern_keeps_shared_blocks():
     before = torch.tensor([[1, 0, 1], [0, 1, 0]]).bool()
     after = torch.tensor([[1, 1, 0], [0, 1, 1]]).bool()
     layer = layer_of(32, 48, sparsity=None, pattern=before)
@@ -225,7 +220,7 @@ def test_a_pattern_keeps_the_blocks_that_it_shares_with_the_old_one():
     assert torch.equal(repack(torch.ones(3, 1, 1), source).flatten(), torch.tensor([1.0, 0, 1, 0]))
 
 
-def test_a_pattern_may_lose_all_of_its_blocks_and_get_others():
+def test_a_pattern_may_lose_all_blocks_and_get_others():
     layer, x = layer_of(), torch.randn(3, 48)
     for sparsity in (1.0, 0.5):
         other = layer_of(sparsity=sparsity)
@@ -246,20 +241,20 @@ def test_a_new_pattern_is_planned_before_it_is_called(monkeypatch):
 
 
 def pattern_of(layer: BlockSparseLinear) -> _bsr_pattern.Pattern:
-    """Return what was planned for a layer that was called."""
+    """Return the pattern of a layer that was called."""
     return getattr(layer.columns, _bsr_pattern.ATTRIBUTE)
 
 
 def test_plans_are_made_once_and_freed_with_their_pattern(monkeypatch):
-    layer, x, made = layer_of(), torch.randn(3, 48), []
+    layer, x, planned = layer_of(), torch.randn(3, 48), []
     plan = _bsr_plans.plan
     monkeypatch.setattr(
-        _bsr_plans, "plan", lambda call, *index: made.append(call) or plan(call, *index)
+        _bsr_plans, "plan", lambda call, *index: planned.append(call) or plan(call, *index)
     )
     for _ in range(3):
         step(layer, x)
-    assert sorted(call.op for call in made) == ["dgrad", "linear", "wgrad"]
-    assert [*pattern_of(layer).plans] == made
+    assert sorted(call.op for call in planned) == ["dgrad", "linear", "wgrad"]
+    assert [*pattern_of(layer).plans] == planned
     freed = weakref.ref(pattern_of(layer))
     del layer
     gc.collect()
@@ -274,154 +269,11 @@ def test_plans_are_freed_with_either_half_of_their_index():
         setattr(layer, name, getattr(layer, name).clone())
         assert torch.equal(layer(x), y)
         gc.collect()
-        assert (freed() is None) == (name == "columns")  # the same index: compared, and kept
-
-
-class Driver:
-    """Stands in for CUDA's: a map is what it was made of, a launch leaves its arguments."""
-
-    def __init__(self) -> None:
-        self.maps, self.launches, self.size = 0, [], 0
-
-    def cuTensorMapEncodeTiled(self, place, type, rank, address, sizes, steps, box, *rest) -> int:
-        self.maps += 1
-        fields = address.value, *sizes, *steps, *box, type
-        ctypes.memmove(place.value, struct.pack("16q", *fields, *[0] * (16 - len(fields))), 128)
-        return 0
-
-    def cuLaunchKernel(self, kernel, *rest) -> int:
-        self.launches.append(ctypes.string_at(rest[-2][0], self.size))
-        return 0
-
-    def cuLaunchKernelEx(self, config, kernel, *rest) -> int:
-        return self.cuLaunchKernel(kernel, *rest)
-
-
-def map_of(matrix: Tensor, box: tuple[int, int]) -> tuple[int, ...]:
-    """Return the fields of a map, 2 bytes an element."""
-    height, width = matrix.shape
-    return matrix.data_ptr(), width, height, 2 * matrix.stride(0), *box[::-1]
-
-
-@pytest.fixture
-def driver(monkeypatch) -> Driver:
-    """Let the CUDA C++ kernels for Hopper be planned, bound and launched on a CPU, in vain."""
-    driver = Driver()
-    properties = SimpleNamespace(multi_processor_count=5)
-    monkeypatch.setattr(cuda, "_driver", lambda: driver)
-    monkeypatch.setattr(cuda, "_set_device", lambda: lambda device: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "load", lambda *args: (SimpleNamespace(ptr=1), "code"))
-    planners = {16: SMALL, 24: STRIPS, 64: LARGE}
-    monkeypatch.setattr(_bsr_plans, "choose_planner", lambda call, device: planners[call.block[0]])
-    cuda.tensor_map.cache_clear()
-    yield driver
-    cuda.tensor_map.cache_clear()
-
-
-def test_a_tensor_map_is_made_once_for_what_it_describes(driver):
-    given = 4096, (64, 128), (128, 1), torch.bfloat16, (64, 64)
-    made = cuda.tensor_map(*given)
-    assert cuda.tensor_map(*given) is made
-    others = 8192, (65, 128), (256, 1), torch.float16, (64, 32)
-    for at, other in enumerate(others):
-        assert cuda.tensor_map(*given[:at], other, *given[at + 1 :]) != made
-    assert driver.maps == 1 + len(others)
-    for at, wrong in ((0, 4104), (2, (129, 1)), (2, (128, 2))):
-        for _ in range(2):
-            with pytest.raises(Unsupported, match="TMA expected contiguous rows"):
-                cuda.tensor_map(*given[:at], wrong, *given[at + 1 :])
-
-
-def test_arguments_lie_as_in_c_and_are_never_written_again():
-    layout = cuda.Layout("5s", "P", "i", "P")
-    (one, memory), (two, _) = layout(b"a\0b\0c", 1, -2, 3), layout(b"defgh", 4, 5, 6)
-    assert [pointer - one[0] for pointer in one] == [0, 8, 16, 24]
-    assert memory.raw[:5] == b"a\0b\0c"
-    assert struct.unpack("PiP", memory.raw[8:]) == (1, -2, 3)
-    assert ctypes.string_at(two[0], 5) == b"defgh"
-
-
-def test_a_launch_has_the_addresses_of_its_own_operands(driver):
-    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
-    blocks, driver.size = layer.values.detach().view(-1, 64), 384
-    kept = []  # so that no address comes twice
-
-    def held(m: int, x: Tensor) -> None:
-        kept.extend((x, y := layer(x).detach()))
-        tokens = bsr_wgmma.configurations(m, 128)[0].tokens
-        expected = (x, (tokens, 64)), (blocks, (64, 64)), (y, (64, 64))
-        for at, matrix in enumerate(expected):
-            assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == map_of(*matrix)
-
-    for m in (300, 400, 300):
-        wide = torch.zeros(m, 256, dtype=torch.bfloat16)
-        for x in (torch.zeros(m, 192, dtype=torch.bfloat16), wide[:, :192], wide[:, 8:200]):
-            held(m, x)
-    with torch.no_grad():
-        layer.values.data = layer.values.clone()
-    blocks = layer.values.detach().view(-1, 64)
-    held(300, kept[0])
-    other = layer_of(128, 192, 64, dtype=torch.bfloat16)
-    layer.set_pattern(other.offsets, other.columns)
-    blocks = layer.values.detach().view(-1, 64)
-    held(300, kept[0])
-    plan = next(iter(pattern_of(layer).plans.values()))
-    with pytest.raises(Unsupported, match="planned for"):
-        plan(kept[0].half(), layer.values)
-
-
-@pytest.mark.parametrize("op", ["linear", "dgrad"])
-def test_a_layer_of_odd_blocks_takes_the_default_of_its_kernel(op, driver, monkeypatch):
-    w = layer_of(120, 192, (24, 48), dtype=torch.bfloat16).bsr
-    call = _bsr_plans.Call(op, 300, w.shape, w.block, torch.bfloat16)
-    multiply = STRIPS(call, w)
-    transposed = op == "dgrad"
-    (read, written), driver.size = (w.shape if transposed else w.shape[::-1]), 512
-    x = torch.zeros(300, read, dtype=torch.bfloat16)
-    y = multiply(x, w.values)
-    assert y.shape == (300, written)
-    tiles = bsr_strips.tiles_of(w, transposed)
-    tokens = bsr_strips.configurations(tiles, 300, 1)[0].tokens  # a CPU counts as one
-    (box,) = bsr_strips.boxes_of(tiles.depth)
-    assert struct.unpack_from("6q", driver.launches[-1], 0) == map_of(x, (tokens, box))
-    with pytest.raises(Unsupported, match="planned for"):
-        multiply(x.half(), w.values)
-
-
-def test_equal_addresses_give_the_same_arguments(driver):
-    w = layer_of(128, 192, 16, dtype=torch.bfloat16).bsr
-    plan = bsr_small.plan(w, 300, bsr_small.Config(64, 64))
-    given = 4096, (192, 1), 8192, 16384
-    assert plan.arguments(*given) is plan.arguments(*given)
-    for at, other in enumerate((4112, (256, 1), 8208, 16400)):
-        assert plan.arguments(*given[:at], other, *given[at + 1 :])[1].raw != (
-            plan.arguments(*given)[1].raw
-        )
-
-
-def test_launches_of_several_threads_keep_their_operands_apart(driver):
-    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
-    layer.values.requires_grad_(False)
-    xs = [torch.zeros(300, 192, dtype=torch.bfloat16) for _ in range(4)]
-    driver.size = 384
-    layer(xs[0])
-
-    def pairs(x: Tensor) -> set[tuple[int, int]]:
-        return {(x.data_ptr(), layer(x).data_ptr()) for _ in range(200)}
-
-    with ThreadPoolExecutor(len(xs)) as pool:
-        returned = set().union(*pool.map(pairs, xs))
-    launched = {
-        (struct.unpack_from("q", args)[0], struct.unpack_from("q", args, 256)[0])
-        for args in driver.launches[1:]
-    }
-    assert launched == returned
+        assert (freed() is None) == (name == "columns")  # an equal index keeps its pattern
 
 
 class Recorder:
-    """Stands in for a Triton kernel: compiled by its first call, and keeps what it is given."""
+    """A stand-in for a Triton kernel: compiles at its first call, and records its arguments."""
 
     arg_names = ("a", "b", "out", "extra", "size", "LAST", "FIRST")
 
@@ -452,9 +304,9 @@ def test_a_template_runs_on_any_operands_of_its_layout():
         out = run(a, b)
         grid, (boxed, *args), constants = kernel.calls[-1]
         assert (boxed.base.data_ptr(), *boxed.strides) == (a.data_ptr(), *a.stride())
-        given = [args[i] if isinstance(args[i], int) else args[i].data_ptr() for i in range(2)]
-        assert (given, args[2] is extra) == ([b.data_ptr(), out.data_ptr()], True)
-        assert isinstance(args[0], Tensor) == bool(constants)  # Triton binds a first call's
+        addresses = [a if isinstance(a, int) else a.data_ptr() for a in args[:2]]
+        assert (addresses, args[2] is extra) == ([b.data_ptr(), out.data_ptr()], True)
+        assert isinstance(args[0], Tensor) == bool(constants)  # Triton binds those of a first call
         assert (args[3], out.shape, out.is_meta) == (a.stride(0), (32, 5), False)
     assert (grid, programs) == ((7,), [(32, 1), (64, 1)])
     assert kernel.compilations == 2
@@ -462,11 +314,11 @@ def test_a_template_runs_on_any_operands_of_its_layout():
     assert (grid, args[-2:]) == ((7, 1, 1), (2, 1))
 
 
-def test_inference_mode_gives_the_same():
+def test_inference_mode_gives_the_same_bits():
     layer, x = layer_of(), torch.randn(3, 48)
     with torch.inference_mode():
-        found = layer(x)
-    assert torch.equal(found, layer(x))
+        y = layer(x)
+    assert torch.equal(y, layer(x))
 
 
 def test_values_are_drawn_within_the_bound_of_their_fan_in():
@@ -508,14 +360,14 @@ def index(offsets: list[int], columns: list[int]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("offsets", "columns", "message"),
     [
-        ([0, 2, 3], [1, 0, 1], "expected ascending columns, found .1, 0. in block row 0"),
-        ([0, 2, 3], [1, 1, 1], "expected ascending columns, found .1, 1. in block row 0"),
-        ([0, 2, 3], [0, 3, 1], "expected block columns 0 to 2, found 0 to 3"),
-        ([0, 2, 3], [0, 1], "expected 3 offsets from 0 to 2, found 3 from 0 to 3"),
-        ([0, 3], [0, 1, 2], "expected 3 offsets from 0 to 3, found 2 from 0 to 3"),
+        ([0, 2, 3], [1, 0, 1], "1, 0. in block row 0"),
+        ([0, 2, 3], [1, 1, 1], "1, 1. in block row 0"),
+        ([0, 2, 3], [0, 3, 1], "0 to 3"),
+        ([0, 2, 3], [0, 1], "3 from 0 to 3"),
+        ([0, 3], [0, 1, 2], "2 from 0 to 3"),
     ],
 )
-def test_a_wrong_index_is_refused_and_changes_nothing(offsets, columns, message):
+def test_an_invalid_index_is_refused_and_changes_nothing(offsets, columns, message):
     layer, x = layer_of(32, 48), torch.randn(2, 48)
     before = layer(x)
     with pytest.raises(FormatError, match=message):
@@ -527,51 +379,51 @@ def test_a_wrong_index_is_refused_and_changes_nothing(offsets, columns, message)
 
 
 def test_an_index_of_another_type_is_refused():
-    with pytest.raises(FormatError, match=r"offsets: expected a contiguous list of int32, found"):
+    with pytest.raises(FormatError, match=r"^offsets"):
         layer_of(32, 48).set_pattern(torch.tensor([0, 1, 1]), torch.tensor([0]))
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"values": lambda v: v.mT}, FormatError, "expected contiguous, found strides"),
-        ({"values": lambda v: v[1:]}, FormatError, "expected shape .6, r, c., found .5, 16, 16."),
-        ({"values": lambda v: v.double()}, Unsupported, "found torch.float32 and torch.float64"),
-        ({"x": lambda x: x.half()}, Unsupported, "one dtype, found torch.float16 and torch.float"),
+        ({"values": lambda v: v.mT}, FormatError, "strides"),
+        ({"values": lambda v: v[1:]}, FormatError, "5, 16, 16"),
+        ({"values": lambda v: v.double()}, Unsupported, "float64"),
+        ({"x": lambda x: x.half()}, Unsupported, "float16"),
     ],
 )
-def test_operands_that_do_not_fit_together_are_refused(change, error, message):
+def test_inconsistent_operands_are_refused(change, error, message):
     layer = layer_of()
-    given = {"x": torch.randn(3, 48), "values": layer.values.detach()}
-    given |= {"offsets": layer.offsets, "columns": layer.columns}
-    given |= {name: changed(given[name]) for name, changed in change.items()}
+    inputs = {"x": torch.randn(3, 48), "values": layer.values.detach()}
+    inputs |= {"offsets": layer.offsets, "columns": layer.columns}
+    inputs |= {name: function(inputs[name]) for name, function in change.items()}
     with pytest.raises(error, match=message):
-        _bsr_autograd.linear(**given, n=64)
+        _bsr_autograd.linear(**inputs, n=64)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block": 0}, "block: expected at least 1x1, found 0x0"),
-        ({"block": (16, -1)}, "block: expected at least 1x1, found 16x-1"),
-        ({"sparsity": 1.5}, "sparsity: expected 0 to 1, found 1.5"),
-        ({"sparsity": None}, "expected either sparsity or pattern"),
-        ({"pattern": torch.ones(4, 3).bool()}, "expected either sparsity or pattern"),
-        ({"sparsity": None, "pattern": torch.ones(3, 4).bool()}, "expected bool .4, 3., found"),
-        ({"sparsity": None, "pattern": torch.ones(4, 3)}, "expected a bool matrix, found torch.fl"),
+        ({"block": 0}, "0x0"),
+        ({"block": (16, -1)}, "16x-1"),
+        ({"sparsity": 1.5}, "^sparsity"),
+        ({"sparsity": None}, "sparsity or pattern"),
+        ({"pattern": torch.ones(4, 3).bool()}, "sparsity or pattern"),
+        ({"sparsity": None, "pattern": torch.ones(3, 4).bool()}, "^pattern"),
+        ({"sparsity": None, "pattern": torch.ones(4, 3)}, "^pattern"),
     ],
 )
-def test_wrong_sizes_and_settings_of_a_layer_are_refused(options, message):
+def test_wrong_sizes_and_settings_are_refused(options, message):
     with pytest.raises(FormatError, match=message):
         layer_of(**options)
 
 
 def test_activations_of_another_width_are_refused():
-    with pytest.raises(Unsupported, match=r"expected .\.\.\., 48., found .2, 96."):
+    with pytest.raises(Unsupported, match="96"):
         layer_of()(torch.randn(2, 96))
 
 
-# block, dtype, n, k: Hopper's kernels where the GPU has them, Triton's by boxes and by pointers.
+# block, dtype, n, k: kernels for Hopper, if the GPU is one, and Triton's with boxes and pointers.
 ON_GPU = [
     (16, torch.bfloat16, 512, 768),
     (32, torch.float16, 512, 768),
@@ -590,9 +442,9 @@ ON_GPU = [
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, as a whole
 
 
-def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
+def assert_near(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert len(results) == len(expected)
+    for a, b in zip(results, expected, strict=True):
         assert (a.double() - b.double()).norm() <= CLOSE[a.dtype] * b.double().norm()
 
 
@@ -603,18 +455,18 @@ def on_gpu(block: Any, dtype: torch.dtype, n: int, k: int, m: int = 300) -> tupl
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
-def test_a_gpu_gives_what_nn_linear_gives_in_fp64(block, dtype, n, k):
+def test_a_gpu_equals_nn_linear_in_fp64(block, dtype, n, k):
     layer, x = on_gpu(block, dtype, n, k)
-    wide = x.new_zeros(*x.shape[:2], k + 64)[..., :k].copy_(x)  # rows with a gap between them
-    for given in (x, x[0, 0], x[:, :7], wide, x[:0]):
-        found = step(layer, given)
-        assert_near(found, dense_step(layer, given, torch.float64))
-        assert all(map(torch.equal, found, step(layer, given)))
+    wide = x.new_zeros(*x.shape[:2], k + 64)[..., :k].copy_(x)  # with gaps between rows
+    for inputs in (x, x[0, 0], x[:, :7], wide, x[:0]):
+        results = step(layer, inputs)
+        assert_near(results, dense_step(layer, inputs, torch.float64))
+        assert all(map(torch.equal, results, step(layer, inputs)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
-def test_a_new_pattern_is_right_on_a_gpu(block, dtype, n, k):
+def test_a_new_pattern_is_correct_on_a_gpu(block, dtype, n, k):
     layer, x = on_gpu(block, dtype, n, k)
     step(layer, x)
     other = layer_of(n, k, block, sparsity=0.9, device="cuda", dtype=dtype)
@@ -625,10 +477,10 @@ def test_a_new_pattern_is_right_on_a_gpu(block, dtype, n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # what inductor warns of is not ours
+@pytest.mark.filterwarnings("default")  # warnings of inductor itself
 @pytest.mark.parametrize(("block", "dtype", "n", "k"), ON_GPU)
 def test_a_gpu_compiles_the_layer_into_one_graph(block, dtype, n, k):
-    torch._dynamo.reset()  # it allows 8 shapes of one function, and earlier tests compiled it
+    torch._dynamo.reset()  # dynamo allows 8 shapes per function, and earlier tests used some
     layer, x = on_gpu(block, dtype, n, k)
     compiled = torch.compile(layer, fullgraph=True)
     assert_near(step(compiled, x), step(layer, x))
@@ -645,30 +497,32 @@ def test_a_training_step_is_captured_in_a_cuda_graph(block, dtype, n, k):
         layer(x).float().square().mean().backward()
         optimizer.step()
 
-    optimizer, its_twin = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (layer, twin))
+    optimizer, twin_optimizer = (
+        torch.optim.SGD(module.parameters(), lr=0.5) for module in (layer, twin)
+    )
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         train(layer, optimizer)
     torch.cuda.current_stream().wait_stream(side)
-    train(twin, its_twin)
+    train(twin, twin_optimizer)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         train(layer, optimizer)
     for _ in range(3):
         x.normal_()
         graph.replay()
-        train(twin, its_twin)
+        train(twin, twin_optimizer)
     assert_near((layer.values, layer.bias), (twin.values, twin.bias))
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_an_unplanned_call_says_so_instead_of_breaking_a_capture():
+def test_an_unplanned_call_raises_before_it_breaks_a_capture():
     layer, x = on_gpu(64, torch.bfloat16, 512, 512)
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises(RuntimeError, match=r"linear of 300 tokens, torch.bfloat16, is not planned"),
+        pytest.raises(RuntimeError, match="not planned"),
         torch.cuda.graph(graph),
     ):
         layer(x)
@@ -677,7 +531,7 @@ def test_an_unplanned_call_says_so_instead_of_breaking_a_capture():
 @pytest.mark.gpu
 def test_operands_on_several_devices_are_refused():
     layer, x = on_gpu(64, torch.bfloat16, 512, 512)
-    with pytest.raises(Unsupported, match="expected one device, found cpu, cuda:0"):
+    with pytest.raises(Unsupported, match="cpu, cuda:0"):
         _bsr_autograd.linear(x[0], layer.values, layer.offsets.cpu(), layer.columns, 512)
 
 

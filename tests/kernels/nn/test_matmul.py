@@ -72,11 +72,11 @@ def test_gradients_are_those_of_a_dense_product(kind: Any) -> None:
     dense, x = weight().requires_grad_(), torch.randn(7, K, requires_grad=True)
     dy = torch.randn(7, N)
     w = packed(kind, dense)
-    found = torch.autograd.grad(sparsebench.matmul(x, w), [x, dense], dy)
+    gradients = torch.autograd.grad(sparsebench.matmul(x, w), [x, dense], dy)
     dx, dw = torch.autograd.grad(x @ dense.T, [x, dense], dy)
-    torch.testing.assert_close(found[0], dx)
+    torch.testing.assert_close(gradients[0], dx)
     stored = dense != 0 if kind is Bsr else torch.ones_like(dense)
-    torch.testing.assert_close(found[1], dw * stored)
+    torch.testing.assert_close(gradients[1], dw * stored)
 
 
 def test_a_named_kernel_has_gradients_by_its_dgrad_kernel() -> None:
@@ -208,8 +208,8 @@ def test_a_weight_keeps_a_limited_number_of_launches() -> None:
 
 def test_a_graph_takes_a_launch_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replays run beside later calls, which get a launch with other buffers."""
-    kept = list[object]()
-    monkeypatch.setattr(module, "keep", kept.append)
+    owners = list[object]()
+    monkeypatch.setattr(module, "keep", owners.append)
     w, key = Csr.from_dense(weight()), module.Key("scipy_csr", "linear", "[]", 7, torch.float32)
     x = torch.randn(7, K)
     sparsebench.matmul(x, w, "scipy_csr")
@@ -217,7 +217,7 @@ def test_a_graph_takes_a_launch_for_itself(monkeypatch: pytest.MonkeyPatch) -> N
     launches = module._WEIGHTS[id(w)]
     assert launches.take(key, graph=1) is first
     assert launches.take(key, graph=1) is first
-    assert kept == [first]
+    assert owners == [first]
     with pytest.raises(RuntimeError, match="capture"):
         launches.take(key, graph=2)
     sparsebench.matmul(x, w, "scipy_csr")

@@ -81,9 +81,9 @@ def dense_step(mlp: SparseGatedMLP, x: Tensor, share: float = 0.5) -> tuple[Tens
     return step(Dense(mlp, torch.float64), x.double(), share)
 
 
-def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], eps: float) -> None:
-    assert len(found) == len(expected)
-    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+def assert_near(results: tuple[Tensor, ...], expected: tuple[Tensor, ...], eps: float) -> None:
+    assert len(results) == len(expected)
+    for number, (a, b) in enumerate(zip(results, expected, strict=True)):
         assert (a.double() - b.double()).norm() <= eps * b.double().norm(), number
 
 
@@ -113,15 +113,15 @@ def spreads(mlp: SparseGatedMLP, x: Tensor, share: float) -> Iterator[Tensor]:
 
 def assert_correct(mlp: SparseGatedMLP, x: Tensor, share: float = 0.5) -> tuple[Tensor, ...]:
     """Compare Y and all gradients with fp64 as the harness does, and return them."""
-    found = step(mlp, x, share)
-    (y, l1, *rest), (right, norm, *others) = found, dense_step(mlp, x, share)
+    results = step(mlp, x, share)
+    (y, l1, *rest), (right, norm, *others) = results, dense_step(mlp, x, share)
     assert (l1 - norm).abs() <= torch.finfo(x.dtype).eps * norm + 1e-6
     depth = max(*x.shape, mlp.hidden_features)
     parts = zip((y, *rest), (right, *others), spreads(mlp, x, share), strict=True)
     for name, (a, b, spread) in zip(("y", "dx", "dwg", "dwu", "dwd"), parts, strict=True):
         verdict = check(a.contiguous(), Expected(b.contiguous(), spread, x.dtype, depth))
         assert verdict.reason is None, f"{name}: {verdict.reason}"
-    return found
+    return results
 
 
 def units_on(mlp: SparseGatedMLP, x: Tensor) -> int:
@@ -176,13 +176,13 @@ def test_inputs_may_have_any_shape_and_layout():
 
 def test_a_loss_of_only_the_l1_term_has_a_gradient():
     mlp, x = drawn(12, 40, 16, 8)
-    found = torch.autograd.grad(mlp(x, l1=True)[1], [*mlp.parameters()])
+    results = torch.autograd.grad(mlp(x, l1=True)[1], [*mlp.parameters()])
     twin = Dense(mlp, torch.float64)
     h = relu(twin.gate(x.double())) * twin.up(x.double())
     norm = h.abs().sum() / len(x)
     expected = torch.autograd.grad(norm, [twin.gate.weight, twin.up.weight])
-    assert_near(found[:2], expected, 1e-5)
-    assert found[2].eq(0).all()
+    assert_near(results[:2], expected, 1e-5)
+    assert results[2].eq(0).all()
 
 
 def three_linears(mlp: SparseGatedMLP) -> dict[str, Tensor]:
@@ -221,8 +221,8 @@ def test_weights_gradients_and_optimizer_states_are_contiguous():
     optimizer.step()
     weight = mlp.down.weight_t
     moved = copy.deepcopy(mlp).bfloat16().down.weight_t
-    for each in (weight, weight.grad, optimizer.state[weight]["exp_avg"], moved):
-        assert (each.shape, each.is_contiguous()) == ((40, 16), True)
+    for tensor in (weight, weight.grad, optimizer.state[weight]["exp_avg"], moved):
+        assert (tensor.shape, tensor.is_contiguous()) == ((40, 16), True)
 
 
 def test_down_is_initialized_like_nn_linear():
@@ -238,9 +238,9 @@ def test_down_is_initialized_like_nn_linear():
 def test_autocast_equals_dense_layers(dtype):
     mlp, x = drawn(9, 40, 16, 8, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
-        found, expected = mlp(x), Dense(mlp)(x)
-    assert found.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)
+        results, expected = mlp(x), Dense(mlp)(x)
+    assert results.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+    torch.testing.assert_close(results.float(), expected.float(), rtol=0.03, atol=0.03)
 
 
 # ---- `sparse` and `adapt` ----
@@ -250,18 +250,18 @@ def test_a_layer_with_sparse_false_stores_what_dense_layers_store():
     mlp, x = drawn(64, 40, 16, 8)
     mlp.sparse = False
 
-    def kept(layer: nn.Module) -> int:
-        found: list[Tensor] = []
+    def stored(layer: nn.Module) -> int:
+        tensors: list[Tensor] = []
 
         def keep(t: Tensor) -> Tensor:
-            found.append(t)
+            tensors.append(t)
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, keep):
             layer(x)
-        return len({t.data_ptr() for t in found if len(t) == 64})
+        return len({t.data_ptr() for t in tensors if len(t) == 64})
 
-    assert kept(mlp) == kept(Dense(mlp)) == 4  # X, act(G), U and H
+    assert stored(mlp) == stored(Dense(mlp)) == 4  # X, act(G), U and H
 
 
 def test_the_count_is_not_in_the_state_dict_and_keeps_its_dtype():
@@ -310,22 +310,22 @@ def test_the_operator_has_correct_derivatives(squared):
         y, norms, *_ = _autograd.gated_mlp(*tensors, squared, 5)
         return y, norms.double()
 
-    found = function(*(given := operands()))
-    loss = found[0].square().sum() + found[1].square().sum()
-    x, wg, wu, wd_t = given
+    results = function(*(inputs := operands()))
+    loss = results[0].square().sum() + results[1].square().sum()
+    x, wg, wu, wd_t = inputs
     act = relu(x @ wg.T)
     h = (act.square() if squared else act) * (x @ wu.T)
     right = (h @ wd_t).square().sum() + h.abs().sum(1).float().double().square().sum()
-    expected = torch.autograd.grad(right, given)
-    assert_near(torch.autograd.grad(loss, given), expected, 1e-6)
+    expected = torch.autograd.grad(right, inputs)
+    assert_near(torch.autograd.grad(loss, inputs), expected, 1e-6)
 
 
 @pytest.mark.parametrize("slots", [1, 24])
 def test_the_operators_pass_opcheck(slots):
-    given = operands(torch.float32)
-    torch.library.opcheck(_autograd.gated_mlp, (*given, False, slots))
-    *packed, dy = (*_autograd.gated_mlp(*given, False, slots)[2:], torch.randn(6, 16))
-    plain = [t.detach() for t in given]
+    inputs = operands(torch.float32)
+    torch.library.opcheck(_autograd.gated_mlp, (*inputs, False, slots))
+    *packed, dy = (*_autograd.gated_mlp(*inputs, False, slots)[2:], torch.randn(6, 16))
+    plain = [t.detach() for t in inputs]
     packed = [t.detach() for t in packed]
     torch.library.opcheck(_autograd.gated_mlp_backward, (dy, torch.ones(6), *plain, packed, True))
 
@@ -404,16 +404,16 @@ def poisoned() -> Iterator[None]:
 def test_interpreted_kernels_are_correct(m, n, k, slots, rarity, dtype, activation):
     kind = getattr(torch, dtype)
     mlp, x = drawn(m, n, k, slots, rarity=rarity, activation=activation, dtype=kind)
-    found = assert_correct(mlp, x)
-    assert all(map(torch.equal, found, step(mlp, x)))
+    results = assert_correct(mlp, x)
+    assert all(map(torch.equal, results, step(mlp, x)))
     assert int(mlp.active) == units_on(mlp, x)
 
 
 def assert_nan_as_in_dense(mlp: SparseGatedMLP, x: Tensor) -> None:
     """Check that NaN spreads from active units, and only to where dense layers have it."""
-    found = step(mlp, x)
-    y, l1, dx, *_ = found
-    for a, b in zip(found, dense_step(mlp, x), strict=True):
+    results = step(mlp, x)
+    y, l1, dx, *_ = results
+    for a, b in zip(results, dense_step(mlp, x), strict=True):
         assert not (a.isnan() & ~b.isnan()).any()
     bad = x.isnan().any(1)
     assert y[bad].isnan().all()
@@ -473,9 +473,9 @@ def poison() -> None:
 def test_a_gpu_equals_dense_layers_in_fp64(m, n, k, slots, rarity, dtype, activation) -> None:
     mlp, x = on_gpu(m, n, k, slots, rarity, dtype, activation=activation)
     poison()
-    found = assert_correct(mlp, x)
+    results = assert_correct(mlp, x)
     poison()
-    assert all(map(torch.equal, found, step(mlp, x)))
+    assert all(map(torch.equal, results, step(mlp, x)))
 
 
 @pytest.mark.gpu
@@ -484,12 +484,12 @@ def test_a_gpu_equals_dense_layers_in_fp64(m, n, k, slots, rarity, dtype, activa
 def test_a_layer_adapts_on_a_gpu_and_is_correct_either_way(dtype, activation) -> None:
     for rarity in (2.57, 1.0):
         mlp, x = on_gpu(300, 1024, 512, 16, rarity, dtype, activation=activation)
-        found = assert_correct(mlp, x)
+        results = assert_correct(mlp, x)
         assert int(mlp.active) == units_on(mlp, x)
         assert mlp.adapt() == (units_on(mlp, x) * module.EVEN <= 1024)
         mlp.sparse = False
         mlp.active.zero_()
-        assert_near(assert_correct(mlp, x), found, 2e-2)
+        assert_near(assert_correct(mlp, x), results, 2e-2)
         assert int(mlp.active) == units_on(mlp, x)
 
 
@@ -524,15 +524,15 @@ def test_a_captured_step_can_be_sparse_or_dense() -> None:
     with torch.cuda.stream(side):
         step(mlp, x)
     torch.cuda.current_stream().wait_stream(side)
-    graph, given = torch.cuda.CUDAGraph(), x.clone()
+    graph, inputs = torch.cuda.CUDAGraph(), x.clone()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = step(mlp, given)
-    for each in (many, x, many):
-        given.copy_(each)
+        results = step(mlp, inputs)
+    for batch in (many, x, many):
+        inputs.copy_(batch)
         mlp.active.zero_()
         graph.replay()
-        assert int(mlp.active) == units_on(mlp, each)
-        assert all(map(torch.equal, found, step(mlp, each)))
+        assert int(mlp.active) == units_on(mlp, batch)
+        assert all(map(torch.equal, results, step(mlp, batch)))
 
 
 @pytest.mark.gpu
@@ -560,15 +560,15 @@ def test_a_gpu_accepts_operands_at_any_address(slots) -> None:
     mlp, x = on_gpu(300, 1024, 512, slots, 2.0, "bfloat16")
     expected = step(mlp, x)
     for _ in range(2):  # a plan passes tensors to Triton in its first call, then addresses
-        given = torch.empty(x.numel() + 1, dtype=x.dtype, device=GPU)[1:].view_as(x)
-        given.copy_(x).requires_grad_()
+        inputs = torch.empty(x.numel() + 1, dtype=x.dtype, device=GPU)[1:].view_as(x)
+        inputs.copy_(x).requires_grad_()
         poison()
-        y, l1 = mlp(given, l1=True)
+        y, l1 = mlp(inputs, l1=True)
         dy = torch.empty(x.numel() + 3, dtype=x.dtype, device=GPU)[3:].view_as(x)
         dy.copy_(gradient_of(y))
-        leaves = [given, *mlp.parameters()]
-        found = torch.autograd.grad([y, l1], leaves, [dy, l1.new_tensor(0.5)])
-        assert all(map(torch.equal, (y, l1, *found), expected))
+        leaves = [inputs, *mlp.parameters()]
+        results = torch.autograd.grad([y, l1], leaves, [dy, l1.new_tensor(0.5)])
+        assert all(map(torch.equal, (y, l1, *results), expected))
 
 
 @pytest.mark.gpu
@@ -590,9 +590,9 @@ def test_a_gpu_computes_matrices_of_two_billion_elements(slots) -> None:
     x = torch.randint(-2, 3, (m, k), device=GPU, dtype=torch.int8).bfloat16()
     x[:, 0] = 1
     dy = torch.randint(-8, 9, (m, k), device=GPU, dtype=torch.int8).bfloat16() / 8
-    given = x.requires_grad_()
-    y, l1 = mlp(given, l1=True)
-    found = torch.autograd.grad([y, l1], [given, *mlp.parameters()], [dy, torch.ones_like(l1)])
+    inputs = x.requires_grad_()
+    y, l1 = mlp(inputs, l1=True)
+    results = torch.autograd.grad([y, l1], [inputs, *mlp.parameters()], [dy, torch.ones_like(l1)])
     sums = [torch.zeros_like(w, dtype=torch.float64) for w in dense.parameters()]
     norm = 0.0
     for at in range(0, m, 2**15):
@@ -602,11 +602,11 @@ def test_a_gpu_computes_matrices_of_two_billion_elements(slots) -> None:
         share = torch.full_like(mean, len(part) / m)
         leaves = [part, *dense.parameters()]
         dx, *rest = torch.autograd.grad([right, mean], leaves, [dy[of], share])
-        assert_near((y[of], found[0][of]), (right, dx), 1e-2)
-        for total, each in zip(sums, rest, strict=True):
-            total += each
+        assert_near((y[of], results[0][of]), (right, dx), 1e-2)
+        for total, gradient in zip(sums, rest, strict=True):
+            total += gradient
         norm += float(mean.detach() * share)
-    assert_near(found[1:], tuple(sums), 1e-2)
+    assert_near(results[1:], tuple(sums), 1e-2)
     assert float(l1.detach()) == pytest.approx(norm, rel=1e-2)
 
 
@@ -615,7 +615,7 @@ def test_a_step_stores_a_tenth_of_dense_layers_and_peaks_lower() -> None:
     m, n, k = 16384, 5632, 2048
     mlp, x = on_gpu(m, n, k, 88, 2.57, "bfloat16")
     dense, dy, x = Dense(mlp), gradient_of(x), x.requires_grad_()
-    kept, peaks = [], []
+    stored, peaks = [], []
     for layer in (mlp, dense):
         for _ in range(2):  # the first one compiles
             layer.zero_grad(set_to_none=True)
@@ -628,7 +628,7 @@ def test_a_step_stores_a_tenth_of_dense_layers_and_peaks_lower() -> None:
             y.backward(dy)
             peak = torch.cuda.max_memory_allocated() - before
             del y
-        kept.append(after)
+        stored.append(after)
         peaks.append(peak)
-    assert kept[0] <= 0.1 * kept[1], kept
+    assert stored[0] <= 0.1 * stored[1], stored
     assert peaks[0] <= 0.7 * peaks[1], peaks

@@ -1,4 +1,4 @@
-"""Layers under torch's tools: torch.func, export, FLOP counting, modes, meta, safetensors."""
+"""Layers with torch's tools: torch.func, export, FLOP counts, modes, meta, safetensors."""
 
 import copy
 import io
@@ -44,11 +44,11 @@ def spense_gated(**options: Any) -> SpenseGatedMLP:
     return SpenseGatedMLP(K, HIDDEN, dense=8, **options)
 
 
-TRAINED = {"BlockSparseLinear": block_sparse, "SparseGatedMLP": gated}
+TRAINABLE = {"BlockSparseLinear": block_sparse, "SparseGatedMLP": gated}
 ALL: dict[str, Callable[..., Any]] = {
-    **TRAINED, "SpenseLinear": spense, "SpenseGatedMLP": spense_gated
+    **TRAINABLE, "SpenseLinear": spense, "SpenseGatedMLP": spense_gated
 }  # fmt: skip
-trained = pytest.mark.parametrize("make", TRAINED.values(), ids=TRAINED)
+trainable = pytest.mark.parametrize("make", TRAINABLE.values(), ids=TRAINABLE)
 every = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 
 
@@ -58,7 +58,7 @@ def x_for(layer: nn.Module, *tokens: int) -> Tensor:
 
 
 def filled(layer: nn.Module) -> nn.Module:
-    """Give layers that are made of zeros some values."""
+    """Fill layers that start as zeros with values."""
     for name, buffer in layer.named_buffers():
         if name.endswith("dense") and buffer.dtype == torch.uint8:
             buffer.copy_(torch.randint(0, 60, buffer.shape))
@@ -76,8 +76,8 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor]:
     return {name: w.detach() for name, w in layer.named_parameters()}
 
 
-@trained
-def test_gradients_by_torch_func_are_those_of_backward(make):
+@trainable
+def test_torch_func_computes_the_gradients_of_backward(make):
     layer = make()
     x = x_for(layer).requires_grad_()
     layer(x).square().sum().backward()
@@ -87,34 +87,34 @@ def test_gradients_by_torch_func_are_those_of_backward(make):
         torch.testing.assert_close(weights[name], w.grad)
 
 
-@trained
-def test_gradients_of_each_sample_sum_to_that_of_all(make):
+@trainable
+def test_gradients_per_sample_sum_to_the_gradient(make):
     layer = make()
     x = x_for(layer, 4, 3)
-    each = vmap(grad(loss(layer)), (None, 0))(weights_of(layer), x)
-    for name, of_all in grad(loss(layer))(weights_of(layer), x).items():
-        torch.testing.assert_close(each[name].sum(0), of_all)
+    per_sample = vmap(grad(loss(layer)), (None, 0))(weights_of(layer), x)
+    for name, whole in grad(loss(layer))(weights_of(layer), x).items():
+        torch.testing.assert_close(per_sample[name].sum(0), whole)
 
 
-@trained
+@trainable
 @pytest.mark.parametrize("dim", [0, 1])
-def test_vmap_is_a_loop(make, dim):
+def test_vmap_equals_a_loop(make, dim):
     layer = make()
     x = x_for(layer, 4, 3)
-    found = vmap(layer, dim)(x)
-    torch.testing.assert_close(found, torch.stack([layer(each) for each in x.unbind(dim)]))
+    expected = torch.stack([layer(element) for element in x.unbind(dim)])
+    torch.testing.assert_close(vmap(layer, dim)(x), expected)
 
 
-@trained
-def test_an_ensemble_of_layers_is_a_loop(make):
+@trainable
+def test_an_ensemble_of_layers_equals_a_loop(make):
     layers = [make() for _ in range(3)]
     parameters, buffers = stack_module_state(layers)
     x = x_for(layers[0])
-    found = vmap(lambda p, b: functional_call(layers[0], (p, b), (x,)))(parameters, buffers)
-    torch.testing.assert_close(found, torch.stack([layer(x) for layer in layers]))
+    y = vmap(lambda p, b: functional_call(layers[0], (p, b), (x,)))(parameters, buffers)
+    torch.testing.assert_close(y, torch.stack([layer(x) for layer in layers]))
 
 
-def test_second_derivatives_by_torch_func_are_those_of_the_dense_layer():
+def test_torch_func_computes_the_second_derivatives_of_the_dense_layer():
     layer = block_sparse()
     x, dense = x_for(layer), layer.to_dense()
 
@@ -128,8 +128,8 @@ def test_second_derivatives_by_torch_func_are_those_of_the_dense_layer():
     torch.testing.assert_close(jacrev(layer)(x), jacrev(dense)(x))
 
 
-@trained
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, at the first use
+@trainable
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by torch itself, at the first use
 def test_forward_mode_derivatives_are_refused(make):
     layer = make()
     x = x_for(layer)
@@ -137,18 +137,18 @@ def test_forward_mode_derivatives_are_refused(make):
         jvp(layer, (x,), (x,))
 
 
-@pytest.mark.filterwarnings("default")  # what dynamo warns of is not ours
-def test_torch_func_under_torch_compile_is_the_same():
+@pytest.mark.filterwarnings("default")  # warnings of dynamo itself
+def test_torch_func_works_under_torch_compile():
     layer = block_sparse()
     x = x_for(layer)
     gradient = grad(lambda x: layer(x).square().sum())
-    found = torch.compile(gradient, backend="aot_eager")(x)  # by a break in the graph
-    torch.testing.assert_close(found, gradient(x))
+    dx = torch.compile(gradient, backend="aot_eager")(x)  # with a graph break
+    torch.testing.assert_close(dx, gradient(x))
     with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported)):
         torch.compile(lambda x: jvp(layer, (x,), (x,)), backend="aot_eager")(x)
 
 
-def test_second_derivatives_of_a_gated_mlp_are_refused_where_it_is_sparse():
+def test_second_derivatives_of_a_sparse_gated_mlp_are_refused():
     layer = gated()
     x = x_for(layer).requires_grad_()
 
@@ -164,31 +164,31 @@ def test_second_derivatives_of_a_gated_mlp_are_refused_where_it_is_sparse():
     assert second().isfinite().all()
 
 
-def test_second_derivatives_of_a_layer_are_those_of_the_dense_one():
+def test_second_derivatives_equal_those_of_the_dense_layer():
     layer = block_sparse(dtype=torch.float64)
     x, dense = x_for(layer).double().requires_grad_(), layer.to_dense()
     inside = layer.bsr.sample(torch.ones(N, K).double()).to_dense()
-    found = []
-    for each in (layer, dense):
-        weight = each.values if each is layer else each.weight
+    results = []
+    for module in (layer, dense):
+        weight = module.values if module is layer else module.weight
         dx, dw, db = torch.autograd.grad(
-            each(x).pow(3).sum(), [x, weight, each.bias], create_graph=True
+            module(x).pow(3).sum(), [x, weight, module.bias], create_graph=True
         )
-        dw = dw * inside if each is dense else dw
+        dw = dw * inside if module is dense else dw
         penalty = dx.square().sum() + dw.square().sum() + db.square().sum()
-        found.append(torch.autograd.grad(penalty, x)[0])
-    torch.testing.assert_close(*found)
+        results.append(torch.autograd.grad(penalty, x)[0])
+    torch.testing.assert_close(*results)
 
 
-@trained
-def test_a_checkpointed_step_is_the_same(make):
+@trainable
+def test_a_checkpointed_step_gives_the_same_gradients(make):
     layer = make()
     x = x_for(layer).requires_grad_()
-    found = []
+    results = []
     for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         with torch.autograd.graph.save_on_cpu():
-            found.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
-    for a, b in zip(*found, strict=True):
+            results.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
@@ -213,7 +213,7 @@ def test_a_layer_is_exported_for_any_number_of_tokens(make, strict):
             torch.testing.assert_close(program.module()(x), layer(x))
 
 
-def test_flops_are_those_of_stored_blocks_and_of_slots():
+def test_flops_count_stored_blocks_and_slots():
     counter = FlopCounterMode(display=False)
     layer = block_sparse()
     with counter:
@@ -226,7 +226,7 @@ def test_flops_are_those_of_stored_blocks_and_of_slots():
     one, two = filled(spense()), SpenseLinear(256, 256, dense_fraction=0.5)
     with counter, torch.no_grad():
         one(x_for(one))
-    assert counter.get_total_flops() == 2 * 5 * N * K  # less than a tile is stored as dense
+    assert counter.get_total_flops() == 2 * 5 * N * K  # a part smaller than a tile is stored dense
     with counter, torch.no_grad():
         two(torch.randn(5, 256, dtype=BF16))
     assert counter.get_total_flops() == 2 * 5 * 256 * 256 * 3 // 4
@@ -236,7 +236,7 @@ def test_flops_are_those_of_stored_blocks_and_of_slots():
 
 
 @every
-def test_a_mode_of_fake_tensors_gets_shapes(make):
+def test_fake_tensors_get_shapes(make):
     layer = make()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         y = layer(torch.empty(2, 5, K, dtype=x_for(layer).dtype))
@@ -251,7 +251,7 @@ def test_a_tensor_without_an_address_is_refused():
 
 
 @every
-def test_an_output_is_no_view_so_that_hooks_stay(make):
+def test_an_output_is_not_a_view_and_keeps_hooks(make):
     layer = filled(make())
     for tokens in ((5,), (2, 5), ()):
         assert not layer(x_for(layer, *tokens))._is_view()
@@ -272,33 +272,33 @@ def on_meta(make: Callable[..., nn.Module], how: str) -> nn.Module:
 @every
 @pytest.mark.parametrize("how", ["device", "context", "to"])
 @pytest.mark.parametrize("assign", [True, False])
-def test_a_layer_is_made_on_meta_and_filled_by_a_state_dict(make, how, assign):
+def test_a_layer_made_on_meta_is_filled_by_a_state_dict(make, how, assign):
     source, layer = filled(make()), on_meta(make, how)
     assert all(t.is_meta for t in layer.state_dict(keep_vars=True).values() if t.dim() > 1)
     if not assign:
         layer.to_empty(device="cpu")
     layer.load_state_dict(source.state_dict(), assign=assign)
     if assign and make is gated:
-        layer.active = torch.zeros((), dtype=torch.int32)  # not in a state dict, as torch has it
+        layer.active = torch.zeros((), dtype=torch.int32)  # not part of the state dict
     x = x_for(source)
     assert torch.equal(layer(x), source(x))
 
 
 @pytest.mark.parametrize("how", ["device", "context"])
-def test_the_pattern_of_a_layer_on_meta_is_kept_until_it_is_written(how):
+def test_a_layer_on_meta_keeps_its_pattern_until_to_empty(how):
     layer = on_meta(block_sparse, how)
     twin = copy.deepcopy(layer)
-    for each in (layer, twin):
-        each.to_empty(device="cpu")
-        each.reset_parameters()
-        bound = each.values.detach().abs().max()
+    for module in (layer, twin):
+        module.to_empty(device="cpu")
+        module.reset_parameters()
+        bound = module.values.detach().abs().max()
         assert 0 < bound <= 1
-        x = x_for(each)
-        torch.testing.assert_close(each(x), each.to_dense()(x))
+        x = x_for(module)
+        torch.testing.assert_close(module(x), module.to_dense()(x))
     assert torch.equal(layer.columns, twin.columns)
 
 
-def test_a_pattern_is_set_on_meta():
+def test_a_pattern_can_be_set_on_meta():
     layer, other = block_sparse(device="meta"), BlockSparseLinear(K, N, block=16, sparsity=0.25)
     assert layer.set_pattern(other.offsets, other.columns).shape == (9,)
     assert (layer.values.shape, layer.values.is_meta) == ((9, 16, 16), True)
@@ -311,7 +311,7 @@ def test_a_pattern_is_set_on_meta():
 
 
 @every
-def test_safetensors_keep_a_layer(make, tmp_path: Path):
+def test_safetensors_store_a_layer(make, tmp_path: Path):
     layer, other = filled(make()), make()
     layer(x_for(layer))
     save_file(layer.state_dict(), tmp_path / "layer.safetensors")

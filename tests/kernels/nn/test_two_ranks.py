@@ -1,6 +1,6 @@
-"""Layers on two processes: DDP, FSDP2, checkpoints; two_ranks.py has the checks.
+"""Layers on two processes: DDP, FSDP2 and checkpoints (checks in two_ranks.py).
 
-One test, because the processes start once.
+All checks are one test, so that the processes start only once.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.kernels.nn import two_ranks
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_every_check_passes_on_two_ranks():
-    found = two_ranks.run()
-    assert len(found) > 10
-    failed = [f"{name}:\n{said}" for name, said in found.items() if said]
+    results = two_ranks.run()
+    assert len(results) > 10
+    failed = [f"{name}:\n{text}" for name, text in results.items() if text]
     assert not failed, "\n".join(failed)

@@ -1,4 +1,4 @@
-"""What torch's own tools write into layers: the next call is right, or says what is wrong."""
+"""Writes into layers by torch's own tools: the next call is correct, or raises."""
 
 import copy
 import io
@@ -29,19 +29,19 @@ def layer_of(sparsity: float = 0.5, **options: Any) -> BlockSparseLinear:
     return BlockSparseLinear(K, N, block=16, sparsity=sparsity, **options)
 
 
-def called(x: Tensor, **options: Any) -> BlockSparseLinear:
-    """Return a layer that has plans."""
+def planned_layer(x: Tensor, **options: Any) -> BlockSparseLinear:
+    """Return a layer that was called, and so has plans."""
     layer = layer_of(**options)
     layer(x).sum().backward()
     return layer
 
 
-def assert_right(layer: BlockSparseLinear, x: Tensor) -> None:
-    """Hold Y and dW against the dense layer that the index and the values make now."""
+def assert_correct(layer: BlockSparseLinear, x: Tensor) -> None:
+    """Compare Y and dW with the dense layer that the index and values now describe."""
     dense = layer.to_dense()
     layer.values.grad = None
-    for each in (layer, dense):
-        each(x).square().sum().backward()
+    for module in (layer, dense):
+        module(x).square().sum().backward()
     torch.testing.assert_close(layer(x), dense(x))
     torch.testing.assert_close(layer.values.grad, layer.bsr.sample(dense.weight.grad).values)
 
@@ -71,10 +71,8 @@ def loaded_by_swapping(layer: BlockSparseLinear, source: BlockSparseLinear) -> N
 
 def copied_in_place(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
     with torch.no_grad():
-        for mine, its in zip(
-            layer.state_dict().values(), source.state_dict().values(), strict=True
-        ):
-            mine.copy_(its)
+        for name, tensor in source.state_dict().items():
+            layer.state_dict()[name].copy_(tensor)
 
 
 def in_inference_mode(write: Callable[..., None]) -> Callable[..., None]:
@@ -85,8 +83,8 @@ def in_inference_mode(write: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def pointed_elsewhere(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
-    for name in ("offsets", "columns", "values"):  # as fully_shard moves what it finds
+def data_replaced(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
+    for name in ("offsets", "columns", "values"):  # as fully_shard does
         getattr(layer, name).data = getattr(source, name).detach().clone()
 
 
@@ -107,43 +105,43 @@ WRITES: dict[str, Callable[[BlockSparseLinear, BlockSparseLinear], Any]] = {
     "load in inference mode": in_inference_mode(
         lambda layer, source: layer.load_state_dict(source.state_dict())
     ),
-    ".data = another tensor": pointed_elsewhere,
+    ".data = another tensor": data_replaced,
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_a_tool_writes_is_what_the_next_call_multiplies(name):
+def test_the_next_call_uses_what_a_tool_wrote(name):
     x = torch.randn(5, K)
-    layer = called(x)
+    layer = planned_layer(x)
     source = rewritten(layer)
     WRITES[name](layer, source)
     assert torch.equal(layer.columns, source.columns)
     torch.testing.assert_close(layer(x), source(x))
-    assert_right(layer, x)
+    assert_correct(layer, x)
 
 
 @pytest.mark.interpreted(also_compiled=True)
 def test_an_average_of_a_model_follows_its_pattern():
-    """The audit's reproduction: outputs were off by 19.8 after update_parameters."""
+    """Outputs used to be off by 19.8 after update_parameters."""
     x, layer = torch.randn(5, K), layer_of()
     average = AveragedModel(layer)
     for source in (layer, rewritten(layer)):
         average(x)
         average.update_parameters(source)
     assert torch.equal(average.module.columns, source.columns)
-    assert_right(average.module, x)
+    assert_correct(average.module, x)
 
 
 def test_an_equal_index_keeps_its_plans(monkeypatch):
     x = torch.randn(5, K)
-    layer = called(x)
+    layer = planned_layer(x)
     monkeypatch.delattr(_bsr_plans, "plan")
     with torch.no_grad():
         layer.columns.copy_(layer.columns.clone())  # as DDP does before every forward
     layer(x).sum().backward()
 
 
-def test_backward_has_the_pattern_that_forward_had():
+def test_backward_uses_the_pattern_of_its_forward():
     x = torch.randn(5, K)
     layer = layer_of()
     expected = copy.deepcopy(layer)
@@ -158,7 +156,7 @@ def test_backward_has_the_pattern_that_forward_had():
 
 
 @pytest.mark.parametrize("mode", ["built", "moved", "copied", "assigned"])
-def test_an_index_of_inference_mode_is_right_too(mode):
+def test_an_index_made_in_inference_mode_is_correct(mode):
     x, layer = torch.randn(5, K), layer_of()
     state = layer.state_dict()
     with torch.inference_mode():
@@ -179,10 +177,10 @@ def test_an_index_of_inference_mode_is_right_too(mode):
 
 
 @pytest.mark.parametrize("write", ["data", "numpy"])
-def test_a_write_that_torch_does_not_count_is_an_error_before_long(write, monkeypatch):
+def test_a_write_that_torch_does_not_count_raises_within_a_few_calls(write, monkeypatch):
     monkeypatch.setattr(_bsr_pattern, "COMPARE_EVERY", 8)
     x = torch.randn(5, K)
-    layer = called(x)
+    layer = planned_layer(x)
     source = rewritten(layer)
     if write == "data":
         layer.columns.data.copy_(source.columns)
@@ -191,12 +189,12 @@ def test_a_write_that_torch_does_not_count_is_an_error_before_long(write, monkey
     with pytest.raises(RuntimeError, match="6 blocks"):
         [layer(x) for _ in range(8)]
     layer.load_state_dict(source.state_dict())
-    assert_right(layer, x)
+    assert_correct(layer, x)
 
 
-def test_an_index_that_is_no_index_is_refused_after_a_write():
+def test_an_invalid_index_is_refused_after_a_write():
     x = torch.randn(5, K)
-    layer = called(x)
+    layer = planned_layer(x)
     layer.columns.fill_(7)
     with pytest.raises(FormatError, match="expected"):
         layer(x)
@@ -211,30 +209,30 @@ def copies(layer: nn.Module) -> Iterator[nn.Module]:
     yield torch.load(file, weights_only=False)
 
 
-def test_a_copy_has_a_pattern_of_its_own():
+def test_a_copy_has_its_own_pattern():
     x = torch.randn(5, K)
-    layer = called(x)
+    layer = planned_layer(x)
     for twin in copies(layer):
         assert torch.equal(twin(x), layer(x))
         source = rewritten(layer)
         twin.load_state_dict(source.state_dict())
         assert torch.equal(twin(x), source(x))
-        assert_right(layer, x)
+        assert_correct(layer, x)
 
 
-def test_buffers_that_were_called_with_load_by_weights_only():
+def test_buffers_of_a_planned_layer_load_with_weights_only():
     x, file = torch.randn(5, K), io.BytesIO()
-    layer = called(x)
+    layer = planned_layer(x)
     torch.save(dict(layer.named_buffers()), file)
     file.seek(0)
-    found = torch.load(file, weights_only=True)
-    assert torch.equal(found["columns"], layer.columns)
-    layer.columns = found["columns"]
-    assert_right(layer, x)
+    buffers = torch.load(file, weights_only=True)
+    assert torch.equal(buffers["columns"], layer.columns)
+    layer.columns = buffers["columns"]
+    assert_correct(layer, x)
 
 
 @pytest.mark.parametrize("values", [torch.zeros(6, 8, 16), torch.zeros(5, 16, 16)])
-def test_a_state_dict_that_does_not_fit_together_changes_nothing(values):
+def test_an_inconsistent_state_dict_changes_nothing(values):
     x, layer = torch.randn(5, K), layer_of()
     before = layer(x)
     state = {**rewritten(layer).state_dict(), "values": values}
@@ -246,14 +244,14 @@ def test_a_state_dict_that_does_not_fit_together_changes_nothing(values):
     assert torch.equal(layer(x), before)
 
 
-def test_the_number_of_blocks_changes_while_the_last_loss_is_kept():
+def test_the_number_of_blocks_changes_while_the_last_loss_is_alive():
     x, layer = torch.randn(5, K), layer_of()
     for sparsity in (0.25, 0.75, 0.5):
         loss = layer(x).square().sum()
         loss.backward()
         other = layer_of(sparsity)
         layer.set_pattern(other.offsets, other.columns, other.values)
-        assert_right(layer, x)
+        assert_correct(layer, x)
 
 
 # ---- dtypes ----
@@ -261,7 +259,7 @@ def test_the_number_of_blocks_changes_while_the_last_loss_is_kept():
 
 def test_a_block_sparse_layer_changes_its_dtype_and_keeps_its_index():
     x = torch.randn(5, K)
-    layer = called(x)
+    layer = planned_layer(x)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         layer = layer.to(dtype)
         assert layer(x.to(dtype)).dtype == dtype
@@ -283,7 +281,7 @@ def two_four(n: int = 128, k: int = 128) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_spense_layer_refuses_another_dtype_and_stays_as_it_is(dtype):
+def test_a_spense_layer_refuses_another_dtype_and_does_not_change(dtype):
     layer = SpenseLinear.from_dense(two_four(), bias=torch.randn(128), dtype=dtype)
     before = {name: t.clone() for name, t in layer.state_dict().items()}
     for change in (nn.Module.half, nn.Module.float, nn.Module.double):
@@ -311,7 +309,7 @@ def test_a_spense_layer_is_copied_pickled_and_loaded():
     assert torch.equal(average(x), layer(x))
 
 
-def test_a_state_dict_of_another_layout_is_refused_before_it_is_written():
+def test_a_state_dict_of_another_layout_writes_nothing():
     layer, other = (SpenseLinear.from_dense(two_four().to(t)) for t in (torch.bfloat16, torch.half))
     before = layer.sparse.clone()
     with pytest.raises(FormatError, match="128, 128, 128, 128, 0"):
@@ -319,11 +317,11 @@ def test_a_state_dict_of_another_layout_is_refused_before_it_is_written():
     assert torch.equal(layer.sparse, before)
 
 
-def test_an_average_of_buffers_too_keeps_a_pattern_that_does_not_change():
+def test_an_average_that_includes_buffers_keeps_a_constant_pattern():
     x, layer = torch.randn(5, K), layer_of()
     average = AveragedModel(layer, use_buffers=True)
     for _ in range(3):
         average(x)
         average.update_parameters(layer)
     assert torch.equal(average.module.columns, layer.columns)
-    assert_right(average.module, x)
+    assert_correct(average.module, x)

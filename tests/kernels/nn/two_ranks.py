@@ -1,6 +1,6 @@
-"""Checks of layers on two ranks, each a process, by gloo on the CPU or by nccl on two GPUs.
+"""Checks of layers on two ranks, one process each: gloo on the CPU, or nccl on two GPUs.
 
-Both ranks call every function whose name begins with `check_`, in order.
+Both ranks call every function whose name begins with `check_`, in alphabetical order.
 """
 
 import copy
@@ -41,7 +41,7 @@ N, K, HIDDEN, BLOCK = 256, 192, 320, 64
 
 
 def device() -> torch.device:
-    """Return this rank's GPU where there are two, else the CPU."""
+    """Return this rank's GPU if there are two, else the CPU."""
     enough = torch.cuda.device_count() >= RANKS
     return torch.device("cuda", dist.get_rank()) if enough else torch.device("cpu")
 
@@ -51,33 +51,33 @@ def dtype() -> torch.dtype:
 
 
 def make(seed: int, sparsity: float = 0.5, **options: Any) -> nn.Sequential:
-    """Return a model of both layers that train, with a pattern and weights of this seed."""
+    """Return a model of both trainable layers, with pattern and weights drawn from this seed."""
     torch.manual_seed(seed)
-    made: dict[str, Any] = {"device": device(), "dtype": dtype(), **options}
+    more: dict[str, Any] = {"device": device(), "dtype": dtype(), **options}
     return nn.Sequential(
-        BlockSparseLinear(K, N, block=BLOCK, sparsity=sparsity, **made),
-        SparseGatedMLP(N, HIDDEN, slots=HIDDEN // 4, **made),
-        BlockSparseLinear(N, K, block=(BLOCK, 2 * BLOCK), sparsity=sparsity, **made),
+        BlockSparseLinear(K, N, block=BLOCK, sparsity=sparsity, **more),
+        SparseGatedMLP(N, HIDDEN, slots=HIDDEN // 4, **more),
+        BlockSparseLinear(N, K, block=(BLOCK, 2 * BLOCK), sparsity=sparsity, **more),
     )
 
 
 def inputs() -> Tensor:
-    """Return the inputs of all ranks; on GPUs enough for the kernels of many tokens."""
+    """Return the inputs of all ranks; on GPUs with enough tokens for the Hopper kernels."""
     torch.manual_seed(17)
     tokens = 512 if device().type == "cuda" else 8
     return torch.randn(RANKS * tokens, K).to(device(), dtype())
 
 
-def mine(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
     return x.chunk(RANKS)[dist.get_rank()]
 
 
 def train(model: nn.Module, x: Tensor, steps: int = 2) -> torch.optim.Optimizer:
-    """Train by SGD; the loss is a mean over tokens, so a mean over ranks is that of all."""
+    """Train by SGD. The loss is a mean over tokens, so the mean over ranks is the overall mean."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     for _ in range(steps):
         optimizer.zero_grad()
-        (60 * model(x).float().square().mean()).backward()  # a step moves all weights by percents
+        (60 * model(x).float().square().mean()).backward()  # changes all weights by percents
         optimizer.step()
     return optimizer
 
@@ -86,22 +86,21 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def assert_near(found: Tensor, expected: Tensor, what: str = "y") -> None:
-    found, expected = whole(found).detach().double(), expected.detach().double()
-    wide = dtype() == torch.float32
-    eps = 1e-4 if wide else 0.03 if what == "y" else 0.01
-    error = (found - expected).norm()
+def assert_near(actual: Tensor, expected: Tensor, what: str = "y") -> None:
+    actual, expected = whole(actual).detach().double(), expected.detach().double()
+    eps = 1e-4 if dtype() == torch.float32 else 0.03 if what == "y" else 0.01
+    error = (actual - expected).norm()
     assert error <= eps * expected.norm(), f"{what}: off by {error}"
 
 
-def assert_same_model(found: nn.Module, expected: nn.Module) -> None:
+def assert_same_model(actual: nn.Module, expected: nn.Module) -> None:
     """Compare all parameters and buffers, and Y."""
-    theirs = dict(expected.state_dict())
-    for name, t in found.state_dict().items():
-        assert_near(t, theirs[name], name)
+    tensors = dict(expected.state_dict())
+    for name, t in actual.state_dict().items():
+        assert_near(t, tensors[name], name)
     x = inputs()
     with torch.no_grad():
-        assert_near(found(x), expected(x), "y")
+        assert_near(actual(x), expected(x), "y")
 
 
 def patterns(model: nn.Module) -> list[BlockSparseLinear]:
@@ -118,54 +117,54 @@ def sharded(model: nn.Module) -> nn.Module:
 
 def refused(function: Callable[[], Any], message: str) -> None:
     """Expect a FormatError with this message, on both ranks."""
-    said = "nothing"
+    raised = "nothing"
     try:
         function()
     except FormatError as error:
-        said = str(error)
-    assert message in said, f"expected a FormatError: {message}; found {said}"
+        raised = str(error)
+    assert message in raised, f"expected a FormatError: {message}; found {raised}"
 
 
 # ---- DistributedDataParallel ----
 
 
-def check_ddp_gives_unlike_ranks_the_pattern_of_the_first() -> None:
-    """The audit's reproduction: the second rank was off by 2.5."""
+def check_ddp_gives_all_ranks_the_pattern_of_the_first() -> None:
+    """The second rank used to be off by 2.5."""
     model, x = make(seed=dist.get_rank()), inputs()
-    model(mine(x))  # both ranks have plans
+    model(local(x))  # both ranks have plans
     ddp = DistributedDataParallel(model)
     expected = make(seed=0)
     assert_same_model(model, expected)
-    train(ddp, mine(x))
+    train(ddp, local(x))
     train(expected, x)
     assert_same_model(model, expected)
 
 
-def check_ddp_takes_another_pattern_of_as_many_blocks() -> None:
+def check_ddp_accepts_another_pattern_of_as_many_blocks() -> None:
     model, expected, other, x = make(seed=1), make(seed=1), make(seed=2), inputs()
     ddp = DistributedDataParallel(model, broadcast_buffers=False)
-    train(ddp, mine(x))
+    train(ddp, local(x))
     train(expected, x)
-    for each in (model, expected):
-        for layer, source in zip(patterns(each), patterns(other), strict=True):
+    for module in (model, expected):
+        for layer, source in zip(patterns(module), patterns(other), strict=True):
             layer.set_pattern(source.offsets, source.columns, source.values)
-    train(ddp, mine(x))
+    train(ddp, local(x))
     train(expected, x)
     assert_same_model(model, expected)
 
 
-def check_ddp_refuses_another_number_of_blocks_and_takes_it_when_wrapped_anew() -> None:
+def check_ddp_refuses_another_number_of_blocks_until_wrapped_again() -> None:
     model, expected, other, x = make(seed=1), make(seed=1), make(seed=2, sparsity=0.75), inputs()
     ddp = DistributedDataParallel(model)
     before = copy.deepcopy(model.state_dict())
 
-    def change(each: nn.Module) -> None:
-        for layer, source in zip(patterns(each), patterns(other), strict=True):
+    def change(module: nn.Module) -> None:
+        for layer, source in zip(patterns(module), patterns(other), strict=True):
             layer.set_pattern(source.offsets, source.columns, source.values)
 
-    train(ddp, mine(x), steps=1)
+    train(ddp, local(x), steps=1)
     model.load_state_dict(before)
-    message = "the number of blocks cannot change under DistributedDataParallel"
+    message = "DistributedDataParallel"
     refused(lambda: change(model), message)
     refused(lambda: model.load_state_dict(other.state_dict()), message)
     for name, t in model.state_dict().items():
@@ -173,7 +172,7 @@ def check_ddp_refuses_another_number_of_blocks_and_takes_it_when_wrapped_anew() 
     del ddp
     change(model)
     change(expected)
-    train(DistributedDataParallel(model), mine(x))
+    train(DistributedDataParallel(model), local(x))
     train(expected, x)
     assert_same_model(model, expected)
 
@@ -183,34 +182,34 @@ def check_ddp_refuses_another_number_of_blocks_and_takes_it_when_wrapped_anew() 
 
 def check_fsdp_trains_as_one_process_does() -> None:
     model, expected, x = sharded(make(seed=3)), make(seed=3), inputs()
-    train(model, mine(x))
+    train(model, local(x))
     train(expected, x)
     assert_same_model(model, expected)
 
 
-def check_full_and_sharded_state_dicts_go_round() -> None:
+def check_full_and_sharded_state_dicts_restore_a_model() -> None:
     x = inputs()
     model = sharded(make(seed=4))
-    optimizer = train(model, mine(x))
+    optimizer = train(model, local(x))
     for full in (True, False):
         options = StateDictOptions(full_state_dict=full)
         state = get_model_state_dict(model, options=options)
         moments = get_optimizer_state_dict(model, optimizer, options=options)
         assert isinstance(state["0.values"], DTensor) != full
         other = sharded(make(seed=5))
-        its = train(other, mine(x), steps=1)
+        optimizer_of_other = train(other, local(x), steps=1)
         set_model_state_dict(other, state, options=options)
-        set_optimizer_state_dict(other, its, moments, options=options)
+        set_optimizer_state_dict(other, optimizer_of_other, moments, options=options)
         with torch.no_grad():
             assert_near(other(x), model(x))
         for name, t in model.state_dict().items():
             assert torch.equal(whole(other.state_dict()[name]), whole(t)), name
 
 
-def check_a_checkpoint_goes_round_and_loads_without_fsdp() -> None:
+def check_a_checkpoint_loads_with_and_without_fsdp() -> None:
     x, folder = inputs(), Path(os.environ["SHARED"]) / "checkpoint"
     model = sharded(make(seed=6))
-    train(model, mine(x))
+    train(model, local(x))
     checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
     for other in (sharded(make(seed=7)), make(seed=7)):
         state = get_model_state_dict(other)
@@ -220,7 +219,7 @@ def check_a_checkpoint_goes_round_and_loads_without_fsdp() -> None:
             assert_near(other(x), model(x))
 
 
-def check_a_full_state_dict_of_the_first_rank_is_sent_to_all() -> None:
+def check_a_full_state_dict_is_broadcast_from_the_first_rank() -> None:
     x, source = inputs(), make(seed=8)
     state = source.state_dict() if not dist.get_rank() else {}
     model = sharded(make(seed=9))
@@ -230,14 +229,14 @@ def check_a_full_state_dict_of_the_first_rank_is_sent_to_all() -> None:
         assert_near(model(x), source(x))
 
 
-def check_a_model_from_meta_is_sharded_then_filled() -> None:
+def check_a_model_on_meta_is_sharded_then_filled() -> None:
     x, source = inputs(), make(seed=10)
     model = sharded(make(seed=11, device="meta"))
     model.to_empty(device=device())
     for layer in model.modules():
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
-    y = model(mine(x))
+    y = model(local(x))
     assert y.isfinite().all()
     assert y.abs().sum() > 0
     state = get_model_state_dict(source)
@@ -247,7 +246,7 @@ def check_a_model_from_meta_is_sharded_then_filled() -> None:
 
 
 def check_ranks_that_disagree_on_a_pattern_are_refused() -> None:
-    message = "expected one index on all ranks, found several"
+    message = "one index on all ranks"
     refused(lambda: sharded(make(seed=dist.get_rank())), message)
     filled = sharded(make(seed=dist.get_rank(), device="meta"))
     filled.to_empty(device=device())
@@ -257,21 +256,21 @@ def check_ranks_that_disagree_on_a_pattern_are_refused() -> None:
     refused(lambda: layer.set_pattern(source.offsets, source.columns), message)
 
 
-def check_fsdp_takes_another_pattern_of_as_many_blocks() -> None:
+def check_fsdp_accepts_another_pattern_of_as_many_blocks() -> None:
     x = inputs()
     model, expected, other = sharded(make(seed=13)), make(seed=13), make(seed=14)
-    train(model, mine(x), steps=1)
+    train(model, local(x), steps=1)
     train(expected, x, steps=1)
     model.reshard()
     for layer, twin, source in zip(*map(patterns, (model, expected, other)), strict=True):
         moved = layer.set_pattern(source.offsets, source.columns)
         assert torch.equal(moved, twin.set_pattern(source.offsets, source.columns))
         few = index_of(torch.eye(*layer._grid, dtype=torch.bool, device=device()))
-        refused(lambda: layer.set_pattern(*few), "cannot change under fully_shard")  # noqa: B023
+        refused(lambda: layer.set_pattern(*few), "fully_shard")  # noqa: B023
     assert_same_model(model, expected)
 
 
-def check_spense_layers_are_sharded_and_go_round() -> None:
+def check_spense_layers_are_sharded_and_restored() -> None:
     torch.manual_seed(0)
     two_four = torch.randn(N, K) * torch.tensor([1, 0, 1, 0]).repeat(K // 4)
     h = 2 * N
@@ -310,7 +309,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def rank(number: int, folder: str) -> None:
-    """Call the checks until one fails, and write the traceback of each, empty if it passed."""
+    """Call the checks until one fails. Write a file for each: the traceback, or nothing."""
     torch.set_num_threads(1)
     os.environ["SHARED"] = folder
     backend = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
@@ -343,12 +342,12 @@ def run() -> dict[str, str]:
         finally:
             for process in processes:
                 process.kill()
-        found = {}
+        failures = {}
         for name, _ in checks():
             files = [Path(folder, f"{name}.{number}") for number in range(RANKS)]
-            said = [f.read_text() if f.exists() else "did not end\n" for f in files]
-            found[name] = "".join(said)
-        return found
+            texts = [f.read_text() if f.exists() else "did not end\n" for f in files]
+            failures[name] = "".join(texts)
+        return failures
 
 
 if __name__ == "__main__":
@@ -356,7 +355,7 @@ if __name__ == "__main__":
         rank(int(sys.argv[2]), sys.argv[1])
         raise SystemExit
     failed = 0
-    for name, said in run().items():
-        failed += bool(said)
-        print(f"{name}: {'FAILED' if said else 'ok'}\n{said}", end="")
+    for name, text in run().items():
+        failed += bool(text)
+        print(f"{name}: {'FAILED' if text else 'ok'}\n{text}", end="")
     raise SystemExit(failed)

@@ -1,11 +1,12 @@
-"""What `sparsebench prune` does: files to weights, recipes to pruned weights, and what they cost.
+"""Prune the weights in a file or model by several recipes, and measure the errors.
 
     weights.safetensors   tensors by name      + activations.safetensors   one matrix [tokens, k]
     directory, .gguf      every gated MLP      + text                      default: Python's own
 
-The last quarter of the activations is held out. The file written has the pruned tensors under their
-own names and `permutation`. Its metadata has the method, the region and the number of dense
-features, which are the last of each tensor. Of a model, a directory is written (checkpoint.py).
+The last quarter of the activations is held out. The output file has the pruned tensors with
+unchanged names, and `permutation`. Its metadata has the method, the pattern, the region and the
+number of dense features, which are the last of each tensor. For a model, the output is a directory
+(checkpoint.py).
 """
 
 import platform
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
-from sparsebench.harness.models.pruning import model as whole
+from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.layer import (
     Recipe,
     linear_errors,
@@ -40,8 +41,8 @@ HELD_OUT = 0.25
 
 
 @dataclass(frozen=True)
-class _Made:
-    """Pruned tensors by name, how many of the features are dense, errors by layer, and a loss."""
+class _Result:
+    """Pruned tensors by name, counts of dense and of all features, errors by layer, the loss."""
 
     tensors: Mapping[str, Tensor]
     dense: int
@@ -53,13 +54,13 @@ class _Made:
 def parse_recipes(
     methods: str, fractions: str, regions: str, patterns: str = "2:4"
 ) -> list[Recipe]:
-    """Return every combination of lists with commas, such as `wanda,spensegpt`, `0,0.5`, `last`."""
+    """Return all combinations of lists such as `wanda,spensegpt`, `0,0.5` and `last`."""
     try:
         numbers = [float(fraction) for fraction in fractions.split(",")]
     except ValueError as error:
         raise SuiteError(f"dense: expected fractions such as 0,0.5; found {fractions!r}") from error
-    combined = product(methods.split(","), numbers, regions.split(","), patterns.split(","))
-    return [Recipe(*each) for each in combined]
+    lists = methods.split(","), numbers, regions.split(","), patterns.split(",")
+    return [Recipe(*values) for values in product(*lists)]
 
 
 def prune_file(
@@ -71,28 +72,28 @@ def prune_file(
     calibration: Path | None = None,
     activation: str = "silu",
     split: str = "columns",
-    tokens: int = 8 * whole.CONTEXT,
+    tokens: int = 8 * models.CONTEXT,
     to: Path | None = None,
 ) -> Pruning:
-    """Prune tensors `names` of a .safetensors file, or every gated MLP of a model; write them.
+    """Prune the tensors `names` of a .safetensors file, or every gated MLP of a model.
 
-    weights  a .safetensors file; or a model, the directory of a checkpoint or a .gguf file
-    to       a file to write; of a model, a new directory
+    weights  a .safetensors file, or a model: the directory of a checkpoint, or a .gguf file
+    to       a file to write, or a new directory for a model
 
-    Raises SuiteError where a file, a name, a size, a value or a flag does not fit.
+    Raises SuiteError if a file, name, size, value or option is invalid.
     """
     if to and len(recipes) != 1:
-        raise SuiteError(f"out: expected one recipe for one file, found {len(recipes)}")
+        raise SuiteError(f"out: expected one recipe per file, found {len(recipes)}")
     if to and not to.parent.is_dir():
         raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
-    for given in filter(None, (weights, calibration)):
-        if to and to.exists() and given.exists() and to.samefile(given):
-            raise SuiteError(f"{to}: expected another file to write than the input {given}")
+    for source in filter(None, (weights, calibration)):
+        if to and to.exists() and source.exists() and to.samefile(source):
+            raise SuiteError(f"{to}: expected an output file other than the input {source}")
     if weights.suffix == ".gguf" or weights.is_dir():
         if to and to.exists():
-            raise SuiteError(f"{to}: expected a new directory to write, found one that is there")
+            raise SuiteError(f"{to}: expected a new directory to write, found an existing one")
         if names:
-            raise SuiteError(f"{weights}: expected no tensor names beside a model, found {names}")
+            raise SuiteError(f"{weights}: expected no tensor names for a model, found {names}")
         return _model(weights, calibration, recipes, device, tokens, to)
     if calibration is None or len(names) not in (1, 3) or len(set(names)) != len(names):
         expected = "three tensors (gate, up, down) or one, and activations"
@@ -108,30 +109,29 @@ def prune_file(
     else:
         gate, up, down = loaded
         make = partial(_mlp, names, GatedMLP(gate, up, down, activation), seen, unseen)
-    what = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
-    return Pruning(
-        PRUNING_SCHEMA, *what, len(seen), held_out, None, _outcomes(make, recipes, to, _write)
-    )
+    outcomes = _outcomes(make, recipes, to, _write)
+    origin = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
+    return Pruning(PRUNING_SCHEMA, *origin, len(seen), held_out, None, outcomes)
 
 
 def table(report: Pruning) -> Table:
-    """Return the outcomes for a terminal, errors in per cent."""
-    shown = Table(box=None, title_justify="left", title_style="bold")
-    shown.title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
+    """Return the outcomes for a terminal, with errors in percent."""
+    rows = Table(box=None, title_justify="left", title_style="bold")
+    rows.title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
     columns = ["method", "pattern", "region", "dense", "sparsity", *report.outcomes[0].errors]
     for name in columns + ["loss (nats)"] * (report.loss is not None):
-        shown.add_column(
+        rows.add_column(
             name, justify="left" if name in ("method", "pattern", "region") else "right"
         )
     if report.loss is not None:
         blank = [""] * (len(columns) - 5)
-        shown.add_row("none", "", "", "1", "0.0%", *blank, f"{report.loss:.3f}")
+        rows.add_row("none", "", "", "1", "0.0%", *blank, f"{report.loss:.3f}")
     for outcome in report.outcomes:
         errors = [f"{error:.2%}" for error in outcome.errors.values()]
         loss = [] if outcome.loss is None else [f"{outcome.loss:.3f}"]
         fractions = f"{outcome.dense:.3g}", f"{outcome.sparsity:.1%}"
-        shown.add_row(outcome.method, outcome.pattern, outcome.region, *fractions, *errors, *loss)
-    return shown
+        rows.add_row(outcome.method, outcome.pattern, outcome.region, *fractions, *errors, *loss)
+    return rows
 
 
 def _model(
@@ -144,61 +144,62 @@ def _model(
 ) -> Pruning:
     if text is None:
         origin = f"Python {platform.python_version()}'s language reference"
-        words = whole.python_reference()
+        words = models.python_reference()
     else:
-        origin, words = text.name, _text(text)
-    loaded = whole.load(weights, device)
-    with whole.usable(weights):
-        seen, unseen = whole.contexts(loaded, words, tokens // whole.CONTEXT)
-        before = whole.loss_of(loaded.model, unseen)
+        origin, words = text.name, _read_text(text)
+    loaded = models.load(weights, device)
+    with models.usable(weights):
+        seen, unseen = models.contexts(loaded, words, tokens // models.CONTEXT)
+        before = models.loss_of(loaded.model, unseen)
 
-    def make(recipe: Recipe) -> _Made:
-        with whole.restored(loaded) if len(recipes) > 1 else nullcontext():
-            pruned = whole.prune_model(loaded, recipe, seen, unseen)
-        return _Made({}, pruned.dense, pruned.features, pruned.errors, pruned.loss)
+    def make(recipe: Recipe) -> _Result:
+        with models.restored(loaded) if len(recipes) > 1 else nullcontext():
+            pruned = models.prune_model(loaded, recipe, seen, unseen)
+        return _Result({}, pruned.dense, pruned.features, pruned.errors, pruned.loss)
 
-    def write(_: _Made, recipe: Recipe, to: Path) -> None:
-        whole.save(loaded, recipe, to)
+    def write(_: _Result, recipe: Recipe, to: Path) -> None:
+        models.save(loaded, recipe, to)
 
-    what = weights.name, whole.digest(weights), origin
-    sizes = seen.numel(), unseen.numel()
-    return Pruning(PRUNING_SCHEMA, *what, *sizes, before, _outcomes(make, recipes, to, write))
+    outcomes = _outcomes(make, recipes, to, write)
+    source = weights.name, models.digest(weights), origin
+    return Pruning(PRUNING_SCHEMA, *source, seen.numel(), unseen.numel(), before, outcomes)
 
 
-def _mlp(names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, how: Recipe) -> _Made:
-    pruned = prune_mlp(mlp, seen, how)
+def _mlp(
+    names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, recipe: Recipe
+) -> _Result:
+    pruned = prune_mlp(mlp, seen, recipe)
     weights = pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down
     tensors = dict(zip(names, weights, strict=True)) | {"permutation": pruned.permutation}
     errors = mlp_errors(mlp, pruned, unseen)
-    return _Made(tensors, pruned.dense, len(pruned.permutation), [errors])
+    return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
 
 
 def _linear(
-    name: str, weight: Tensor, split: str, seen: Tensor, unseen: Tensor, how: Recipe
-) -> _Made:
-    pruned = prune_linear(weight, seen, how, split)
+    name: str, weight: Tensor, split: str, seen: Tensor, unseen: Tensor, recipe: Recipe
+) -> _Result:
+    pruned = prune_linear(weight, seen, recipe, split)
     tensors = {name: pruned.weight, "permutation": pruned.permutation}
     errors = linear_errors(weight, pruned, unseen)
-    return _Made(tensors, pruned.dense, len(pruned.permutation), [errors])
+    return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
 
 
 def _outcomes(
-    make: Callable[[Recipe], _Made],
+    make: Callable[[Recipe], _Result],
     recipes: Sequence[Recipe],
     to: Path | None,
-    write: Callable[[_Made, Recipe, Path], None],
+    write: Callable[[_Result, Recipe, Path], None],
 ) -> list[PruningOutcome]:
     outcomes = []
     for recipe in recipes:
-        made = make(recipe)
-        dense = made.dense / made.features
-        errors = {name: fmean(layer[name] for layer in made.errors) for name in made.errors[0]}
-        where = recipe.where
-        shares = dense, (1 - dense) * where.sparsity
-        found = PruningOutcome(recipe.method, recipe.region, *shares, errors, made.loss, where.name)
-        outcomes.append(found)
+        result = make(recipe)
+        pattern, dense = recipe.mask_pattern, result.dense / result.features
+        errors = {name: fmean(e[name] for e in result.errors) for name in result.errors[0]}
+        fractions = dense, (1 - dense) * pattern.sparsity
+        outcome = recipe.method, recipe.region, *fractions, errors, result.loss, pattern.name
+        outcomes.append(PruningOutcome(*outcome))
         if to:
-            write(made, recipe, to)
+            write(result, recipe, to)
     return outcomes
 
 
@@ -209,22 +210,22 @@ def _activations(path: Path) -> Tensor:
     return sources.load_weights(path, names[0])
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     sources.require_regular(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SuiteError(f"{path}: expected a text in UTF-8; found {error}") from error
+        raise SuiteError(f"{path}: expected UTF-8 text; found {error}") from error
 
 
-def _write(made: _Made, recipe: Recipe, path: Path) -> None:
-    tensors = {name: tensor.cpu() for name, tensor in made.tensors.items()}
-    notes = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
-    notes |= {"dense": str(made.dense)}
+def _write(result: _Result, recipe: Recipe, path: Path) -> None:
+    tensors = {name: tensor.cpu() for name, tensor in result.tensors.items()}
+    metadata = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
+    metadata |= {"dense": str(result.dense)}
     fresh = path.with_name(f"{path.name}.new")
     try:
-        save_file(tensors, fresh, notes)
+        save_file(tensors, fresh, metadata)
         fresh.replace(path)
     except (OSError, SafetensorError) as error:
         fresh.unlink(missing_ok=True)
-        raise SuiteError(f"{path}: expected a file that can be written; found {error}") from error
+        raise SuiteError(f"{path}: expected a writable file; found {error}") from error
