@@ -39,7 +39,7 @@ METRICS = {  # the values of claims, from a ratio and the density
     "memory_saved, %": lambda ratio, density: 100 * (1 - 1 / ratio),
 }
 FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
-CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|is \*\*.*? as fast"
+CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|runs \*\*.*? as fast"
 
 
 def runs() -> list[str]:
