@@ -4,9 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := dev,cluster,models,parquet$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
-# A process for each core, four at most; on a GPU machine four processes share the GPU.
-WORKERS ?= $(if $(findstring gpu,$(EXTRAS)),4,auto)
-PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=4 --dist=worksteal
+# A process for each core, four at most; on a GPU machine six processes share the GPU.
+WORKERS ?= $(if $(findstring gpu,$(EXTRAS)),6,auto)
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=$(if $(findstring gpu,$(EXTRAS)),6,4) --dist=worksteal
 
 # Without this, Python would take our folders for installed packages of the same names.
 export PYTHONSAFEPATH := 1

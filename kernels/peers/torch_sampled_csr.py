@@ -31,6 +31,7 @@ def prepare(operands: Operands) -> Launch:
     arrays = gradient.offsets, gradient.columns, gradient.values
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
         csr = torch.sparse_csr_tensor(*arrays, size=w.shape, check_invariants=False)
 
     def run() -> Csr:
