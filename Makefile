@@ -18,17 +18,17 @@ bench: .venv/installed
 	$(BIN)/sparsebench run quick
 
 test: .venv/installed
-	@echo "$$(date +%H:%M): about 5 minutes on two idle cores, or on a GPU machine"
+	@echo "$$(date +%H:%M): about 9 minutes on two idle cores"
 	$(PYTEST) -m "not exhaustive"
 
 # Also run the exhaustive tests: all configurations of kernels, where `make test` has a sample.
 test-all: .venv/installed
-	@echo "$$(date +%H:%M): about 10 minutes on two idle cores"
+	@echo "$$(date +%H:%M): about 17 minutes on two idle cores"
 	$(PYTEST)
 
 # Compile every kernel that tests/compiling/record.txt does not know, and write that record.
 compiled: .venv/installed
-	@echo "$$(date +%H:%M): about 12 minutes on two idle cores if every kernel changed"
+	@echo "$$(date +%H:%M): about 30 minutes on two idle cores if every kernel changed"
 	$(BIN)/pytest --numprocesses=auto --dist=worksteal -m compiles --record
 
 # Write the site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
