@@ -18,7 +18,7 @@ bench: .venv/installed
 	$(BIN)/sparsebench run quick
 
 test: .venv/installed
-	@echo "$$(date +%H:%M): about 9 minutes on two idle cores"
+	@echo "$$(date +%H:%M): about 8 minutes on two idle cores"
 	$(PYTEST) -m "not exhaustive"
 
 # Also run the exhaustive tests: all configurations of kernels, where `make test` has a sample.
