@@ -3,7 +3,7 @@
     parent ends ─> stdin, a pipe from it, closes ─> a thread wakes ─> GRACE_S later kills everything
 
 The main thread cannot wait for that itself, because it may be in a kernel that never returns. A
-worker that is told to end by the same closed pipe has normally ended before GRACE_S is over.
+worker that reads the end of the same closed pipe has normally exited before GRACE_S is over.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Kernels' own CUDA C++ as a library of this machine; cuda_on_cpu.h stands in for the device."""
+"""Compile the CUDA C++ of kernels into a CPU library; cuda_on_cpu.h emulates the device."""
 
 import ctypes
 import re

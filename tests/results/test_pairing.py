@@ -1,4 +1,4 @@
-"""results/statistics.py: who is held against whom, and the one definition of a ratio."""
+"""results/statistics.py: which contenders are compared, and the one definition of a ratio."""
 
 from dataclasses import replace
 

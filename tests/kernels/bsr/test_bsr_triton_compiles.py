@@ -45,7 +45,7 @@ class Compile(NamedTuple):
     warps: int
     dtype: str
     capability: int
-    aligned: bool  # sizes are multiples of 16, and Triton is told
+    aligned: bool  # Triton may assume that sizes are multiples of 16
 
 
 def all_compiles() -> Iterator[Compile]:

@@ -1,4 +1,4 @@
-"""STK as a peer: unsupported cases, calls and layouts; dense products stand in for STK."""
+"""STK as a peer: unsupported cases, calls and layouts; dense products replace STK here."""
 
 import sys
 from dataclasses import replace
