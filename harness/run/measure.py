@@ -349,7 +349,8 @@ class _TimeLimit:
 def describe(problem: Problem) -> str:
     """Name a problem for a line of progress."""
     shown = {k: v for k, v in problem.fields.items() if k not in ("pattern", "dtype")}
-    return " ".join(f"{name}={text(value)}" for name, value in shown.items())
+    words = [f"{name}={text(value)}" for name, value in shown.items()]
+    return " ".join([*words, *([source.label] if (source := problem.source) else [])])
 
 
 def leader(rows: Sequence[Row]) -> str:
