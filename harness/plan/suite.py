@@ -161,7 +161,7 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
 def _text(name: str) -> tuple[str, str]:
     packaged = suites()
     if name in packaged:
-        return packaged[name].name, packaged[name].read_text()
+        return packaged[name].name, packaged[name].read_text("utf-8")
     if not name.endswith((".yaml", ".yml")):
         raise SuiteError(unknown("a file.yaml or a known suite", name, sorted(packaged)))
     if not files.utf8(name):
@@ -208,25 +208,29 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
     if not isinstance(name, str):
         raise SuiteError(f"{where}.op: expected the name of an op, found {name!r}")
     op = load_op(name)
-    seeds = _sweep(axes.pop("seed", 0))
+    seeds = _sweep(f"{where}.seed", axes.pop("seed", 0))
     require_seeds(f"{where}.seed", seeds)
     found_in = list(sources_of(where, axes.pop("source", None), data, op))
     for source in found_in:
         from_source = fields_of_source(op, source, data)
-        for values in product(*(_axis(axis, value) for axis, value in axes.items())):
+        for values in product(*(_axis(where, *axis) for axis in axes.items())):
             fields = _fields(where, op, (from_source, *values), source)
             require_enough(where, op, fields, source, data)
             for seed in seeds:
                 yield Problem(name, fields, seed, source, op.defaults)
 
 
-def _sweep(value: Any) -> list[Any]:
+def _sweep(where: str, value: Any) -> list[Any]:
+    """Return the values of a sweep. Raises SuiteError for one without a value."""
+    if value == [] or value == {} or (isinstance(value, list) and {} in value):
+        raise SuiteError(f"{where}: expected at least one value, found {value}")
     return value if isinstance(value, list) else [value]
 
 
-def _axis(name: str, value: Any) -> list[dict[str, Any]]:
+def _axis(where: str, name: str, value: Any) -> list[dict[str, Any]]:
     """Return the settings of an axis; a mapping sets several fields at once."""
-    return [item if isinstance(item, dict) else {name: item} for item in _sweep(value)]
+    values = _sweep(f"{where}.{name}", value)
+    return [item if isinstance(item, dict) else {name: item} for item in values]
 
 
 def _fields(
@@ -282,9 +286,9 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
         for number, entry in enumerate(getattr(written, group)):
             for name, value in entry.at.items():
                 values_of = {str(p.fields[name]) for p in problems if name in p.fields}
-                if not values_of & set(map(str, _sweep(value))):
+                where = f"{group}[{number}].at.{name}"
+                if not values_of & set(map(str, _sweep(where, value))):
                     values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
-                    where = f"{group}[{number}].at.{name}"
                     raise SuiteError(f"{where}: expected a {values}; found {value!r}")
             if entry.op is not None and entry.op not in ops:
                 found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
@@ -300,7 +304,7 @@ def _competes(entry: ContenderEntry, problem: Problem) -> bool:
     if entry.op not in (None, problem.op):
         return False
     fields = problem.fields
-    return all(name in fields and fields[name] in _sweep(v) for name, v in entry.at.items())
+    return all(name in fields and fields[name] in _sweep(name, v) for name, v in entry.at.items())
 
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
@@ -357,7 +361,8 @@ def _known(
 def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
     values_by_name = {**problem.fields, **derived(problem.fields)}
-    for values in product(*(_sweep(value) for value in given.values())):
+    sweeps = [_sweep(f"{where}.{name}", value) for name, value in given.items()]
+    for values in product(*sweeps):
         point = dict(zip(given, values, strict=True))
         require_values(where, point)
         for name, value in point.items():
