@@ -40,8 +40,12 @@ class GatedMLP:
     down: Tensor
     activation: str = "silu"
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, up and down."""
+        return self.gate, self.up, self.down
+
     def __post_init__(self) -> None:
-        """Check shapes, values and the activation."""
         require_weight("gate", self.gate)
         require_weight("up", self.up, tuple(self.gate.shape))
         require_weight("down", self.down, tuple(self.gate.T.shape))
@@ -57,8 +61,7 @@ class GatedMLP:
 
     def to(self, dtype: torch.dtype) -> Self:
         """Return the MLP with weights of another dtype."""
-        gate, up, down = (weight.to(dtype) for weight in (self.gate, self.up, self.down))
-        return type(self)(gate, up, down, self.activation)
+        return type(self)(*(weight.to(dtype) for weight in self.weights), self.activation)
 
     def permuted(self, order: Tensor) -> Self:
         """Return the same function with its features in the order of int64 [h]."""
