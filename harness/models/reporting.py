@@ -34,7 +34,8 @@ def save_tensors(
 
 def sheet(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:
     """Return an empty table with columns aligned left, then right, then left again."""
-    columns = [*left, *(Column(name, justify="right") for name in right), *last]
+    aligned = (Column(name, justify="right") for name in right)
+    columns: list[str | Column] = [*left, *aligned, *last]
     return Table(*columns, title=title, title_justify="left", title_style="bold", box=None)
 
 

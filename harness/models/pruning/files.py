@@ -101,7 +101,8 @@ def prune_file(
     if not held_out:
         raise SuiteError(f"{calibration}: expected at least 4 tokens, found {len(x)}")
     seen, unseen = x[:-held_out], x[-held_out:]
-    mlp = GatedMLP(*loaded, activation=activation) if len(names) == 3 else None
+    first, *rest = loaded
+    mlp = GatedMLP(first, rest[0], rest[1], activation) if rest else None
 
     def make(recipe: Recipe) -> _Result:
         pruned: PrunedMLP | PrunedLinear
@@ -110,8 +111,8 @@ def prune_file(
             pruned = prune_mlp(mlp, seen, recipe)
             weights, errors = pruned.mlp.weights, mlp_errors(mlp, pruned, unseen)
         else:
-            pruned = prune_linear(loaded[0], seen, recipe, split)
-            weights, errors = (pruned.weight,), linear_errors(loaded[0], pruned, unseen)
+            pruned = prune_linear(first, seen, recipe, split)
+            weights, errors = (pruned.weight,), linear_errors(first, pruned, unseen)
         tensors = dict(zip(names, weights, strict=True)) | {"permutation": pruned.permutation}
         return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
 

@@ -61,7 +61,8 @@ class GatedMLP:
 
     def to(self, dtype: torch.dtype) -> Self:
         """Return the MLP with weights of another dtype."""
-        return type(self)(*(weight.to(dtype) for weight in self.weights), self.activation)
+        gate, up, down = (weight.to(dtype) for weight in self.weights)
+        return type(self)(gate, up, down, self.activation)
 
     def permuted(self, order: Tensor) -> Self:
         """Return the same function with its features in the order of int64 [h]."""
