@@ -66,7 +66,6 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Return the run's directory, which commands such as report, validate and compare take."""
         return self.stored.path
 
     @property
@@ -76,7 +75,6 @@ class Run:
 
     @property
     def device(self) -> str:
-        """Name the GPU or CPU."""
         return device_name(self.stored.environment)
 
     @cached_property
@@ -104,7 +102,6 @@ class Run:
 
     @property
     def plots(self) -> dict[str, str]:
-        """Return the title of every figure by its name, in the order of the report."""
         return {figure.name: figure.title for figure in figures()}
 
     def plot(self, name: str = ANSWER) -> Plot:
@@ -121,7 +118,6 @@ class Run:
         return page
 
     def __repr__(self) -> str:
-        """Return the path, the device, the status and the counts of cases."""
         cases = ", ".join(f"{count} {status}" for status, count in counted(self._found).items())
         return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
 

@@ -77,15 +77,12 @@ def listing() -> dict[str, dict[str, str]]:
     Imports none of them. Raises SuiteError if a name is taken twice.
     """
     listed = {title: {n: summary(f, n) for n in names(f)} for title, f in FOLDERS.items()}
-    listed["suites"] = {
-        name: _title(name, file.read_text("utf-8")) for name, file in sorted(suites().items())
-    }
+    listed["suites"] = {}
+    for name, file in sorted(suites().items()):
+        written = from_yaml(name, file.read_text("utf-8"), SuiteError)
+        title = written.get("title", "") if isinstance(written, dict) else ""
+        listed["suites"][name] = str(title)
     return listed
-
-
-def _title(name: str, text: str) -> str:
-    written = from_yaml(name, text, SuiteError)
-    return str(written.get("title", "")) if isinstance(written, dict) else ""
 
 
 def suites() -> dict[str, Traversable]:
@@ -117,20 +114,15 @@ def load_kernel(name: str) -> "Kernel":
     from sparsebench.kernels._kernel import Kernel
 
     if reason := removal(name):
-        return _removed(reason)
+
+        def prepare(operands: "Operands") -> "Launch":
+            raise Unsupported(reason)
+
+        return Kernel("any", "any", "any", prepare, lambda problem, device: reason)
     found = _of(load("kernels", name), Kernel, name)
     if not callable(found.prepare):
         raise SuiteError(f"{name}: expected prepare to be a function, found {found.prepare!r}")
     return found
-
-
-def _removed(reason: str) -> "Kernel":
-    from sparsebench.kernels._kernel import Kernel
-
-    def prepare(operands: "Operands") -> "Launch":
-        raise Unsupported(reason)
-
-    return Kernel("any", "any", "any", prepare, lambda problem, device: reason)
 
 
 def load_op(name: str) -> "Op":

@@ -35,7 +35,6 @@ class Output(Console):
     """
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
         os.close(nowhere)
@@ -164,46 +163,27 @@ def progress_bar() -> Iterator[Show]:
 
 
 def progress_lines() -> Show:
-    """Return a callback that prints the first and the last part, and a line every EVERY_S."""
+    """Return a callback that prints the first and the last part, and a line every EVERY_S.
+
+    The seconds left follow from the parts done since the first call, because a resumed run starts
+    with some done. When another run follows, the estimate starts again. If that run came before the
+    last one was complete, several runs take turns, or one was given up: then none is made.
+    """
     began = time.monotonic()
-    due, remaining = began, _TimeLeft()
+    due, since, first, last, predictable = began, began, -1, (0, 0), True
 
     def show(done: int, total: int, problem: str) -> None:
-        nonlocal due
-        now = time.monotonic()
-        left_s = remaining.after(now, done, total)
+        nonlocal due, since, first, last, predictable
+        now, (done_before, total_before) = time.monotonic(), last
+        if first < 0 or total != total_before or done < done_before:
+            predictable = predictable and (first < 0 or done_before >= total_before)
+            since, first = now, done
+        last = done, total
         if now < due and done < total:
             return
-        due = now + EVERY_S
-        left = "" if left_s is None else f", {left_s:.0f} s left"
+        due, left = now + EVERY_S, ""
+        if predictable and done > first:
+            left = f", {(now - since) / (done - first) * (total - done):.0f} s left"
         stderr.say(f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip())
 
     return show
-
-
-class _TimeLeft:
-    """Estimates the seconds left from the parts done since the first call.
-
-    A resumed run starts with some parts done. When a run is followed by another, the estimate
-    starts again. If a run is followed before it is complete, several runs take turns, or one was
-    given up, and no further estimate is made.
-    """
-
-    def __init__(self) -> None:
-        self._first: tuple[float, int] | None = None
-        self._last = 0, 0
-        self._predictable = True
-
-    def after(self, now: float, done: int, total: int) -> float | None:
-        """Return the seconds left when `done` of `total` parts are done, or None if unknown."""
-        before, last_total = self._last
-        if self._first is None:
-            self._first = now, done
-        elif total != last_total or done < before:
-            self._first = now, done
-            self._predictable = self._predictable and before >= last_total
-        self._last = done, total
-        since, first = self._first
-        if not self._predictable or done == first:
-            return None
-        return (now - since) / (done - first) * (total - done)

@@ -56,7 +56,6 @@ class KernelTimes:
     again: Sequence[tuple[float, float]] = ()
 
     def case_s(self, size: float, repeated: bool = False) -> float:
-        """Return what a case of about this size takes; `repeated` if its product was met."""
         near = sorted((repeated and self.again) or self.cases, key=lambda case: abs(case[0] - size))
         return median(seconds for _, seconds in near[:NEAR])
 
@@ -88,8 +87,7 @@ class MeasuredTimes:
 
 def times_on(path: Path) -> MeasuredTimes:
     """Read a run, or the runs of one GPU in a folder. Raises ResultError if there are none."""
-    single = (path / "run.json").exists()
-    folders = [path] if single else sorted(file.parent for file in path.glob("*/run.json"))
+    folders = [path] if (path / "run.json").exists() else store.runs_in(path)
     runs = [store.read(folder) for folder in folders[:MOST_RUNS]]
     if not runs:
         raise ResultError(f"--gpu {path}: expected a run, or a folder of runs, found none")
@@ -118,7 +116,10 @@ def times(runs: Sequence[Run]) -> MeasuredTimes:
     first = kernels(lambda choice, replicate: choice is not Choices.BUNDLE and replicate == 0)
     later = kernels(lambda choice, n: choice in (Choices.FIRST, Choices.BUNDLE) and n > 0)
     searching = kernels(lambda choice, n: choice in (Choices.EACH, Choices.AMONG) and n > 0)
-    assumed = {name: _assumed_later(kernel) for name, kernel in first.items()}
+    assumed = {  # judging by first processes alone
+        name: KernelTimes(0.0, kernel.again or [(size, AGAIN * s) for size, s in kernel.cases])
+        for name, kernel in first.items()
+    }
     return MeasuredTimes(
         gpu=device_name(runs[0].environment),
         memory_bytes=int((runs[0].environment.get("gpu") or {}).get("memory_bytes", 0)),
@@ -176,12 +177,6 @@ def _kernel_times(groups: Sequence[Sequence[Row]]) -> KernelTimes:
             once.append((len(rows) >= FEW, max(each_s) - median(each_s)))
     enough = [seconds for many, seconds in once if many] or [seconds for _, seconds in once]
     return KernelTimes(median(enough) if enough else 0.0, cases, again)
-
-
-def _assumed_later(kernel: KernelTimes) -> KernelTimes:
-    """Return what a kernel takes in later processes, judging by first ones alone."""
-    scaled = [(size, AGAIN * seconds) for size, seconds in kernel.cases]
-    return KernelTimes(0.0, kernel.again or scaled)
 
 
 def names(contender: Contender) -> tuple[str, str]:

@@ -31,7 +31,7 @@ STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.WARNING: "bold red"}
 
 def examine(device: torch.device) -> list[Finding]:
     """Return every finding; this keeps a GPU busy for about ten seconds."""
-    runnable = host_checks.read_load()  # before our own load
+    runnable = os.getloadavg()[0]  # the mean over the last minute, before our own load
     found = _on_gpu(device) if device.type == "cuda" else []
     found += _on_host(device, runnable)
     found += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
@@ -98,7 +98,6 @@ def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int
 
 
 def _shown(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
-    """Judge the readings under load."""
     highest_mhz = gpu.ask("MaxClockInfo", gpu.nvml.NVML_CLOCK_SM)
     highest_c = gpu.ask("TemperatureThreshold", gpu.nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX)
     return [
@@ -110,7 +109,6 @@ def _shown(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Fi
 
 
 def _set(gpu: Board) -> list[Finding]:
-    """Judge the GPU's settings and its memory errors."""
     nvml, ask = gpu.nvml, gpu.ask
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     errors = [ask("TotalEccErrors", kind, nvml.NVML_VOLATILE_ECC) for kind in kinds]
@@ -127,7 +125,7 @@ def _set(gpu: Board) -> list[Finding]:
 
 
 def _on_host(device: torch.device, runnable: float) -> list[Finding]:
-    cores = host_checks.read_cores()
+    cores = len(os.sched_getaffinity(0))
     found = [
         host_checks.load(runnable, cores),
         host_checks.governor(host_checks.read_governor()),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsebench.harness.doctor import findings
-from sparsebench.harness.doctor.findings import Finding, Level, ok
+from sparsebench.harness.doctor.findings import Finding, Level, note, ok
 from sparsebench.harness.machine._nvml import NoNvml, board
 
 STAT = Path("/proc/stat")
@@ -79,7 +79,7 @@ def gpu(identity: str, worker: int) -> Finding:
             listed = card.ask("ComputeRunningProcesses_v3")
             rates = card.ask("UtilizationRates")
     except NoNvml as error:
-        return Finding(Level.NOTE, "other work on the GPU", str(error))
+        return note("other work on the GPU", str(error), "")
     pids = None if listed is None else _others([process.pid for process in listed], worker)
     return findings.others(pids, None if rates is None else float(rates.gpu))
 

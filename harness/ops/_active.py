@@ -57,7 +57,6 @@ class ActiveFields(Fields):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Raise ValueError for fields that the biases cannot achieve."""
         fields = self.model_dump()
         if self.active is None:
             _expect(self.skew == "iid", "active with a skew", "none")

@@ -46,8 +46,8 @@ def attention_and_variance(
     heads, by_head, cache = _heads(projected, keys), _heads(variance, keys), keys.shape[2]
     q, k = (_turned(_unit(t), cache) for t in (heads.q, heads.k))
     var_q, var_k = (
-        _turned_of(_unit_of(own, t), cache) + fine * turned.square()
-        for own, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
+        _turned(_unit_of(var, t), cache, variance=True) + fine * turned.square()
+        for var, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
     )
     p, own = _attention(q, k, keys)
     o = p @ values + own * heads.v
@@ -80,25 +80,17 @@ def _heads(projected: Tensor, keys: Tensor) -> _Heads:
     return _Heads(q, k.reshape(m, kv_heads, 1, width), v.reshape(m, kv_heads, 1, width))
 
 
-def _angles(width: int, position: int, device: torch.device) -> Tensor:
-    """Return the angles, fp64 [width / 2], by which the pairs of a head are turned."""
-    pair = torch.arange(0, width, 2, dtype=torch.float64, device=device)
-    return position * ROTARY ** (-pair / width)
-
-
-def _turned(x: Tensor, position: int) -> Tensor:
-    """Turn elements i and i + width / 2 of each head as a pair."""
-    angle = _angles(x.shape[-1], position, x.device)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+def _turned(x: Tensor, position: int, *, variance: bool = False) -> Tensor:
+    """Turn elements i and i + width / 2 of each head as a pair; or carry their `variance`."""
+    width = x.shape[-1]
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=x.device)
+    angle = position * ROTARY ** (-pair / width)
+    cos, sin, sign = angle.cos(), angle.sin(), -1
+    if variance:
+        cos, sin, sign = cos.square(), sin.square(), 1
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def _turned_of(variance: Tensor, position: int) -> Tensor:
-    angle = _angles(variance.shape[-1], position, variance.device)
-    cos2, sin2 = (t.square().to(variance.dtype) for t in (angle.cos(), angle.sin()))
-    a, b = variance.chunk(2, -1)
-    return torch.cat((a * cos2 + b * sin2, b * cos2 + a * sin2), -1)
+    return torch.cat((a * cos + sign * (b * sin), b * cos + a * sin), -1)
 
 
 def _attention(q: Tensor, k: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,13 +56,11 @@ class Counts:
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        """Count these rows."""
         self.done: set[tuple[int, str]] = set()
         self.cases = Counter[str]()
         self.add(rows)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Count further rows."""
         for row in rows:
             self.done.add((row.replicate, row.case.problem.id))
             if not row.reference:
@@ -122,7 +120,6 @@ class Watch:
 
     @property
     def json(self) -> dict[str, Any]:
-        """Return the findings as run.json has them."""
         findings = {when: [asdict(f) for f in group] for when, group in self._findings.items()}
         return {"fitness": findings} if findings else {}
 

@@ -10,18 +10,11 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import BITS, Format, has_value
 from sparsebench.harness.catalog import load_format
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 SHAPES = (1, 1), (3, 5), (16, 16), (33, 64), (64, 128), (70, 31), (256, 256)
 SPECIAL = -0.0, float("nan"), float("inf"), -float("inf"), 6e-8
-
-
-def check_format(
-    name: str, examples: Sequence[Tensor] = (), *, device: str = "cpu", **params: Any
-) -> None:
-    """Raise AssertionError if a format violates its contract; see `format_checks`."""
-    every(format_checks(name, examples, device=device, **params))
 
 
 def format_checks(
@@ -80,6 +73,8 @@ def bits(tensor: Tensor) -> Tensor:
     whole = tensor.view(BITS[tensor.element_size()])
     return whole.where(has_value(whole), 0)
 
+
+check_format = checker(format_checks)
 
 Store = Callable[[Tensor], Format]
 Held = Callable[[torch.dtype], Iterator[tuple[Tensor, Format]]]

@@ -12,17 +12,12 @@ from torch import Tensor
 from sparsebench.harness.catalog import keywords, load_op
 from sparsebench.harness.inputs.bits import fill
 from sparsebench.harness.ops._op import Fields, Op
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.results.record import Problem
 
 SIZES = {"m": 3, "n": 6, "k": 5}
 DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FEWEST_BITS = 4  # times a dtype's epsilon: an upper limit of rounding errors over the spread
-
-
-def check_op(name: str) -> None:
-    """Raise AssertionError if an op violates its contract; see `op_checks`."""
-    every(op_checks(name))
 
 
 def op_checks(name: str) -> list[Check]:
@@ -37,6 +32,9 @@ def op_checks(name: str) -> list[Check]:
         "counts work that grows with the non-zeros": _work,
     }
     return [Check(f"{name} {said}", partial(holds, name)) for said, holds in about.items()]
+
+
+check_op = checker(op_checks)
 
 
 def sizes(op: Op) -> dict[str, int]:

@@ -11,18 +11,13 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.grid import Grid
 from sparsebench.harness.patterns._mask import derived, level, mask
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 
 FIELDS = {"n": 120, "k": 200, "block": [12, 20]}  # blocks that divide both
 LEVELS = 0.0, 0.25, 0.375, 0.5, 0.7, 0.72, 0.75, 0.8, 0.9, 0.95
 CPU = torch.device("cpu")
 
 Levels = Callable[[], list[dict[str, Any]]]
-
-
-def check_pattern(name: str, **fields: Any) -> None:
-    """Raise AssertionError if a pattern violates its contract; see `pattern_checks`."""
-    every(pattern_checks(name, **fields))
 
 
 def pattern_checks(name: str, **fields: Any) -> list[Check]:
@@ -56,6 +51,9 @@ def pattern_checks(name: str, **fields: Any) -> list[Check]:
     return [
         Check(f"{name} {sentence}", partial(holds, possible)) for sentence, holds in about.items()
     ]
+
+
+check_pattern = checker(pattern_checks)
 
 
 def hashed(grid: Grid, seed: int = 0) -> Tensor:

@@ -177,8 +177,7 @@ def test_a_silent_driver_is_a_note_and_no_guess(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_this_machine_can_be_read() -> None:
-    assert host_checks.read_load() >= 0
-    assert 1 <= host_checks.read_cores() <= (os.cpu_count() or 1)
+
     assert 0 < host_checks.read_tick_ns() < 1e6
     assert host_checks.read_versions()["torch"] == torch.__version__.partition("+")[0]
     assert "torch" in host_checks.read_pins()

@@ -31,8 +31,9 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import bound, one_line, synchronize
-from sparsebench.harness.bench.energy import pieces, require_meter_on
+from sparsebench.harness.bench.energy import pieces, require_meter
 from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.harness.machine.device import identity
 from sparsebench.harness.models.reporting import (
     allocated_bytes,
     device_name,
@@ -84,7 +85,7 @@ def measure(
     """
     require_folder(to)
     if window_s:
-        require_meter_on(device)
+        require_meter(identity(device))
     torch.manual_seed(0)
     compiled = device.type == "cuda"
     weights = draw_weights(shape, device, DTYPES[dtype])
