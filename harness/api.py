@@ -106,9 +106,9 @@ class Run:
 
     def plot(self, name: str = ANSWER) -> Plot:
         """Draw one figure of the report. Raises ResultError if it does not apply to the run."""
-        if name not in (known := self.plots):
-            found = f"{name!r}{did_you_mean(name, known)}"
-            raise ResultError(f"plot: expected one of {', '.join(known)}; found {found}")
+        if name not in (names := self.plots):
+            message = f"{name!r}{did_you_mean(name, names)}"
+            raise ResultError(f"plot: expected one of {', '.join(names)}; found {message}")
         return Plot(name, build(self.stored, only=name))
 
     def report(self, path: Path | str | None = None) -> Path:
@@ -184,6 +184,6 @@ def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":
     try:
         text = yaml.safe_dump(written, sort_keys=False)
     except yaml.YAMLError as error:
-        found = " ".join(str(error).split())
-        raise SuiteError(f"suite: expected texts, numbers, lists and mappings, {found}") from error
+        reason = " ".join(str(error).split())
+        raise SuiteError(f"suite: expected texts, numbers, lists and mappings, {reason}") from error
     return expand("python", text, data)

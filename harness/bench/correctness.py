@@ -155,8 +155,8 @@ def _dense(out: object, expected: Expected) -> Verdict:
     if out.shape != reference.shape:
         return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
     if out.dtype != expected.dtype or out.device != reference.device:
-        wanted = f"{expected.dtype} on {reference.device}"
-        return Verdict(f"expected {wanted}, found {out.dtype} on {out.device}")
+        expected_kind = f"{expected.dtype} on {reference.device}"
+        return Verdict(f"expected {expected_kind}, found {out.dtype} on {out.device}")
     if not out.is_contiguous():
         return Verdict(f"expected a contiguous output, found strides {list(out.stride())}")
     if not bool(out.isfinite().all()):

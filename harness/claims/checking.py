@@ -40,7 +40,7 @@ from sparsebench.results.statistics import FEWEST
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
-Wanted = tuple[Part, set[str]]
+Gap = tuple[Part, set[str]]
 """A test, and its problems that have no cell."""
 
 
@@ -181,14 +181,14 @@ class _Check:
     def run(self) -> None:
         result = self.evidence
         result.read([self._resumed(path) for path in self._unfinished()])
-        for wanted in missing(result, self.flags.device):
+        for gaps in missing(result, self.flags.device):
             if monotonic() >= self.options.until:
-                result.left.append(wanted[0][0].suite.name)
+                result.left.append(gaps[0][0].suite.name)
                 continue
             try:
-                result.read([self._measured(wanted)])
+                result.read([self._measured(gaps)])
             except NoMeter as error:
-                for part, _ in wanted:
+                for part, _ in gaps:
                     result.refused[part.written.name, part.test.name] = str(error)
         result.left += [path.name for path in self._unfinished()]
         if self.flags.replicates >= FEWEST and not result.left:
@@ -205,16 +205,16 @@ class _Check:
         if monotonic() < self.options.until:
             run = store.read(path)
             before = run.state["flags"]
-            kept = {name: before[name] for name in ("only", "replicates", "energy")}
+            before_flags = {name: before[name] for name in ("only", "replicates", "energy")}
             suite = own_suite(run, self.flags.data)
-            self.engine(suite, replace(self.flags, **kept), None, path, self.options)
+            self.engine(suite, replace(self.flags, **before_flags), None, path, self.options)
         return path
 
-    def _measured(self, wanted: list[Wanted]) -> Path:
+    def _measured(self, gaps: list[Gap]) -> Path:
         """Measure the missing cases of one suite."""
-        suite = wanted[0][0].suite
-        ids = dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))
-        energy = measures_energy(wanted[0][0])
+        suite = gaps[0][0].suite
+        ids = dict.fromkeys(case for part, problems in gaps for case in part.cases(problems))
+        energy = measures_energy(gaps[0][0])
         flags = replace(self.flags, only=f"case={'|'.join(ids)}", energy=energy)
         names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
         path = next(self.out / name for name in names if not (self.out / name).exists())
@@ -262,12 +262,12 @@ def _finished(path: Path) -> bool:
     return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
-def missing(result: Evidence, device: str) -> list[list[Wanted]]:
+def missing(result: Evidence, device: str) -> list[list[Gap]]:
     """Return, for each suite, the parts with problems that have no cell on such a device.
 
     Parts about energy are separate, because energy takes seconds per case.
     """
-    by_suite: dict[tuple[str, bool], list[Wanted]] = {}
+    by_suite: dict[tuple[str, bool], list[Gap]] = {}
     for part in result.all_parts:
         name = part.written.name
         if (name, part.test.name) in result.refused:

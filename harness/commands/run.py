@@ -115,15 +115,8 @@ def _resumed(
         raise SuiteError(f"--resume {run}: expected a run that was stopped, found a merged one")
     before = stopped.state["flags"]
     data = data or (Path(before["data"]) if before.get("data") else None)
-    flags = Flags(
-        device=named(device or before["device"]),
-        data=data,
-        timeout_s=timeout_s,
-        replicates=before["replicates"],
-        only=before["only"],
-        energy=before.get("energy", False),
-        shard=before.get("shard", ""),
-    )
+    device = named(device or before["device"])
+    flags = Flags.recorded(stopped.state, device=device, data=data, timeout_s=timeout_s)
     return _measured(own_suite(stopped, data), flags, debug, resume=run)
 
 

@@ -110,8 +110,8 @@ def times(runs: Sequence[Run]) -> MeasuredTimes:
     starts = [run.state["flags"]["replicates"] * len(run.state.get("shards", "1")) for run in runs]
     chosen = {run.path: choices_of(run.state) for run in runs}
 
-    def kernels(wanted: Callable[[Choices, int], bool]) -> dict[str, KernelTimes]:
-        return _kernels(runs, lambda run, row: wanted(chosen[run.path], row.replicate))
+    def kernels(selects: Callable[[Choices, int], bool]) -> dict[str, KernelTimes]:
+        return _kernels(runs, lambda run, row: selects(chosen[run.path], row.replicate))
 
     first = kernels(lambda choice, replicate: choice is not Choices.BUNDLE and replicate == 0)
     later = kernels(lambda choice, n: choice in (Choices.FIRST, Choices.BUNDLE) and n > 0)
@@ -142,11 +142,11 @@ def _sizes(run: Run) -> tuple[float, float, float]:
     return fmean(map(log_size, problems)), max(LEAST_CONTEST_S, contest_s), row_s
 
 
-def _kernels(runs: Iterable[Run], wanted: Callable[[Run, Row], bool]) -> dict[str, KernelTimes]:
+def _kernels(runs: Iterable[Run], selects: Callable[[Run, Row], bool]) -> dict[str, KernelTimes]:
     """Return what `prepare` took in the wanted rows, by the label and the name of each kernel."""
     by_name: dict[str, list[list[Row]]] = {}  # rows of each kernel, by run
     for run in runs:
-        rows = {(row.case.id, row.replicate): row for row in run.rows if wanted(run, row)}
+        rows = {(row.case.id, row.replicate): row for row in run.rows if selects(run, row)}
         in_run: dict[str, list[Row]] = {}
         for row in rows.values():
             if row.prepare_s is not None and not row.case.contender.twin:
@@ -167,11 +167,11 @@ def _kernel_times(groups: Sequence[Sequence[Row]]) -> KernelTimes:
             searched = row.case.contender.kernel in DENSE and row.candidates
             key = (row.replicate, product(row.case.problem)) if searched else id(row)
             products.setdefault(key, []).append((log_size(row.case.problem), seconds))
-        for met in products.values():
-            dearest = max(met, key=lambda case: case[1])
+        for group in products.values():
+            dearest = max(group, key=lambda case: case[1])
             cases.append(dearest)
-            met.remove(dearest)
-            again += met
+            group.remove(dearest)
+            again += group
         if len(products) == len(rows):  # otherwise the dearest row is the search of a product
             each_s = [row.prepare_s or 0.0 for row in rows]
             once.append((len(rows) >= FEW, max(each_s) - median(each_s)))

@@ -41,8 +41,7 @@ def read_spent() -> Spent | None:
         return None
     user, nice, system, _, _, irq, softirq, steal = map(int, lines[0].split()[1:9])
     busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    own = os.times()
-    own_s = own.user + own.system + own.children_user + own.children_system
+    own_s = sum(os.times()[:4])  # user and system time, also of children
     cores = sum(line.startswith("cpu") for line in lines) - 1
     return Spent(time.monotonic(), busy_s, own_s, cores)
 

@@ -101,9 +101,8 @@ def commit() -> dict[str, Any]:
     """
     if "SPARSEBENCH_COMMIT" in os.environ:
         return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
-    found = of_checkout(Path(str(files("sparsebench.harness"))).resolve().parent)
-    if found:
-        return found
+    if checkout := of_checkout(Path(str(files("sparsebench.harness"))).resolve().parent):
+        return checkout
     built = files("sparsebench") / BUILT  # what the build of this wheel recorded
     recorded = json.loads(built.read_text("utf-8")) if built.is_file() else {}
     return {name: recorded.get(name) for name in ("commit", "dirty")}

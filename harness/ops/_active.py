@@ -75,9 +75,9 @@ class ActiveFields(Fields):
         return self
 
 
-def _expect(condition: bool, expected: str, found: object) -> None:
+def _expect(condition: bool, expected: str, actual: object) -> None:
     if not condition:
-        raise ValueError(f"{expected}, not {found}")
+        raise ValueError(f"{expected}, not {actual}")
 
 
 def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -> None:

@@ -32,8 +32,8 @@ def attended(z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor) 
     """Return the summand of the stream [m, hidden], from the stream's norm."""
     heads = _heads(linear(z, wqkv), keys)
     q, k = (_turned(_unit(t), keys.shape[2]) for t in (heads.q, heads.k))
-    p, own = _attention(q, k, keys)
-    return linear((p @ values + own * heads.v).flatten(1), wo)
+    p, p_token = _attention(q, k, keys)
+    return linear((p @ values + p_token * heads.v).flatten(1), wo)
 
 
 def attention_and_variance(
@@ -49,18 +49,18 @@ def attention_and_variance(
         _turned(_unit_of(var, t), cache, variance=True) + fine * turned.square()
         for var, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
     )
-    p, own = _attention(q, k, keys)
-    o = p @ values + own * heads.v
+    p, p_token = _attention(q, k, keys)
+    o = p @ values + p_token * heads.v
     width = q.shape[-1]
     moved = p.square() * (var_q @ keys.square().mT) / width  # p² times the variance of a score
-    own_moved = own.square() * (
+    own_moved = p_token.square() * (
         (var_q * k.square()).sum(-1, True) + (q.square() * var_k).sum(-1, True)
     )
     own_moved = own_moved / width
     var = moved @ values.square() - 2 * o * (moved @ values) + o.square() * moved.sum(-1, True)
     var = var.clamp(min=0) + own_moved * (heads.v - o).square()
-    var = var + own.square() * by_head.v
-    var = var + fine * (p.square() @ values.square() + (own * heads.v).square())
+    var = var + p_token.square() * by_head.v
+    var = var + fine * (p.square() @ values.square() + (p_token * heads.v).square())
     return o.flatten(1), var.flatten(1)
 
 

@@ -68,15 +68,15 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
         if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
             expected = f"at least one case of {name}={value}"
             raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
-    kept = []
+    selected = []
     for contest in contests:
         chosen = [c for c in contest.contenders if _meets(contest.problem, c, conditions)]
         if chosen:
             left = (c for c in contest.contenders if c.baseline or c in chosen)
-            kept.append(Contest(contest.problem, tuple(left)))
-    if not kept:
+            selected.append(Contest(contest.problem, tuple(left)))
+    if not selected:
         raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
-    return kept
+    return selected
 
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:

@@ -52,8 +52,7 @@ from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan._from_files import fields_of_source, require_enough, sources_of
 from sparsebench.harness.plan._limits import (
-    require_few_cases,
-    require_few_problems,
+    require_few,
     require_seeds,
     require_sizes,
     require_values,
@@ -62,6 +61,7 @@ from sparsebench.kernels._removed import removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source, format_of
 
+GROUPS = "contenders", "baselines"
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -139,13 +139,12 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     try:
         if published:
             written = _in_names_of_today(written)
-        for group in () if published else ("contenders", "baselines"):
+        for group in () if published else GROUPS:
             for number, entry in enumerate(getattr(written, group)):
                 if reason := removal(entry.kernel):
                     raise SuiteError(f"{group}[{number}]: {reason}")
         entries = [*written.baselines, *written.contenders]
-        require_few_problems(written.problems)
-        require_few_cases(written.problems, [[entry.params, entry.options] for entry in entries])
+        require_few(written.problems, [[entry.params, entry.options] for entry in entries])
         by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
         for number, axes in enumerate(written.problems):
             for problem in _problems(number, axes, data):
@@ -205,8 +204,7 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
     op = load_op(name)
     seeds = _sweep(axes.pop("seed", 0))
     require_seeds(f"{where}.seed", seeds)
-    found_in = list(sources_of(where, axes.pop("source", None), data, op))
-    for source in found_in:
+    for source in list(sources_of(where, axes.pop("source", None), data, op)):
         from_source = fields_of_source(op, source, data)
         sweeps = (  # a mapping sets several fields at once
             [item if isinstance(item, dict) else {axis: item} for item in _sweep(value)]
@@ -256,7 +254,7 @@ def _in_names_of_today(written: SuiteFile) -> SuiteFile:
             entry.model_copy(update={"format": format_of(entry.kernel, entry.format)})
             for entry in getattr(written, group)
         ]
-        for group in ("contenders", "baselines")
+        for group in GROUPS
     }
     return written.model_copy(update=groups)
 
@@ -264,7 +262,7 @@ def _in_names_of_today(written: SuiteFile) -> SuiteFile:
 def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
     """Raise SuiteError for an entry that matches no problem."""
     ops = {problem.op for problem in problems}
-    for group in ("contenders", "baselines"):
+    for group in GROUPS:
         for number, entry in enumerate(getattr(written, group)):
             for name, value in entry.at.items():
                 values_of = {str(p.fields[name]) for p in problems if name in p.fields}
@@ -290,7 +288,7 @@ def _competes(entry: ContenderEntry, problem: Problem) -> bool:
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
     by_case: dict[str, Contender] = {}  # a baseline that is also a contender counts once
-    for group in ("baselines", "contenders"):
+    for group in reversed(GROUPS):
         for number, entry in enumerate(getattr(written, group)):
             where, baseline = f"{group}[{number}]", group == "baselines"
             for contender in _contenders(where, entry, problem, baseline=baseline):

@@ -12,7 +12,6 @@ a search. The new run is therefore about those configurations, and says so (resu
 results/comparison.py decides for each cell whether two runs agree.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,9 +160,7 @@ def again(
     suite = own_suite(run, data)
     require_planned(run, suite)
     require_plan(device, planned(suite, device))
-    known = {field.name for field in dataclasses.fields(Flags)}
-    recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
-    flags = Flags(**{**recorded, "device": device, "data": data, **changed})
+    flags = Flags.recorded(run.state, device=device, data=data, **changed)
     here = about_device(device, data)["environment"]
     same_kind = device_name(here) == device_name(run.environment)
     pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()

@@ -8,10 +8,10 @@ No path of this machine is recorded: a data folder is named only if it lies belo
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sparsebench.harness.doctor import other_work
 from sparsebench.harness.doctor.findings import Finding
@@ -39,6 +39,12 @@ class Flags:
     only: str = ""
     energy: bool = False
     shard: str = ""
+
+    @classmethod
+    def recorded(cls, state: Mapping[str, Any], **changed: Any) -> Self:
+        """Return the flags of a run's run.json, some of them changed."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{n: f for n, f in state["flags"].items() if n in names} | changed)
 
     @property
     def published(self) -> dict[str, Any]:

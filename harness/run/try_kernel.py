@@ -131,8 +131,8 @@ def plan(
         (contest,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
         return contest
 
-    own = expanded(params).problem.fields
-    values = {**own, **derived(own)}  # a parameter of the name of a field takes its value
+    every = expanded(params).problem.fields
+    values = {**every, **derived(every)}  # a parameter takes the value of a field of its name
     names = keywords(weights_format(stored).from_dense) & values.keys()
     return expanded({name: values[name] for name in names} | params)
 

@@ -130,8 +130,8 @@ def campaign(name: str) -> Campaign:
         place = f"{where}: entries[{number}]"
         kinds = [kind for kind in KINDS if getattr(entry, kind) is not None]
         if len(kinds) != 1:
-            found = " and ".join(kinds) or "none"
-            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {found}")
+            message = " and ".join(kinds) or "none"
+            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {message}")
         confirmed = f"{entry.of}-{'confirmed' if entry.confirm else 'again'}"
         of_kind = {"claims": "claims", "suite": Path(str(entry.suite)).stem}
         name = entry.name or of_kind.get(entry.kind, confirmed)
@@ -143,8 +143,8 @@ def campaign(name: str) -> Campaign:
             raise SuiteError(f"{place}: expected {expected}; found {name!r}")
         for other in filter(None, (entry.of, entry.apart)):
             if other not in before:
-                found = f"found {other!r}{did_you_mean(other, before)}"
-                raise SuiteError(f"{place}: expected an entry above it, {found}")
+                message = f"found {other!r}{did_you_mean(other, before)}"
+                raise SuiteError(f"{place}: expected an entry above it, {message}")
             if before[other] == "claims":
                 raise SuiteError(f"{place}: expected the name of a run, found {other}, the claims")
         if entry.suite and not entry.data:

@@ -199,5 +199,5 @@ def _given_up(folder: Path, part: Progress) -> str:
     logs = sorted((folder / "jobs").glob(f"{job}_*_log.err"))
     lines = logs[-1].read_text("utf-8", "replace").splitlines() if logs else []
     words = " | ".join(line.strip() for line in lines if line.strip())[-400:]
-    found = f"found {TRIES} jobs that ended without one; the last, {job}: {words or 'no output'}"
-    return f"{folder / str(part.number)}: expected new contests of part {part.number}, {found}"
+    message = f"found {TRIES} jobs that ended without one; the last, {job}: {words or 'no output'}"
+    return f"{folder / str(part.number)}: expected new contests of part {part.number}, {message}"

@@ -71,5 +71,5 @@ def _frames(refused: bool) -> Frames:
     gpu = {"name": "simulated", "uuid": spec.identity, "l2_bytes": spec.l2_bytes}
     text = {"title": "Simulated"}
     run = Run(Path("simulated"), text, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
-    found = analyse(run)
-    return Frames(run, found.rows, found.cases, found.noise)
+    analysis = analyse(run)
+    return Frames(run, analysis.rows, analysis.cases, analysis.noise)

@@ -63,8 +63,8 @@ def _names(name: str) -> None:
 def _signature(name: str) -> None:
     parameters = [*inspect.signature(load_kernel(name).prepare).parameters.values()]
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    found = ", ".join(str(parameter) for parameter in parameters)
-    expect(len(positional) == 1, f"expected prepare(operands, *, options), found ({found})")
+    signature = ", ".join(str(parameter) for parameter in parameters)
+    expect(len(positional) == 1, f"expected prepare(operands, *, options), found ({signature})")
     unset = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     expect(not unset, f"expected a default of every option, found none of {unset}")
 
@@ -96,8 +96,8 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
 def _row(name: str, words: str, dtype: str, device: str) -> Row:
     """Return the kernel's row of a contest without other contenders. Raises SuiteError."""
     chosen, op = dict(word.split("=", 1) for word in words.split()), load_kernel(name).op
-    known = load_op(chosen.get("op", "linear" if op == "any" else op)).fields.model_fields
-    sizes = {size: str(value) for size, value in SIZES.items() if size in known}
+    names = load_op(chosen.get("op", "linear" if op == "any" else op)).fields.model_fields
+    sizes = {size: str(value) for size, value in SIZES.items() if size in names}
     fields = {**sizes, "dtype": dtype, **chosen}
     where = torch.device(device)
     planned = plan(name, [f"{field}={value}" for field, value in fields.items()], where)

@@ -68,12 +68,12 @@ def chosen(fields: Mapping[str, Any]) -> Tensor:
 
 def _exact(levels: Levels) -> None:
     for fields in levels():
-        kept, n, k = chosen(fields), fields["n"], fields["k"]
-        expect(kept.shape == (n, k), f"expected a mask {[n, k]}, found {list(kept.shape)}")
-        promised, found = level(fields), 1 - float(kept.double().mean())
-        said = f"sparsity {fields['sparsity']}: expected {promised:.6g}, found {found:.6g}"
-        expect(abs(found - promised) < 1e-12, f"{said} as the fraction of pruned elements")
-        expect(kept.any(), f"sparsity {fields['sparsity']}: expected an element that is kept")
+        stays, n, k = chosen(fields), fields["n"], fields["k"]
+        expect(stays.shape == (n, k), f"expected a mask {[n, k]}, found {list(stays.shape)}")
+        promised, actual = level(fields), 1 - float(stays.double().mean())
+        message = f"sparsity {fields['sparsity']}: expected {promised:.6g}, found {actual:.6g}"
+        expect(abs(actual - promised) < 1e-12, f"{message} as the fraction of pruned elements")
+        expect(stays.any(), f"sparsity {fields['sparsity']}: expected an element that is kept")
 
 
 def _repeats(levels: Levels) -> None:
@@ -84,6 +84,6 @@ def _repeats(levels: Levels) -> None:
 
 def _derives(levels: Levels) -> None:
     for fields in levels():
-        found = derived(fields)
-        named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
-        expect(named, f"expected values by name, found {found!r}")
+        actual = derived(fields)
+        named = isinstance(actual, dict) and all(isinstance(name, str) for name in actual)
+        expect(named, f"expected values by name, found {actual!r}")

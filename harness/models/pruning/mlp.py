@@ -101,11 +101,11 @@ def require_one_of(field: str, name: str, choices: list[str]) -> None:
 
 def require_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None) -> None:
     """Raise SuiteError unless this is a finite matrix, of the given shape if there is one."""
-    found = f"found {weight.dtype} {list(weight.shape)}"
+    actual = f"found {weight.dtype} {list(weight.shape)}"
     if weight.dim() != 2 or not weight.is_floating_point():
-        raise SuiteError(f"{name}: expected a floating-point matrix, {found}")
+        raise SuiteError(f"{name}: expected a floating-point matrix, {actual}")
     if shape is not None and tuple(weight.shape) != shape:
-        raise SuiteError(f"{name}: expected {list(shape)}, {found}")
+        raise SuiteError(f"{name}: expected {list(shape)}, {actual}")
     bad = int((~weight.isfinite()).sum())
     if bad:
         raise SuiteError(f"{name}: expected finite values, found {bad} that are not")
