@@ -36,6 +36,7 @@ from sparsebench.results.formatting import (
 )
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.outcome import STYLES
 from sparsebench.results.provenance import devices_named
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
@@ -49,7 +50,6 @@ REASONS = 12  # shown at most
 PARTS = ["op", "pattern", "dtype"]  # one table for each combination
 CONTEST = ["problem_id", "scope", "cache"]
 USUAL = {("scope", "kernel"), ("cache", "cold"), ("block", "1"), ("skew", "iid"), ("block", "")}
-OUTCOMES = {"faster": "good", "slower": "bad", "inconclusive": "unsure", "no_difference": "quiet"}
 GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
@@ -116,7 +116,7 @@ def counted(analysis: Analysis) -> dict[str, int]:
 
 def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     """Sort cases by the fields of their problems, because a run takes them in random order."""
-    names = ["op", *fields(cases), "source"]
+    names = ["op", *fields(cases), "source", "seed"]
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
@@ -151,25 +151,37 @@ def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
     if above:
         why = "more than zeros can save. There the baseline is slow or was disturbed by other work"
         lines.append(f"{are(above, 'speedup')} above 1 / (1 - sparsity), {why}.")
+    if count := _with_other_levels(analysis.rows, cases):
+        why = "whose weights have more zeros than the suite asks for"
+        lines.append(f"{are(count, 'problem')} shown at the level of a file, {why}.")
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = cases[name][cases[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
     return lines
 
 
+def _with_other_levels(rows: pd.DataFrame, cases: pd.DataFrame) -> int:
+    """Count the problems that are shown at another sparsity than they ask for."""
+    if rows.empty:
+        return 0
+    requested = cases.problem_id.map(rows.groupby("problem_id").sparsity.first())
+    other = (requested > 0) & cases.level.notna() & (cases.level != requested)
+    return int(cases.problem_id[other].nunique())
+
+
 def outcome(line: Mapping[Any, Any]) -> Cell:
-    """Write `faster`, `no difference`, `inconclusive (+3)` for 3 more processes, or a dash."""
-    more, words = line["more_processes"], line["outcome"].replace("_", " ") or "-"
-    return words if pd.isna(more) else f"{words} (+{more})", OUTCOMES.get(line["outcome"], "")
+    """Write `faster`, `equal`, `not settled (+3)` for 3 more processes, or a dash."""
+    more, words = line["more_processes"], line["outcome"] or "-"
+    return words if pd.isna(more) else f"{words} (+{more})", STYLES.get(line["outcome"], "")
 
 
 def shown(name: str, value: Any) -> str:
-    """Write a field: a sparsity as a percentage, a source by its file name."""
+    """Write a field: a sparsity as a percentage."""
     if pd.isna(value):
         return "-"
     if name == "sparsity":
         return percent(value)
-    return f"{value:g}" if isinstance(value, float) else str(value).rpartition("/")[2]
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
@@ -266,7 +278,7 @@ def _condition(case: Mapping[Any, Any]) -> str:
         units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
         parts.append(f"{case['active']:g} of {units} units active")
     if pd.notna(case.get("source")):
-        parts.append(str(case["source"]).rpartition("/")[2])
+        parts.append(str(case["source"]))
     return ", ".join(parts)
 
 
@@ -284,10 +296,11 @@ def who(case: Mapping[Any, Any]) -> str:
 
 def _fastest(best: pd.DataFrame) -> Table:
     """Return the fastest case of each problem with the interval and outcome of its speedup."""
-    varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
+    names = ["op", *fields(best), "source", "seed", "scope", "cache"]
+    varying, constant = split(best, [n for n in names if n != "seed" or best.seed.nunique() > 1])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
-    columns = [*varying, "fastest", "time", against, "outcome", "tied with", "accuracy"]
+    columns = [*varying, "fastest", "time", against, "outcome", "not settled against", "accuracy"]
     lines: list[list[Cell]] = [
         [
             *(shown(name, line[name]) for name in varying),
@@ -300,13 +313,22 @@ def _fastest(best: pd.DataFrame) -> Table:
         ]
         for line in best.to_dict("records")
     ]
-    empty = {"outcome": "-", "tied with": "", "accuracy": ""}
+    empty = {"outcome": "-", "not settled against": "", "accuracy": ""}
     used = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
     kept = [[line[columns.index(name)] for name in used] for line in lines]
     interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
     title = f"Fastest: {constant} ({interval})"
-    words = {"fastest", "outcome", "tied with", "accuracy", "op", "pattern", "dtype", "source"}
-    spare = ("tied with", "outcome")
+    words = {
+        "fastest",
+        "outcome",
+        "not settled against",
+        "accuracy",
+        "op",
+        "pattern",
+        "dtype",
+        "source",
+    }
+    spare = ("not settled against", "outcome")
     return Table(title=title, columns=used, lines=kept, words=words, spare=spare)
 
 
@@ -362,7 +384,7 @@ def _ratio(line: Mapping[Any, Any]) -> Cell:
     if line["label"] == line["baseline_label"]:
         return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]
-    style = OUTCOMES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
+    style = STYLES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
     return estimate(line["speedup"], low, high, line["uncertainty"]), style
 
 

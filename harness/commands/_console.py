@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -24,8 +24,11 @@ RESUME = "run --resume"
 EVERY_S = 10.0  # between two progress lines in a pipe
 LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
 
-Show = Callable[[int, int, str], None]
-"""Called with the parts done, the parts in all, and a description of the next one."""
+
+class Show(Protocol):
+    """Called with the parts done, the parts in all, the last result, and the step they are of."""
+
+    def __call__(self, done: int, total: int, result: str, step: str = "") -> None: ...
 
 
 class Output(Console):
@@ -142,22 +145,23 @@ def measuring(resume: str = RESUME) -> Iterator[Show]:
 def progress_bar() -> Iterator[Show]:
     """Show progress on stderr: a bar in a terminal, a line every EVERY_S seconds in a pipe.
 
-    Either has the parts done, the time left, the next part and the fastest kernel of the last one.
+    Either has the step, the parts done, the time left, and the last result with its case.
     """
     if not stderr.is_terminal:
         yield progress_lines()
         return
     columns = (
+        TextColumn("{task.fields[step]}"),
         MofNCompleteColumn(),
         BarColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=stderr, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
+        task = progress.add_task("starting", total=None, step="")
 
-        def show(done: int, total: int, problem: str) -> None:
-            progress.update(task, completed=done, total=total, description=problem)
+        def show(done: int, total: int, result: str, step: str = "") -> None:
+            progress.update(task, completed=done, total=total, description=result, step=step)
 
         yield show
 
@@ -165,14 +169,16 @@ def progress_bar() -> Iterator[Show]:
 def progress_lines() -> Show:
     """Return a callback that prints the first and the last part, and a line every EVERY_S.
 
-    The seconds left follow from the parts done since the first call, because a resumed run starts
+    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+
+    The time left follows from the parts done since the first call, because a resumed run starts
     with some done. When another run follows, the estimate starts again. If that run came before the
     last one was complete, several runs take turns, or one was given up: then none is made.
     """
-    began = time.monotonic()
-    due, since, first, last, predictable = began, began, -1, (0, 0), True
+    due = since = time.monotonic()
+    first, last, predictable = -1, (0, 0), True
 
-    def show(done: int, total: int, problem: str) -> None:
+    def show(done: int, total: int, result: str, step: str = "") -> None:
         nonlocal due, since, first, last, predictable
         now, (done_before, total_before) = time.monotonic(), last
         if first < 0 or total != total_before or done < done_before:
@@ -183,7 +189,8 @@ def progress_lines() -> Show:
             return
         due, left = now + EVERY_S, ""
         if predictable and done > first:
-            left = f", {(now - since) / (done - first) * (total - done):.0f} s left"
-        stderr.say(f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip())
+            left_s = (now - since) / (done - first) * (total - done)
+            left = "{}:{:02d} left".format(*divmod(round(left_s), 60))
+        stderr.say(" · ".join(filter(None, [f"{step} {done}/{total}".lstrip(), left, result])))
 
     return show

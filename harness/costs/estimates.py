@@ -53,13 +53,15 @@ def preview(
     replicates: int = 3,
     *,
     pinned: bool = False,
+    searched: bool = False,
     energy: bool = False,
     device: str = "cuda",
 ) -> dict[str, Any]:
     """Return counts, an estimate in seconds and bytes, and the kernels without times.
 
-    `pinned` if choices come from another run, without a search. The estimate includes A/A twins and
-    the noise floor; the counts are of the suite's own cases.
+    `pinned` if choices come from another run, without a search; `searched` if every process has the
+    finalists of another run. The estimate includes A/A twins and the noise floor; the counts are of
+    the suite's own cases.
     """
     selected = only(suite.contests, condition)
     measures = len(possible(suite.measures, device))
@@ -75,7 +77,7 @@ def preview(
             key = name, product(contest.problem)
             cases.append((name, size, key in seen))
             seen.add(key)
-    first = times.later if pinned else times.first
+    first = times.later if pinned else times.searching if searched else times.first
     later = times.searching if replicates >= FEWEST and not pinned else times.later
     seconds = times.ceilings_s + replicates * (process_s + energy * windows * ENERGY_S)
     seconds += _prepare_s(cases, first) + (replicates - 1) * _prepare_s(cases, later)
@@ -125,6 +127,8 @@ def affordable(
     left_s: float,
     replicates: int,
     device: str = "cuda",
+    *,
+    searched: bool = False,
 ) -> dict[str, Sequence[str]]:
     """Return those of the wanted problems, with their case ids, that fit into the time left.
 
@@ -134,7 +138,9 @@ def affordable(
     for problem, cases in wanted.items():
         more = fitting | {problem: cases}
         ids = "|".join(dict.fromkeys(case for each in more.values() for case in each))
-        planned_run = preview(suite, times, f"case={ids}", replicates, device=device)
+        planned_run = preview(
+            suite, times, f"case={ids}", replicates, device=device, searched=searched
+        )
         if planned_run["estimate_s"] <= left_s:
             fitting = more
     return fitting

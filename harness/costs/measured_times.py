@@ -113,9 +113,13 @@ def times(runs: Sequence[Run]) -> MeasuredTimes:
     def kernels(selects: Callable[[Choices, int], bool]) -> dict[str, KernelTimes]:
         return _kernels(runs, lambda run, row: selects(chosen[run.path], row.replicate))
 
-    first = kernels(lambda choice, replicate: choice is not Choices.BUNDLE and replicate == 0)
+    first = kernels(lambda choice, n: choice not in (Choices.BUNDLE, Choices.EARLIER) and n == 0)
     later = kernels(lambda choice, n: choice in (Choices.FIRST, Choices.BUNDLE) and n > 0)
-    searching = kernels(lambda choice, n: choice in (Choices.EACH, Choices.AMONG) and n > 0)
+    searching = kernels(
+        lambda choice, n: (
+            choice is Choices.EARLIER or (choice in (Choices.EACH, Choices.AMONG) and n > 0)
+        )
+    )
     assumed = {  # judging by first processes alone
         name: KernelTimes(0.0, kernel.again or [(size, AGAIN * s) for size, s in kernel.cases])
         for name, kernel in first.items()

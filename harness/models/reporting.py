@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsebench._writing import replacing
 from sparsebench.errors import SuiteError
 
 
@@ -23,12 +24,10 @@ def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Write a .safetensors file atomically. Raises SuiteError if it cannot be written."""
-    fresh = path.with_name(f"{path.name}.new")
     try:
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, fresh, metadata)
-        fresh.replace(path)
+        with replacing(path) as fresh:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, fresh, metadata)
     except (OSError, SafetensorError) as error:
-        fresh.unlink(missing_ok=True)
         raise SuiteError(f"{path}: expected a writable file; found {error}") from error
 
 

@@ -56,7 +56,7 @@ def require_sizes(where: str, fields: Mapping[str, Any]) -> None:
 def require_values(where: str, point: Mapping[str, Any]) -> None:
     """Raise SuiteError for a value that no parameter or option of a contender can have."""
     for name, value in point.items():
-        whole = isinstance(value, list) and all(type(item) is int for item in value)
+        whole = bool(value) and isinstance(value, list) and all(type(i) is int for i in value)
         number = isinstance(value, float) and isfinite(value)
         if not (whole or number or value is None or isinstance(value, bool | int | str)):
             expected = "a number, a text, true, false or a list of integers"

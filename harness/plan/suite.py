@@ -202,22 +202,25 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
         found = repr(name) if "op" in entry else "none"
         raise SuiteError(f"{where}.op: expected the name of an op, found {found}")
     op = load_op(name)
-    seeds = _sweep(axes.pop("seed", 0))
+    seeds = _sweep(f"{where}.seed", axes.pop("seed", 0))
     require_seeds(f"{where}.seed", seeds)
     for source in list(sources_of(where, axes.pop("source", None), data, op)):
         from_source = fields_of_source(op, source, data)
-        sweeps = (  # a mapping sets several fields at once
-            [item if isinstance(item, dict) else {axis: item} for item in _sweep(value)]
-            for axis, value in axes.items()
-        )
-        for values in product(*sweeps):
-            fields = _fields(where, op, (from_source, *values), source)
+        sweeps = []
+        for axis, value in axes.items():  # a mapping sets several fields at once
+            values = _sweep(f"{where}.{axis}", value)
+            sweeps.append([item if isinstance(item, dict) else {axis: item} for item in values])
+        for point in product(*sweeps):
+            fields = _fields(where, op, (from_source, *point), source)
             require_enough(where, op, fields, source, data)
             for seed in seeds:
                 yield Problem(name, fields, seed, source, op.defaults)
 
 
-def _sweep(value: Any) -> list[Any]:
+def _sweep(where: str, value: Any) -> list[Any]:
+    """Return the values of a sweep. Raises SuiteError for one without a value."""
+    if value == [] or value == {} or (isinstance(value, list) and {} in value):
+        raise SuiteError(f"{where}: expected at least one value, found {value}")
     return value if isinstance(value, list) else [value]
 
 
@@ -266,9 +269,9 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
         for number, entry in enumerate(getattr(written, group)):
             for name, value in entry.at.items():
                 values_of = {str(p.fields[name]) for p in problems if name in p.fields}
-                if not values_of & set(map(str, _sweep(value))):
+                where = f"{group}[{number}].at.{name}"
+                if not values_of & set(map(str, _sweep(where, value))):
                     values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
-                    where = f"{group}[{number}].at.{name}"
                     raise SuiteError(f"{where}: expected a {values}; found {value!r}")
             if entry.op is not None and entry.op not in ops:
                 found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
@@ -283,7 +286,7 @@ def _competes(entry: ContenderEntry, problem: Problem) -> bool:
     if entry.op not in (None, problem.op):
         return False
     fields = problem.fields
-    return all(name in fields and fields[name] in _sweep(v) for name, v in entry.at.items())
+    return all(name in fields and fields[name] in _sweep(name, v) for name, v in entry.at.items())
 
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
@@ -332,7 +335,8 @@ def _known(
 def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
     values_by_name = {**problem.fields, **derived(problem.fields)}
-    for values in product(*(_sweep(value) for value in given.values())):
+    sweeps = [_sweep(f"{where}.{name}", value) for name, value in given.items()]
+    for values in product(*sweeps):
         point = dict(zip(given, values, strict=True))
         require_values(where, point)
         for name, value in point.items():

@@ -44,13 +44,14 @@ from sparsebench.results import bundle, provenance, store
 from sparsebench.results.files import utf8
 from sparsebench.results.formatting import rounded
 from sparsebench.results.frame import logs_over
-from sparsebench.results.record import Row, Status
+from sparsebench.results.record import Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
 
 Progress = Callable[[int, int, str], None]
-"""Called with contests done, contests in all, and the problem that is next."""
+"""Called with contests done, contests in all, and the last result, or the first problem."""
 
 Rank = Callable[[Contest], int]
+Replan = Callable[[int, list[Contest]], list[Contest]]
 
 LEAST_S, MOST_S = 0.1, 86400.0  # limits of --timeout
 
@@ -62,19 +63,24 @@ class RunOptions:
     progress    called before each contest
     on_message  receives machine findings and failure reasons
     pinned      choices of each process of another run, taken without a search (provenance.py)
+    searched    rows of an earlier run: the processes of a verdict search among its finalists
     origin      the bundle that this run reproduces or confirms, for run.json
     until       a time.monotonic(): no contest starts that would end after it if it took as long as
                 the longest so far; --resume measures the rest
     rank        contests of a lower rank come first in every process; ties are in random order
+    replan      called before each process with its number and its contests, and returns those to
+                measure now; --resume measures the others
     part        set if several processes share the plan (plan_part.py)
     """
 
     progress: Progress = lambda done, total, problem: None
     on_message: OnMessage = lambda finding: None
     pinned: Sequence[Pinned] = ()
+    searched: Sequence[Row] = ()
     origin: Mapping[str, Any] | None = None
     until: float = inf
     rank: Rank | None = None
+    replan: Replan = lambda process, contests: contests
     part: Part | None = None
 
 
@@ -111,7 +117,9 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = completed_rows(resume, suite, flags, contests) if resume else []
-        chosen_by = provenance.planned_choices(flags.replicates, bool(options.pinned))
+        chosen_by = provenance.planned_choices(
+            flags.replicates, bool(options.pinned), bool(options.searched)
+        )
         runner = Runner(
             flags.device,
             flags.data,
@@ -124,6 +132,8 @@ def measure(
         if part:
             part.start(runner)
             runner.pin(part.earlier)
+        if chosen_by is provenance.Choices.EARLIER:
+            runner.pin(options.searched)
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
@@ -230,7 +240,7 @@ class _Session:
     counts: Counts = field(init=False)
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # contests
-    last: str = ""  # the leader of the last contest
+    last: str = ""  # the problem and the result of the last contest
     longest_s: float = 0.0  # that any contest took
 
     def __post_init__(self) -> None:
@@ -248,6 +258,7 @@ class _Session:
                 order = random.Random(seed).sample(self.contests, len(self.contests))
                 order.sort(key=self.options.rank or (lambda contest: 0))
                 missing = [c for c in order if (replicate, c.problem.id) not in self.counts.done]
+                missing = self.options.replan(replicate, missing)
                 if monotonic() >= self.options.until:
                     break
                 if replicate:
@@ -275,7 +286,7 @@ class _Session:
             self.rows += result.rows
             self.counts.add(result.rows)
             store.set_state(self.path, self._state("running", self.counts))  # survives a kill
-            self.last = leader(result.rows)
+            self.last = leader(result.rows) or self.last
         self.options.progress(self.done, self._total(), self.last)
 
     def _in_time(self, contests: Iterable[Contest]) -> Iterator[Contest]:
@@ -284,7 +295,7 @@ class _Session:
         for contest in contests:
             if began + self.longest_s > self.options.until:
                 return
-            self.options.progress(self.done, self._total(), describe(contest) + self.last)
+            self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest
             now = monotonic()
             self.longest_s, began = max(self.longest_s, now - began), now
@@ -320,19 +331,24 @@ class _Session:
             bundle.seal(self.path)
 
 
-def describe(contest: Contest) -> str:
+def describe(problem: Problem) -> str:
     """Name a problem for a line of progress."""
-    shown = {k: v for k, v in contest.problem.fields.items() if k not in ("pattern", "dtype")}
-    return " ".join(f"{name}={text(value)}" for name, value in shown.items())
+    shown = {k: v for k, v in problem.fields.items() if k not in ("pattern", "dtype")}
+    words = [f"{name}={text(value)}" for name, value in shown.items()]
+    return " ".join([*words, *([source.label] if (source := problem.source) else [])])
 
 
 def leader(rows: Sequence[Row]) -> str:
-    """Name the fastest contender of a contest for a line of progress; "" for a reference."""
+    """Name the problem and its fastest contender for a line of progress; "" for a reference.
+
+    `m=64 n=4096 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+    """
     timed = [row for row in rows if row.status is Status.OK and row.samples_us]
     over = next((row for row in timed if row.case.contender.baseline), None)
     if over is None or len(timed) == 1 or timed[0].reference:
         return ""
     logs = [float(np.median(logs_over(row, over))) for row in timed]
-    best = timed[logs.index(max(logs))]
-    ratio = f"{rounded(exp(max(logs)))} x {over.case.contender.kernel}"
-    return f"; last: {best.case.contender.kernel}, {'the baseline' if best is over else ratio}"
+    best, base = timed[logs.index(max(logs))].case.contender, over.case.contender
+    ratio = f"{best.kernel} {rounded(exp(max(logs)))}× faster than {base.kernel}"
+    result = f"{base.kernel} is the fastest" if best is base else ratio
+    return f"{describe(over.case.problem)}: {result}"

@@ -32,6 +32,7 @@ from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call_each
 from sparsebench.kernels._kernel import Kernel
+from sparsebench.results import files
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Row, Status
 
@@ -148,10 +149,10 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
             raise SuiteError(f"try: expected {name} once, found it twice")
         rows, by, columns = text.partition("x")
         block = by and rows.isdigit() and columns.isdigit()
-        try:
-            values[name] = [int(rows), int(columns)] if block else yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise SuiteError(f"try: {name}: expected a value, found {text!r}") from error
+        where = f"try: {name}"
+        values[name] = (
+            [int(rows), int(columns)] if block else files.from_yaml(where, text, SuiteError)
+        )
     return values
 
 

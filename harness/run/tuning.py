@@ -110,7 +110,7 @@ def tune(
             tuning.left = len(todo) - number
             if monotonic() > end:
                 break
-            progress(number, len(todo), describe(contest))
+            progress(number, len(todo), describe(contest.problem))
             for result in runner.run([contest]):
                 entries, failed = _entries(result.rows, versions)
                 current |= {entry.case: entry for entry in entries}
