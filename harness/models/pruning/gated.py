@@ -45,7 +45,6 @@ class Gated:
 
     @property
     def layers(self) -> dict[str, nn.Linear]:
-        """Return gate, up and down by name."""
         return dict(zip(PARTS, (self.gate, self.up, self.down), strict=True))
 
     @property
@@ -66,16 +65,13 @@ class DenseGatedMLP(nn.Module):
     """A dense gated MLP with Hugging Face's names, made from a sparse one."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, activation: str):
-        """Take weights [h, k], [h, k] and [k, h] without a copy."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = map(linear_of, (gate, up, down))
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return Y [..., k] of X [..., k]."""
-        y: Tensor = self.down_proj(
-            ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x)
-        )
+        act = ACTIVATIONS[self.activation]
+        y: Tensor = self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
