@@ -37,6 +37,7 @@ def new_gpu(
     devices: Devices = "",
 ) -> None:
     """Survey a GPU within a time budget: is sparsity worth it here?"""
+    from sparsebench.harness.machine.device import pick, simulated, slug
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey_page import write
 
@@ -56,7 +57,8 @@ def new_gpu(
             sharing = Sharing(devices)
             name = sharing.first(device)
             shared = sharing.device_names if sharing else []
-            path = out or _new_path(name)
+            kind = "sim" if simulated(name) else slug(pick(name))
+            path = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{kind}"
             survey = surveys.survey(name, seconds or BUDGET_S, path, of_step, shared)
         summary = write(survey.path, others)
     wide().print(summary)
@@ -65,11 +67,3 @@ def new_gpu(
     if survey.left:
         stdout.say(f"`sparsebench {RESUME} {survey.path}` measures the rest")
     stdout.say(f"report: {survey.path / 'report.html'}")
-
-
-def _new_path(device: str) -> Path:
-    """Return runs/<time>-new-gpu-<device>."""
-    from sparsebench.harness.machine.device import pick, simulated, slug
-
-    name = "sim" if simulated(device) else slug(pick(device))
-    return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{name}"

@@ -88,7 +88,6 @@ class Stopped(KeyboardInterrupt):
     """A run was interrupted; `--resume` continues it from the directory `path`."""
 
     def __init__(self, path: Path) -> None:
-        """Store the path."""
         super().__init__(str(path))
         self.path = path
 
@@ -110,7 +109,7 @@ def measure(
     contests = planned(suite, flags.device, flags.only, flags.shard)
     require_plan(flags.device, planned(suite, flags.device))
     if out and not resume:
-        _require_new(out)
+        require_new(out)
     tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # a name that is taken twice is an error now, not when the report is built
@@ -140,7 +139,11 @@ def measure(
             require_meter(runner.about["identity"])
         # Before anything runs: a GPU reports how busy it was in the last second.
         watch = Watch(flags.device, runner.about["identity"], runner.pid, options.on_message)
-        before = {**(options.origin or {}), "choices": chosen_by, **_part_record(flags, part)}
+        before = {**(options.origin or {}), "choices": chosen_by}
+        if part:
+            before["part"] = {"number": part.number, "host": part.host}
+        elif flags.shard:
+            before["part"] = {"number": 0, "host": boot()}
         record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
         environment = runner.about["environment"] | code_of(
             planned(suite, flags.device, flags.only)
@@ -181,13 +184,6 @@ def measure(
     return path
 
 
-def _part_record(flags: Flags, part: Part | None) -> dict[str, Any]:
-    """Return what run.json says about a part of a plan; {} for a whole plan."""
-    if part:
-        return {"part": {"number": part.number, "host": part.host}}
-    return {"part": {"number": 0, "host": boot()}} if flags.shard else {}
-
-
 def _require_flags(flags: Flags) -> None:
     """Raise SuiteError for values that no run can have; the command line rejects most earlier."""
     if not LEAST_S <= flags.timeout_s <= MOST_S:
@@ -200,7 +196,7 @@ def _require_flags(flags: Flags) -> None:
         raise SuiteError(f"--data {flags.data}: expected a folder, found none")
 
 
-def _require_new(out: Path) -> None:
+def require_new(out: Path) -> None:
     """Raise SuiteError if the run directory cannot be made, before anything is measured."""
     if not utf8(str(out)):
         raise SuiteError(f"--out: expected a name in UTF-8, found {str(out)!a}")
@@ -245,6 +241,7 @@ class _Session:
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # contests
     last: str = ""  # the problem and the result of the last contest
+    longest_s: float = 0.0  # that any contest took
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)
@@ -253,7 +250,7 @@ class _Session:
 
     def measure(self) -> None:
         """Measure the contests that are missing, process by process."""
-        part, time = self.options.part, _TimeLimit(self.options.until)
+        part = self.options.part
         identity = self.runner.about["identity"]
         with self._sealed_at_end(), telemetry(identity, self.runner.log.add) as window:
             for replicate in range(self.record.flags.replicates):
@@ -267,7 +264,7 @@ class _Session:
                 if replicate:
                     self.runner.fresh()
                 left = part.take(missing, replicate) if part else missing
-                self._process(replicate, time.limit(left), window)
+                self._process(replicate, self._in_time(left), window)
             self.runner.kill()
             self.watch.end()
 
@@ -280,7 +277,7 @@ class _Session:
         """Measure the contests of one process; `window` returns telemetry since its last call."""
         window()  # drop what happened before the first contest
         settings = self.settings.after(self.rows)
-        for result in self.runner.run(self._announced(contests), replicate, settings):
+        for result in self.runner.run(contests, replicate, settings):
             seen = window()
             rows = [replace(row, telemetry=row.telemetry or seen) for row in result.rows]
             store.append(self.path, rows)
@@ -292,10 +289,16 @@ class _Session:
             self.last = leader(result.rows) or self.last
         self.options.progress(self.done, self._total(), self.last)
 
-    def _announced(self, contests: Iterable[Contest]) -> Iterator[Contest]:
+    def _in_time(self, contests: Iterable[Contest]) -> Iterator[Contest]:
+        """Yield and announce contests while there is time for one that takes as long as any."""
+        began = monotonic()
         for contest in contests:
+            if began + self.longest_s > self.options.until:
+                return
             self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest
+            now = monotonic()
+            self.longest_s, began = max(self.longest_s, now - began), now
 
     def _total(self) -> int:
         part = self.options.part
@@ -326,24 +329,6 @@ class _Session:
         finally:
             store.set_state(self.path, self._state(status))
             bundle.seal(self.path)
-
-
-@dataclass
-class _TimeLimit:
-    """Ends a run before a time.monotonic(), judged by the longest contest of all processes."""
-
-    until: float
-    longest_s: float = 0.0
-
-    def limit(self, contests: Iterable[Contest]) -> Iterator[Contest]:
-        """Yield contests while there is time for one more that takes as long as the longest."""
-        began = monotonic()
-        for contest in contests:
-            if began + self.longest_s > self.until:
-                return
-            yield contest
-            now = monotonic()
-            self.longest_s, began = max(self.longest_s, now - began), now
 
 
 def describe(problem: Problem) -> str:
