@@ -146,7 +146,9 @@ def _field(name: str, value: str) -> str:
     if name == "block":
         return blocks_text(value)
     value = {"two_four": "2:4"}.get(value, value)
-    plain = name in ("op", "dtype", "pattern", "sparsity") or (name == "n" and "×" in value)
+    plain = name in ("op", "dtype", "pattern", "sparsity", "source") or (
+        name == "n" and "×" in value
+    )
     return value if plain else f"{name} {value}"
 
 

@@ -178,8 +178,8 @@ def compare(a: Side, b: Side) -> Comparison:
             f"{a.paths} and {b.paths}: expected a case that both have, found {counts}"
         )
     _require_equal_operands(a, b)
-    columns = ["problem_id", "op", *fields(in_a), "level", "format", "kernel", "label"]
-    columns += ["baseline", "twin"]
+    columns = ["problem_id", "op", *fields(in_a), "source", "seed", "level", "format", "kernel"]
+    columns += ["label", "baseline", "twin"]
     cases = in_a[[*KEYS, *columns, *SIDES]].merge(
         in_b[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
     )
