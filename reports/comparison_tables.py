@@ -125,6 +125,7 @@ def _problems(lines: pd.DataFrame) -> Any:
     A field is part of the name if it varies among the lines of one op; the text has the others.
     """
     fields = [name for name in [*problem_fields(lines), "scope", "cache"] if name in lines]
+    fields = [name for name in fields if name != "seed" or lines.seed.nunique() > 1]
     by_op = {op: split(group, fields) for op, group in lines.groupby("op", sort=False)}
     several = len(by_op) > 1
 
@@ -146,10 +147,8 @@ def _field(name: str, value: str) -> str:
     if name == "block":
         return blocks_text(value)
     value = {"two_four": "2:4"}.get(value, value)
-    plain = name in ("op", "dtype", "pattern", "sparsity", "source") or (
-        name == "n" and "×" in value
-    )
-    return value if plain else f"{name} {value}"
+    alone = name in ("op", "dtype", "pattern", "sparsity", "source")
+    return value if alone or "×" in value else f"{name} {value}"
 
 
 def _changed(other: Changes, line: Line) -> list[Cell]:
