@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebench._writing import require_apart, write_file
 from sparsebench.harness.commands._console import GATE_FAILED, print_json, stderr, stdout, wide
 from sparsebench.harness.commands._options import Json, Markdown
 
@@ -40,14 +41,16 @@ def compare(
     Times come first, then the gain over the own baseline, then what a change comes from: our
     kernel, its configuration, a library's version, the baseline or the card.
     """
-    from sparsebench._writing import write_file
     from sparsebench.reports import comparison
     from sparsebench.results.changes import failing, threshold
     from sparsebench.results.formatting import are
     from sparsebench.results.sides import find
 
     limit = threshold(fail_on) if fail_on else None
-    compared = comparison.compared(find(names, among or AMONG))
+    sides = find(names, among or AMONG)
+    compared = comparison.compared(sides)
+    runs = [run.path for side in sides for run in side.runs]
+    require_apart([page], [file for path in runs for file in path.rglob("*")])
     if page:
         write_file(page, comparison.html(compared))
     if as_json:
