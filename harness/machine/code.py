@@ -123,7 +123,11 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
     ):
         try:
             done = subprocess.run(
-                ["git", "-C", root, *command], capture_output=True, text=True, check=True
+                ["git", "-C", root, *command],
+                capture_output=True,
+                check=True,
+                encoding="utf-8",
+                errors="replace",
             )
         except (OSError, subprocess.CalledProcessError):
             return None

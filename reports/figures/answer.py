@@ -120,8 +120,10 @@ def _map(view: View) -> Markup:
         percent(value) if view.x == "level" else field_text(view.x, value) for value in columns
     ]
     words = [text.removeprefix("n × k ") for text in words]
-    read = "Each cell shows the winner and the speedup of the fastest sparse contender over the "
-    read += "fastest dense one. Hatched: within the noise. A cell links to its case."
+    read = Markup(
+        "Each cell shows the winner and the speedup of the fastest sparse contender over the "
+        'fastest dense one. Hatched: <a href="#words">not settled</a>. A cell links to its case.'
+    )
     if (view.cells["count"] > 1).any():
         read += (
             f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."

@@ -180,7 +180,7 @@ def _packaged(folder: str) -> dict[str, str]:
     root, names = Path(str(files(package))), re.compile(rf"^{CONSTANTS[folder]}\b", re.MULTILINE)
     for file in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
         parts = file.relative_to(root).with_suffix("").parts
-        text = file.read_text()
+        text = file.read_text("utf-8")
         if not any(part.startswith("_") for part in parts) and names.search(text):
             module = ".".join([package, *parts])
             _add(places, parts[-1], module)
