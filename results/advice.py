@@ -14,11 +14,11 @@ or of the FLOPs of dense weights, whichever is larger.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isclose
 
 from sparsebench.errors import ResultError
-from sparsebench.results.formatting import amount, between, listed, times
+from sparsebench.results.formatting import amount, between, listed, percent, times
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
@@ -28,12 +28,14 @@ from sparsebench.results.layer_estimates import (
     START_US,
     TWO_FOUR,
     Estimate,
+    Estimator,
     Gpu,
     Layer,
     Measured,
 )
-from sparsebench.results.measured_layers import BITMAP_TOKENS, Evidence, Step
+from sparsebench.results.measured_layers import BITMAP_TOKENS, Evidence, Loss, Step
 from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.statistics import FEWEST
 
 CONTEXT, DECODED = 1024, 256
 MOST_TOKENS = 2**20
@@ -41,6 +43,7 @@ PASSES, SMALL = 10, 8  # of the stream through memory, and kernels of a layer, b
 REST = 1.25  # factor within which the time of the rest of a step is known
 WORTH, DEAR = 1.05, 0.1  # a step must be this much faster; a loss, in nats per token, is too high
 ACTIVE = 29.0  # units for a token, as in the published rows
+MEASURED, ESTIMATE, BOUND = "measured", "estimate", "bound"
 WAYS = {
     "2:4": (TWO_FOUR, 0.5),
     "half of each MLP 2:4": (TWO_FOUR, 0.25),
@@ -50,12 +53,11 @@ WAYS = {
     "zeros anywhere, 70 %": (ANYWHERE, 0.7),
     f"sparse activations, {ACTIVE:g} units": (ACTIVATIONS, 0.0),
 }
-UNMEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A speedup and how it is known: measured, estimate, or bound (then it is the largest)."""
+    """A speedup and how it is known: by MEASURED runs, by an ESTIMATE, or by a BOUND alone."""
 
     value: float
     low: float
@@ -64,30 +66,44 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """Write it: `1.15× [1.14, 1.16]`, `at most 1.3×`."""
-        if self.basis == "bound":
+        """Write it: `1.15× [1.14, 1.16]`, `≈1.2× [1.1, 1.3]`, `at most 1.3×`."""
+        if self.basis == BOUND:
             return f"at most {times(self.value)}"
-        return between(self.value, self.low, self.high)
+        mark = "≈" if self.basis == ESTIMATE else ""
+        return mark + between(self.value, self.low, self.high)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One way: gains of the MLPs and of the whole step, memory in GB, losses, and the runs used."""
+    """One way: gains of the MLPs and of the whole step, and the weights of the model in GB.
+
+    loss      what it costs, if that was measured
+    sure      how both gains are known, in words
+    runs      the published runs that say so
+    """
 
     way: str
     layers: Gain
     step: Gain
     gigabytes: float
-    quality: str
-    loss: float | None
-    trained: bool
+    loss: Loss | None
     sure: str
     runs: Sequence[str]
+
+    @property
+    def quality(self) -> str:
+        """Return the loss in a few words."""
+        if self.loss is None:
+            return "not measured"
+        return "trained, not pruned" if self.loss.loss is None else f"+{self.loss.loss:.2f} nats"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict, a line for each way, and what is assumed; `gpu` is as asked without rows."""
+    """The verdict, a line for each way, and what is assumed.
+
+    Without published rows `gpu` is the name that was asked for, and `dense_us` is None.
+    """
 
     model: ModelShapes
     gpu: str
@@ -96,7 +112,7 @@ class Answer:
     ways: Sequence[Advice]
     dense_gigabytes: float
     dense_us: float | None
-    assumed: Sequence[str]
+    notes: Sequence[str]
 
 
 def named_gpu(evidence: Evidence, name: str) -> Gpu | None:
@@ -106,7 +122,9 @@ def named_gpu(evidence: Evidence, name: str) -> Gpu | None:
     """
     found = [gpu for gpu in evidence.layers.gpus if name.lower() in gpu.lower()]
     if len(found) > 1:
-        raise ResultError(f"--gpu: expected part of one GPU's name, found {name!r} in {listed(found)}")
+        raise ResultError(
+            f"--gpu: expected part of one GPU's name, found {name!r} in {listed(found)}"
+        )
     return evidence.layers.gpus[found[0]] if found else None
 
 
@@ -128,7 +146,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         ways,
         model.weights * 2 / 1e9,
         step.dense_us if card else None,
-        _assumed(model, tokens, card, evidence),
+        _notes(model, tokens, card, evidence, ways),
     )
 
 
@@ -153,7 +171,9 @@ class StepModel:
         model, width = self.model, self.model.heads * self.model.head_dim
         last = self.tokens if self.decodes else -(-self.tokens // self.context)
         return [
-            Layer(False, DENSE, self.tokens, width + 2 * model.kv_heads * model.head_dim, model.hidden),
+            Layer(
+                False, DENSE, self.tokens, width + 2 * model.kv_heads * model.head_dim, model.hidden
+            ),
             Layer(False, DENSE, self.tokens, model.hidden, width),
             Layer(False, DENSE, last, model.vocab, model.hidden),
         ]
@@ -195,48 +215,48 @@ class StepModel:
 
     def advice(self, name: str, way: str, sparsity: float) -> Advice:
         """Return everything that is known of a way."""
-        layer = self.layer(CSR if way == ANYWHERE and self.tokens > BITMAP_TOKENS else way, sparsity)
+        layer = self.layer(
+            CSR if way == ANYWHERE and self.tokens > BITMAP_TOKENS else way, sparsity
+        )
         near = self.evidence.layers.estimate(layer, self.gpu) if self.gpu else None
         same = self.measured_layer(layer)
         layers, step = self.bounds(layer)
         runs: list[Measured | Step] = []
         if near and self.gpu:
-            layers, runs = Gain(near.gain, near.low, near.high, "estimate"), [*near.rows]
-            step = self.estimated_step(near)
+            layers, runs = Gain(near.gain, near.low, near.high, ESTIMATE), [*near.rows]
+            step = self.estimated_step(layer, near)
         if same:
-            layers, runs = Gain(same.gain, same.low, same.high, "measured"), [same]
+            layers, runs = Gain(same.gain, same.low, same.high, MEASURED), [same]
         if whole := self.measured_step(layer):
-            step, runs = Gain(whole.gain, whole.low, whole.high, "measured"), [whole, *runs]
+            step, runs = Gain(whole.gain, whole.low, whole.high, MEASURED), [whole, *runs]
         stored = layer.stored if way != ACTIVATIONS else 1.0
         saved = self.model.layers * self.model.mlp * (1 - stored)
-        losses = [
-            loss
-            for loss in self.evidence.losses
-            if loss.way == way and isclose(loss.sparsity, sparsity)
-        ]
         return Advice(
             name,
             layers,
             step,
             (self.model.weights - saved) * 2 / 1e9,
-            losses[0].text if losses else UNMEASURED,
-            losses[0].loss if losses else None,
-            way == ACTIVATIONS,
-            _sure(layers, step, whole, same, self.model),
+            next(
+                (
+                    loss
+                    for loss in self.evidence.losses
+                    if loss.way == way and isclose(loss.sparsity, sparsity)
+                ),
+                None,
+            ),
+            _sure(step, whole, same, self.model),
             list(dict.fromkeys(row.run for row in runs)),
         )
 
-    def estimated_step(self, near: Estimate) -> Gain:
+    def estimated_step(self, layer: Layer, near: Estimate) -> Gain:
         """Return the gain of the whole step from that of its MLPs."""
-        dense = self.model.layers * near.dense_us
-        widen = near.high / near.gain
-        sparse = [self.model.layers * near.sparse_us * factor for factor in (1, widen, 1 / widen)]
-        gains = [
-            [(dense + rest) / (mlp + rest) for mlp in sparse]
-            for rest in (self.rest_us, self.rest_us * REST, self.rest_us / REST)
-        ]
-        ends = [gain for row in gains for gain in row]
-        return Gain(gains[0][0], min(ends), max(ends), "estimate")
+        mlps = self.model.layers * near.dense_us
+        inside = near.dense_us / near.sparse_us
+        gained = (min(inside * factor, layer.bound) for factor in (1, 1 / near.widen, near.widen))
+        shorter = [mlps / gain for gain in gained]
+        rests = [self.rest_us * factor for factor in (1, REST, 1 / REST)]
+        gains = [(mlps + rest) / (left + rest) for rest in rests for left in shorter]
+        return Gain(gains[0], min(gains), max(gains), ESTIMATE)
 
     def bounds(self, layer: Layer) -> tuple[Gain, Gain]:
         """Return the largest gain of the MLPs and of the step, by bytes or by FLOPs."""
@@ -253,7 +273,7 @@ class StepModel:
         mlp = max(a / b for a, b in zip(dense, left, strict=True))
         sums = zip(dense, left, other, strict=True)
         step = max((a + c) / (b + c) for a, b, c in sums)
-        return Gain(mlp, 0.0, mlp, "bound"), Gain(step, 0.0, step, "bound")
+        return Gain(mlp, 0.0, mlp, BOUND), Gain(step, 0.0, step, BOUND)
 
     def measured_layer(self, layer: Layer) -> Measured | None:
         """Return the measurement of exactly this MLP on this GPU."""
@@ -261,7 +281,7 @@ class StepModel:
         return next((row for row in same if self.gpu and row.gpu == self.gpu.name), None)
 
     def measured_step(self, layer: Layer) -> Step | None:
-        """Return the step of this model on this GPU with the most layers; fewer keep their shares."""
+        """Return the deepest step of such layers on this GPU whose head has the same share."""
         names = "hidden", "intermediate", "heads", "kv_heads", "head_dim"
         steps = [
             step
@@ -276,77 +296,76 @@ class StepModel:
         return max(steps, key=lambda step: (step.model.layers, step.processes), default=None)
 
 
-def _sure(
-    layers: Gain, step: Gain, whole: Step | None, same: Measured | None, model: ModelShapes
-) -> str:
-    if step.basis == "bound":
+def _sure(step: Gain, whole: Step | None, same: Measured | None, model: ModelShapes) -> str:
+    if step.basis == BOUND:
         return "bound alone"
-    of_step = "step estimated"
+    parts = []
     if whole:
-        depth = f", {whole.model.layers} of {model.layers} layers"
-        few = depth if whole.model.layers < model.layers else ""
-        of_step = f"step measured ({amount(whole.processes, 'process')}{few})"
-    of_layers = f"MLP {layers.basis}d" if layers.basis == "estimate" else "MLP measured"
+        depth = f"{whole.model.layers} of {model.layers} layers, "
+        parts += [_how("step", depth if whole.model.layers < model.layers else "", whole.processes)]
     if same:
-        of_layers += f" ({amount(same.processes, 'process')})"
-    return f"{of_step}; {of_layers}"
+        parts += [_how("MLP", "", same.processes)]
+    return "; ".join(parts) or "estimate"
+
+
+def _how(what: str, depth: str, processes: int) -> str:
+    word = "measured" if processes >= FEWEST else "a look"
+    return f"{what} {word} ({depth}{amount(processes, 'process')})"
 
 
 def _verdict(ways: Sequence[Advice], gpu: Gpu | None, asked: str, tokens: int) -> str:
     """Return the first sentence of the answer."""
-    pruned = [way for way in ways if not way.trained]
+    pruned = [way for way in ways if not way.way.startswith("sparse activations")]
     at = f"with {amount(tokens, 'token')} at once"
     if gpu is None:
         best = max(pruned, key=lambda way: way.step.value)
         if best.step.value < WORTH:
             return f"Do not prune: {at}, no way can make a step {WORTH:g} times as fast."
-        return (
-            f"Unknown: no run on {asked} is published. {at.capitalize()}, a step can gain at most "
-            f"{times(best.step.value)} ({best.way})."
-        )
-    sure = [way for way in pruned if way.step.basis != "bound" and way.step.low >= WORTH]
-    cheap = [way for way in sure if way.loss is not None and way.loss <= DEAR]
+        most = f"a step can become at most {times(best.step.value)} as fast ({best.way})"
+        return f"Not measured: no run on {asked} is published. {at.capitalize()}, {most}."
+    sure = [way for way in pruned if way.step.basis != BOUND and way.step.low >= WORTH]
+    cheap = [
+        way for way in sure if way.loss and way.loss.loss is not None and way.loss.loss <= DEAR
+    ]
+    if not sure:
+        return f"Do not prune: {at}, no way is sure to make a step {WORTH:g} times as fast."
+    best = max(cheap or sure, key=lambda way: way.step.value)
+    faster = f"a step with {best.way} is {best.step.text} as fast {at}"
+    if best.loss is None or best.loss.loss is None:
+        return f"Do not prune without training: {faster}, but its loss by pruning was not measured."
+    cost = f"such pruning cost {best.loss.model} {best.loss.loss:.2f} nats per token"
     if cheap:
-        best = max(cheap, key=lambda way: way.step.value)
-        return (
-            f"Prune, if your model bears it as the one that was measured did: {best.way} makes a "
-            f"step {best.step.text} as fast {at}, for {best.quality}."
-        )
-    if sure:
-        best = max(sure, key=lambda way: way.step.value)
-        cost = "its loss was not measured" if best.loss is None else f"it costs {best.quality}"
-        return (
-            f"Do not prune without training again: {best.way} makes a step {best.step.text} as "
-            f"fast {at}, but {cost}."
-        )
-    return f"Do not prune: {at}, no way is sure to make a step {WORTH:g} times as fast."
+        return f"Worth trying: {faster}, and {cost}."
+    return f"Do not prune without training: {faster}, but {cost}."
 
 
-def _assumed(
-    model: ModelShapes, tokens: int, gpu: Gpu | None, evidence: Evidence
+def _notes(
+    model: ModelShapes, tokens: int, gpu: Gpu | None, evidence: Evidence, ways: Sequence[Advice]
 ) -> list[str]:
     if tokens <= DECODED:
         load = f"{amount(tokens, 'sequence')} with {CONTEXT} tokens in the KV cache of each"
     else:
         load = f"prompts of {CONTEXT} tokens; their last tokens alone pass the head"
-    lines = [
+    share = percent(round(model.layers * model.mlp / model.weights, 2))
+    notes = [
         f"A step: {load}. Weights, activations and the cache have 16 bits.",
         "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
-        f"dense: the MLPs hold {model.layers * model.mlp / model.weights:.0%} of the weights.",
+        f"dense: the MLPs hold {share} of the weights.",
     ]
     if gpu:
-        inside, predicted = evidence.layers.coverage()
-        lines += [
+        inside, predicted = evidence.layers.coverage
+        notes += [
             "An estimate comes from the bytes and FLOPs of the nearest measured layers, against "
-            f"the measured ceilings of each GPU; its interval held {inside} of {predicted} "
-            "measured layers when their shape was left out.",
-            f"The dense part of a step is taken as known within a factor of {REST:g}.",
+            f"the measured ceilings of each GPU. Such intervals held {inside} of {predicted} "
+            "measured layers whose shapes were left out. The dense part of a step is taken as "
+            f"known within a factor of {REST:g}.",
         ]
-    else:
-        lines += ["A bound is the larger ratio of bytes or of FLOPs; no kernel was measured there."]
+    if any(BOUND in (way.layers.basis, way.step.basis) for way in ways):
+        notes += ["A bound is the larger ratio of bytes or of FLOPs; no measured layer is near."]
+    notes += dict.fromkeys(way.loss.text for way in ways if way.loss)
     if not model.activation.startswith("relu"):
-        lines += [f"Sparse activations need ReLU; this model has {model.activation}."]
-    return lines
+        notes += [f"The MLPs of this model have {model.activation}, which turns no unit off."]
+    return notes
 
 
 def commands(answer: Answer) -> Iterable[str]:
@@ -359,14 +378,15 @@ def commands(answer: Answer) -> Iterable[str]:
     yield f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"
 
 
-def without_model(evidence: Evidence, model: ModelShapes) -> Evidence:
-    """Return evidence that has seen neither the model nor a layer of its shapes."""
-    sizes = {model.hidden, model.intermediate, 2 * model.intermediate}
-    layers = evidence.layers.without(lambda row: {row.layer.n, row.layer.k} <= sizes)
-    names = "hidden", "intermediate"
-    steps = [
-        step
-        for step in evidence.steps
-        if any(getattr(step.model, name) != getattr(model, name) for name in names)
-    ]
-    return replace(evidence, layers=layers, steps=steps)
+def left_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
+    """Return each step that was measured, and its estimate from layers of other shapes alone."""
+    predicted = []
+    for step in evidence.steps:
+        sizes = {step.layer.n, step.layer.k, 2 * step.layer.n}
+        rows = [row for row in evidence.layers.measured if not {row.layer.n, row.layer.k} <= sizes]
+        unseen = Evidence(Estimator(evidence.layers.gpus, rows), [], [])
+        gpu = evidence.layers.gpus[step.gpu]
+        model = StepModel(unseen, step.model, gpu, step.layer.m, step.context)
+        if near := unseen.layers.estimate(step.layer, gpu):
+            predicted.append((step, model.estimated_step(step.layer, near)))
+    return predicted

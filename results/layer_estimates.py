@@ -15,19 +15,24 @@ The interval comes from leaving shapes out. Every measured layer is predicted fr
 shapes alone; the interval holds LEVEL of the errors of its way, widened by (S + 1) / (S - 1) for
 S shapes, because a handful of shapes says little about the next one. `coverage` repeats that
 without each shape and counts how many of its layers fall inside. Layers too far from every
-measured one (FARTHEST) have no estimate.
+measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same compute
+capability, and as farther away.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, exp, log, log2
 
 START_US = 1.5  # of a product beside the launch: dense times then follow the bytes within 10 %
 NEAREST = 4
-LEVEL = 0.9
+LEVEL, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
 WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # of tokens, weights, density, dtype, GPU, kind of layer
-FARTHEST = (2.01, 3.01, 1.01)  # in log2: 4 times the tokens, 8 times the weights, 2 times the density
+FARTHEST = (
+    2.01,
+    3.01,
+    1.01,
+)  # in log2: 4 times the tokens, 8 times the weights, 2 times the density
 LEAST_TOKENS, MOST_TOKENS = 8, 4096  # beyond these tokens and weights the efficiency stays the same
 MOST_WEIGHTS = 2**27
 DENSE, TWO_FOUR, BLOCKS = "dense", "2:4", "blocks"
@@ -113,6 +118,11 @@ class Layer:
         extra = {ANYWHERE: 1 / (8 * self.element), CSR: 4 / self.element * (1 - self.sparsity)}
         return 1 - self.sparsity + extra.get(self.way, 0.0)
 
+    @property
+    def bound(self) -> float:
+        """Return the largest gain, if dense and sparse weights are read and multiplied as fast."""
+        return max(1 / self.stored, 1 / self.density)
+
     def work_us(self, gpu: Gpu, dense: bool = False) -> float:
         """Return bytes / bandwidth + FLOPs / rate."""
         stored, density = (1.0, 1.0) if dense else (self.stored, self.density)
@@ -159,11 +169,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A gain with its interval, the times on the GPU without launches, and the rows it rests on."""
+    """A gain with its interval, the times inside a step, without launches, and the rows used.
+
+    The interval reaches from gain / widen to gain x widen, but not beyond the bound.
+    """
 
     gain: float
     low: float
     high: float
+    widen: float
     dense_us: float
     sparse_us: float
     rows: Sequence[Measured]
@@ -179,47 +193,53 @@ class Estimator:
     gpus: Mapping[str, Gpu]
     measured: Sequence[Measured]
 
-    def without(self, left_out: Callable[[Measured], bool]) -> "Estimator":
-        """Return an estimator that has not seen some of the layers."""
-        return Estimator(self.gpus, [row for row in self.measured if not left_out(row)])
-
     def estimate(self, layer: Layer, gpu: Gpu) -> Estimate | None:
         """Return the estimate of a layer; None if no measured one is near enough."""
         if (found := self._predict(layer, gpu)) is None:
             return None
         gain, dense_us, sparse_us, rows = found
-        widen = exp(self.half(layer.way))
-        return Estimate(gain, gain / widen, gain * widen, dense_us, sparse_us, rows)
+        widen, most = exp(self.half(layer.way)), layer.bound
+        return Estimate(
+            min(gain, most),
+            min(gain / widen, most),
+            min(gain * widen, most),
+            widen,
+            dense_us,
+            sparse_us,
+            rows,
+        )
 
     def dense_us(self, layer: Layer, gpu: Gpu) -> float:
         """Return the time of a dense layer without its launch, from any way's dense rows."""
-        rows = [replace(row, layer=replace(row.layer, way=DENSE)) for row in self.measured]
-        efficiency = self._mean(self._nearest(layer, gpu, rows)[:NEAREST], dense=True)
+        efficiency = self._mean(self._nearest(layer, gpu, self._dense)[:NEAREST], dense=True)
         return START_US * layer.products + layer.work_us(gpu, dense=True) / efficiency
 
     def half(self, way: str) -> float:
         """Return half the interval of a way's gains, as the logarithm of a factor."""
-        errors = self._errors
-        own = [error for error in errors if error[0].layer.way == way]
-        shapes = {row.layer.shape for row, _ in own}
-        if len(shapes) < 2:
-            own, shapes = errors, set(list({row.layer.shape for row, _ in errors})[:2])
+        own = [(row, error) for row, error in self._errors if row.layer.way == way]
+        shapes = len({row.layer.shape for row, _ in own})
+        if shapes < 2:
+            own, shapes = self._errors, 2
         if not own:
-            return log(4)
+            return log(UNKNOWN)
         sizes = sorted(abs(error) for _, error in own)
         rank = min(len(sizes), ceil((len(sizes) + 1) * LEVEL))
-        return sizes[rank - 1] * (len(shapes) + 1) / (len(shapes) - 1)
+        return sizes[rank - 1] * (shapes + 1) / (shapes - 1)
 
+    @cached_property
     def coverage(self) -> tuple[int, int]:
         """Return how many left-out layers fall into their intervals, and how many there are."""
-        inside = predicted = 0
+        inside = []
         for shape in {row.layer.shape for row in self.measured}:
-            rest = self.without(lambda row, shape=shape: row.layer.shape == shape)  # type: ignore[misc]
+            rest = Estimator(self.gpus, [row for row in self.measured if row.layer.shape != shape])
             for row in self.measured:
-                if row.layer.shape == shape and (found := rest._predict(row.layer, self.gpus[row.gpu])):
-                    predicted += 1
-                    inside += abs(log(row.gain / found[0])) <= rest.half(row.layer.way)
-        return inside, predicted
+                known = row.layer.shape == shape and rest.estimate(row.layer, self.gpus[row.gpu])
+                inside += [known.low <= row.gain <= known.high] if known else []
+        return sum(inside), len(inside)
+
+    @cached_property
+    def _dense(self) -> list[Measured]:
+        return [replace(row, layer=replace(row.layer, way=DENSE)) for row in self.measured]
 
     @cached_property
     def _errors(self) -> list[tuple[Measured, float]]:
@@ -249,6 +269,8 @@ class Estimator:
     ) -> Nearest:
         near: Nearest = []
         for row in rows:
+            if self.gpus[row.gpu].capability != gpu.capability:
+                continue
             apart = layer.distance(row.layer, gpu.name == row.gpu)
             if all(a <= limit for a, limit in zip(apart, most, strict=False)):
                 near.append((sum(w * a for w, a in zip(WEIGHTS, apart, strict=True)), row))

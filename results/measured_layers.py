@@ -4,7 +4,7 @@
 
 `python -m sparsebench.reports.published` writes that file, which is part of a wheel; the bundles
 that it is made from are not. Each layer is the fastest case of its way in a contest: kernel time
-with a cold cache. If several runs measured the same problem, the one with the most processes counts.
+with a cold cache. If several runs measured a problem, the one with the most processes counts.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.results.contests import with_gains
+from sparsebench.results.formatting import percent
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
@@ -46,7 +47,10 @@ BLOCK, LEVELS = "64", (0.5, 0.95)  # of the block-sparse layers
 BITMAP_TOKENS = 256  # above these tokens the bitmap kernel does not run
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 PLAIN = ("plain", "torch_compile", "cublas_ffn")  # dense MLPs in the timings of a whole model
-LOST = "+{loss:.2f} nats per token on {model}, the MLPs alone, the best of {methods} methods"
+LOST = (
+    "Losses are those of {model} with pruned MLPs: nats per token over {tokens} held-out tokens, "
+    "by the best of {methods} methods."
+)
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a way costs in quality; `loss` is the rise in nats per token, None if not of pruning."""
+    """What a way cost a `model` in quality, with a sentence that says how it was measured.
+
+    `loss` is the rise in nats per token by pruning; None if the model was trained sparse.
+    """
 
     way: str
     sparsity: float
     loss: float | None
+    model: str
     text: str
     source: str
 
@@ -85,7 +93,9 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        data = {name: [asdict(each) for each in getattr(self, name)] for name in ("steps", "losses")}
+        data = {
+            name: [asdict(each) for each in getattr(self, name)] for name in ("steps", "losses")
+        }
         gpus = [asdict(gpu) for gpu in self.layers.gpus.values()]
         layers = [asdict(each) for each in self.layers.measured]
         return {"schema": SCHEMA, "gpus": gpus, "layers": layers, **data}
@@ -142,25 +152,25 @@ def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
             best[key] = min(best.get(key, outcome.loss), outcome.loss)
     methods = len({outcome.method for outcome in pruning.outcomes})
     model = pruning.weights.rpartition(".")[0]
+    text = LOST.format(model=model, tokens=pruning.held_out, methods=methods)
     return [
-        Loss(way, sparsity, rise, LOST.format(loss=rise, model=model, methods=methods), source)
+        Loss(way, sparsity, round(loss - (pruning.loss or 0.0), 4), model, text, source)
         for (way, sparsity), loss in best.items()
-        if (rise := loss - (pruning.loss or 0.0)) is not None
     ]
 
 
 def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
-    """Return the loss of the models with the most zeros beside dense ones of as many weights."""
+    """Return the loss of the models with the most zeros beside dense ones of the same width."""
     sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == int(BLOCK)]
     most = max(one.sparsity for one in sparse)
     chosen = [one for one in sparse if one.sparsity == most]
     dense = [other.loss for one in chosen if (other := trainings.dense_match(one, "width"))]
     text = (
-        f"not measured for pruning; trained from scratch with {100 * most:.0f} % zeros: "
-        f"{fmean(one.loss for one in chosen):.2f} nats per byte, dense {fmean(dense):.2f} "
-        f"({trainings.settings['steps']} steps)"
+        f"Blocks were trained from scratch, with {percent(round(most, 2))} zeros and for "
+        f"{trainings.settings['steps']} steps only: {fmean(one.loss for one in chosen):.2f} nats "
+        f"per byte, {fmean(dense):.2f} if dense. Pruning to blocks was not measured."
     )
-    return [Loss(BLOCKS, 0.9, None, text, source)]
+    return [Loss(BLOCKS, 0.9, None, "a small model", text, source)]
 
 
 def of_l1(trainings: L1Trainings, active: float, source: str) -> Loss:
@@ -168,14 +178,15 @@ def of_l1(trainings: L1Trainings, active: float, source: str) -> Loss:
     dense = min(trainings.trained, key=lambda one: one.l1)
     near = min(trainings.trained, key=lambda one: abs(one.mean("active") - active))
     text = (
-        f"needs a model trained with ReLU and an L1 term; trained from scratch: {near.loss:.2f} "
-        f"nats per byte with {near.mean('active'):.0f} active units, {dense.loss:.2f} without L1"
+        "Sparse activations come from training with ReLU and an L1 term, not from pruning: a small "
+        f"model reached {near.loss:.2f} nats per byte with {near.mean('active'):.0f} active units "
+        f"a layer, and {dense.loss:.2f} without the term."
     )
-    return Loss(ACTIVATIONS, 0.0, None, text, source)
+    return Loss(ACTIVATIONS, 0.0, None, "a small model", text, source)
 
 
 def of_whole(timings: ModelTimings, run: str) -> list[Step]:
-    """Return the forward pass of a whole model with sparse activations, over its fastest dense one."""
+    """Return the gain of a forward pass with sparse activations over the fastest dense one."""
     forward = [way for way in timings.ways if way.what == FORWARD and way.times_us]
     dense = min((way for way in forward if way.mlp in PLAIN), key=lambda way: way.time_us)
     sparse = min((way for way in forward if way.mlp not in PLAIN), key=lambda way: way.time_us)
@@ -212,14 +223,14 @@ def _gpu(name: str, environments: Sequence[Mapping[str, Any]]) -> Gpu:
         max(each["read_gb_per_s"], each["copy_gb_per_s"], each.get("write_gb_per_s") or 0.0)
         for each in measured
     ]
-    dtypes = {dtype for each in measured for dtype in each["matrix_tflops"]}
-    rates = {
-        dtype: median(each["matrix_tflops"].get(dtype) for each in measured if dtype in each["matrix_tflops"])
-        for dtype in sorted(dtypes)
-    }
+    rates: dict[str, list[float]] = {}
+    for each in measured:
+        for dtype, rate in each["matrix_tflops"].items():
+            rates.setdefault(dtype, []).append(rate)
+    tflops = {dtype: median(values) for dtype, values in sorted(rates.items())}
     launch_us = median(each["launch_us"] for each in measured)
     capability = str(environments[0]["gpu"]["compute_capability"])
-    return Gpu(name, capability, median(bandwidths), rates, launch_us)
+    return Gpu(name, capability, median(bandwidths), tflops, launch_us)
 
 
 def _of_run(

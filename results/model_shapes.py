@@ -8,7 +8,7 @@ The list has the values of the config.json of each model on Hugging Face, at the
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class ModelShapes:
     kv_heads: int
     head_dim: int
     vocab: int
+    _: KW_ONLY
     tied: bool = False
     activation: str = "silu"
     source: str = ""
@@ -98,7 +99,9 @@ def read_shapes(model: str) -> ModelShapes:
     if not path.exists():
         names = [shapes.name for shapes in MODELS]
         close = did_you_mean(model.lower(), by_name) or f" (one of {', '.join(names)})"
-        raise ResultError(f"expected a config.json, its folder or a listed model; found {model!r}{close}")
+        raise ResultError(
+            f"expected a config.json, its folder or a listed model; found {model!r}{close}"
+        )
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(text(file, JSON_BYTES))
@@ -116,7 +119,9 @@ def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
         raise ResultError(f"{file}: expected a model without experts, found {found}")
     kind = str(config.get("model_type", "")).lower()
     if kind in UNGATED:
-        raise ResultError(f"{file}: expected gated MLPs (gate, up and down), found model_type {kind}")
+        raise ResultError(
+            f"{file}: expected gated MLPs (gate, up and down), found model_type {kind}"
+        )
     sizes = {field: _size(file, config, name) for field, name in NAMES.items()}
     names = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     usual = {"kv_heads": sizes["heads"], "head_dim": sizes["hidden"] // sizes["heads"]}
