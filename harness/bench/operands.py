@@ -154,7 +154,9 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     sources.agree(problem["pattern"], source)
     if source is None:
         weight = _drawn(problem, op, name, device)
-        return _pruned(problem, op, name, weight, partial(_hashed, problem.seed, name, device))
+        return _pruned(
+            problem, op, name, weight, lambda grid: scores(problem.seed, name, grid.cells, device)
+        )
     path = _verified(source, data)
     if source.tensor is None:
         keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
@@ -195,7 +197,6 @@ def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
 
 
 def _place(draw: int, tokens: int) -> int:
-    """Return the first row of a draw."""
     return int((draw + 1) * GOLDEN * tokens) % tokens
 
 
@@ -208,17 +209,6 @@ def _finite(problem: Problem, path: Path, values: Tensor) -> Tensor:
     return values
 
 
-def _hashed(seed: int, name: str, device: torch.device, grid: Grid) -> Tensor:
-    return scores(seed, name, grid.cells, device)
-
-
-def _first_column_first(score: Score, grid: Grid) -> Tensor:
-    """Score the cells of the first column above all others."""
-    scored = score(grid).long()  # the maximum of 31 bits plus one must fit
-    scored.view(grid.rows, grid.columns)[:, 0] = scored.max() + 1
-    return scored
-
-
 def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     shape = _shape(problem, op, name)
     weight = torch.empty(shape, dtype=_dtype(problem, op, name), device=device)
@@ -228,11 +218,16 @@ def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
 
 
 def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
+    def first_column_first(grid: Grid) -> Tensor:
+        scored = score(grid).long()  # the maximum of 31 bits plus one must fit
+        scored.view(grid.rows, grid.columns)[:, 0] = scored.max() + 1
+        return scored
+
     if level_of(op, problem.fields, name) == 0:
         return weight
-    score = partial(_first_column_first, score) if op.keeps_first(problem, name) else score
+    ranked = first_column_first if op.keeps_first(problem, name) else score
     shape = op.operands[name].shape
-    return _kept(weight, mask(op.sizes(problem.fields), shape, score, weight.device))
+    return _kept(weight, mask(op.sizes(problem.fields), shape, ranked, weight.device))
 
 
 def _kept(weight: Tensor, keep: Tensor) -> Tensor:

@@ -118,7 +118,6 @@ class Spots:
         return replace(self, prints=prints, distances={})
 
     def keep(self, which: str) -> None:
-        """Copy the present activations as those of a draw."""
         self.copies[which] = {name: x.detach().clone() for name, x in self.activations.items()}
 
     def write(self, which: str) -> None:

@@ -56,18 +56,18 @@ def _matches(where: str, glob: Any, data: Path) -> list[Path]:
     return paths
 
 
-def _tensors(path: Path, wanted: Any, op: Op) -> list[str | None]:
+def _tensors(path: Path, glob: Any, op: Op) -> list[str | None]:
     """Return the tensors of a safetensors file that match; [None] for a pattern file."""
-    if wanted is None:
+    if glob is None:
         return [None]
-    if not isinstance(wanted, str):
-        raise SuiteError(f"source.tensor: expected a GLOB, found {wanted!r}")
+    if not isinstance(glob, str):
+        raise SuiteError(f"source.tensor: expected a GLOB, found {glob!r}")
     names = sources.groups(path, op.operands) if op.recorded else sources.tensor_names(path)
-    matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
+    matches: list[str | None] = [name for name in names if fnmatchcase(name, glob)]
     if not matches:
-        hint = did_you_mean(wanted, names)
-        group = f"a group {wanted!r} of {', '.join(op.operands)}"
-        expected = group if op.recorded else f"a tensor {wanted!r}"
+        hint = did_you_mean(glob, names)
+        group = f"a group {glob!r} of {', '.join(op.operands)}"
+        expected = group if op.recorded else f"a tensor {glob!r}"
         raise SuiteError(f"{path}: expected {expected}, found no match{hint}")
     return matches
 

@@ -26,7 +26,15 @@ def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) ->
 
     The counts are of the suite's own cases; the estimate includes the A/A pairs.
     """
-    contests = only(suite.contests, condition)
+    contests, kind = only(suite.contests, condition), device.partition(":")[0]
+    running = sum(
+        not _unsupported(contest.problem, contender, device)
+        for contest in planned(suite, device, condition)
+        for contender in contest.contenders
+    )
+    each_s = START_S[kind] + running * len(possible(suite.measures, device)) * CASE_S[kind]
+    again = replicates - 1 if planned_choices(replicates, False) is Choices.AMONG else 0
+    search_s = running * (SEARCH_S[kind] + again * AGAIN_S[kind])
     reasons: Counter[tuple[str, str]] = Counter()
     for contest in contests:
         for contender in contest.contenders:
@@ -42,7 +50,7 @@ def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) ->
         "cases": cases,
         "supported": cases - reasons.total(),
         "replicates": replicates,
-        "estimate_s": _estimate_s(suite, device, condition, replicates),
+        "estimate_s": round(replicates * each_s + search_s),
         "unsupported": [
             {"contender": label, "reason": reason, "cases": count}
             for (label, reason), count in sorted(reasons.items())
@@ -64,18 +72,3 @@ def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
 def _unsupported(problem: Problem, contender: Contender, device: str) -> str | None:
     """Return why a contender cannot run on a device, or None; a simulated device runs all."""
     return None if simulated(device) else unsupported(problem, contender, torch.device(device))
-
-
-def _estimate_s(suite: Suite, device: str, condition: str, replicates: int) -> int:
-    running = [
-        contender
-        for contest in planned(suite, device, condition)
-        for contender in contest.contenders
-        if not _unsupported(contest.problem, contender, device)
-    ]
-    kind = device.partition(":")[0]
-    measured = len(running) * len(possible(suite.measures, device))
-    each_s = START_S[kind] + measured * CASE_S[kind]
-    again = replicates - 1 if planned_choices(replicates, False) is Choices.AMONG else 0
-    search_s = len(running) * (SEARCH_S[kind] + again * AGAIN_S[kind])
-    return round(replicates * each_s + search_s)

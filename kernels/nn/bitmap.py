@@ -23,10 +23,11 @@ from sparsebench.kernels.nn._packed import (
     require_dtype,
     require_layout,
 )
+from sparsebench.kernels.nn._weight import PackedWeight
 from sparsebench.kernels.nn.matmul import NAMES, matmul
 
 
-class BitmapLinear(nn.Module):
+class BitmapLinear(nn.Linear):
     """nn.Linear with W [out_features, in_features] as a bitmap: the same call and bias.
 
     stored  bytes of `records`, a multiple of 16; a state dict fills them
@@ -36,7 +37,7 @@ class BitmapLinear(nn.Module):
 
     records: Tensor
     offsets: Tensor
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class BitmapLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Allocate zeros for a state dict to fill."""
-        super().__init__()
+        nn.Module.__init__(self)
         require(dtype in NAMES, f"expected {', '.join(NAMES.values())}, found {dtype}")
         require(stored % UNIT == 0, f"stored: expected a multiple of {UNIT} bytes, found {stored}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
@@ -70,6 +71,14 @@ class BitmapLinear(nn.Module):
         if bias is not None:
             layer.bias = frozen_bias(bias, n, w.records, w.dtype)
         return layer
+
+    @property
+    def weight(self) -> PackedWeight:  # type: ignore[override]
+        """Return dtype, device and sizes of W, without values."""
+        return PackedWeight.of(self, self.dtype, self.records)
+
+    def reset_parameters(self) -> None:
+        """Leave the packed weights as they are."""
 
     @property
     def bitmap(self) -> Bitmap:
