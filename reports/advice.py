@@ -16,7 +16,8 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
 from sparsebench.results.advice import ACTIVE, BOUND, WORTH, Answer, Gain, commands
 from sparsebench.results.files import validated
-from sparsebench.results.formatting import amount, duration, significant
+from sparsebench.results.formatting import amount, duration, percent, significant
+from sparsebench.results.layer_estimates import Layer
 from sparsebench.results.measured_layers import Evidence
 from sparsebench.results.model_files import (
     SPARSITY_SCHEMA,
@@ -39,11 +40,18 @@ def table(answer: Answer) -> Table:
             *((gain.text, _style(gain)) for gain in (way.layers, way.step)),
             f"{significant(way.gigabytes)} GB",
             way.quality,
-            (way.sure, "quiet"),
+            way.sure,
         ]
         for way in answer.ways
     ]
     return Table(columns=COLUMNS, lines=lines, title=title(answer), words=WORDS)
+
+
+def layer_text(layer: Layer) -> str:
+    """Return a way with its level and its tokens: `2:4, 25 % zeros, 16 tokens, fp8`."""
+    level = f"{percent(layer.sparsity)} zeros" if layer.sparsity else f"{layer.active:.0f} units"
+    dtype = "" if layer.element == 2 else f", {layer.dtype}"
+    return f"{layer.way}, {level}, {amount(layer.m, 'token')}{dtype}"
 
 
 def title(answer: Answer) -> str:

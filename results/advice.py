@@ -15,6 +15,7 @@ or of the FLOPs of dense weights, whichever is larger.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isclose
 
 from sparsebench.errors import ResultError
@@ -43,6 +44,7 @@ PASSES, SMALL = 10, 8  # of the stream through memory, and kernels of a layer, b
 REST = 1.25  # factor within which the time of the rest of a step is known
 WORTH, DEAR = 1.05, 0.1  # a step must be this much faster; a loss, in nats per token, is too high
 ACTIVE = 29.0  # units for a token, as in the published rows
+TRY, TRAIN, NO, UNMEASURED = "try", "train", "no", "unmeasured"
 MEASURED, ESTIMATE, BOUND = "measured", "estimate", "bound"
 WAYS = {
     "2:4": (TWO_FOUR, 0.5),
@@ -102,13 +104,16 @@ class Advice:
 class Answer:
     """The verdict, a line for each way, and what is assumed.
 
-    Without published rows `gpu` is the name that was asked for, and `dense_us` is None.
+    word      TRY, TRAIN, NO or UNMEASURED; `best` is the way that the verdict is about, if any
+    gpu       its name; without published rows the one that was asked for, and `dense_us` is None
     """
 
     model: ModelShapes
     gpu: str
     tokens: int
+    word: str
     verdict: str
+    best: Advice | None
     ways: Sequence[Advice]
     dense_gigabytes: float
     dense_us: float | None
@@ -142,7 +147,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         model,
         card.name if card else gpu,
         tokens,
-        _verdict(ways, card, gpu, tokens),
+        *_verdict(ways, card, gpu, tokens),
         ways,
         model.weights * 2 / 1e9,
         step.dense_us if card else None,
@@ -190,7 +195,7 @@ class StepModel:
         seen = self.context if self.decodes else self.context / 2
         return 4 * self.tokens * seen * self.model.heads * self.model.head_dim
 
-    @property
+    @cached_property
     def rest_us(self) -> float:
         """Return the time of everything but the MLPs."""
         assert self.gpu
@@ -204,8 +209,8 @@ class StepModel:
     def dense_us(self) -> float:
         """Return the time of the dense step."""
         assert self.gpu
-        mlp = self.layer(DENSE, 0.0)
-        return self.rest_us + self.model.layers * self.evidence.layers.dense_us(mlp, self.gpu)
+        mlp_us = self.evidence.layers.dense_us(self.layer(DENSE, 0.0), self.gpu)
+        return self.rest_us + self.model.layers * mlp_us
 
     def layer(self, way: str, sparsity: float) -> Layer:
         """Return an MLP of the model."""
@@ -310,33 +315,36 @@ def _sure(step: Gain, whole: Step | None, same: Measured | None, model: ModelSha
 
 def _how(what: str, depth: str, processes: int) -> str:
     word = "measured" if processes >= FEWEST else "a look"
-    return f"{what} {word} ({depth}{amount(processes, 'process')})"
+    return f"{what}: {word} ({depth}{amount(processes, 'process')})"
 
 
-def _verdict(ways: Sequence[Advice], gpu: Gpu | None, asked: str, tokens: int) -> str:
-    """Return the first sentence of the answer."""
+def _verdict(
+    ways: Sequence[Advice], gpu: Gpu | None, asked: str, tokens: int
+) -> tuple[str, str, Advice | None]:
+    """Return the word, the first sentence of the answer, and the way that it is about."""
     pruned = [way for way in ways if not way.way.startswith("sparse activations")]
     at = f"with {amount(tokens, 'token')} at once"
-    if gpu is None:
-        best = max(pruned, key=lambda way: way.step.value)
-        if best.step.value < WORTH:
-            return f"Do not prune: {at}, no way can make a step {WORTH:g} times as fast."
-        most = f"a step can become at most {times(best.step.value)} as fast ({best.way})"
-        return f"Not measured: no run on {asked} is published. {at.capitalize()}, {most}."
     sure = [way for way in pruned if way.step.basis != BOUND and way.step.low >= WORTH]
     cheap = [
         way for way in sure if way.loss and way.loss.loss is not None and way.loss.loss <= DEAR
     ]
+    best = max(cheap or sure or pruned, key=lambda way: way.step.value)
+    if gpu is None and best.step.value >= WORTH:
+        most = f"a step can become at most {times(best.step.value)} as fast ({best.way})"
+        sentence = f"Not measured: no run on {asked} is published. {at.capitalize()}, {most}."
+        return UNMEASURED, sentence, best
     if not sure:
-        return f"Do not prune: {at}, no way is sure to make a step {WORTH:g} times as fast."
-    best = max(cheap or sure, key=lambda way: way.step.value)
+        sentence = f"Do not prune: {at}, no way is sure to make a step {WORTH:g} times as fast."
+        return NO, sentence, None
     faster = f"a step with {best.way} is {best.step.text} as fast {at}"
-    if best.loss is None or best.loss.loss is None:
-        return f"Do not prune without training: {faster}, but its loss by pruning was not measured."
-    cost = f"such pruning cost {best.loss.model} {best.loss.loss:.2f} nats per token"
+    loss = best.loss.loss if best.loss else None
+    if best.loss is None or loss is None:
+        cost = "its loss by pruning was not measured"
+    else:
+        cost = f"such pruning cost {best.loss.model} {loss:.2f} nats per token"
     if cheap:
-        return f"Worth trying: {faster}, and {cost}."
-    return f"Do not prune without training: {faster}, but {cost}."
+        return TRY, f"Worth trying: {faster}, and {cost}.", best
+    return TRAIN, f"Do not prune without training: {faster}, but {cost}.", best
 
 
 def _notes(
