@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sparsebench._writing import write_file
+from sparsebench._writing import require_apart, write_file
 from sparsebench.harness.commands._console import GATE_FAILED, print_json, stderr, stdout, wide
 from sparsebench.harness.commands._options import Json, Markdown
 
@@ -33,6 +33,7 @@ def compare(
 
     limit = threshold(fail_on) if fail_on else None
     compared = comparison.compared([store.read(path) for path in paths])
+    require_apart([page], [file for path in paths for file in path.rglob("*")])
     if page:
         write_file(page, comparison.html(compared))
     if as_json:
