@@ -18,7 +18,6 @@ from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
 from sparsebench.reports.figures._html import folded
-from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.page import render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
@@ -86,7 +85,7 @@ def pages(judged: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
                 {(cell.run, cell.commit, amount(cell.processes, "process")) for cell in entry.cells}
             ),
         )
-        yield f"claims/{entry.planned.name}.html", distinct(page)
+        yield f"claims/{entry.planned.name}.html", page
         yield f"claims/{entry.planned.name}.svg", badge(entry)
 
 
