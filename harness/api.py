@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from sparsebench._discovery import did_you_mean
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.build import build, figures
 from sparsebench.reports.terminal import answer_markdown, counted
@@ -46,7 +47,7 @@ class Plot:
 
     def save(self, path: Path | str) -> Path:
         """Write the page, one file that opens offline, and return its path."""
-        Path(path).write_text(self.html, "utf-8")
+        write_file(Path(path), self.html)
         return Path(path)
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._again import again_command
@@ -94,7 +95,7 @@ def build(
         device=devices_named(run.environment),
     )
     if out_path:
-        out_path.write_text(page, "utf-8")
+        write_file(out_path, page)
     return page
 
 

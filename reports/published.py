@@ -24,6 +24,7 @@ import pandas as pd
 import yaml
 from rich.console import Console
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import drawn, picture
@@ -108,7 +109,7 @@ def write(root: Path) -> list[Path]:
     runs = read(root)
     changed = differing(root, runs)
     for path, text in changed.items():
-        path.write_text(text, "utf-8")
+        write_file(path, text)
     image = root / PICTURE
     before = image.read_bytes() if image.exists() else b""
     picture(runs[PICTURED].cases, image)

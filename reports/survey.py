@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import build
 from sparsebench.reports.build import Figure
@@ -60,7 +61,7 @@ def write(path: Path, against: Sequence[Path]) -> Path:
         drawn = [pool.submit(_report, run) for run in runs]
         by_run = {run.name: _frames(run) for run in runs}
         page = path / "report.html"
-        page.write_text(_page(survey, path, by_run, against), "utf-8")
+        write_file(page, _page(survey, path, by_run, against))
         for report in drawn:
             report.result()
     return page

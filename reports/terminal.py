@@ -36,6 +36,7 @@ from sparsebench.results.formatting import (
 )
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.outcome import STYLES
 from sparsebench.results.provenance import devices_named
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
@@ -49,7 +50,6 @@ REASONS = 12  # shown at most
 PARTS = ["op", "pattern", "dtype"]  # one table for each combination
 CONTEST = ["problem_id", "scope", "cache"]
 USUAL = {("scope", "kernel"), ("cache", "cold"), ("block", "1"), ("skew", "iid"), ("block", "")}
-OUTCOMES = {"faster": "good", "slower": "bad", "inconclusive": "unsure", "no_difference": "quiet"}
 GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
@@ -158,9 +158,9 @@ def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
 
 
 def outcome(line: Mapping[Any, Any]) -> Cell:
-    """Write `faster`, `no difference`, `inconclusive (+3)` for 3 more processes, or a dash."""
-    more, words = line["more_processes"], line["outcome"].replace("_", " ") or "-"
-    return words if pd.isna(more) else f"{words} (+{more})", OUTCOMES.get(line["outcome"], "")
+    """Write `faster`, `equal`, `not settled (+3)` for 3 more processes, or a dash."""
+    more, words = line["more_processes"], line["outcome"] or "-"
+    return words if pd.isna(more) else f"{words} (+{more})", STYLES.get(line["outcome"], "")
 
 
 def shown(name: str, value: Any) -> str:
@@ -287,7 +287,7 @@ def _fastest(best: pd.DataFrame) -> Table:
     varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
-    columns = [*varying, "fastest", "time", against, "outcome", "tied with", "accuracy"]
+    columns = [*varying, "fastest", "time", against, "outcome", "not settled against", "accuracy"]
     lines: list[list[Cell]] = [
         [
             *(shown(name, line[name]) for name in varying),
@@ -300,13 +300,22 @@ def _fastest(best: pd.DataFrame) -> Table:
         ]
         for line in best.to_dict("records")
     ]
-    empty = {"outcome": "-", "tied with": "", "accuracy": ""}
+    empty = {"outcome": "-", "not settled against": "", "accuracy": ""}
     used = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
     kept = [[line[columns.index(name)] for name in used] for line in lines]
     interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
     title = f"Fastest: {constant} ({interval})"
-    words = {"fastest", "outcome", "tied with", "accuracy", "op", "pattern", "dtype", "source"}
-    spare = ("tied with", "outcome")
+    words = {
+        "fastest",
+        "outcome",
+        "not settled against",
+        "accuracy",
+        "op",
+        "pattern",
+        "dtype",
+        "source",
+    }
+    spare = ("not settled against", "outcome")
     return Table(title=title, columns=used, lines=kept, words=words, spare=spare)
 
 
@@ -362,7 +371,7 @@ def _ratio(line: Mapping[Any, Any]) -> Cell:
     if line["label"] == line["baseline_label"]:
         return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]
-    style = OUTCOMES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
+    style = STYLES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
     return estimate(line["speedup"], low, high, line["uncertainty"]), style
 
 

@@ -11,8 +11,8 @@ more samples in one process cannot show that. With FEWEST or more processes a sp
 interval and an outcome (statistics.py), which is a verdict. With fewer it has a range: a look.
 
     outcome              from the interval; faster and slower also need q <= 5 %, else the case is
-                         inconclusive, because among many equal cases some appear faster
-    more_processes       how many more processes would decide an inconclusive case
+                         not settled, because among many equal cases some appear faster
+    more_processes       how many more processes would settle a case
     uncertainty          of a speedup: the distance to the farther end of its interval, and at
                          least speedup x floor / sqrt(processes), which the A/A pairs allow; 0 for
                          a baseline
@@ -20,7 +20,7 @@ interval and an outcome (statistics.py), which is a verdict. With fewer it has a
                          and launch is the time of an almost empty op
 
 Baselines and twins have no verdict. A run without A/A pairs cannot show that equal kernels come
-out equal, so its outcomes are NO_FLOOR.
+out equal, so its cases have none either.
 """
 
 from collections import Counter
@@ -33,14 +33,13 @@ import pandas as pd
 
 from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, frame
 from sparsebench.results.noise import Noise, noise
+from sparsebench.results.outcome import DIFFERENT, Outcome, outcome
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import (
     FALSE_DISCOVERIES,
     IntervalKind,
-    Outcome,
     Ratio,
     more_processes,
-    outcome,
     p_value,
     q_values,
     ratio,
@@ -52,8 +51,6 @@ from sparsebench.results.store import Run
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
 SUMMARY = ["ran", "processes", *FLOATS, "interval", "interval_kind", "speedups", "blocks"]
-NO_FLOOR = "no_noise_floor"
-DIFFERENT = (Outcome.FASTER, Outcome.SLOWER)
 
 
 class NoCrossing(StrEnum):
@@ -127,16 +124,14 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
     )
     table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
-    judged = cases.t_low.notna() & compared(cases)
-    table.loc[judged & floor.isna(), "outcome"] = NO_FLOOR
-    lines = table[judged & floor.notna()]
+    lines = table[cases.t_low.notna() & compared(cases) & floor.notna()]
     logs = [np.log(speedups) for speedups in lines.speedups]
     q = q_values([float(p_value(d)) for d in logs])
     outcomes = [
         _outcome(*line) for line in zip(lines.speedup_low, lines.speedup_high, q, strict=True)
     ]
     more = [
-        more_processes(d) if verdict is Outcome.INCONCLUSIVE else None
+        more_processes(d) if verdict is Outcome.NOT_SETTLED else None
         for d, verdict in zip(logs, outcomes, strict=True)
     ]
     table.loc[lines.index, "q"] = q
@@ -310,7 +305,7 @@ def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _outcome(low: float, high: float, q: float) -> Outcome:
     verdict = outcome(low, high)
-    return Outcome.INCONCLUSIVE if verdict in DIFFERENT and q > FALSE_DISCOVERIES else verdict
+    return Outcome.NOT_SETTLED if verdict in DIFFERENT and q > FALSE_DISCOVERIES else verdict
 
 
 def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:

@@ -34,6 +34,7 @@ from sparsebench.results.formatting import (
     times,
 )
 from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 
@@ -267,15 +268,21 @@ def winner(line: "pd.Series[Any]") -> str:
     dense = f"dense ({line.dense_name}, {duration(line.dense_median_us)})"
     if line.best_gain <= 1:
         if not line.best_decided:
-            return f"{dense} and {best} are within the noise, {_gain(line)}"
+            return f"{dense} against {best}: {_undecided(line)}, {_gain(line)}"
         return f"{dense} wins; the nearest is {best}, {_gain(line)}"
     beside = ""
     if not pd.isna(line[f"{other}_gain"]):
         side = "the best competing sparse kernel" if other == "peer" else "the best of ours"
         gain = times(line[f"{other}_gain"], line[f"{other}_half"])
         beside = f"; {side} is {line[f'{other}_name']}, {gain}"
-    noise = "" if line.best_decided else " (within the noise)"
-    return f"{best}, {_gain(line)}{noise}, {duration(line.best_median_us)}{beside}"
+    open_ = "" if line.best_decided else f" ({_undecided(line)})"
+    return f"{best}, {_gain(line)}{open_}, {duration(line.best_median_us)}{beside}"
+
+
+def _undecided(line: "pd.Series[Any]") -> str:
+    """Return the word for a winner whose gain is not decided."""
+    is_equal = outcome(line.best_low, line.best_high) is Outcome.EQUAL
+    return str(Outcome.EQUAL if is_equal else Outcome.NOT_SETTLED)
 
 
 def _shared(view: View, name: str) -> str:
@@ -318,7 +325,7 @@ def _crossings(view: View) -> list[str]:
 
 
 def _level(view: View, each: BreakEven) -> str:
-    noise = "" if each.decided else " (within the noise)"
+    noise = "" if each.decided else f" ({Outcome.NOT_SETTLED})"
     units = view.units or " sparsity"
     if pd.isna(each.faster):
         return f"up to {percent(each.slower)}{units}"

@@ -37,9 +37,10 @@ from sparsebench.results.analysis import Analysis, analyse, compared
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
+from sparsebench.results.outcome import VERDICTS, Outcome
 from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, Outcome
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
 # The 99th percentile of |d_p - mean|, rounded up: d_p is a log speedup in process p, from 1293
@@ -214,7 +215,7 @@ def agreement(first: Run, second: Run) -> Agreement:
 
 def looks(cases: pd.DataFrame) -> pd.Series:
     """Return which lines of a comparison lack a verdict in one of the runs."""
-    return ~(cases.outcome_a.isin(list(Outcome)) & cases.outcome_b.isin(list(Outcome)))
+    return ~(cases.outcome_a.isin(VERDICTS) & cases.outcome_b.isin(VERDICTS))
 
 
 def tolerance(single: float, processes_a: int, processes_b: int) -> float:

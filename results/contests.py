@@ -33,8 +33,9 @@ from sparsebench.results.analysis import CONTEST, chose_dense, uncertainty
 from sparsebench.results.families import OURS, family
 from sparsebench.results.formatting import plain
 from sparsebench.results.frame import fields
+from sparsebench.results.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import Outcome, ratio_over
+from sparsebench.results.statistics import ratio_over
 
 SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
@@ -202,8 +203,8 @@ def _gain(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, flo
     floor = 0.0 if pd.isna(line["floor"]) else line["floor"]
     if base["label"] == line["baseline_label"]:
         gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
-        if line["outcome"] in list(Outcome):
-            return gain, low, high, line["outcome"] in (Outcome.FASTER, Outcome.SLOWER)
+        if line["outcome"] in VERDICTS:
+            return gain, low, high, line["outcome"] in DIFFERENT
     elif ratio := ratio_over(line["blocks"], base["blocks"]):
         gain, low, high = ratio.value, ratio.low, ratio.high
     else:  # they were timed in different processes

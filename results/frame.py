@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
 from sparsebench.results.statistics import Floats, block_logs, by_block
@@ -81,7 +82,7 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV, without the times of single blocks."""
-    path.write_text(as_csv(table.drop(columns="blocks_us", errors="ignore")), "utf-8")
+    write_file(path, as_csv(table.drop(columns="blocks_us", errors="ignore")))
 
 
 def as_csv(table: pd.DataFrame) -> str:
@@ -103,7 +104,8 @@ def _plain_text(value: Any) -> Any:
 def to_parquet(table: pd.DataFrame, path: Path) -> None:
     """Write a table as Parquet, like `to_csv`; raises ResultError if pyarrow is missing."""
     try:
-        table.drop(columns="blocks_us").to_parquet(path, index=False, engine="pyarrow")
+        with replacing(path) as fresh:
+            table.drop(columns="blocks_us").to_parquet(fresh, index=False, engine="pyarrow")
     except ImportError as error:
         message = "expected pyarrow to write Parquet, found none"
         raise ResultError(f"{path}: {message}; pip install 'sparsebench[parquet]'") from error

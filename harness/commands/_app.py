@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any
@@ -93,6 +94,9 @@ def main() -> int:
     """Run a command and return its exit code; print any error as one line on stderr."""
     from sparsebench.errors import SuiteError
 
+    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal shows ? and loses no result
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         if any(word.partition("=")[0] == "--to" for word in sys.argv[1:]):
             raise SuiteError("no such option: --to; use --out")

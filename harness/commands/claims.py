@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
@@ -232,7 +233,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, "utf-8")
+        write_file(file, text)
     stdout.say(f"pages: {out / 'claims' / 'index.html'}")
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebench._writing import write_file
 from sparsebench.harness.commands._console import GATE_FAILED, print_json, stderr, stdout, wide
 from sparsebench.harness.commands._options import Json, Markdown
 
@@ -33,7 +34,7 @@ def compare(
     limit = threshold(fail_on) if fail_on else None
     compared = comparison.compared([store.read(path) for path in paths])
     if page:
-        page.write_text(comparison.html(compared), "utf-8")
+        write_file(page, comparison.html(compared))
     if as_json:
         print_json(comparison.to_json(compared))
     elif markdown:

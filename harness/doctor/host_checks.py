@@ -34,7 +34,7 @@ def read_cores() -> int:
 def read_governor() -> str | None:
     """Return the policy of the CPU's clock, or None if the system does not report it."""
     try:
-        return GOVERNOR.read_text().strip()
+        return GOVERNOR.read_text("utf-8").strip()
     except OSError:
         return None
 
@@ -59,7 +59,7 @@ def read_versions() -> dict[str, str | None]:
 def read_pins() -> dict[str, str]:
     """Return the versions that the tests ran with; {} outside a checkout."""
     file = Path(str(files("sparsebench.harness"))).resolve().parent / "constraints.txt"
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
     pinned = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {name.strip(): pin.strip() for name, pin in pinned}
 

@@ -36,7 +36,7 @@ class Spent:
 def read_spent() -> Spent | None:
     """Read the counters, or return None. Children count once they have ended."""
     try:
-        lines = STAT.read_text().splitlines()
+        lines = STAT.read_text("utf-8").splitlines()
     except OSError:
         return None
     user, nice, system, _, _, irq, softirq, steal = map(int, lines[0].split()[1:9])

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import Distribution, packages_distributions
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -29,12 +30,18 @@ Plugins = Mapping[str, Mapping[str, str | None]]
 
 def code_sha256(plugins: Plugins | None = None) -> str:
     """Return one digest of the code that measures, equal for a checkout and a wheel of it."""
-    digest = hashlib.sha256()
-    for path, file in _own_code():
-        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    digest = _own_digest().copy()
     for package, facts in sorted((plugins or {}).items()):
         digest.update(f"{package}\0{facts['sha256']}\0".encode())
     return digest.hexdigest()
+
+
+@cache
+def _own_digest() -> "hashlib._Hash":
+    digest = hashlib.sha256()
+    for path, file in _own_code():
+        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest
 
 
 def _own_code() -> Iterator[tuple[str, Traversable]]:
@@ -123,7 +130,11 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
     ):
         try:
             done = subprocess.run(
-                ["git", "-C", root, *command], capture_output=True, text=True, check=True
+                ["git", "-C", root, *command],
+                capture_output=True,
+                check=True,
+                encoding="utf-8",
+                errors="replace",
             )
         except (OSError, subprocess.CalledProcessError):
             return None

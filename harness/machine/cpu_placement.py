@@ -114,6 +114,6 @@ def _address(number: int, environment: Mapping[str, str]) -> str:
 
 def _read(file: Path) -> set[int]:
     try:
-        return read_list(file.read_text())
+        return read_list(file.read_text("utf-8"))
     except (OSError, ValueError):
         return set()

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ LIBRARIES = (
     "scipy",
     "pandas",
 )
+CUDA_LIBRARIES = "cublas", "cusparse", "cusparselt"  # absent from the record if not installed
 SWITCHES = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET"
 
 
@@ -146,26 +147,25 @@ def _nvml(uuid: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-    }
-    for name in LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    for distribution in distributions():
-        name = distribution.metadata["Name"] or ""
-        for library in ("cublas", "cusparse", "cusparselt"):
-            if name.removesuffix("-cu13").removesuffix("-cu12") == f"nvidia-{library}":
-                versions[library] = distribution.version
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    versions |= {name: _version(name) for name in LIBRARIES}
+    for library in CUDA_LIBRARIES:
+        for suffix in ("", "-cu12", "-cu13"):
+            if number := _version(f"nvidia-{library}{suffix}"):
+                versions[library] = number
     return versions
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

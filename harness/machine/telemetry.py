@@ -53,7 +53,8 @@ class Telemetry:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             start_new_session=True,  # Ctrl-C is for the parent
         )
 

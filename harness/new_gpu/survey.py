@@ -113,7 +113,7 @@ def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
     file = path / "survey.json"
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ResultError(f"{file}: expected a survey, found {error}") from error
     if data.pop("schema", None) != SCHEMA:
@@ -152,7 +152,12 @@ def _examined(device: str) -> list[dict[str, Any]]:
     """Return the doctor's findings, or one that says why it gave none."""
     try:
         reply = subprocess.run(
-            [*DOCTOR, device], capture_output=True, text=True, timeout=DOCTOR_S, check=False
+            [*DOCTOR, device],
+            capture_output=True,
+            timeout=DOCTOR_S,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
         )
         findings: list[dict[str, Any]] = json.loads(reply.stdout)["findings"]
     except subprocess.TimeoutExpired:

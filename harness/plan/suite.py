@@ -161,7 +161,7 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
 def _text(name: str) -> tuple[str, str]:
     packaged = suites()
     if name in packaged:
-        return packaged[name].name, packaged[name].read_text()
+        return packaged[name].name, packaged[name].read_text("utf-8")
     if not name.endswith((".yaml", ".yml")):
         raise SuiteError(unknown("a file.yaml or a known suite", name, sorted(packaged)))
     if not files.utf8(name):

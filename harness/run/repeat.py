@@ -35,9 +35,9 @@ from sparsebench.results.comparison import KEYS
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
+from sparsebench.results.outcome import Outcome
 from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import Outcome
 from sparsebench.results.store import Run
 
 Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]

@@ -106,7 +106,7 @@ class Log:
 
 def _append(path: Path, lines: list[str]) -> None:
     """Move lines to the end of a file."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write("".join(lines))
     lines.clear()
 

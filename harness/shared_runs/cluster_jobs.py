@@ -169,7 +169,12 @@ def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
     command = ["squeue", "--noheader", "--array", "--format=%i %T %r", f"--name={plan.job}"]
     try:
         reply = subprocess.run(
-            command, capture_output=True, text=True, timeout=SQUEUE_S, check=True
+            command,
+            capture_output=True,
+            timeout=SQUEUE_S,
+            check=True,
+            encoding="utf-8",
+            errors="replace",
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench._discovery import own_code_only
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Suite
@@ -86,12 +87,12 @@ def merge(
             {**joined.state, "status": status, "contests": done, "cases": dict(counts.cases)},
             [*joined.reference, *joined.rows],
         )
-        (fresh / bundle.LOCK).write_text((paths[0] / bundle.LOCK).read_text())
+        write_file(fresh / bundle.LOCK, bundle.content(paths[0], bundle.LOCK))
         for name in LOGS:
             logs = [run / name for run in paths if (run / name).exists()]
             if logs:
                 text = "".join(log.read_text("utf-8", "replace") for log in logs)
-                (fresh / name).write_text(text)
+                write_file(fresh / name, text)
         bundle.seal_files(fresh, sorted(bundle.REQUIRED))
     return out
 
@@ -126,7 +127,7 @@ def _of_one_plan(first: Run, other: Run) -> None:
             raise ResultError(
                 f"{other.path}: expected {name} {expected} as in {first.path}, found {found}"
             )
-    expected, found = ((run.path / bundle.LOCK).read_text() for run in (first, other))
+    expected, found = ((run.path / bundle.LOCK).read_text("utf-8") for run in (first, other))
     if expected != found:
         both = zip(expected.splitlines(), found.splitlines(), strict=False)
         before, now = next((pair for pair in both if pair[0] != pair[1]), ("more", "fewer lines"))

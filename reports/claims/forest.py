@@ -1,6 +1,6 @@
 """The cells of a test with their intervals, the threshold and the bound, one per line.
 
-m 16, 90 %   ├──●──┤     :        ●  met   ○  missed   ◐  unclear (a square)
+m 16, 90 %   ├──●──┤     :        ●  met   ○  missed   ◐  not settled (a square)
 m 64, 90 %     ├─○─┤     :        :  the threshold
 m 64, 95 %        ├──■───:─┤  |   |  the upper bound on this device
 All cells: linear, bf16           what the labels share, because they must fit a phone
@@ -26,7 +26,7 @@ APART = 8.0  # the axis is logarithmic if the largest value is more than this ti
 LOOKS = {
     "met": Look(OURS, "o", None, 1.4, 5),
     "missed": Look(PEER, "o", None, 1.4, 5, hollow=True),
-    "unclear": Look(INK, "s", None, 1.4, 5, hollow=True),
+    "not settled": Look(INK, "s", None, 1.4, 5, hollow=True),
 }
 
 

@@ -36,7 +36,8 @@ BADGE = {
     Word.PARTLY: "#5a6b00",
     Word.REFUTED: "#a3261c",
     Word.NOT_CARRIED_OVER: "#8a4b00",
-    Word.INCONCLUSIVE: "#0a58a8",
+    Word.NOT_SETTLED: "#0a58a8",
+    Word.NOT_MEASURED: "#5d6369",
     Word.NOT_TESTABLE: "#5d6369",
 }
 
@@ -275,6 +276,6 @@ def _change(judged: TestVerdict, claim: Claim) -> str:
             return f"A {how} beyond {threshold}: a faster kernel, or a slower baseline."
         case Word.NOT_CARRIED_OVER:
             return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
-        case Word.INCONCLUSIVE:
+        case Word.NOT_SETTLED | Word.NOT_MEASURED:
             return "Measure six processes or more, and selected cells in a separate run."
     return claim.missing or "Use a kernel, a library or a device that can run it."

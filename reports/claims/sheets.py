@@ -15,7 +15,8 @@ STYLES = {
     Word.PARTLY: "good",
     Word.REFUTED: "bad",
     Word.NOT_CARRIED_OVER: "bad",
-    Word.INCONCLUSIVE: "unsure",
+    Word.NOT_SETTLED: "unsure",
+    Word.NOT_MEASURED: "unsure",
     Word.NOT_TESTABLE: "quiet",
 }
 NOTHING = "Nothing was measured here; use `--from results/published/GPU` to judge published runs"

@@ -128,9 +128,11 @@ def _map(view: View) -> Markup:
         percent(value) if view.x == "level" else field_text(view.x, value) for value in columns
     ]
     words = [text.removeprefix("n × k ") for text in words]
-    read = "Each cell shows the winner and the speedup of the fastest sparse contender over the "
-    read += "fastest dense one. Hatched: within the noise. Select a cell to see its rivals and how "
-    read += "to run it."
+    read = Markup(
+        "Each cell shows the winner and the speedup of the fastest sparse contender over the "
+        'fastest dense one. Hatched: <a href="#words">not settled</a>. Select a cell to see its '
+        "rivals and how to run it."
+    )
     if (view.cells["count"] > 1).any():
         read += (
             f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."

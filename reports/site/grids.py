@@ -212,7 +212,7 @@ def _gain(records: pd.DataFrame) -> Cell:
     return Cell(
         head,
         text,
-        title + ("" if decided else "; within the noise"),
+        title + ("" if decided else "; not settled"),
         str(top["run"]),
         span,
         lost=top["gain"] <= 1,

@@ -1,6 +1,7 @@
 """The pages of a site, written from the cards of its runs without reading rows.
 
 index.html            which format beats dense for which sizes, and from which sparsity on
+glossary.html         the words for outcomes (results/outcome.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
 feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css
@@ -83,9 +84,10 @@ def pages(
     for card in cards:
         yield f"badges/{card.slug}.svg", _badge(card)
         yield f"badges/{card.slug}.json", _shields(card)
+    yield "glossary.html", render("site_glossary.html", site=site)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", *(f"claims/{claim.name}.html" for claim in site.claims)]
+        paths = ["", "glossary.html", *(f"claims/{claim.name}.html" for claim in site.claims)]
         paths += [*(compared or {}).values(), *(f"runs/{card.slug}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)

@@ -27,6 +27,7 @@ from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 
+from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build
 from sparsebench.reports.claims import pages as claims
@@ -69,7 +70,7 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     made = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "claims": _asked(site)}
     made["parquet"] = str(find_spec("pyarrow") is not None)
     to.mkdir(parents=True, exist_ok=True)
-    (to / STATE).write_text(json.dumps({**made, "code": ""}, indent=1) + "\n", "utf-8")
+    write_file(to / STATE, json.dumps({**made, "code": ""}, indent=1) + "\n")
     written = [slug for slug in named if slug not in there]
     for slug in written:
         _add(named[slug], to / "runs" / slug)
@@ -83,7 +84,7 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     texts |= devices.pages(to, suites, redone)
     compared = {entry.title: f"{entry.name}.html" for entry in suites}
     _write_pages(to, {**texts, **dict(pages(cards, site, claims.lines(judged), compared))})
-    (to / STATE).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
+    write_file(to / STATE, json.dumps(made, indent=1) + "\n")
     return Published([entry.slug for entry in cards], redone, _notes(to, written, site))
 
 
@@ -135,7 +136,7 @@ def _add(run: Path, folder: Path) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     bundle.redact(run, fresh)
-    (fresh / NAME).write_text(_called(run), "utf-8")
+    write_file(fresh / NAME, _called(run))
     fresh.rename(folder)
 
 
@@ -156,7 +157,7 @@ def _redo(folder: Path, site: Site) -> None:
     file = folder / NAME
     name = file.read_text("utf-8").strip() if file.exists() else ""
     run_card = card(run, analysis, folder.name, bundle.identity(folder), site.claims, name)
-    (folder / "summary.json").write_text(json.dumps(run_card.to_json()) + "\n", "utf-8")
+    write_file(folder / "summary.json", json.dumps(run_card.to_json()) + "\n")
     to_csv(analysis.rows, folder / "rows.csv")
     if find_spec("pyarrow"):
         to_parquet(analysis.rows, folder / "rows.parquet")
@@ -175,7 +176,8 @@ def _pack(folder: Path) -> None:
         return entry
 
     with (
-        (folder / "bundle.tar.gz").open("wb") as file,
+        replacing(folder / "bundle.tar.gz") as fresh,
+        fresh.open("wb") as file,
         gzip.GzipFile("", "wb", 6, file, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w") as archive,
     ):
@@ -201,7 +203,7 @@ def _write_pages(to: Path, made: dict[str, str]) -> None:
         file = to / name
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists() or file.read_text("utf-8") != text:
-            file.write_text(text, "utf-8")
+            write_file(file, text)
     for folder in PAGES:
         for file in (to / folder).glob("*"):
             if f"{folder}/{file.name}" not in made:

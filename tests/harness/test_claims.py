@@ -91,7 +91,7 @@ def slow(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("", "", "fast", Word.REPRODUCED),
         ("at_least: 2", "at_least: 9", "fast", Word.PARTLY),
-        ("at_least: 2", "at_least: 5", "fast", Word.INCONCLUSIVE),
+        ("at_least: 2", "at_least: 5", "fast", Word.NOT_SETTLED),
         ("fier: exists\n", "fier: exists\n    proxy: a kernel\nmissing: it\n", "fast", Word.PARTLY),
         ("", "", "slow", Word.REFUTED),
         ("gpus: [H200]", "gpus: [B200]", "slow", Word.NOT_CARRIED_OVER),
@@ -143,7 +143,7 @@ def look(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Check a claim in two processes."""
     folder = tmp_path_factory.mktemp("look")
     flags = Flags(device(folder, 0.8), replicates=2)
-    assert judged(check([written(folder)], flags, [], folder, QUIET)).word is Word.INCONCLUSIVE
+    assert judged(check([written(folder)], flags, [], folder, QUIET)).word is Word.NOT_SETTLED
     return folder
 
 
@@ -218,7 +218,7 @@ def test_a_check_prints_its_plan_and_the_estimated_time(tmp_path: Path) -> None:
         "mine: 2 contests, 4 cases; for mine",
         "1 run of 1 process",
     ]
-    assert "inconclusive" in done.stdout
+    assert "not settled" in done.stdout
 
 
 def test_energy_without_a_meter_is_not_testable(tmp_path: Path) -> None:

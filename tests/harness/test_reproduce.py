@@ -99,7 +99,7 @@ def test_a_look_is_never_reproduced() -> None:
 def test_different_verdicts_agree_if_the_speed_ups_are_close() -> None:
     found = held([1.0, 0.98, 1.02], [1.02, 1.02, 1.02])
     cases = found.comparison.cases
-    assert list(cases.outcome_a.iloc[1::2]) == ["no_difference", "slower", "faster"]
+    assert list(cases.outcome_a.iloc[1::2]) == ["equal", "slower", "faster"]
     assert cases.agree.dropna().tolist() == [True, False, True]
 
 
@@ -153,7 +153,7 @@ def test_digests_of_two_kinds_are_not_compared() -> None:
     ("speedup", "status", "said"),
     [
         (2.0, Status.OK, "Confirmed: bsr/bsr_triton is 2 times as fast as dense/cublas (2 to 2, "),
-        (1.001, Status.OK, "Not confirmed (no difference): bsr/bsr_triton is 1 times as fast"),
+        (1.001, Status.OK, "Not confirmed (equal): bsr/bsr_triton is 1 times as fast"),
         (2.0, Status.FAILED, "Not confirmed (failed): bsr/bsr_triton has no time: it fell over"),
     ],
 )

@@ -316,7 +316,7 @@ def test_a_run_can_be_resumed_after_a_full_disk(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "append", nearly_full)
-        patch.setattr(store, "_replace", lambda file, text, whole=store._replace: (
+        patch.setattr(store, "write_file", lambda file, text, whole=store.write_file: (
             full() if "interrupted" in text else whole(file, text)
         ))  # fmt: skip
         with pytest.raises(OSError, match="No space left"):

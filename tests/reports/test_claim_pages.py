@@ -119,7 +119,7 @@ def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
     [
         (lambda claim: [cell(claim, spread(2.5))], "reproduced · H200"),
         (lambda claim: [cell(claim, spread(0.5), simulated=True)], "· simulated"),
-        (lambda claim: [], "inconclusive"),
+        (lambda claim: [], "not measured"),
     ],
 )
 def test_a_badge_has_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], says: str) -> None:

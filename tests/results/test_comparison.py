@@ -85,7 +85,7 @@ def test_a_case_that_failed_in_one_run_keeps_its_line() -> None:
     [
         (5.0, 8.0, ("faster", "faster"), True),  # by how much is another question
         (5.0, 20.0, ("faster", "slower"), False),
-        (10.0, 10.01, ("no_difference", "no_difference"), True),
+        (10.0, 10.01, ("equal", "equal"), True),
     ],
 )
 def test_verdicts_agree_when_their_outcomes_are_the_same(

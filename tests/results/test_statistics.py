@@ -5,15 +5,14 @@ import pytest
 from scipy import stats
 
 from sparsebench.harness.sim.gpu_model import Spec, samples
+from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import (
     FEWEST,
     Floats,
     IntervalKind,
-    Outcome,
     block_logs,
     hodges_lehmann,
     more_processes,
-    outcome,
     p_value,
     q_values,
     ratio,
@@ -70,10 +69,10 @@ def test_an_interval_has_four_outcomes() -> None:
     assert outcome(1.006, 1.2) is Outcome.FASTER
     assert outcome(1.001, 1.02) is Outcome.FASTER
     assert outcome(0.9, 0.995) is Outcome.SLOWER
-    assert outcome(0.996, 1.004) is Outcome.NO_DIFFERENCE
-    assert outcome(1.001, 1.009) is Outcome.NO_DIFFERENCE  # there, but less than 1 %
-    assert outcome(0.996, 1.02) is Outcome.INCONCLUSIVE
-    assert outcome(0.96, 1.02, margin=0.05) is Outcome.NO_DIFFERENCE
+    assert outcome(0.996, 1.004) is Outcome.EQUAL
+    assert outcome(1.001, 1.009) is Outcome.EQUAL  # there, but less than 1 %
+    assert outcome(0.996, 1.02) is Outcome.NOT_SETTLED
+    assert outcome(0.96, 1.02, margin=0.05) is Outcome.EQUAL
 
 
 def test_p_is_of_the_two_sided_t_test() -> None:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsebench._writing import replacing
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning import model as models
@@ -222,10 +223,8 @@ def _write(result: _Result, recipe: Recipe, path: Path) -> None:
     tensors = {name: tensor.cpu() for name, tensor in result.tensors.items()}
     metadata = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
     metadata |= {"dense": str(result.dense)}
-    fresh = path.with_name(f"{path.name}.new")
     try:
-        save_file(tensors, fresh, metadata)
-        fresh.replace(path)
+        with replacing(path) as fresh:
+            save_file(tensors, fresh, metadata)
     except (OSError, SafetensorError) as error:
-        fresh.unlink(missing_ok=True)
         raise SuiteError(f"{path}: expected a writable file; found {error}") from error

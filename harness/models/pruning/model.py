@@ -143,6 +143,7 @@ def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
     if recipe.mask_pattern.group:
         sparsify_(model, TwoFour(recipe.dense), lambda module, _: Gated.of(module) is not None)
     fresh = to.with_name(f"{to.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
     try:
         with quiet(_transformers(to)):
             model.save_pretrained(fresh)

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from sparsebench._writing import replacing
 from sparsebench.errors import SuiteError
 from sparsebench.harness.models.train_lm.model import Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text, contexts, evenly, standard_library
@@ -106,7 +107,8 @@ def train_all(
         tensors |= {f"l1_{l1:g}.{name}": tensor.cpu() for name, tensor in layer.items()}
     if to:
         try:
-            save_file(tensors, to)
+            with replacing(to) as fresh:
+                save_file(tensors, fresh)
         except (OSError, SafetensorError) as error:
             raise SuiteError(f"{to}: expected a writable file; found {error}") from error
     seen, counted = len(text.seen), unseen[:, 1:].numel()
