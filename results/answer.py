@@ -201,6 +201,8 @@ def column_text(view: View, line: Any) -> str:
     column = field_text(view.x, line.x)
     if view.x == "level":
         return column + view.units
+    if view.x == "block":
+        return f"with {column}"
     return f"at {column}" + (f", {percent(line.level)}{view.units}" if view.units else "")
 
 

@@ -18,7 +18,6 @@ from sparsebench.reports import comparison
 from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import safe
 from sparsebench.results import store
-from sparsebench.results.answer import Badge
 from sparsebench.results.formatting import listed
 
 MOST = 26  # runs in one comparison, A to Z
@@ -57,11 +56,11 @@ def compared(cards: Sequence[Card]) -> list[Devices]:
 
 
 def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each page and its JSON; `redone` are the slugs of new runs."""
+    """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
     for devices in every:
-        slugs = [f"runs/{card.slug}" for card in devices.cards]
+        slugs = [card.address for card in devices.cards]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
-        new = any(card.slug in redone for card in devices.cards)
+        new = any(card.address in redone for card in devices.cards)
         if not new and all(file.exists() for file in files):
             texts = [file.read_text("utf-8") for file in files]
             if [*json.loads(texts[1])["runs"].values()] == slugs:
@@ -73,14 +72,10 @@ def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterat
 
 
 def _rank(card: Card) -> tuple[bool, int, str]:
-    return _simulated(card), -len(card.lines), card.gpu
+    return card.simulated, -len(card.lines), card.gpu
 
 
 def _timed(card: Card) -> set[tuple[str, ...]]:
     """Return the sparse cases with a time: problem, name and cache state of each."""
     lines = [line for line in card.lines if line["side"] != "dense"]
     return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in lines}
-
-
-def _simulated(card: Card) -> bool:
-    return any(badge[0] == Badge.SIMULATED.name.lower() for badge in card.badges)
