@@ -67,7 +67,6 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Return the run's directory, which commands such as report, validate and compare take."""
         return self.stored.path
 
     @property
@@ -77,7 +76,6 @@ class Run:
 
     @property
     def device(self) -> str:
-        """Name the GPU or CPU."""
         return device_name(self.stored.environment)
 
     @cached_property
@@ -105,14 +103,13 @@ class Run:
 
     @property
     def plots(self) -> dict[str, str]:
-        """Return the title of every figure by its name, in the order of the report."""
         return {figure.name: figure.title for figure in figures()}
 
     def plot(self, name: str = ANSWER) -> Plot:
         """Draw one figure of the report. Raises ResultError if it does not apply to the run."""
-        if name not in (known := self.plots):
-            found = f"{name!r}{did_you_mean(name, known)}"
-            raise ResultError(f"plot: expected one of {', '.join(known)}; found {found}")
+        if name not in (names := self.plots):
+            message = f"{name!r}{did_you_mean(name, names)}"
+            raise ResultError(f"plot: expected one of {', '.join(names)}; found {message}")
         return Plot(name, build(self.stored, only=name))
 
     def report(self, path: Path | str | None = None) -> Path:
@@ -122,7 +119,6 @@ class Run:
         return page
 
     def __repr__(self) -> str:
-        """Return the path, the device, the status and the counts of cases."""
         cases = ", ".join(f"{count} {status}" for status, count in counted(self._found).items())
         return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
 
@@ -189,6 +185,6 @@ def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":
     try:
         text = yaml.safe_dump(written, sort_keys=False)
     except yaml.YAMLError as error:
-        found = " ".join(str(error).split())
-        raise SuiteError(f"suite: expected texts, numbers, lists and mappings, {found}") from error
+        reason = " ".join(str(error).split())
+        raise SuiteError(f"suite: expected texts, numbers, lists and mappings, {reason}") from error
     return expand("python", text, data)

@@ -116,7 +116,7 @@ def counted(analysis: Analysis) -> dict[str, int]:
 
 def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     """Sort cases by the fields of their problems, because a run takes them in random order."""
-    names = ["op", *fields(cases), "source"]
+    names = ["op", *fields(cases), "source", "seed"]
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
@@ -151,10 +151,22 @@ def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
     if above:
         why = "more than zeros can save. There the baseline is slow or was disturbed by other work"
         lines.append(f"{are(above, 'speedup')} above 1 / (1 - sparsity), {why}.")
+    if count := _with_other_levels(analysis.rows, cases):
+        why = "whose weights have more zeros than the suite asks for"
+        lines.append(f"{are(count, 'problem')} shown at the level of a file, {why}.")
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = cases[name][cases[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
     return lines
+
+
+def _with_other_levels(rows: pd.DataFrame, cases: pd.DataFrame) -> int:
+    """Count the problems that are shown at another sparsity than they ask for."""
+    if rows.empty:
+        return 0
+    requested = cases.problem_id.map(rows.groupby("problem_id").sparsity.first())
+    other = (requested > 0) & cases.level.notna() & (cases.level != requested)
+    return int(cases.problem_id[other].nunique())
 
 
 def outcome(line: Mapping[Any, Any]) -> Cell:
@@ -164,12 +176,12 @@ def outcome(line: Mapping[Any, Any]) -> Cell:
 
 
 def shown(name: str, value: Any) -> str:
-    """Write a field: a sparsity as a percentage, a source by its file name."""
+    """Write a field: a sparsity as a percentage."""
     if pd.isna(value):
         return "-"
     if name == "sparsity":
         return percent(value)
-    return f"{value:g}" if isinstance(value, float) else str(value).rpartition("/")[2]
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
@@ -266,7 +278,7 @@ def _condition(case: Mapping[Any, Any]) -> str:
         units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
         parts.append(f"{case['active']:g} of {units} units active")
     if pd.notna(case.get("source")):
-        parts.append(str(case["source"]).rpartition("/")[2])
+        parts.append(str(case["source"]))
     return ", ".join(parts)
 
 
@@ -284,7 +296,8 @@ def who(case: Mapping[Any, Any]) -> str:
 
 def _fastest(best: pd.DataFrame) -> Table:
     """Return the fastest case of each problem with the interval and outcome of its speedup."""
-    varying, constant = split(best, ["op", *fields(best), "source", "scope", "cache"])
+    names = ["op", *fields(best), "source", "seed", "scope", "cache"]
+    varying, constant = split(best, [n for n in names if n != "seed" or best.seed.nunique() > 1])
     bases = best.baseline_label.dropna().unique()
     against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
     columns = [*varying, "fastest", "time", against, "outcome", "not settled against", "accuracy"]

@@ -24,6 +24,7 @@ out equal, so its cases have none either.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -51,6 +52,7 @@ from sparsebench.results.store import Run
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
 SUMMARY = ["ran", "processes", *FLOATS, "interval", "interval_kind", "speedups", "blocks"]
+OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
 
 
 class NoCrossing(StrEnum):
@@ -92,7 +94,8 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     blocks        median times by block for each (replicate, attempt), for statistics.ratio_over
     low_us        and high_us: range of the processes' medians; for one process, quartiles
     ran           the label; for a portfolio also the kernel that it chose
-    level         sparsity of the problem; for weights from a file, their actual sparsity
+    level         sparsity of the problem. Weights from a file may have more zeros than the problem
+                  asks for; then `level` and `sparsity` are what they have
 
     A case that is not ok in every process has the status and detail of the first process in which
     it is not, and no numbers. Verdicts need the noise of the run.
@@ -238,9 +241,10 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != Status.OK]
     used = bad or _with_common_baseline(_with_common_clock(processes))
     count = len(processes) if bad else len(used)
-    case = used[0] | {"processes": count, "level": used[0]["sparsity"]}
-    if not case["level"] > 0:
-        case["level"] = used[0]["sparsity_achieved"]
+    level = _level(used[0])
+    case = used[0] | {"processes": count, "level": level}
+    if case["sparsity"] > 0:
+        case["sparsity"] = level
     case["chosen"] = " or ".join(sorted({process["chosen"] for process in used} - {""}))
     case["ran"] = _ran(case["label"], case["chosen"])
     if bad:
@@ -253,6 +257,14 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
         marks = {mark for process in used for mark in process[name].split(", ")}
         case[name] = ", ".join(sorted(marks - {""}))
     return case | _interval(used)
+
+
+def _level(case: Mapping[str, Any]) -> float:
+    """Return the sparsity that the problem asks for, or that weights from a file have instead."""
+    requested, achieved = float(case["sparsity"]), float(case["sparsity_achieved"])
+    from_file = case["source"] is not None and not pd.isna(case["source"])
+    other = from_file and abs(achieved - requested) > OTHER_LEVEL * (1 - requested)
+    return achieved if other or not requested > 0 else requested
 
 
 def _ran(label: str, chosen: str) -> str:

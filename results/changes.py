@@ -129,7 +129,8 @@ class OtherDevice:
     def break_evens(self) -> pd.DataFrame:
         """Return a line per contender with its `crossing` `here` and `there`, at shared levels."""
         known = self.ratios[self.ratios.level.notna()]
-        keys = [*(name for name in problem_fields(self.cases) if name != "sparsity"), "label"]
+        swept = ("sparsity", "source", "seed")
+        keys = [*(name for name in problem_fields(self.cases) if name not in swept), "label"]
         lines = []
         for key, group in known.groupby(keys, sort=False, dropna=False):
             if group.level.round(6).nunique() < 2:

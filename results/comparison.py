@@ -172,7 +172,18 @@ def compare(a: Run, b: Run, analyses: tuple[Analysis, Analysis] | None = None) -
         counts = f"{len(in_a)} and {len(in_b)} with none in common"
         raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {counts}")
     _require_equal_operands(a, b)
-    columns = ["op", *fields(in_a), "level", "format", "kernel", "label", "baseline", "twin"]
+    columns = [
+        "op",
+        *fields(in_a),
+        "source",
+        "seed",
+        "level",
+        "format",
+        "kernel",
+        "label",
+        "baseline",
+        "twin",
+    ]
     cases = in_a[[*KEYS, *columns, *SIDES]].merge(
         in_b[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
     )

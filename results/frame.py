@@ -17,7 +17,8 @@ is unusual (see harness/bench), or if only its suite allows its error.
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,17 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes cells that 
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return one line per row, in order. Column names include units; unknown values are NaN/NA."""
+    """Return one line per row, in order. Column names include units; unknown values are NaN/NA.
+
+    `source` is the shortest ending of a file's path and tensor that no other source has.
+    """
     rows = list(rows)
+    sources = shortest_endings({s.label for row in rows if (s := row.case.problem.source)})
     problems = [row.case.problem.id for row in rows]
     label = _labels(problems, rows)
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
-        | _case_facts(row)
+        | _case_facts(row, sources)
         | _measured(row)
         | _against(row, *others, label)
         for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
@@ -126,7 +131,21 @@ def _labels(problems: list[str], rows: list[Row]) -> Callable[[Contender], str]:
     return label
 
 
-def _case_facts(row: Row) -> dict[str, Any]:
+def shortest_endings(labels: Collection[str]) -> dict[str, str]:
+    """Return the shortest ending of each label that no other one has: `layer_0/kernel`."""
+    endings = {
+        label: ["/".join(words[-n:]) for n in range(1, len(words) + 1)]
+        for label in labels
+        for words in [label.split("/")]
+    }
+    counts = Counter(ending for each in endings.values() for ending in each)
+    return {
+        label: next((ending for ending in each if counts[ending] == 1), label)
+        for label, each in endings.items()
+    }
+
+
+def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
     problem, contender = row.case.problem, row.case.contender
     named = {name: _plain(value) for name, value in problem.fields.items()}
     return named | {
@@ -134,7 +153,7 @@ def _case_facts(row: Row) -> dict[str, Any]:
         "case_id": row.case.id,
         "op": problem.op,
         "seed": problem.seed,
-        "source": problem.source.label if problem.source else None,
+        "source": sources[problem.source.label] if problem.source else None,
         "format": contender.format,
         "kernel": contender.kernel,
         "params": _text(contender.params),

@@ -232,6 +232,11 @@ def replace_rows(path: Path, rows: Iterable[Row]) -> None:
     write_file(path / "rows.jsonl", first + "".join(map(_line, rows)))
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run directories in a folder, sorted by name."""
+    return sorted(file.parent for file in folder.glob("*/run.json"))
+
+
 def read(path: Path | str) -> Run:
     """Read a run directory and drop a torn last row; raises ResultError for anything else."""
     path = Path(path)

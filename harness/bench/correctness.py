@@ -122,7 +122,17 @@ def roundings(dtype: str, rounded: bool) -> tuple[float, float]:
 
 def check(out: object, expected: Expected, pattern: Format | None = None) -> Verdict:
     """Compare an output with the right answer, packed like `pattern` if there is one."""
-    return _dense(out, expected) if pattern is None else _packed(out, expected, pattern)
+    if pattern is None:
+        return _dense(out, expected)
+    if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
+        packed = f"{type(pattern).__name__} {list(pattern.shape)}, packed like the weight"
+        return Verdict(f"expected {packed}, found {_name(out)}")
+    for name, array in pattern.arrays().items():
+        other = out.arrays()[name]
+        same = array.dtype == other.dtype and array.device == other.device
+        if name != "values" and not (same and array.equal(other)):
+            return Verdict(f"expected the {name} of the weight's own pattern, found others")
+    return _dense(out.arrays()["values"], where_stored(expected, pattern))
 
 
 def where_stored(expected: Expected, pattern: Format | None) -> Expected:
@@ -138,16 +148,6 @@ def where_stored(expected: Expected, pattern: Format | None) -> Expected:
     return replace(expected, reference=reference, spread=spread, plain=plain)
 
 
-def _packed(out: object, expected: Expected, pattern: Format) -> Verdict:
-    if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
-        wanted = f"{type(pattern).__name__} {list(pattern.shape)}"
-        return Verdict(f"expected {wanted}, packed like the weight, found {_name(out)}")
-    for name, array in pattern.arrays().items():
-        if name != "values" and not _same(out.arrays()[name], array):
-            return Verdict(f"expected the {name} of the weight's own pattern, found others")
-    return _dense(out.arrays()["values"], where_stored(expected, pattern))
-
-
 def _dense(out: object, expected: Expected) -> Verdict:
     reference = expected.reference
     if type(out) is not Tensor:  # a subclass may compute when it is read
@@ -155,8 +155,8 @@ def _dense(out: object, expected: Expected) -> Verdict:
     if out.shape != reference.shape:
         return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
     if out.dtype != expected.dtype or out.device != reference.device:
-        wanted = f"{expected.dtype} on {reference.device}"
-        return Verdict(f"expected {wanted}, found {out.dtype} on {out.device}")
+        expected_kind = f"{expected.dtype} on {reference.device}"
+        return Verdict(f"expected {expected_kind}, found {out.dtype} on {out.device}")
     if not out.is_contiguous():
         return Verdict(f"expected a contiguous output, found strides {list(out.stride())}")
     if not bool(out.isfinite().all()):
@@ -191,10 +191,6 @@ def _name(out: object) -> str:
     return type(out).__name__ + shape
 
 
-def _same(array: Tensor, other: Tensor) -> bool:
-    return array.dtype == other.dtype and array.device == other.device and array.equal(other)
-
-
 def _judge(out: Tensor, expected: Expected) -> Verdict:
     reference, spread, eps = expected.reference, expected.spread, expected.eps
     errors = out.double() - reference
@@ -209,7 +205,9 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     excess = float(
         (distance / bound).nan_to_num(nan=0.0, posinf=torch.finfo(torch.float64).max).max()
     )
-    verdict = _usual(Verdict(None, error, excess), errors, expected)
+    usual, sums = usual_error(expected), float(expected.sums * expected.depth**0.5)
+    largest_bias = usual / 4 + expected.products + sums / 16
+    verdict = Verdict(None, error, excess, usual, bias(errors, reference), largest_bias)
     if whole > most:
         empty = " (all zero)" if not bool(out.any()) else ""
         limit = most / scale if scale else 0.0
@@ -219,7 +217,6 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
         at = [int(i) for i in torch.unravel_index(worst, out.shape)]
         values = f"{float(out[*at]):.6g}, expected {float(reference[*at]):.6g}"
         return replace(verdict, reason=f"element {at} is {values}: {excess:.1f} times its bound")
-    usual = verdict.usual_error or 0.0
     judged = expected.plain is not None and expected.allowed is None
     if judged and error > WRONG * usual > 0:
         excess_text = f"relative error {error:.2e}, {error / usual:.1f} times the usual {usual:.2e}"
@@ -228,49 +225,24 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     return verdict
 
 
-def _usual(verdict: Verdict, errors: Tensor, expected: Expected) -> Verdict:
-    """Add the usual error, the bias, and the usual bias."""
-    eps = float(torch.finfo(expected.dtype).eps)
-    sums = float(expected.sums * expected.depth**0.5)
-    usual = usual_error(
-        expected.reference, expected.spread, expected.plain, eps, sums, expected.products
-    )
-    return replace(
-        verdict,
-        usual_error=usual,
-        bias=bias(errors, expected.reference),
-        usual_bias=usual_bias(usual, sums, expected.products),
-    )
-
-
 WRONG = 3.0  # times the usual error; results/frame.py marks what is above 1.5
 ROUNDED, SUMMED = 0.21, 0.2
 CHANCE = 6.0  # standard errors
 FEWEST_ROWS = 16
 
 
-def usual_error(
-    reference: Tensor,
-    spread: Tensor,
-    plain: Tensor | None,
-    eps: float,
-    sums: float,
-    products: float,
-) -> float:
-    """Return the usual relative error; `sums` includes sqrt(d)."""
+def usual_error(expected: Expected) -> float:
+    """Return the usual relative error."""
+    reference, plain = expected.reference, expected.plain
     size = float(reference.norm())
     if not size:
         return 0.0
-    terms = hypot(SUMMED * sums, products) * float(spread.norm()) / size
-    explained = hypot(ROUNDED * eps, terms)
+    sums = float(expected.sums * expected.depth**0.5)
+    terms = hypot(SUMMED * sums, expected.products) * float(expected.spread.norm()) / size
+    explained = hypot(ROUNDED * float(torch.finfo(expected.dtype).eps), terms)
     if plain is None or not bool(plain.isfinite().all()):
         return explained
     return max(explained, float((plain.double() - reference).norm()) / size)
-
-
-def usual_bias(usual: float, sums: float, products: float) -> float:
-    """Return the largest bias that rounding and truncation explain; `sums` includes sqrt(d)."""
-    return usual / 4 + products + sums / 16
 
 
 def bias(errors: Tensor, reference: Tensor) -> float:

@@ -47,8 +47,10 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         weights, convert_us = _convert(contest, contender)
         stored = sum(weight.stored_bytes for weight in weights.values())
         entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        copies = {name: copy(weight) for name, weight in weights.items()}  # of shared arrays
-        weights, entry.pattern = _split(contest, contender, copies)
+        weights = {name: copy(weight) for name, weight in weights.items()}  # of shared arrays
+        if contest.op.pattern:  # a sparse output is packed like it
+            pattern = weights.pop(contest.op.pattern)
+            entry.pattern = None if contender.format == "dense" else pattern
     if not entry.running:
         return
     with contest.at(entry, "prepare"), _memory(contest.device) as memory:
@@ -101,11 +103,13 @@ def prepare_chain(contest: RunningContest, entry: Entry) -> None:
 def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
     """Return the launch of a further layer, after its first run."""
     contender = entry.row.case.contender
-    definition = bound(contest.op.definition, layer.problem)
-    activations = {name: x.detach() for name, x in layer.dense.activations.items()}
-    weights = dict(_stored(contender, layer.dense))
-    choice = entry.row.choice or None
-    operands = Operands(layer.problem, weights, activations, definition, choice)
+    operands = Operands(
+        layer.problem,
+        dict(_stored(contender, layer.dense)),
+        {name: x.detach() for name, x in layer.dense.activations.items()},
+        bound(contest.op.definition, layer.problem),
+        entry.row.choice or None,
+    )
     launch = load_kernel(contender.kernel).prepare(operands, **contender.options)
     launch()
     return launch
@@ -120,15 +124,6 @@ def plain(choice: object) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise TypeError(f"choice: expected a mapping, found {type(choice).__name__}")
     return result
-
-
-def _split(
-    contest: RunningContest, contender: Contender, packed: Mapping[str, Format]
-) -> tuple[dict[str, Format], Format | None]:
-    """Return the weights, and separately the pattern that a sparse output is packed like."""
-    weights = {name: w for name, w in packed.items() if name != contest.op.pattern}
-    pattern = packed[contest.op.pattern] if contest.op.pattern else None
-    return weights, None if contender.format == "dense" else pattern
 
 
 def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:

@@ -37,12 +37,10 @@ class Commands(typer.core.TyperGroup):
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Return the modules of all commands by the commands' names."""
         names = sorted(module.name for module in iter_modules([str(Path(__file__).parent)]))
         return {name.rstrip("_").replace("_", "-"): name for name in names if name[0] != "_"}
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
         return [*self.modules]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

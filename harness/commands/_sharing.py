@@ -38,7 +38,6 @@ class Sharing:
     shards: int = 0
 
     def __post_init__(self) -> None:
-        """Raise BadParameter for contradicting options."""
         names = [name for name in ("devices", "slurm", "submit") if getattr(self, name)]
         if len(names) > 1:
             raise typer.BadParameter(f"expected --{names[0]} or --{names[1]}, found both")
@@ -48,7 +47,6 @@ class Sharing:
             raise typer.BadParameter("expected --shards N together with --slurm or --submit")
 
     def __bool__(self) -> bool:
-        """Return whether the plan is shared out."""
         return bool(self.devices or self.slurm or self.submit)
 
     @property

@@ -257,12 +257,14 @@ def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning |
 
 def _runs(paths: list[Path] | None) -> list[Path]:
     """Return runs and JSON files as given, and the runs inside each folder of runs."""
+    from sparsebench.results import store
+
     runs = list[Path]()
     for path in paths or []:
         if path.suffix == ".json" or (path / "run.json").exists():
             inside = [path]
         else:
-            inside = sorted(file.parent for file in path.glob("*/run.json"))
+            inside = store.runs_in(path)
         if not inside:
             raise ResultError(f"--from {path}: expected a run, or a folder of runs, found none")
         runs += inside

@@ -35,6 +35,7 @@ def new_gpu(
     devices: Devices = "",
 ) -> None:
     """Survey a GPU: is it fit to benchmark, which kernels run, and which formats are fastest?"""
+    from sparsebench.harness.machine.device import pick, simulated, slug
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey import write
 
@@ -50,7 +51,8 @@ def new_gpu(
             sharing = Sharing(devices)
             name = sharing.first(device)
             shared = sharing.device_names if sharing else []
-            path = out or _new_path(name)
+            kind = "sim" if simulated(name) else slug(pick(name))
+            path = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{kind}"
             survey = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show, shared)
         page = write(survey.path, others)
     for step, text in [*survey.notes.items(), *survey.left.items()]:
@@ -58,11 +60,3 @@ def new_gpu(
     if survey.left:
         stdout.say(f"`sparsebench {RESUME} {survey.path}` measures the rest")
     stdout.say(f"report: {page}")
-
-
-def _new_path(device: str) -> Path:
-    """Return runs/<time>-new-gpu-<device>."""
-    from sparsebench.harness.machine.device import pick, simulated, slug
-
-    name = "sim" if simulated(device) else slug(pick(device))
-    return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{name}"

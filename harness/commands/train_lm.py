@@ -47,8 +47,9 @@ def train_lm(
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.models.train_lm import train, widths
     from sparsebench.harness.models.train_lm.model import Sizes
+    from sparsebench.harness.models.train_lm.training import Settings
 
-    settings = train.Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
+    settings = Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
     picked = pick(device)
     trained: Any
     if pattern:

@@ -13,16 +13,8 @@ from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.code import code_sha256, commit
 from sparsebench.kernels._common import tuned_table
 
-LIBRARIES = (
-    "torch",
-    "triton",
-    "cupy-cuda13x",
-    "nvmath-python",
-    "stanford-stk",
-    "numpy",
-    "scipy",
-    "pandas",
-)
+GPU_LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"
+LIBRARIES = *GPU_LIBRARIES, "numpy", "scipy", "pandas"
 CUDA_LIBRARIES = "cublas", "cusparse", "cusparselt"  # absent from the record if not installed
 SWITCHES = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET"
 
@@ -80,6 +72,7 @@ def slug(device: torch.device) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return environment.json. It names no host and no user, so it can be published."""
+    matmul = torch.backends.cuda.matmul
     return {
         "device": str(device),
         "gpu": _gpu(device) if device.type == "cuda" else None,
@@ -88,7 +81,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
         },
-        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": {"kernel": platform.release(), "libc": "-".join(platform.libc_ver())},
         "versions": _versions(),
         "sparsebench": version("sparsebench"),
@@ -97,13 +90,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "tuned": tuned_table.in_force(device),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "torch_settings": {
-            "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
-            "bf16_reduced_reduction": (
-                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-            ),
-            "fp16_reduced_reduction": (
-                torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-            ),
+            "fp32_precision": matmul.fp32_precision,
+            "bf16_reduced_reduction": matmul.allow_bf16_reduced_precision_reduction,
+            "fp16_reduced_reduction": matmul.allow_fp16_reduced_precision_reduction,
         },
     }
 
@@ -171,7 +160,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

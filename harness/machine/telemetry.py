@@ -46,7 +46,6 @@ class Telemetry:
     """The child process of one GPU. If it fails, `log` gets a line and the run continues."""
 
     def __init__(self, uuid: str, log: Callable[[str], None]) -> None:
-        """Start the child, without waiting for it."""
         self._log = log
         self._child: subprocess.Popen[str] | None = subprocess.Popen(
             [*COMMAND, uuid],
@@ -77,16 +76,12 @@ class Telemetry:
         window: dict[str, float] = json.loads(answer)
         return window
 
-    def close(self) -> None:
-        """End the child."""
-        self._end()
-
     def _lost(self) -> dict[str, float]:
-        words = self._end().strip().splitlines() or ["the child process did not answer"]
+        words = self.end().strip().splitlines() or ["the child process did not answer"]
         self._log(f"telemetry: {words[-1]}; no more rows have it\n")
         return {}
 
-    def _end(self) -> str:
+    def end(self) -> str:
         """End the child and return its stderr."""
         if self._child is None:
             return ""
@@ -107,7 +102,7 @@ def telemetry(
     try:
         yield child.window
     finally:
-        child.close()
+        child.end()
 
 
 def summary(readings: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -51,7 +51,6 @@ class Part:
     owners: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read the claims."""
         self.owners |= {} if self.alone else owners(self.folder)
 
     def start(self, runner: Runner) -> None:

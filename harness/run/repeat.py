@@ -12,7 +12,6 @@ a search. The new run is therefore about those configurations, and says so (resu
 results/comparison.py decides for each cell whether two runs agree.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite, require_planned, require_plugins
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
-from sparsebench.harness.run.worker_process import Log, Worker, require_plan
+from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse, compared
 from sparsebench.results.comparison import KEYS
@@ -161,21 +160,12 @@ def again(
     suite = own_suite(run, data)
     require_planned(run, suite)
     require_plan(device, planned(suite, device))
-    known = {field.name for field in dataclasses.fields(Flags)}
-    recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
-    flags = Flags(**{**recorded, "device": device, "data": data, **changed})
-    same_kind = device_name(_environment(device, data)) == device_name(run.environment)
+    flags = Flags.recorded(run.state, device=device, data=data, **changed)
+    here = about_device(device, data)["environment"]
+    same_kind = device_name(here) == device_name(run.environment)
     pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()
     stopped = None
     if out and (out / "run.json").exists():
         state = store.read(out).state
         stopped = out if (options.origin or {}).items() <= state.items() else None
     return engine(suite, flags, out, stopped, replace(options, pinned=pinned))
-
-
-def _environment(device: str, data: Path | None) -> dict[str, Any]:
-    """Describe the device by a worker: this process must not open the GPU, which is to be idle."""
-    worker = Worker(device, data, Log())
-    worker.kill()
-    environment: dict[str, Any] = worker.about["environment"]
-    return environment

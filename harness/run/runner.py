@@ -16,6 +16,7 @@ seconds. They then idle without a device: nothing is imported while a contest ru
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -42,9 +43,6 @@ CEILINGS_KEPT_S = 600.0  # clocks settle within a minute, but other users of a m
 
 Pinned = Mapping[str, Mapping[str, Any]]
 """A kernel's choice (Row.choice) by case id."""
-
-Candidates = Mapping[str, Sequence[Mapping[str, Any]]]
-"""What was timed for a choice (Row.candidates), by case id."""
 
 
 def pinned_in(rows: Iterable[Row]) -> Pinned:
@@ -113,14 +111,17 @@ class Runner:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the waiting worker, or 0."""
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
         """Return the device's ceilings for the dtypes of the contests (recent_ceilings)."""
         worker = self._worker = self._worker or self._start()
         began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
-        dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}
+        dtypes = {
+            str(contest.problem["dtype"])
+            for contest in contests
+            if any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
+        }
         dtypes |= {TF32} if FP32 in dtypes else set()
         if self._device.startswith("cuda"):
             ceilings = recent_ceilings(self.about["identity"], dtypes, worker.ceilings)
@@ -159,7 +160,6 @@ class Runner:
         self._to_come -= 1
 
     def kill(self) -> None:
-        """Stop all workers."""
         running = [worker for worker in (self._worker, *self._spares) if worker]
         self._worker, self._spares = None, []
         for worker in running:
@@ -208,7 +208,11 @@ class Runner:
                 "attempt": attempt,
                 "reference": contest.reference,
                 "pinned": self._choices(part, replicate),
-                "timed": self._candidates(part),
+                "timed": {
+                    case: self._timed[case].candidates
+                    for contender in left
+                    if (case := Case(contest.problem, contender).id) in self._timed
+                },
             }
             result = self._measure(part, options)
             if isinstance(result, ContestResult):
@@ -260,30 +264,14 @@ class Runner:
         }
         return {case: choices[of] for case, of in originals.items() if of in choices}
 
-    def _candidates(self, contest: Contest) -> Candidates:
-        """Return what the first process timed for the choices of these contenders."""
-        cases = [Case(contest.problem, contender).id for contender in contest.contenders]
-        return {case: self._timed[case].candidates for case in cases if case in self._timed}
-
-
-def _runs(contest: Contest, kind: str) -> bool:
-    """Return whether any contender of a contest is for a kind of device."""
-    return any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
-
 
 def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
     place = {Case(contest.problem, c).id: i for i, c in enumerate(contest.contenders)}
     return sorted(rows, key=lambda row: place[row.case.id])
 
 
-@dataclass(frozen=True)
-class _Cached:
-    at: float
-    dtypes: frozenset[str]
-    ceilings: Mapping[str, Any]
-
-
-_cached: dict[str, _Cached] = {}
+_cached: dict[str, tuple[float, frozenset[str], dict[str, Any]]] = {}
+"""When a GPU's ceilings were measured, for which dtypes, and the ceilings."""
 
 
 def recent_ceilings(
@@ -296,12 +284,11 @@ def recent_ceilings(
     are measured for every run, because other work may keep it busy.
     """
     required, now = frozenset(dtypes), monotonic()
-    cached = _cached.get(card)
-    if cached and now - cached.at > CEILINGS_KEPT_S:
-        cached = None
-    if cached and required <= cached.dtypes:
-        return {**cached.ceilings, "age_s": round(now - cached.at, 1)}
-    required = required | cached.dtypes if cached else required
+    at, dtypes_before, before = _cached.get(card, (-inf, frozenset(), {}))
+    if now - at <= CEILINGS_KEPT_S:
+        if required <= dtypes_before:
+            return {**before, "age_s": round(now - at, 1)}
+        required |= dtypes_before
     ceilings = measure(required)
-    _cached[card] = _Cached(monotonic(), required, ceilings)
+    _cached[card] = monotonic(), required, ceilings
     return ceilings

@@ -35,7 +35,6 @@ class Unfinished(Exception):
     """The time ended before the run was whole."""
 
     def __init__(self, done: int, of: int) -> None:
-        """Keep how many contests are done."""
         super().__init__(f"{done} of {amount(of, 'contest')}")
         self.done, self.of = done, of
 

@@ -31,12 +31,7 @@ from sparsebench.results.consistency import check_consistency
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
-COMMON = (
-    "suite",
-    "reproduces",
-    "confirms",
-    "choices",
-)  # of run.json, the same in all runs
+COMMON = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all runs
 LOGS = "worker.log", "failures.log"
 PER_PART = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
 
@@ -55,8 +50,16 @@ def merge(
     missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
     was changed, its suite, code or kind of GPU differs, or a contest is missing or there twice.
     """
-    _each_run_once(paths)
-    runs = [_opened(path) for path in paths]
+    runs, seen = list[Run](), dict[str, Path]()
+    for path in paths:
+        if (identity := bundle.identity(path)) in seen:  # even under another name
+            raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
+        seen[identity] = path
+    for path in paths:
+        bundle.verify(path)
+        runs.append(store.read(path))
+        if runs[-1].state.get("shards"):
+            raise ResultError(f"{path}: expected a run of one GPU, found a merged one")
     if not runs:
         raise ResultError("merge: expected runs, found none")
     if not store.is_new(out):
@@ -97,23 +100,6 @@ def merge(
     return out
 
 
-def _each_run_once(paths: Iterable[Path]) -> None:
-    """Raise ResultError for a bundle that is given twice, even under two names."""
-    seen: dict[str, Path] = {}
-    for path in paths:
-        if (identity := bundle.identity(path)) in seen:
-            raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
-        seen[identity] = path
-
-
-def _opened(path: Path) -> Run:
-    bundle.verify(path)
-    run = store.read(path)
-    if run.state.get("shards"):
-        raise ResultError(f"{path}: expected a run of one GPU, found a merged one")
-    return run
-
-
 def _of_one_plan(first: Run, other: Run) -> None:
     """Raise ResultError with the first difference of runs that are not of one plan."""
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
@@ -122,22 +108,18 @@ def _of_one_plan(first: Run, other: Run) -> None:
         str(other.path), shared_facts(first.environment), shared_facts(other.environment)
     )
     for name in ("flags", *COMMON[1:]):
-        expected, found = (_compared(run.state.get(name)) for run in (first, other))
-        if expected != found:
+        both: list[Any] = [run.state.get(name) for run in (first, other)]
+        if name == "flags":
+            both = [{k: v for k, v in flags.items() if k not in PER_PART} for flags in both]
+        if both[0] != both[1]:
             raise ResultError(
-                f"{other.path}: expected {name} {expected} as in {first.path}, found {found}"
+                f"{other.path}: expected {name} {both[0]} as in {first.path}, found {both[1]}"
             )
-    expected, found = ((run.path / bundle.LOCK).read_text("utf-8") for run in (first, other))
-    if expected != found:
-        both = zip(expected.splitlines(), found.splitlines(), strict=False)
-        before, now = next((pair for pair in both if pair[0] != pair[1]), ("more", "fewer lines"))
+    locks = [(run.path / bundle.LOCK).read_text("utf-8") for run in (first, other)]
+    if locks[0] != locks[1]:
+        lines = zip(*(lock.splitlines() for lock in locks), strict=False)
+        before, now = next((pair for pair in lines if pair[0] != pair[1]), ("more", "fewer lines"))
         raise ResultError(f"{other.path / bundle.LOCK}: expected {before}, found {now}")
-
-
-def _compared(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: each for name, each in value.items() if name not in PER_PART}
 
 
 def _each_contest_once(runs: Iterable[Run]) -> None:

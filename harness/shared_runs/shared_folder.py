@@ -52,7 +52,6 @@ class Plan:
 
     @property
     def numbers(self) -> range:
-        """Return the numbers of the parts."""
         return range(1, len(self.devices) + 1)
 
     def flags_of(self, number: int) -> Flags:

@@ -14,13 +14,11 @@ from pathlib import Path
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.measure import RunOptions
+from sparsebench.harness.run.measure import RunOptions, require_new
 from sparsebench.harness.shared_runs import cluster_jobs, local_gpus, shared_folder
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.part_work import seal_all
 from sparsebench.harness.shared_runs.shared_folder import Plan
-from sparsebench.results import store
-from sparsebench.results.files import utf8
 
 
 def share(
@@ -64,10 +62,7 @@ def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
     twice = [name for name, count in Counter(plan.devices).items() if count > 1]
     if plan.by == "devices" and twice:
         raise SuiteError(f"--devices: expected each device once, found {twice[0]} twice")
-    if not utf8(str(out)):
-        raise SuiteError(f"--out: expected a name in UTF-8, found {str(out)!a}")
-    if not store.is_new(out):
-        raise SuiteError(f"--out {out}: expected a new directory, found one")
+    require_new(out)
     count, parts = len(plan.contests(suite)), len(plan.devices)
     if parts > count:
         expected = f"at most {count} parts, one for each problem"

@@ -29,7 +29,8 @@ def draw(frames: Frames) -> Markup:
     if cases.empty:
         return NOTHING
     names = [name for name in fields(cases) if name != "sparsity" and cases[name].notna().any()]
-    names = [n for n in ["op", *names, *MEASURE] if cases[n].nunique(dropna=False) > 1]
+    names = ["op", *names, "source", "seed", *MEASURE]
+    names = [n for n in names if cases[n].nunique(dropna=False) > 1]
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
     written = cases.assign(
         time=[_time(*ends) for ends in zip(cases.median_us, cases.low_us, cases.high_us)],
@@ -43,7 +44,8 @@ def draw(frames: Frames) -> Markup:
     columns = [[_text(value) for value in written[name]] for name in names]
     columns += [[write(value) for value in written[name]] for _, name, write in shown]
     lines = [list(line) for line in zip(*columns, strict=True)]
-    same = [n for n in ["op", *fields(cases), *MEASURE] if n not in [*names, "sparsity"]]
+    same = ["op", *fields(cases), "source", *MEASURE]
+    same = [n for n in same if n not in [*names, "sparsity"]]
     constant = {n: _text(cases[n].iloc[0]) for n in same if pd.notna(cases[n].iloc[0])}
     run = {
         "suite": suite_name(frames.run),

@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "scipy_bsr" in done.stdout.splitlines()[1]  # the answer is a sentence
     assert "Break-even" in done.stdout
     assert "runs on cuda, not on cpu: cublas, cusparse_bsr" in " ".join(done.stdout.split())
-    assert "7/7 after " in done.stderr  # progress in a pipe
+    assert "\n7/7 · 0:00 left · " in done.stderr  # progress in a pipe
     assert "cases: 4 unsupported, 4 ok" in done.stdout
     assert f"report: {folder / 'run' / 'report.html'}" in done.stdout
     return folder / "run"
@@ -170,11 +170,9 @@ def test_the_time_left_is_estimated_from_this_commands_progress(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     resumed = lines_of(monkeypatch, capfd, (90, 100), (91, 100), (92, 100))
-    assert resumed == ["90/100 after 20 s", "91/100 after 40 s, 180 s left",
-                       "92/100 after 60 s, 160 s left"]  # fmt: skip
+    assert resumed == ["90/100", "91/100 · 3:00 left", "92/100 · 2:40 left"]
     two_runs = lines_of(monkeypatch, capfd, (0, 2), (1, 2), (2, 2), (0, 4), (1, 4))
-    assert two_runs == ["0/2 after 20 s", "1/2 after 40 s, 20 s left", "2/2 after 60 s, 0 s left",
-                        "0/4 after 80 s", "1/4 after 100 s, 60 s left"]  # fmt: skip
+    assert two_runs == ["0/2", "1/2 · 0:20 left", "2/2 · 0:00 left", "0/4", "1/4 · 1:00 left"]
 
 
 def test_no_time_left_is_shown_when_two_devices_take_turns(

@@ -306,6 +306,7 @@ def test_a_real_illegal_address_is_a_row() -> None:
 
 
 TINY = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks"})
+TINY_TEXT = "m=1 n=64 k=64"
 
 
 def row(kernel: str, *samples_us: float, baseline: bool = False) -> Row:
@@ -316,6 +317,9 @@ def row(kernel: str, *samples_us: float, baseline: bool = False) -> Row:
 def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
     """The clock doubles from block to block, for both."""
     base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
-    assert leader([base, row("fast", 200.0, 100.0, 50.0)]) == "; last: fast, 2.0 x cublas"
-    assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == "; last: cublas, the baseline"
+    assert (
+        leader([base, row("fast", 200.0, 100.0, 50.0)])
+        == f"{TINY_TEXT}: fast 2.0× faster than cublas"
+    )
+    assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == f"{TINY_TEXT}: cublas is the fastest"
     assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""

@@ -1,13 +1,16 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel, suites
 from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Suite, read
+from sparsebench.harness.run import try_kernel
 
 HEAD = "schema: sparsebench/suite@1\ntitle: t\n"
 PROBLEM = "{op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}"
@@ -266,3 +269,61 @@ def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(
     problem = "{op: linear, m: 8, dtype: fp32, pattern: file, source: {file: '*.smtx'}}"
     with pytest.raises(SuiteError, match=r"expected names in UTF-8, found .*a.udcff.smtx"):
         suite(tmp_path, problem)
+
+
+def test_a_merge_key_takes_the_fields_of_another_problem(tmp_path: Path) -> None:
+    merged = f"&p {PROBLEM}\n  - &q {{<<: *p, m: 16}}\n  - {{<<: [*q, *p], n: 128}}"
+    found = [contest.problem for contest in suite(tmp_path, merged).contests]
+    assert [(p["m"], p["n"], p["k"], p["block"]) for p in found] == [
+        (8, 64, 64, 8),
+        (16, 64, 64, 8),
+        (16, 128, 64, 8),
+    ]
+
+
+@pytest.mark.parametrize("twice", ["{<<: *p, <<: *p}", "{<<: *p, m: 1, m: 2}"])
+def test_a_mapping_with_a_merge_key_still_has_each_key_once(twice: str, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match="each key once"):
+        suite(tmp_path, f"&p {PROBLEM}\n  - {twice}")
+
+
+EMPTY = {
+    "problems[0].n": (PROBLEM.replace("n: 64", "n: []"), CONTENDER),
+    "problems[0].seed": (PROBLEM.replace("n: 64", "n: 64, seed: []"), CONTENDER),
+    "problems[0].size": (PROBLEM.replace("n: 64", "size: []"), CONTENDER),
+    "problems[0].shape": (PROBLEM.replace("n: 64", "shape: {}"), CONTENDER),
+    "problems[0].field": (PROBLEM.replace("n: 64", "field: [{}]"), CONTENDER),
+    "problems[0].block": (PROBLEM.replace("block: 8", "block: []"), CONTENDER),
+    "contenders[0].params.block": (
+        PROBLEM,
+        "{format: bsr, kernel: torch_bsr, params: {block: []}}",
+    ),
+    "contenders[0].options.tuned": (
+        PROBLEM,
+        "{format: bsr, kernel: torch_bsr, options: {tuned: []}}",
+    ),
+    "contenders[0].at.m": (PROBLEM, "{format: csr, kernel: scipy_csr, at: {m: []}}"),
+}
+
+
+@pytest.mark.parametrize("place", EMPTY)
+def test_a_list_without_a_value_drops_no_work_silently(place: str, tmp_path: Path) -> None:
+    problem, contender = EMPTY[place]
+    with pytest.raises(SuiteError) as raised:
+        suite(tmp_path, f"{PROBLEM}\n  - {problem}", f"{CONTENDER}\n  - {contender}")
+    place = place.replace("[0]", "[1]")
+    assert f"s.yaml: {place}: expected " in str(raised.value)
+
+
+@pytest.mark.parametrize("number", ["0100", "-010", "00", "1:04", "1:04.5", "+0_1"])
+def test_a_number_in_another_base_is_refused(number: str, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match=f"decimal number, found {re.escape(number)}"):
+        suite(tmp_path, PROBLEM.replace("m: 8", f"m: {number}"))
+    with pytest.raises(SuiteError, match=f"decimal number, found {re.escape(number)}"):
+        try_kernel.plan("scipy_csr", [f"m={number}", "n=64", "k=64"], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("number", "value"), [("0x40", 64), ("1_0", 10), ("64", 64)])
+def test_a_plain_number_is_what_it_says(number: str, value: int, tmp_path: Path) -> None:
+    (contest,) = suite(tmp_path, PROBLEM.replace("m: 8", f"m: {number}")).contests
+    assert contest.problem["m"] == value

@@ -36,7 +36,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     yield child
     for made in children:
-        made.close()
+        made.end()
 
 
 @pytest.fixture

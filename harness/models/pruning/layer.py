@@ -48,7 +48,6 @@ class Recipe:
     pattern: str = "2:4"
 
     def __post_init__(self) -> None:
-        """Raise SuiteError for an unknown name or an invalid number."""
         require_one_of("method", self.method, list(METHODS))
         require_one_of("region", self.region, list(region.REGIONS))
         if not 0 <= self.dense <= 1:

@@ -116,8 +116,7 @@ def prune_model(
         except SuiteError as error:
             raise SuiteError(f"{name}: {error}") from error
         results[name] = pruned.dense, len(pruned.permutation), mlp_errors(mlp, pruned, x[count:])
-        weights = pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down
-        for layer, weight in zip(parts.layers.values(), weights, strict=True):
+        for layer, weight in zip(parts.layers.values(), pruned.mlp.weights, strict=True):
             layer.weight.copy_(weight)
 
     with ExitStack() as hooks:

@@ -34,12 +34,6 @@ def layer_of(n: int = 64, k: int = 48, block: Any = 16, **options: Any) -> Block
     return BlockSparseLinear(k, n, block=block, **{"sparsity": 0.5, **options})
 
 
-def test_a_layer_has_no_weight_attribute():
-    assert not hasattr(layer_of(), "weight")
-    with pytest.raises(AttributeError, match="to_dense"):
-        _ = layer_of().weight
-
-
 def step(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of X and of all parameters."""
     x = x.detach().requires_grad_()
