@@ -23,8 +23,8 @@ from markupsafe import Markup
 from sparsebench._discovery import load, modules
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._again import again_command
+from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.results.analysis import analyse

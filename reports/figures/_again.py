@@ -25,7 +25,7 @@ def selected_fields(run: Run, cases: pd.DataFrame) -> list[str]:
     """Return the fields that select a problem of a run from its suite."""
     named = ["op", *fields(cases)]
     part = bool(run.state.get("flags", {}).get("only"))
-    return [n for n in named if part and n != "op" or cases[n].nunique(dropna=False) > 1]
+    return [n for n in named if (part and n != "op") or cases[n].nunique(dropna=False) > 1]
 
 
 def again_command(run: Run, cases: pd.DataFrame, case_id: str) -> str:

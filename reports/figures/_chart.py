@@ -24,6 +24,8 @@ MOST_TICKS = 7
 STEPS = [(1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
 LINEAR = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
 
+RULE = Look()
+
 Values = Iterable[float]
 Scale = Callable[[float], float]
 
@@ -112,7 +114,7 @@ class Chart:
 
         self._drawn.append(draw)
 
-    def rule(self, axis: str, value: float, look: Look = Look(), name: str = "") -> None:
+    def rule(self, axis: str, value: float, look: Look = RULE, name: str = "") -> None:
         """Draw a line across the whole drawing at a value of an axis."""
         if axis in self._data and look.alpha == 1:
             self._data[axis].append(value)
@@ -201,7 +203,7 @@ class Chart:
         return pixel
 
     def _axes(self, ticks: dict[str, list[tuple[float, str]]], to_x: Scale, to_y: Scale) -> str:
-        left, top, right, bottom = self._box
+        left, _, right, bottom = self._box
         lines, texts = [], []
         for value, label in ticks["y"]:
             y = to_y(value)
@@ -218,7 +220,9 @@ class Chart:
         if self.names["x"]:
             place = f'x="{(left + right) / 2:.0f}" y="{self.size[1] - 6}" text-anchor="middle"'
             body += f"<text {place}>{escape(self.names['x'])}</text>"
-        return body + (f'<text x="2" y="11">{escape(self.names["y"])}</text>' * bool(self.names["y"]))
+        return body + (
+            f'<text x="2" y="11">{escape(self.names["y"])}</text>' * bool(self.names["y"])
+        )
 
     def _named(self, to_y: Scale) -> str:
         """Write the names of lines right of their ends, at least LINE apart."""
@@ -266,4 +270,8 @@ def round_values(low: float, high: float, logarithmic: bool = True) -> list[floa
 
 def _mark(look: Look, x: float, y: float, title: str) -> str:
     shape = mark(look.marker, x, y, look.size)
-    return f"{shape}><title>{escape(title)}</title></{shape[1:shape.index(' ')]}>" if title else f"{shape}/>"
+    return (
+        f"{shape}><title>{escape(title)}</title></{shape[1 : shape.index(' ')]}>"
+        if title
+        else f"{shape}/>"
+    )

@@ -31,7 +31,15 @@ from sparsebench.results.answer import (
     winner,
 )
 from sparsebench.results.contests import ANY, MOST, View, ordered
-from sparsebench.results.formatting import FORMATS, between, capital, duration, percent, plain, times
+from sparsebench.results.formatting import (
+    FORMATS,
+    between,
+    capital,
+    duration,
+    percent,
+    plain,
+    times,
+)
 
 TITLE = "Which format wins"
 ORDER = 10
@@ -146,8 +154,8 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
     if line is None or pd.isna(line.best_gain):
         return Markup('<span class="cell none">–</span>')
     paint, ink = shade(line.best_gain)
-    look = '<a class="cell{}" href="#case-{}" data-cell style="background-color:{};color:{}" title="{}">'
-    look += "<b>{}</b>{}</a>"
+    look = '<a class="cell{}" href="#case-{}" data-cell style="background-color:{};color:{}" '
+    look += 'title="{}"><b>{}</b>{}</a>'
     return Markup(look).format(
         "" if line.best_decided else " undecided",
         line.best_case_id,
@@ -210,7 +218,10 @@ def _figure(number: int, view: View) -> Markup:
     data = view.cells[[column for column in DATA if column in view.cells]]
     words = f"{capital(shared)}. " if shared else ""
     caption = Markup("{}<p>{} Line at 1: {}. {}</p>").format(
-        roles(sides), words, against(view).removeprefix("against "), download(f"answer-{number}", data)
+        roles(sides),
+        words,
+        against(view).removeprefix("against "),
+        download(f"answer-{number}", data),
     )
     figure = '<figure class="wide">{}<figcaption>{}</figcaption></figure>'
     drawing = chart.svg(f"Speedup over dense by {HEADS.get(name, name)}")

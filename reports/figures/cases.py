@@ -18,6 +18,7 @@ from sparsebench.results.frame import fields
 TITLE = "Every case"
 ORDER = 100
 
+TIME = ["median_us", "low_us", "high_us"]
 SPEEDUP = ["label", "baseline_label", "speedup", "speedup_low", "speedup_high", "uncertainty"]
 LONG = {"version", "chosen"}  # parts of a choice that other columns show
 MOST = 90  # characters of a configuration
@@ -33,7 +34,7 @@ def draw(frames: Frames) -> Markup:
     names = [n for n in names if cases[n].nunique(dropna=False) > 1]
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
     written = cases.assign(
-        time=[_time(*ends) for ends in zip(cases.median_us, cases.low_us, cases.high_us)],
+        time=[_time(*ends) for ends in cases[TIME].itertuples(index=False)],
         gain=[_speedup(line) for line in cases[SPEEDUP].itertuples()],
         configuration=cases.choice.map(configuration),
         outcome=[outcome(line) for _, line in cases.iterrows()],

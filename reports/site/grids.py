@@ -186,7 +186,7 @@ def whole_models(lines: pd.DataFrame) -> tuple[str, str]:
         return "", ""
     first = steps.sort_values(["verdict", "day", "run"], kind="stable").iloc[-1]
     steps = steps[(steps.run == first.run) & (steps.kind == first.kind)]
-    steps = steps[(steps.dtype == first.dtype) & (steps.pattern == first.pattern)]
+    steps = steps[(steps["dtype"] == first["dtype"]) & (steps.pattern == first["pattern"])]
     best = steps.sort_values("gain").drop_duplicates("m", keep="last").sort_values("m")
     gains = [
         f"{between(line.gain, line.low, line.high)} at {amount(int(line.m), 'sequence')}"
@@ -214,20 +214,23 @@ def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
     processes = _span(best[best.verdict].processes if best.verdict.any() else best.processes)
     shapes = ordered(best["shape"])
     shape = f"n × k {shapes[0]}" if len(shapes) == 1 else amount(len(shapes), "shape")
-    about = f"{tokens:,} token{'' if tokens == 1 else 's'} at once · {op} · {dtype} · {shape} · {processes}"
-    return Grid(op, dtype, tokens, about, levels, lines, str(top["run"]))
+    about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
+    return Grid(op, dtype, tokens, " · ".join(about), levels, lines, str(top["run"]))
 
 
 def _head(lines: pd.DataFrame) -> "pd.Series[str]":
     """Name the row of each line: blocks of 64, 2:4, half 2:4, CSR."""
-    names = lines.kind.map(named)
-    half = lines.pattern.astype(str).str.startswith("spense_")
-    names = names.mask(half, HALF)
-    stored = lines.tile.astype(str).replace({"nan": "", "None": "", "1": ""})
-    blocks = stored.map(lambda tile: f"blocks of {tile}")
-    fitting = lines.block.astype(str) == lines.tile.astype(str)
-    blocks = blocks.where(fitting, "zeros anywhere in " + blocks)
-    return names.mask(stored != "", blocks)
+    heads = [
+        _row(str(kind), _text(tile), _text(block), str(pattern))
+        for kind, tile, block, pattern in lines[["kind", "tile", "block", "pattern"]].values
+    ]
+    return pd.Series(heads, lines.index, dtype="str")
+
+
+def _row(kind: str, tile: str, block: str, pattern: str) -> str:
+    if tile not in ("", "1"):
+        return f"blocks of {tile}" if tile == block else f"zeros anywhere in blocks of {tile}"
+    return HALF if pattern.startswith("spense_") else named(kind)
 
 
 def _one_run_each(sparse: pd.DataFrame) -> pd.DataFrame:

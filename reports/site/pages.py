@@ -113,7 +113,10 @@ def around(
     values |= {"others": [_related(card, other) for other in others], "made_from": made_from}
     values["cite"] = cited(card)
     return Surrounding(
-        **{part: render(f"site_{part}.html", **values) for part in ("head", "top", "evidence", "foot")}
+        **{
+            part: render(f"site_{part}.html", **values)
+            for part in ("head", "top", "evidence", "foot")
+        }
     )
 
 
@@ -162,7 +165,12 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
             ]
             simulated = bool(own.simulated.any())
             gpus.append(
-                {"name": str(gpu), "runs": own.run.nunique(), "simulated": simulated, "views": views}
+                {
+                    "name": str(gpu),
+                    "runs": own.run.nunique(),
+                    "simulated": simulated,
+                    "views": views,
+                }
                 | {"steps": steps, "steps_run": run}
             )
     return sorted(gpus, key=lambda gpu: -gpu["runs"])

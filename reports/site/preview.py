@@ -1,10 +1,10 @@
 """The picture of a run that other sites show beside a link: 1200 × 630 pixels, as PNG.
 
-    sparsebench · NVIDIA H200
-    Above what sparsity is a block format faster?       the question
-    5.52× [5.49, 5.55]                                  the headline
-    at 90 %: BSR with 128 × 128 blocks, bsr_wgmma ...
-    VERDICT · 8 processes · 2026-11-24                  the state
+sparsebench · NVIDIA H200
+Above what sparsity is a block format faster?       the question
+5.52× [5.49, 5.55]                                  the headline
+at 90 %: BSR with 128 × 128 blocks, bsr_wgmma ...
+VERDICT · 8 processes · 2026-11-24                  the state
 """
 
 import textwrap

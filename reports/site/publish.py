@@ -243,9 +243,7 @@ def _redo(to: Path, folders: dict[str, Path], slugs: Sequence[str], site: Site) 
         _each(partial(_write_run, to, site), [w for w in work if bool(sources[w[0]]) == confirming])
 
 
-def _write_run(
-    to: Path, site: Site, work: tuple[str, Path, Path | None, Sequence[Path]]
-) -> None:
+def _write_run(to: Path, site: Site, work: tuple[str, Path, Path | None, Sequence[Path]]) -> None:
     """Write the report, the card, the picture and the downloads of a run in the site.
 
     `work` is its slug, its folder, that of the run it was made from, and those that confirm it.

@@ -197,7 +197,14 @@ def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
 
 def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     run = site / "h200" / "ffn-step"
-    for name in ("index.html", "picture.png", "rows.csv", "rows.jsonl.gz", "bundle.tar.gz", "summary.json"):
+    for name in (
+        "index.html",
+        "picture.png",
+        "rows.csv",
+        "rows.jsonl.gz",
+        "bundle.tar.gz",
+        "summary.json",
+    ):
         assert (run / name).stat().st_size > 0
     assert bundle.identity(run) == bundle.identity(STEP)
     with tarfile.open(run / "bundle.tar.gz") as archive:
@@ -248,8 +255,8 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(
     assert str(tmp_path) not in text
     assert '<a href="../index.html">All runs</a>' in text
     assert "B / A compares two devices" in text
-    for address in ("h200/ffn-step", "another-gpu/other"):
-        assert f'href="../{address}/index.html"' in text
+    for place in ("h200/ffn-step", "another-gpu/other"):
+        assert f'href="../{place}/index.html"' in text
     assert "compare/ffn-step.html" in (to / "index.html").read_text()
     written = page.stat().st_mtime_ns
     publish([STEP], to, Site(), unchecked)

@@ -18,8 +18,8 @@ from matplotlib.colors import to_rgb
 
 from sparsebench.reports.build import build, figures
 from sparsebench.reports.figures import answer, storage
-from sparsebench.reports.figures._figure import Frames, panels, swept
 from sparsebench.reports.figures._chart import CHARACTER, Chart, apart, round_values
+from sparsebench.reports.figures._figure import Frames, panels, swept
 from sparsebench.reports.figures._svg import COLOURS, Look, looks, shade
 from sparsebench.reports.figures._sweep import NARROWEST, Sweep, _bounds
 from sparsebench.reports.figures.speedup import SPEEDUP
