@@ -194,7 +194,6 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
 
 
 def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:
-    """Expand one entry of `problems`."""
     where = f"problems[{number}]"
     axes = dict(entry)
     name = axes.pop("op", None)
@@ -230,7 +229,6 @@ def _fields(
     settings: tuple[dict[str, Any], ...],
     source: Source | None,
 ) -> dict[str, Any]:
-    """Merge one point of the sweep and check it. Raises SuiteError."""
     merged: dict[str, Any] = {}
     for setting in settings:
         both = merged.keys() & setting.keys()
@@ -305,7 +303,6 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
 def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
-    """Expand one entry of `contenders` or `baselines` for one problem."""
     if not _competes(entry, problem):
         return
     kernel = load_kernel(entry.kernel)

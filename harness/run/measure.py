@@ -211,7 +211,6 @@ def require_new(out: Path) -> None:
 def _created(
     out: Path | None, suite: Suite, environment: Mapping[str, Any], record: Record, slug: str
 ) -> Path:
-    """Make the run directory; without `out`, under a new name in runs/."""
     state = record.at("running", Counts(), {})
     named = Path("runs") / f"{record.since:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
     for number in count(1):

@@ -187,7 +187,6 @@ class Runner:
         return worker
 
     def _succeeds(self, step: Callable[[], None]) -> bool:
-        """Run a step of a spare worker; if it fails, log why and return False."""
         try:
             step()
         except WorkerError as error:

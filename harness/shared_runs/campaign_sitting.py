@@ -116,7 +116,6 @@ class Sitting:
     refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Collect the entries that are not whole."""
         self._changed = Condition()
         self._parts: list[Part] = []
         self._left = [e for e in self.entries if state(self.out, e).status != "whole"]
@@ -153,7 +152,6 @@ class Sitting:
             self._changed.notify_all()
 
     def _serve(self, device: str, card: str, progress: Progress) -> None:
-        """Measure entries until none is left that can begin on this card."""
         tried: set[str] = set()
         while entry := self._next(card, tried):
             tried.add(entry.name)

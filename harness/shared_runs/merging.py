@@ -123,7 +123,6 @@ def _of_one_plan(first: Run, other: Run) -> None:
 
 
 def _each_contest_once(runs: Iterable[Run]) -> None:
-    """Raise ResultError for a contest that two runs have."""
     seen: dict[tuple[int, str], Run] = {}
     for run in runs:
         rows = [*run.reference, *run.rows]
@@ -143,7 +142,6 @@ def _readable(paths: Iterable[Path]) -> None:
 
 
 def _joined(runs: Sequence[Run], out: Path) -> Run:
-    """Return the merged run as it will be read."""
     hosts = {host: number for number, host in enumerate(dict.fromkeys(map(_host, runs)), start=1)}
     common = _shared([run.environment for run in runs])
     devices: dict[str, dict[str, Any]] = {}

@@ -58,7 +58,6 @@ def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008
 
 
 def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
-    """Raise SuiteError for repeated devices, too many parts, or a directory that exists."""
     twice = [name for name, count in Counter(plan.devices).items() if count > 1]
     if plan.by == "devices" and twice:
         raise SuiteError(f"--devices: expected each device once, found {twice[0]} twice")
