@@ -35,7 +35,7 @@ from sparsebench.harness.shared_runs.campaign_pieces import (
     contests_in,
     pieces,
 )
-from sparsebench.harness.shared_runs.local_gpus import on_each_device
+from sparsebench.harness.shared_runs.sharing import on_each_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import KIND, device_id_at, require_equal_facts, shared_facts
 
