@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from sparsebench.results.model_files import Pruning
 
 claims = typer.Typer(
-    help="Test published claims about sparse formats.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="Test published claims about sparse formats.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Names = Annotated[

@@ -40,12 +40,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparsebench._discovery import did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.catalog import (
-    keywords,
-    load_kernel,
-    load_op,
-    weights_format,
-)
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
@@ -224,10 +219,7 @@ def _sweep(where: str, value: Any) -> list[Any]:
 
 
 def _fields(
-    where: str,
-    op: Op,
-    settings: tuple[dict[str, Any], ...],
-    source: Source | None,
+    where: str, op: Op, settings: tuple[dict[str, Any], ...], source: Source | None
 ) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for setting in settings:

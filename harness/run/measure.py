@@ -268,10 +268,7 @@ class _Session:
             self.watch.end()
 
     def _process(
-        self,
-        replicate: int,
-        contests: Iterable[Contest],
-        window: Callable[[], dict[str, float]],
+        self, replicate: int, contests: Iterable[Contest], window: Callable[[], dict[str, float]]
     ) -> None:
         """Measure the contests of one process; `window` returns telemetry since its last call."""
         window()  # drop what happened before the first contest

@@ -29,12 +29,7 @@ from sparsebench.harness.run.repeat import confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
-from sparsebench.harness.shared_runs.campaign_pieces import (
-    Pieces,
-    Unfinished,
-    contests_in,
-    pieces,
-)
+from sparsebench.harness.shared_runs.campaign_pieces import Pieces, Unfinished, contests_in, pieces
 from sparsebench.harness.shared_runs.sharing import on_each_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import KIND, device_id_at, require_equal_facts, shared_facts

@@ -521,10 +521,7 @@ def test_a_training_step_is_captured_in_a_cuda_graph(block, dtype, n, k):
 def test_an_unplanned_call_raises_before_it_breaks_a_capture():
     layer, x = on_gpu(64, torch.bfloat16, 512, 512)
     graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match="not planned"),
-        torch.cuda.graph(graph),
-    ):
+    with pytest.raises(RuntimeError, match="not planned"), torch.cuda.graph(graph):
         layer(x)
 
 
