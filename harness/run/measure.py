@@ -26,7 +26,7 @@ from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.telemetry import telemetry
+from sparsebench.harness.machine.telemetry import Window, telemetry
 from sparsebench.harness.plan.selection import planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import early_start
@@ -267,9 +267,7 @@ class _Session:
             self.runner.kill()
             self.watch.end()
 
-    def _process(
-        self, replicate: int, contests: Iterable[Contest], window: Callable[[], dict[str, float]]
-    ) -> None:
+    def _process(self, replicate: int, contests: Iterable[Contest], window: Window) -> None:
         """Measure the contests of one process; `window` returns telemetry since its last call."""
         window()  # drop what happened before the first contest
         settings = self.settings.after(self.rows)
