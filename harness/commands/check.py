@@ -33,7 +33,7 @@ def check(
     if gpu:
         planned = preview(requested, times_on(gpu), only, replicates)
     else:
-        planned = plan(requested, named(device), only, replicates)
+        planned = plan(requested, named(device), only, replicates, data)
     if as_json:
         print_json(planned)
         return

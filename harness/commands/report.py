@@ -24,6 +24,7 @@ def report(
     browse: Open = False,
 ) -> None:
     """Write a run's report as one HTML file, and print its answer."""
+    from sparsebench._writing import require_apart
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_markdown
     from sparsebench.results import bundle, store
@@ -36,6 +37,8 @@ def report(
         text = f"[yellow]warning:[/] {escape(changed)}; the report shows the files as they are now"
         stderr.print(text, soft_wrap=True, highlight=False)
     out = out or path / "report.html"
+    others = (file for file in path.rglob("*") if file.name != "report.html")
+    require_apart([out, csv, parquet], [*others, errors])
     build(measured, out, read_pruning(errors) if errors else None)
     if csv:
         to_csv(frame(measured.rows), csv)

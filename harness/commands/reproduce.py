@@ -21,7 +21,7 @@ def reproduce(
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build
-    from sparsebench.reports.comparison import disagreements
+    from sparsebench.reports.comparison_tables import disagreements
     from sparsebench.results import store
     from sparsebench.results.comparison import agreement
 

@@ -31,13 +31,14 @@ from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_pattern import replan
 from sparsebench.kernels.nn._bsr_plans import require_index
 from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
+from sparsebench.kernels.nn._weight import PackedWeight
 
 Index = tuple[Tensor, Tensor]
 """Offsets and columns of a BSR matrix, int32."""
 FIXED = "the number of blocks cannot change under"
 
 
-class BlockSparseLinear(nn.Module):
+class BlockSparseLinear(nn.Linear):
     """nn.Linear with W [out_features, in_features] in blocks: the same call, bias and autocast.
 
     block     rows r and columns c of a block, or one number for both
@@ -50,7 +51,7 @@ class BlockSparseLinear(nn.Module):
     """
 
     values: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     offsets: Tensor
     columns: Tensor
     _sharded = False  # whether fully_shard has divided the values
@@ -69,7 +70,7 @@ class BlockSparseLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         """Draw the values, and also the pattern if there is none."""
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.block = _block(block)
         self._shape = out_features, in_features
@@ -122,6 +123,8 @@ class BlockSparseLinear(nn.Module):
         rows, columns = _grid((n, k), (r, c))
         weight = linear.weight.detach()
         padded = nn.functional.pad(weight.float(), (0, columns * c - k, 0, rows * r - n))
+        if padded.numel():  # the squares of 1e-30 would be zero
+            padded = padded.ldexp(-padded.abs().max().frexp().exponent)
         norms = padded.square().view(rows, r, columns, c).sum((1, 3)).flatten()
         largest = norms.argsort(descending=True, stable=True)[: _count(sparsity, rows * columns)]
         pattern = torch.zeros_like(norms, dtype=torch.bool)
@@ -249,14 +252,10 @@ class BlockSparseLinear(nn.Module):
             index = self._unwritten or (self.offsets, self.columns)
             self._write(index, self.offsets.device)
 
-    def __getattr__(self, name: str) -> Any:
-        """Explain what replaces the weight, which many tools read from an nn.Linear."""
-        if name == "weight":
-            raise AttributeError(
-                "BlockSparseLinear has no weight: `values` are its blocks, and to_dense().weight "
-                "is a dense copy"
-            )
-        return super().__getattr__(name)
+    @property
+    def weight(self) -> PackedWeight:  # type: ignore[override]
+        """Return dtype, device and sizes of W, without values."""
+        return PackedWeight.of(self, self.values.dtype, self.values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as nn.Module does; fully_shard sets sharded values this way. Raises FormatError."""

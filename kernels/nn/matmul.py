@@ -112,7 +112,7 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         training = torch.is_grad_enabled() and x.requires_grad
         if hopper and not training and bits_are_faster(len(x), w):
             return _by_name(x, w, "bitmap_mma", {})
-        return linear(x, _dense_copy(w))
+        return linear(x, dense_copy(w))
     raise Unsupported(f"matmul: expected kernel=NAME for the format {type(w).__name__}, found none")
 
 
@@ -143,7 +143,7 @@ def _unpack(w: Bitmap) -> Tensor:
     return weight.dense
 
 
-_dense_copy: Callable[[Bitmap], Tensor] = torch.compiler.disable(_unpack)  # looks up the copy
+dense_copy: Callable[[Bitmap], Tensor] = torch.compiler.disable(_unpack)  # looks up the copy
 
 
 # ---- a kernel by its name ----

@@ -445,27 +445,6 @@ def _trained(model: nn.Module, ids: Tensor) -> list[float]:
     return losses
 
 
-@pytest.mark.filterwarnings("ignore")  # peft warns about an unknown kind of layer
-def test_peft_trains_on_top_of_spense_layers():
-    peft = pytest.importorskip("peft", reason="needs the package peft")
-    model = sparsify_(tiny(dtype=BF16), TwoFour(), linears)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    config._register_custom_module({SpenseLinear: peft.tuners.lora.Linear})
-    tuned = peft.get_peft_model(model, config)
-    ids = torch.arange(3, 67).view(2, 32)
-    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=1.0)
-    losses = []
-    for _ in range(3):
-        loss = tuned(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[2] < losses[1] < losses[0]
-    with pytest.raises(AttributeError, match="SpenseLinear"):
-        tuned.merge_adapter()
-
-
 # ---- prune ----
 
 

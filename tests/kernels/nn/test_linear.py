@@ -34,12 +34,6 @@ def layer_of(n: int = 64, k: int = 48, block: Any = 16, **options: Any) -> Block
     return BlockSparseLinear(k, n, block=block, **{"sparsity": 0.5, **options})
 
 
-def test_a_layer_has_no_weight_attribute():
-    assert not hasattr(layer_of(), "weight")
-    with pytest.raises(AttributeError, match="to_dense"):
-        _ = layer_of().weight
-
-
 def step(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of X and of all parameters."""
     x = x.detach().requires_grad_()
@@ -543,3 +537,13 @@ def test_values_and_gradients_take_the_memory_of_the_blocks(block):
     gc.collect()
     dense = 2 * 4096 * 4096 * 2  # W and its gradient
     assert torch.cuda.memory_allocated() - before <= 0.15 * dense
+
+
+@pytest.mark.parametrize("power", [-100, 90])
+def test_blocks_of_tiny_and_huge_weights_are_chosen_like_others(power: int) -> None:
+    linear = nn.Linear(64, 64)
+    usual = BlockSparseLinear.from_dense(linear, 16, 0.5)
+    with torch.no_grad():
+        linear.weight.mul_(2.0**power)
+    scaled = BlockSparseLinear.from_dense(linear, 16, 0.5)
+    assert torch.equal(scaled.columns, usual.columns)
