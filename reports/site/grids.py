@@ -103,7 +103,7 @@ class Grid:
                 wins.setdefault(level, []).append(line)
         parts = [f"{_heads(lines)}{level}" for level, lines in wins.items()]
         looks = all(cell.look for line in self.lines for cell in line.cells if cell)
-        yes = f"{'Probably' if looks else 'Yes'}: {listed(parts)}." if parts else ""
+        yes = f"{'Probably' if looks else 'Yes'}: {'; '.join(parts)}." if parts else ""
         no = f"No: {listed([*dict.fromkeys(lost)])}." if lost else ""
         return " ".join(filter(None, [yes, no]))
 

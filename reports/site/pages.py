@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -54,18 +55,21 @@ class Site:
 
 
 def pages(
-    cards: Sequence[Card], site: Site, compared: Mapping[str, str] | None = None
+    cards: Sequence[Card],
+    site: Site,
+    compared: Mapping[str, str] = MappingProxyType({}),
+    doors: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
-    `compared` are the comparison pages by title.
+    `compared` are the comparison pages by title, `doors` the pages that the first one leads to.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
     measured = every[~every.simulated.astype(bool)]
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.named}
-    shared["compared"] = compared or {}
+    shared |= {"compared": compared, "doors": doors}
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
     findings = _findings(measured if len(measured) else every, cards)
@@ -90,7 +94,7 @@ def pages(
     if site.base:
         paths = ["", "runs.html", "kernels.html", "glossary.html"]
         paths += [f"claims/{claim.name}.html" for claim in site.claims]
-        paths += [*(compared or {}).values(), *(f"{card.address}/" for card in cards)]
+        paths += [*compared.values(), *doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"

@@ -7,6 +7,7 @@
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card            picture.png    for links to it
     DIR/runs/SLUG/     leads to GPU/NAME, for links from before runs had short addresses
+    DIR/prune.html     is pruning worth it for a model? (prune.py)
     DIR/claims/        a page per claim, judged by all runs of the site (reports/claims)
     DIR/compare/       a page per suite that ran on several devices (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
@@ -39,7 +40,7 @@ from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.claims import pages as claims
-from sparsebench.reports.site import devices
+from sparsebench.reports.site import devices, prune
 from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, Place, card, cells
 from sparsebench.reports.site.pages import Site, around, pages, safe
 from sparsebench.reports.site.preview import preview
@@ -92,8 +93,11 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.compared(cards)
     texts |= devices.pages(to, suites, [there[slug].relative_to(to).as_posix() for slug in redone])
+    answers = dict(prune.pages(cards, site))
     compared = {entry.title: f"{entry.name}.html" for entry in suites}
-    _write_pages(to, {**texts, **dict(pages(cards, site, compared))})
+    doors = {"Should I prune?": prune.PAGE} if answers else {}
+    doors |= {"Which GPU?": next(iter(compared.values()))} if compared else {}
+    _write_pages(to, {**texts, **answers, **dict(pages(cards, site, compared, doors))})
     write_file(to / STATE, json.dumps(made, indent=1) + "\n")
     return Published([*there], redone, _notes(there, written, site))
 
