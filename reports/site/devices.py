@@ -43,7 +43,7 @@ class Devices:
 def compared(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
     best: dict[str, dict[str, Card]] = {}
-    real = [card for card in cards if not _simulated(card)]
+    real = [card for card in cards if not card.simulated]
     for card in sorted(real, key=lambda card: (card.processes, card.started, card.slug)):
         best.setdefault(card.suite, {})[card.gpu] = card
     suites = []

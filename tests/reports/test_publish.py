@@ -1,6 +1,7 @@
 """A site keeps the runs that were added, hides users and hosts, and reports bad input."""
 
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -253,7 +254,7 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(
     text = page.read_text()
     assert str(tmp_path) not in text
     assert '<a href="../index.html">All runs</a>' in text
-    assert "H200 is faster than another GPU" in text
+    assert "is faster than" in text
     for place in ("h200/ffn-step", "another-gpu/other"):
         assert f'href="../{place}/index.html"' in text
     assert "compare/ffn-step.html" in (to / "index.html").read_text()
