@@ -124,6 +124,8 @@ class BlockSparseLinear(nn.Linear):
         rows, columns = _grid((n, k), (r, c))
         weight = linear.weight.detach()
         padded = nn.functional.pad(weight.float(), (0, columns * c - k, 0, rows * r - n))
+        if padded.numel():  # the squares of 1e-30 would be zero
+            padded = padded.ldexp(-padded.abs().max().frexp().exponent)
         norms = padded.square().view(rows, r, columns, c).sum((1, 3)).flatten()
         largest = norms.argsort(descending=True, stable=True)[: _count(sparsity, rows * columns)]
         pattern = torch.zeros_like(norms, dtype=torch.bool)

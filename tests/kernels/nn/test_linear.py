@@ -580,10 +580,7 @@ def test_a_training_step_is_captured_in_a_cuda_graph(block, dtype, n, k):
 def test_an_unplanned_call_raises_before_it_breaks_a_capture():
     layer, x = on_gpu(64, torch.bfloat16, 512, 512)
     graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match="not planned"),
-        torch.cuda.graph(graph),
-    ):
+    with pytest.raises(RuntimeError, match="not planned"), torch.cuda.graph(graph):
         layer(x)
 
 
@@ -605,3 +602,13 @@ def test_values_and_gradients_take_the_memory_of_the_blocks(block):
     gc.collect()
     dense = 2 * 4096 * 4096 * 2  # W and its gradient
     assert torch.cuda.memory_allocated() - before <= 0.15 * dense
+
+
+@pytest.mark.parametrize("power", [-100, 90])
+def test_blocks_of_tiny_and_huge_weights_are_chosen_like_others(power: int) -> None:
+    linear = nn.Linear(64, 64)
+    usual = BlockSparseLinear.from_dense(linear, 16, 0.5)
+    with torch.no_grad():
+        linear.weight.mul_(2.0**power)
+    scaled = BlockSparseLinear.from_dense(linear, 16, 0.5)
+    assert torch.equal(scaled.columns, usual.columns)
