@@ -102,7 +102,6 @@ def prepare_chain(contest: RunningContest, entry: Entry) -> None:
 
 
 def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
-    """Return the launch of a further layer, after its first run."""
     contender = entry.row.case.contender
     operands = Operands(
         layer.problem,

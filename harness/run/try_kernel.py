@@ -205,7 +205,6 @@ def report(result: TrialResult) -> Group:
 
 
 def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
-    """Return further facts of the kernel's row, one per line."""
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
     weights = ""
     if row.stored_bytes and row.dense_bytes:

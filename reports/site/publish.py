@@ -6,6 +6,7 @@
                        name.txt         the name of the folder that the run came from
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                        summary.json     its card
+    DIR/prune.html     is pruning worth it for a model? (prune.py)
     DIR/claims/        a page per claim, judged by all runs of the site (reports/claims)
     DIR/compare/       a page per suite that ran on several devices (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
@@ -31,7 +32,7 @@ from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build
 from sparsebench.reports.claims import pages as claims
-from sparsebench.reports.site import devices
+from sparsebench.reports.site import devices, prune
 from sparsebench.reports.site.cards import SCHEMA, Card, card, cells
 from sparsebench.reports.site.pages import Site, around, pages
 from sparsebench.results import bundle, store
@@ -82,6 +83,7 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     texts = dict(claims.pages(judged, site)) if judged else {}
     suites = devices.compared(cards)
     texts |= devices.pages(to, suites, redone)
+    texts |= prune.pages(cards, site)
     compared = {entry.title: f"{entry.name}.html" for entry in suites}
     _write_pages(to, {**texts, **dict(pages(cards, site, claims.lines(judged), compared))})
     write_file(to / STATE, json.dumps(made, indent=1) + "\n")

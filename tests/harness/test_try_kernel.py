@@ -80,9 +80,7 @@ def test_impossible_trials_are_one_line_and_exit_2(arguments: list[str], said: s
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unsupported_case_is_reported_before_measuring(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unsupported_case_is_reported_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         device_ceilings, "measure", lambda device: pytest.fail("ceilings were measured")
     )
