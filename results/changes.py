@@ -147,7 +147,7 @@ def changes(a: Side, b: Side) -> Changes:
     """Compare two sides; raises ResultError if no case has a time on either."""
     comparison, same = compare(a, b), a.device == b.device
     cases = comparison.cases.reset_index(drop=True)
-    if not cases[["status_a", "status_b"]].eq(Status.OK).any(axis=None):
+    if not (cases.status_a.eq(Status.OK) | cases.status_b.eq(Status.OK)).any():
         expected = "expected a case with a time on either side"
         raise ResultError(f"{a.paths} and {b.paths}: {expected}, found none")
     cases["is_baseline"] = cases.label == cases.baseline_label_a
@@ -177,8 +177,7 @@ def changes(a: Side, b: Side) -> Changes:
     cases["control"] = [control for control, _, _ in found]
     cases["cause"] = [str(cause) for _, cause, _ in found]
     cases["why"] = [why for _, _, why in found]
-    differences = [(_bare(name), *ends) for name, *ends in _differences(facts[0][0], facts[1][0])]
-    return Changes(a, b, comparison, cases, same, differences)
+    return Changes(a, b, comparison, cases, same, _differences(facts[0][0], facts[1][0]))
 
 
 def tested(
@@ -301,9 +300,10 @@ def _cause(
             status = str(line[f"status_{mine}"]).replace("_", " ")
             return False, Cause.NONE, f"{status}: {line[f'detail_{mine}']}"
     before, now = facts[0][line["run_a"]], facts[1][line["run_b"]]
-    differ = [each for each in _differences(before, now) if each[0].startswith(LIBRARIES)]
-    libraries = ", ".join(f"{_bare(name)} {was} > {now}" for name, was, now in differ)
+    differ = _differences(before, now, LIBRARIES)
+    libraries = ", ".join(f"{name} {was} > {now}" for name, was, now in differ)
     searched = line["searched_a"] and line["searched_b"]
+    source = before.get("code_sha256") != now.get("code_sha256")
     control = bool(same and line["by_speedup"] and searched and not libraries)
     time, gain = line["word"] in DIFFERENT, line["gain"] in DIFFERENT
     cause, why = Cause.NONE, ""
@@ -312,7 +312,7 @@ def _cause(
     elif line["is_baseline"] and time:
         cause, why = _of_baseline(line, libraries, searched)
     elif gain if control else time:
-        cause, why = _of_kernel(line, libraries, searched, _source(before, now))
+        cause, why = _of_kernel(line, libraries, searched, source)
     elif gain:
         cause, why = _of_baseline(line, libraries, searched)
         cause = Cause.LIBRARY if libraries else Cause.BASELINE
@@ -341,11 +341,9 @@ def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tupl
         return Cause.LIBRARY, libraries
     if not searched or line["choice_a"] != line["choice_b"]:
         return Cause.CONFIGURATION, "another choice" if searched else "taken from another run"
+    if source:
+        return Cause.UNKNOWN, "other source, the same compiled code"
     return (Cause.CARD if _moved(line) else Cause.UNKNOWN), _cards(line)
-
-
-def _source(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    return before.get("code_sha256") != now.get("code_sha256")
 
 
 def _moved(line: Line) -> bool:
@@ -359,17 +357,14 @@ def _cards(line: Line) -> str:
     return f"another card, {' > '.join(ends)}"
 
 
-def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    names = [name for name in {**before, **now} if name.startswith(FACTS)]
+def _differences(
+    before: Mapping[str, str], now: Mapping[str, str], of: tuple[str, ...] = FACTS
+) -> list[tuple[str, str, str]]:
     return [
-        (name, before.get(name, "none"), now.get(name, "none"))
-        for name in names
-        if before.get(name) != now.get(name)
+        (name.removeprefix("versions."), before.get(name, "none"), now.get(name, "none"))
+        for name in {**before, **now}
+        if name.startswith(of) and before.get(name) != now.get(name)
     ]
-
-
-def _bare(name: str) -> str:
-    return name.removeprefix("versions.")
 
 
 def _logs(speedups: "pd.Series[Any]", levels: "pd.Series[Any]") -> "pd.Series[Any]":

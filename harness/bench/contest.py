@@ -306,7 +306,6 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
 
 
 def _energy(contest: RunningContest) -> None:
-    """Measure the energy of a call of each correct contender, one after the other."""
     for entry in contest.entries:
         if entry.timed_call:
             with contest.at(entry, "energy"):

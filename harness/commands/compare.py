@@ -29,10 +29,7 @@ def compare(
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
     markdown: Markdown = False,
     fail_on: Annotated[
-        str,
-        typer.Option(
-            help="A condition such as slower:3%, which exits with 1 if a kernel is slower by more."
-        ),
+        str, typer.Option(help="slower:3% exits with 1 if a kernel is slower by more.")
     ] = "",
     as_json: Json = False,
 ) -> None:

@@ -18,8 +18,7 @@ def report(
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
     errors: Annotated[
-        Path | None,
-        typer.Option(help="Output of prune --json, to plot its error against the speedup."),
+        Path | None, typer.Option(help="JSON of prune, to plot its error against the speedup.")
     ] = None,
     markdown: Markdown = False,
     browse: Open = False,

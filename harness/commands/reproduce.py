@@ -4,13 +4,7 @@ import json
 
 import typer
 
-from sparsebench.harness.commands._console import (
-    GATE_FAILED,
-    measuring,
-    print_json,
-    stdout,
-    wide,
-)
+from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout, wide
 from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
 from sparsebench.harness.commands._sharing import Devices, Sharing
 

@@ -16,14 +16,7 @@ from sparsebench.harness.commands._console import (
     warn,
     wide,
 )
-from sparsebench.harness.commands._sharing import (
-    Devices,
-    Shard,
-    Shards,
-    Sharing,
-    Slurm,
-    Submit,
-)
+from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm, Submit
 from sparsebench.harness.run import early_start
 
 if TYPE_CHECKING:

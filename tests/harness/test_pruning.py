@@ -329,10 +329,7 @@ def files(tmp_path: Path, mlp: GatedMLP, x: Tensor) -> tuple[Path, Path]:
 
 
 def test_command_prunes_an_mlp_of_a_file(
-    files: tuple[Path, Path],
-    tmp_path: Path,
-    mlp: GatedMLP,
-    x: Tensor,
+    files: tuple[Path, Path], tmp_path: Path, mlp: GatedMLP, x: Tensor
 ) -> None:
     weights, activations = files
     options = weights, "--tensors", "g,u,d", "--calibration", activations, "--device", "cpu"
@@ -390,10 +387,7 @@ def test_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path)
         (["--tensors", "g,u"], "expected three tensors"),
         (["--tensors", "g,u,e"], "expected a tensor 'e'"),
         (["--tensors", "g,u,d", "--dense", "half"], "expected fractions such as 0,0.5"),
-        (
-            ["--tensors", "g,u,d", "--dense", "0,1", "--out", "y"],
-            "expected one recipe",
-        ),
+        (["--tensors", "g,u,d", "--dense", "0,1", "--out", "y"], "expected one recipe"),
         (["--tensors", "g,u,d", "--method", "wand"], "did you mean wanda?"),
         (["--tensors", "g,u,d", "--out", "/nowhere/y"], "expected a folder to write into"),
     ],
