@@ -33,7 +33,7 @@ FIRST = "Llama-3-8B", "NVIDIA H200", 16
 def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of the page; nothing if the site has none of the runs."""
     evidence = packaged()
-    links = {f"{safe(card.gpu).lower()}/{card.name}": f"runs/{card.slug}/" for card in cards}
+    links = {f"{safe(card.gpu).lower()}/{card.name}": f"{card.address}/" for card in cards}
     gpus = sorted(evidence.layers.gpus, reverse=True)
     if not links.keys() & {row.run for row in evidence.measured}:
         return
