@@ -33,9 +33,9 @@ FIRST = "Llama-3-8B", "NVIDIA H200", 16
 def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of the page; nothing if the site has none of the runs."""
     evidence = packaged()
-    links = {f"{safe(card.gpu).lower()}/{card.name}": f"runs/{card.slug}/" for card in cards}
+    links = {f"{safe(card.gpu).lower()}/{card.name}": f"{card.address}/" for card in cards}
     gpus = sorted(evidence.layers.gpus, reverse=True)
-    if not links.keys() & {row.run for row in evidence.layers.measured}:
+    if not links.keys() & {row.run for row in evidence.measured}:
         return
     answers = [advise(evidence, *case) for case in product(MODELS, gpus, TOKENS)]
     common = [note for note in answers[0].notes if all(note in each.notes for each in answers)]
@@ -49,7 +49,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
         ]
         for step, gain in left_out(evidence)
     ]
-    heads = ["run", "way", ">measured", "estimate", "inside"]
+    heads = ["run", "kind of sparsity", ">measured", "estimate", "inside"]
     yield (
         PAGE,
         render(
