@@ -27,7 +27,7 @@ from sparsebench.reports.figures._again import again_command
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
-from sparsebench.results.analysis import analyse
+from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badge_text, badges, evidence, headline
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
@@ -99,9 +99,9 @@ def build(
     return page
 
 
-def frames_of(run: Run, pruning: Pruning | None = None) -> Frames:
+def frames_of(run: Run, pruning: Pruning | None = None, analysis: Analysis | None = None) -> Frames:
     """Return the tables of a run, from which its card and its report are made."""
-    analysis = analyse(run)
+    analysis = analysis or analyse(run)
     return Frames(run, analysis.rows, analysis.cases, analysis.noise, pruning)
 
 
