@@ -1,6 +1,6 @@
 """Gated feed-forward layer with few active units on a CPU, in torch's operations.
 
-    G = act(X @ Wg.T)                      dense, then stored as TwELL: an entry for each active unit
+    G = act(X @ Wg.T)                      dense, then stored as TwELL, an entry an active unit
     h[e] = G[e] * (X[token] . Wu[unit])    for the entries e alone
     Y[token] += h[e] * Wd[:, unit]
 
