@@ -5,8 +5,8 @@ Also collects the evidence that advice.json holds from the published runs and fi
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from rich.console import Group
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
-from sparsebench.results.advice import ACTIVE, BOUND, WORTH, Answer, Gain, commands
+from sparsebench.results.advice import WORTH, Answer, commands
 from sparsebench.results.files import validated
 from sparsebench.results.formatting import amount, duration, percent, significant
 from sparsebench.results.layer_estimates import Layer
@@ -26,23 +26,24 @@ from sparsebench.results.model_files import (
     read_whole,
     read_widths,
 )
+from sparsebench.results.step_model import ACTIVE, BOUND, Gain
 from sparsebench.results.store import Run
 
-COLUMNS = ["way", "MLPs", "whole step", "weights", "loss", "how sure"]
-WORDS = {"way", "loss", "how sure"}
+COLUMNS = ["kind of sparsity", "MLPs", "whole step", "weights", "loss", "how sure"]
+WORDS = {"kind of sparsity", "loss", "how sure"}
 
 
 def table(answer: Answer) -> Table:
-    """Return a line for each way; a gain is good if all of its interval is worth it."""
+    """Return a line for each kind; a gain is good if all of its interval is worth it."""
     lines: list[list[Cell]] = [
         [
-            way.way,
-            *((gain.text, _style(gain)) for gain in (way.layers, way.step)),
-            f"{significant(way.gigabytes)} GB",
-            way.quality,
-            way.sure,
+            each.kind,
+            *((gain.text, _style(gain)) for gain in (each.layers, each.step)),
+            f"{significant(each.gigabytes)} GB",
+            each.quality,
+            each.sure,
         ]
-        for way in answer.ways
+        for each in answer.kinds
     ]
     return Table(columns=COLUMNS, lines=lines, title=title(answer), words=WORDS)
 
@@ -77,7 +78,7 @@ def markdown(answer: Answer) -> str:
 
 def sources(answer: Answer) -> list[str]:
     """Return the runs and files that an answer rests on, each once."""
-    return list(dict.fromkeys(run for way in answer.ways for run in way.runs))
+    return list(dict.fromkeys(run for each in answer.kinds for run in each.runs))
 
 
 def collected(runs: Iterable[tuple[Run, pd.DataFrame, str]], root: Path) -> Evidence:
@@ -95,18 +96,18 @@ def collected(runs: Iterable[tuple[Run, pd.DataFrame, str]], root: Path) -> Evid
                 trained = validated(file, L1Trainings, SPARSITY_SCHEMA)
                 losses.append(measured_layers.of_l1(trained, ACTIVE, source))
             case "whole":
-                steps += measured_layers.of_whole(read_whole(file), source)
-    return Evidence(evidence.layers, steps, losses)
+                steps += measured_layers.of_whole(read_whole(file), source.removesuffix(".json"))
+    return replace(evidence, steps=steps, losses=losses)
 
 
 def text_of(evidence: Evidence) -> str:
     """Return advice.json, with a line for each record."""
-    data: dict[str, Any] = evidence.to_json()
-    parts = [f'"schema": {json.dumps(data.pop("schema"))}']
-    for name, records in data.items():
-        rows = ",\n".join(json.dumps(record) for record in records)
-        parts.append(f'"{name}": [\n{rows}\n]')
-    return "{" + ",\n".join(parts) + "}\n"
+    parts = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"
+        for name, records in asdict(evidence).items()
+        if name != "schema"
+    ]
+    return ",\n".join(['{"schema": ' + json.dumps(evidence.schema), *parts]) + "}\n"
 
 
 def _notes(answer: Answer) -> list[str]:

@@ -6,7 +6,7 @@ A cell holds the time, then the gain over the baseline of its own contest. Lines
 difference of the times, settled ones first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
 from sparsebench.results.record import Status
 from sparsebench.results.sides import KEYS
 
-GAINS = {
+GAINS: dict[str, str] = {
     Outcome.FASTER: "gains more",
     Outcome.SLOWER: "gains less",
     Outcome.EQUAL: "gains as much",
@@ -49,29 +49,28 @@ def grid(other: Changes) -> Table:
     places: dict[tuple[Any, ...], tuple[list[Line], list[Line]]] = {}
     for line in other.cases.to_dict("records"):
         key = line["problem_id"], line["scope"], line["cache"], line["format"]
-        for end, lines in zip("ab", places.setdefault(key, ([], [])), strict=True):
+        for end, timed in zip("ab", places.setdefault(key, ([], [])), strict=True):
             if line[f"status_{end}"] == Status.OK:
-                lines.append(line)
+                timed.append(line)
     pairs = [(_best(a, "a"), _best(b, "b")) for a, b in places.values() if a and b]
     tests = [tested(b["times_b"], a["times_a"], b) for a, b in pairs]
-    columns = ["value", "low", "high", "p"]
-    table = pd.DataFrame(tests, columns=columns)
-    name, _ = _problems(pd.DataFrame([a for a, _ in pairs]))
+    words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
+    name, _ = _problems(pd.DataFrame([a for a, _ in pairs], columns=other.cases.columns))
     lines: list[tuple[float, list[Cell]]] = []
-    for (a, b), word, (value, low, high, _) in zip(pairs, outcomes(table), tests, strict=True):
+    for (a, b), word, (value, low, high, _) in zip(pairs, words, tests, strict=True):
         place = ", ".join(filter(None, [FORMATS.get(a["format"], a["format"]), name(a)]))
         text = _time(other, word, value, low, high)
         cells: list[Cell] = [place, _measured(a, "a"), _measured(b, "b"), (text, _style(word))]
         lines.append((_size(word, value), cells))
     ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
     heads = ("format at its best", other.a.name, other.b.name, "time")
-    words, title = (heads[0], heads[3]), "Each format at its best"
-    return Table(title=title, columns=heads, lines=ordered, words=words)
+    title = "Each format at its best"
+    return Table(title=title, columns=heads, lines=ordered, words=(heads[0], heads[3]))
 
 
 def cases(others: Sequence[Changes]) -> Table:
     """Return every case: first those that are no longer measured, then by size of difference."""
-    by_case: dict[tuple[Any, ...], dict[int, Line]] = {}
+    by_case: dict[tuple[Any, ...], dict[int, dict[Any, Any]]] = {}
     for number, other in enumerate(others):
         for line in other.cases[other.cases.word != ""].to_dict("records"):
             by_case.setdefault(tuple(line[key] for key in KEYS), {})[number] = line
@@ -119,7 +118,7 @@ def disagreements(result: Comparison) -> Table:
     return Table(title=title, columns=columns, lines=lines, words=columns)
 
 
-def _problems(lines: pd.DataFrame) -> Any:
+def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
     """Return a function that names the problem of a line, and the text that all lines share.
 
     A field is part of the name if it varies among the lines of one op; the text has the others.
@@ -155,7 +154,7 @@ def _changed(other: Changes, line: Line) -> list[Cell]:
     word = line["word"]
     text = _time(other, word, line["time"], line["time_low"], line["time_high"])
     cause = ": ".join(filter(None, [line["cause"], line["why"]]))
-    gain = GAINS.get(line["gain"], line["gain"])
+    gain = GAINS.get(line["gain"], str(line["gain"]))
     return [_measured(line, "b"), (text, _style(word)), gain, cause]
 
 

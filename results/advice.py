@@ -1,34 +1,27 @@
 """Is pruning worth it for a model on a GPU? One answer for the command and the page.
 
-    step, dense = layers x (MLP + wqkv + wo + cache + small kernels) + head
-    step, way   = the same with a shorter MLP;  gain = step, dense / step, way
+    for each of KINDS    gain of the MLPs and of a whole step, weights in GB, loss, and how sure
+    verdict              TRY         a step is certainly WORTH times as fast, and pruning cost at
+                                     most DEAR nats per token where it was measured
+                         TRAIN       as fast, but pruning alone costs more, or an unknown amount
+                         NO          nothing is certain to make a step WORTH times as fast
+                         UNMEASURED  no run on this GPU is published: bounds alone
 
-Only MLPs are pruned, as `sparsebench prune` does it. Attention, norms, the KV cache, the embedding
-and the head stay dense. Up to DECODED tokens at once are as many sequences, with a cache of CONTEXT
-tokens each; more are prompts of CONTEXT tokens, whose last token alone needs the head.
-
-A published run of the same model comes before an estimate (layer_estimates.py). The time of the
-rest of a step is taken as right within REST: for the decoding steps that were measured it is. On a
-GPU without published rows there are bounds alone: a way saves no more than its share of the bytes
-or of the FLOPs of dense weights, whichever is larger.
+A published run of the same model comes before an estimate (step_model.py, layer_estimates.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import isclose
 
 from sparsebench.errors import ResultError
-from sparsebench.results.formatting import amount, between, listed, percent, times
+from sparsebench.results.formatting import amount, listed, percent, times
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
     BLOCKS,
     CSR,
-    DENSE,
-    START_US,
     TWO_FOUR,
-    Estimate,
     Estimator,
     Gpu,
     Layer,
@@ -37,16 +30,22 @@ from sparsebench.results.layer_estimates import (
 from sparsebench.results.measured_layers import BITMAP_TOKENS, Evidence, Loss, Step
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.statistics import FEWEST
+from sparsebench.results.step_model import (
+    ACTIVE,
+    BOUND,
+    DECODED,
+    ESTIMATE,
+    LOOK,
+    REST,
+    Gain,
+    StepModel,
+)
 
-CONTEXT, DECODED = 1024, 256
+CONTEXT = 1024
 MOST_TOKENS = 2**20
-PASSES, SMALL = 10, 8  # of the stream through memory, and kernels of a layer, beside its products
-REST = 1.25  # factor within which the time of the rest of a step is known
-WORTH, DEAR = 1.05, 0.1  # a step must be this much faster; a loss, in nats per token, is too high
-ACTIVE = 29.0  # units for a token, as in the published rows
+WORTH, DEAR = 1.05, 0.1
 TRY, TRAIN, NO, UNMEASURED = "try", "train", "no", "unmeasured"
-MEASURED, ESTIMATE, BOUND = "measured", "estimate", "bound"
-WAYS = {
+KINDS = {  # the way of a layer, and its sparsity
     "2:4": (TWO_FOUR, 0.5),
     "half of each MLP 2:4": (TWO_FOUR, 0.25),
     "64 × 64 blocks, 50 % zeros": (BLOCKS, 0.5),
@@ -58,33 +57,14 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Gain:
-    """A speedup and how it is known: by MEASURED runs, by an ESTIMATE, or by a BOUND alone."""
-
-    value: float
-    low: float
-    high: float
-    basis: str
-
-    @property
-    def text(self) -> str:
-        """Write it: `1.15× [1.14, 1.16]`, `≈1.2× [1.1, 1.3]`, `at most 1.3×`."""
-        if self.basis == BOUND:
-            return f"at most {times(self.value)}"
-        mark = "≈" if self.basis == ESTIMATE else ""
-        return mark + between(self.value, self.low, self.high)
-
-
-@dataclass(frozen=True)
 class Advice:
-    """One way: gains of the MLPs and of the whole step, and the weights of the model in GB.
+    """One of KINDS: gains of the MLPs and of a step, and the weights of the model in GB.
 
-    loss      what it costs, if that was measured
-    sure      how both gains are known, in words
-    runs      the published runs that say so
+    loss  what it costs, if that was measured    sure  how the gains are known, in words
+    runs  the published runs that say so
     """
 
-    way: str
+    kind: str
     layers: Gain
     step: Gain
     gigabytes: float
@@ -93,19 +73,24 @@ class Advice:
     runs: Sequence[str]
 
     @property
+    def nats(self) -> float | None:
+        """Return the loss by pruning in nats per token; None if it was not measured."""
+        return self.loss.loss if self.loss else None
+
+    @property
     def quality(self) -> str:
         """Return the loss in a few words."""
-        if self.loss is None:
-            return "not measured"
-        return "trained, not pruned" if self.loss.loss is None else f"+{self.loss.loss:.2f} nats"
+        if self.nats is not None:
+            return f"+{self.nats:.2f} nats"
+        return "trained, not pruned" if self.loss else "not measured"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict, a line for each way, and what is assumed.
+    """The verdict with its word, an Advice for each kind, and what is assumed.
 
-    word      TRY, TRAIN, NO or UNMEASURED; `best` is the way that the verdict is about, if any
-    gpu       its name; without published rows the one that was asked for, and `dense_us` is None
+    gpu   its name; without published rows the name that was asked for, and `dense_us` is None
+    best  the kind that the verdict is about, if any
     """
 
     model: ModelShapes
@@ -114,246 +99,159 @@ class Answer:
     word: str
     verdict: str
     best: Advice | None
-    ways: Sequence[Advice]
+    kinds: Sequence[Advice]
     dense_gigabytes: float
     dense_us: float | None
     notes: Sequence[str]
 
 
-def named_gpu(evidence: Evidence, name: str) -> Gpu | None:
-    """Return the GPU with published rows whose name contains a text; None if none does.
-
-    Raises ResultError if several do.
-    """
-    found = [gpu for gpu in evidence.layers.gpus if name.lower() in gpu.lower()]
-    if len(found) > 1:
-        raise ResultError(
-            f"--gpu: expected part of one GPU's name, found {name!r} in {listed(found)}"
-        )
-    return evidence.layers.gpus[found[0]] if found else None
-
-
 def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Answer:
     """Return the answer for `tokens` at once on a GPU, named by a part of its name.
 
-    Raises ResultError if tokens are not from 1 to MOST_TOKENS or the name has several matches.
+    Raises ResultError if tokens are not from 1 to MOST_TOKENS, or if several GPUs match.
     """
     if not 1 <= tokens <= MOST_TOKENS:
         raise ResultError(f"--batch: expected 1 to {MOST_TOKENS} tokens at once, found {tokens}")
-    card = named_gpu(evidence, gpu)
-    step = StepModel(evidence, model, card, tokens)
-    ways = [step.advice(name, way, sparsity) for name, (way, sparsity) in WAYS.items()]
+    names = [name for name in evidence.layers.gpus if gpu.lower() in name.lower()]
+    if len(names) > 1:
+        expected = "expected part of one GPU's name"
+        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {listed(names)}")
+    card = evidence.layers.gpus[names[0]] if names else None
+    step = StepModel(model, tokens, CONTEXT)
+    rest_us = step.rest_us(evidence.layers, card) if card else 0.0
+    kinds = [_advice(evidence, step, card, rest_us, kind) for kind in KINDS]
     return Answer(
         model,
         card.name if card else gpu,
         tokens,
-        *_verdict(ways, card, gpu, tokens),
-        ways,
+        *_verdict(kinds, card, gpu, tokens),
+        kinds,
         model.weights * 2 / 1e9,
-        step.dense_us if card else None,
-        _notes(model, tokens, card, evidence, ways),
+        step.dense_us(evidence.layers, card) if card else None,
+        _notes(model, tokens, card, evidence, kinds),
     )
 
 
-@dataclass(frozen=True)
-class StepModel:
-    """A step of a model with `tokens` at once on a GPU; without one there are only bounds."""
-
-    evidence: Evidence
-    model: ModelShapes
-    gpu: Gpu | None
-    tokens: int
-    context: int = CONTEXT
-
-    @property
-    def decodes(self) -> bool:
-        """Return whether every token is a sequence of its own."""
-        return self.tokens <= DECODED
-
-    @property
-    def rest(self) -> list[Layer]:
-        """Return the dense products of a layer beside the MLP, and the head."""
-        model, width = self.model, self.model.heads * self.model.head_dim
-        last = self.tokens if self.decodes else -(-self.tokens // self.context)
-        return [
-            Layer(
-                False, DENSE, self.tokens, width + 2 * model.kv_heads * model.head_dim, model.hidden
-            ),
-            Layer(False, DENSE, self.tokens, model.hidden, width),
-            Layer(False, DENSE, last, model.vocab, model.hidden),
-        ]
-
-    @property
-    def cache_bytes(self) -> float:
-        """Return the bytes of keys and values that a layer reads or writes."""
-        tokens = self.tokens * (self.context if self.decodes else 1)
-        return tokens * 2 * self.model.kv_heads * self.model.head_dim * 2
-
-    @property
-    def attention_flops(self) -> float:
-        """Return the FLOPs of the products with keys and values in a layer."""
-        seen = self.context if self.decodes else self.context / 2
-        return 4 * self.tokens * seen * self.model.heads * self.model.head_dim
-
-    @cached_property
-    def rest_us(self) -> float:
-        """Return the time of everything but the MLPs."""
-        assert self.gpu
-        *products, head = (self.evidence.layers.dense_us(layer, self.gpu) for layer in self.rest)
-        stream = PASSES * self.tokens * self.model.hidden * 2
-        moved = (self.cache_bytes + stream) / self.gpu.gb_per_s / 1e3
-        each = sum(products) + moved + self.attention_flops / self.gpu.rate("bf16") / 1e6
-        return self.model.layers * (each + SMALL * START_US) + head
-
-    @property
-    def dense_us(self) -> float:
-        """Return the time of the dense step."""
-        assert self.gpu
-        mlp_us = self.evidence.layers.dense_us(self.layer(DENSE, 0.0), self.gpu)
-        return self.rest_us + self.model.layers * mlp_us
-
-    def layer(self, way: str, sparsity: float) -> Layer:
-        """Return an MLP of the model."""
-        active = min(ACTIVE, self.model.intermediate) if way == ACTIVATIONS else 0.0
-        sizes = self.tokens, self.model.intermediate, self.model.hidden
-        return Layer(True, way, *sizes, sparsity=sparsity, active=active)
-
-    def advice(self, name: str, way: str, sparsity: float) -> Advice:
-        """Return everything that is known of a way."""
-        layer = self.layer(
-            CSR if way == ANYWHERE and self.tokens > BITMAP_TOKENS else way, sparsity
-        )
-        near = self.evidence.layers.estimate(layer, self.gpu) if self.gpu else None
-        same = self.measured_layer(layer)
-        layers, step = self.bounds(layer)
-        runs: list[Measured | Step] = []
-        if near and self.gpu:
-            layers, runs = Gain(near.gain, near.low, near.high, ESTIMATE), [*near.rows]
-            step = self.estimated_step(layer, near)
-        if same:
-            layers, runs = Gain(same.gain, same.low, same.high, MEASURED), [same]
-        if whole := self.measured_step(layer):
-            step, runs = Gain(whole.gain, whole.low, whole.high, MEASURED), [whole, *runs]
-        stored = layer.stored if way != ACTIVATIONS else 1.0
-        saved = self.model.layers * self.model.mlp * (1 - stored)
-        return Advice(
-            name,
-            layers,
-            step,
-            (self.model.weights - saved) * 2 / 1e9,
-            next(
-                (
-                    loss
-                    for loss in self.evidence.losses
-                    if loss.way == way and isclose(loss.sparsity, sparsity)
-                ),
-                None,
-            ),
-            _sure(step, whole, same, self.model),
-            list(dict.fromkeys(row.run for row in runs)),
-        )
-
-    def estimated_step(self, layer: Layer, near: Estimate) -> Gain:
-        """Return the gain of the whole step from that of its MLPs."""
-        mlps = self.model.layers * near.dense_us
-        inside = near.dense_us / near.sparse_us
-        gained = (min(inside * factor, layer.bound) for factor in (1, 1 / near.widen, near.widen))
-        shorter = [mlps / gain for gain in gained]
-        rests = [self.rest_us * factor for factor in (1, REST, 1 / REST)]
-        gains = [(mlps + rest) / (left + rest) for rest in rests for left in shorter]
-        return Gain(gains[0], min(gains), max(gains), ESTIMATE)
-
-    def bounds(self, layer: Layer) -> tuple[Gain, Gain]:
-        """Return the largest gain of the MLPs and of the step, by bytes or by FLOPs."""
-        layers, rest = self.model.layers, self.rest
-        counts = [layers, layers, 1]
-        other = [sum(c * each.weights for c, each in zip(counts, rest, strict=True)) * 2.0]
-        other += [sum(2 * c * e.m * e.weights for c, e in zip(counts, rest, strict=True))]
-        other = [
-            part + layers * extra
-            for part, extra in zip(other, (self.cache_bytes, self.attention_flops), strict=True)
-        ]
-        dense = [layers * layer.weights * 2.0, layers * layer.weights * 2.0 * self.tokens]
-        left = [dense[0] * layer.stored, dense[1] * layer.density]
-        mlp = max(a / b for a, b in zip(dense, left, strict=True))
-        sums = zip(dense, left, other, strict=True)
-        step = max((a + c) / (b + c) for a, b, c in sums)
-        return Gain(mlp, 0.0, mlp, BOUND), Gain(step, 0.0, step, BOUND)
-
-    def measured_layer(self, layer: Layer) -> Measured | None:
-        """Return the measurement of exactly this MLP on this GPU."""
-        same = (row for row in self.evidence.layers.measured if row.layer == layer)
-        return next((row for row in same if self.gpu and row.gpu == self.gpu.name), None)
-
-    def measured_step(self, layer: Layer) -> Step | None:
-        """Return the deepest step of such layers on this GPU whose head has the same share."""
-        names = "hidden", "intermediate", "heads", "kv_heads", "head_dim"
-        steps = [
-            step
-            for step in self.evidence.steps
-            if self.gpu
-            and step.gpu == self.gpu.name
-            and step.layer == layer
-            and step.context == self.context
-            and all(getattr(step.model, name) == getattr(self.model, name) for name in names)
-            and step.model.vocab * self.model.layers == self.model.vocab * step.model.layers
-        ]
-        return max(steps, key=lambda step: (step.model.layers, step.processes), default=None)
+def left_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
+    """Return each step that was measured, and its estimate from layers of other shapes alone."""
+    predicted = []
+    for step in evidence.steps:
+        sizes = {step.layer.n, step.layer.k, 2 * step.layer.n}
+        rows = [row for row in evidence.measured if not {row.layer.n, row.layer.k} <= sizes]
+        layers, gpu = Estimator(evidence.layers.gpus, rows), evidence.layers.gpus[step.gpu]
+        model = StepModel(step.model, step.layer.m, step.context)
+        if near := layers.estimate(step.layer, gpu):
+            rest_us = model.rest_us(layers, gpu)
+            predicted.append((step, model.estimated(step.layer, near, rest_us)))
+    return predicted
 
 
-def _sure(step: Gain, whole: Step | None, same: Measured | None, model: ModelShapes) -> str:
-    if step.basis == BOUND:
-        return "bound alone"
-    parts = []
-    if whole:
-        depth = f"{whole.model.layers} of {model.layers} layers, "
-        parts += [_how("step", depth if whole.model.layers < model.layers else "", whole.processes)]
-    if same:
-        parts += [_how("MLP", "", same.processes)]
-    return "; ".join(parts) or "estimate"
+def commands(answer: Answer) -> list[str]:
+    """Return the commands that would replace bounds and estimates by measurements."""
+    model, lines = answer.model, []
+    if answer.dense_us is None:
+        again = f"sparsebench advise {model.name} --gpu GPU --batch {answer.tokens} --run RUN"
+        lines = ["sparsebench new-gpu --budget 10m", again]
+    sizes = f"m={answer.tokens} n={model.intermediate} k={model.hidden} dtype=bf16"
+    return [*lines, f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"]
 
 
-def _how(what: str, depth: str, processes: int) -> str:
-    word = "measured" if processes >= FEWEST else "a look"
-    return f"{what}: {word} ({depth}{amount(processes, 'process')})"
+def _advice(
+    evidence: Evidence, step: StepModel, gpu: Gpu | None, rest_us: float, kind: str
+) -> Advice:
+    """Return everything that is known of a kind: bounds, then an estimate, then measurements."""
+    way, sparsity = KINDS[kind]
+    layer = step.mlp(CSR if way == ANYWHERE and step.tokens > BITMAP_TOKENS else way, sparsity)
+    of_layers, of_step = (Gain(most, 0.0, most, BOUND) for most in (layer.bound, step.bound(layer)))
+    runs: list[Measured | Step] = []
+    how = ["bound alone"]
+    if gpu and (near := evidence.layers.estimate(layer, gpu)):
+        of_layers = Gain(near.gain, near.low, near.high, ESTIMATE)
+        of_step, runs, how = step.estimated(layer, near, rest_us), [*near.rows], ["estimate"]
+    if same := _measured_layer(evidence, layer, gpu):
+        of_layers = Gain.measured(same.gain, same.low, same.high, same.processes)
+        runs, how = [same], [f"MLP: {_processes(same.processes)}"]
+    if whole := _measured_step(evidence, step, layer, gpu):
+        of_step = Gain.measured(whole.gain, whole.low, whole.high, whole.processes)
+        depth = f" of {whole.model.layers} of {step.model.layers} layers"
+        fewer = depth if whole.model.layers < step.model.layers else ""
+        whole_how = f"step{fewer}: {_processes(whole.processes)}"
+        runs, how = [whole, *runs], [whole_how, *(how if same else [])]
+    saved = 0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.stored)
+    losses = [
+        loss for loss in evidence.losses if loss.way == way and isclose(loss.sparsity, sparsity)
+    ]
+    return Advice(
+        kind,
+        of_layers,
+        of_step,
+        (step.model.weights - saved) * 2 / 1e9,
+        losses[0] if losses else None,
+        "; ".join(how),
+        list(dict.fromkeys(row.run for row in runs)),
+    )
+
+
+def _processes(count: int) -> str:
+    word = "measured" if count >= FEWEST else "a look"
+    return f"{word}, {amount(count, 'process')}"
+
+
+def _measured_layer(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Measured | None:
+    """Return the measurement of exactly this MLP on this GPU."""
+    same = (row for row in evidence.measured if row.layer == layer)
+    return next((row for row in same if gpu and row.gpu == gpu.name), None)
+
+
+def _measured_step(
+    evidence: Evidence, asked: StepModel, layer: Layer, gpu: Gpu | None
+) -> Step | None:
+    """Return the deepest measured step of such layers whose head has the same share of it."""
+    names, model = ("hidden", "intermediate", "heads", "kv_heads", "head_dim"), asked.model
+    steps = [
+        step
+        for step in evidence.steps
+        if gpu
+        and (step.gpu, step.layer, step.context) == (gpu.name, layer, asked.context)
+        and all(getattr(step.model, name) == getattr(model, name) for name in names)
+        and step.model.vocab * model.layers == model.vocab * step.model.layers
+    ]
+    return max(steps, key=lambda step: (step.model.layers, step.processes), default=None)
 
 
 def _verdict(
-    ways: Sequence[Advice], gpu: Gpu | None, asked: str, tokens: int
+    kinds: Sequence[Advice], gpu: Gpu | None, asked: str, tokens: int
 ) -> tuple[str, str, Advice | None]:
-    """Return the word, the first sentence of the answer, and the way that it is about."""
-    pruned = [way for way in ways if not way.way.startswith("sparse activations")]
+    """Return the word, the first sentence of the answer, and the kind that it is about."""
+    pruned = [each for each in kinds if KINDS[each.kind][0] != ACTIVATIONS]
     at = f"with {amount(tokens, 'token')} at once"
-    sure = [way for way in pruned if way.step.basis != BOUND and way.step.low >= WORTH]
-    cheap = [
-        way for way in sure if way.loss and way.loss.loss is not None and way.loss.loss <= DEAR
-    ]
-    best = max(cheap or sure or pruned, key=lambda way: way.step.value)
+    sure = [each for each in pruned if each.step.basis != BOUND and each.step.low >= WORTH]
+    cheap = [each for each in sure if each.nats is not None and each.nats <= DEAR]
+    best = max(cheap or sure or pruned, key=lambda each: each.step.value)
     if gpu is None and best.step.value >= WORTH:
-        most = f"a step can become at most {times(best.step.value)} as fast ({best.way})"
+        most = f"a step can become at most {times(best.step.value)} as fast ({best.kind})"
         sentence = f"Not measured: no run on {asked} is published. {at.capitalize()}, {most}."
         return UNMEASURED, sentence, best
     if not sure:
-        sentence = f"Do not prune: {at}, no way is sure to make a step {WORTH:g} times as fast."
-        return NO, sentence, None
-    faster = f"a step with {best.way} is {best.step.text} as fast {at}"
-    loss = best.loss.loss if best.loss else None
-    if best.loss is None or loss is None:
-        cost = "its loss by pruning was not measured"
-    else:
-        cost = f"such pruning cost {best.loss.model} {loss:.2f} nats per token"
+        why = f"nothing is certain to make a step {WORTH:g} times as fast {at}"
+        return NO, f"Do not prune: {why}.", None
+    at += " (a look)" if best.step.basis == LOOK else ""
+    faster = f"a step with {best.kind} is {best.step.text.removesuffix(' (look)')} as fast {at}"
+    cost = "its loss by pruning was not measured"
+    if best.loss and best.nats is not None:
+        cost = f"such pruning cost {best.loss.model} {best.nats:.2f} nats per token"
     if cheap:
         return TRY, f"Worth trying: {faster}, and {cost}.", best
     return TRAIN, f"Do not prune without training: {faster}, but {cost}.", best
 
 
 def _notes(
-    model: ModelShapes, tokens: int, gpu: Gpu | None, evidence: Evidence, ways: Sequence[Advice]
+    model: ModelShapes, tokens: int, gpu: Gpu | None, evidence: Evidence, kinds: Sequence[Advice]
 ) -> list[str]:
+    """Return what is assumed, how estimates are made, and how losses were measured."""
+    load = f"prompts of {CONTEXT} tokens, of which the last one alone passes the head"
     if tokens <= DECODED:
-        load = f"{amount(tokens, 'sequence')} with {CONTEXT} tokens in the KV cache of each"
-    else:
-        load = f"prompts of {CONTEXT} tokens; their last tokens alone pass the head"
+        load = f"{amount(tokens, 'sequence')} with a KV cache of {CONTEXT} tokens each"
     share = percent(round(model.layers * model.mlp / model.weights, 2))
     notes = [
         f"A step: {load}. Weights, activations and the cache have 16 bits.",
@@ -363,38 +261,14 @@ def _notes(
     if gpu:
         inside, predicted = evidence.layers.coverage
         notes += [
-            "An estimate comes from the bytes and FLOPs of the nearest measured layers, against "
-            f"the measured ceilings of each GPU. Such intervals held {inside} of {predicted} "
-            "measured layers whose shapes were left out. The dense part of a step is taken as "
-            f"known within a factor of {REST:g}.",
+            "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, "
+            f"against the measured ceilings of each GPU. Such intervals held {inside} of "
+            f"{predicted} measured layers whose shapes were left out. The dense part of a step is "
+            f"taken as known within a factor of {REST:g}."
         ]
-    if any(BOUND in (way.layers.basis, way.step.basis) for way in ways):
+    if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
         notes += ["A bound is the larger ratio of bytes or of FLOPs; no measured layer is near."]
-    notes += dict.fromkeys(way.loss.text for way in ways if way.loss)
+    notes += dict.fromkeys(each.loss.text for each in kinds if each.loss)
     if not model.activation.startswith("relu"):
         notes += [f"The MLPs of this model have {model.activation}, which turns no unit off."]
     return notes
-
-
-def commands(answer: Answer) -> Iterable[str]:
-    """Yield the commands that would replace bounds and estimates by measurements."""
-    if answer.dense_us is None:
-        yield "sparsebench new-gpu --budget 10m"
-        yield f"sparsebench advise {answer.model.name} --gpu GPU --batch {answer.tokens} --run RUN"
-    model = answer.model
-    sizes = f"m={answer.tokens} n={model.intermediate} k={model.hidden} dtype=bf16"
-    yield f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"
-
-
-def left_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
-    """Return each step that was measured, and its estimate from layers of other shapes alone."""
-    predicted = []
-    for step in evidence.steps:
-        sizes = {step.layer.n, step.layer.k, 2 * step.layer.n}
-        rows = [row for row in evidence.layers.measured if not {row.layer.n, row.layer.k} <= sizes]
-        unseen = Evidence(Estimator(evidence.layers.gpus, rows), [], [])
-        gpu = evidence.layers.gpus[step.gpu]
-        model = StepModel(unseen, step.model, gpu, step.layer.m, step.context)
-        if near := unseen.layers.estimate(step.layer, gpu):
-            predicted.append((step, model.estimated_step(step.layer, near)))
-    return predicted

@@ -36,13 +36,13 @@ import scipy
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.analysis import Analysis, crossing
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.comparison import Comparison, compare
 from sparsebench.results.families import OURS, family
 from sparsebench.results.outcome import DIFFERENT, Outcome, outcome
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
-from sparsebench.results.sides import Side, bundles, short_card, side
+from sparsebench.results.sides import Side, bundles, short_card, short_name, side
 from sparsebench.results.statistics import FALSE_DISCOVERIES, FEWEST, q_values, welch
 from sparsebench.results.store import Run
 
@@ -100,54 +100,11 @@ class Changes:
         return counts | ({"broken": broken} if broken else {})
 
 
-@dataclass(frozen=True)
-class OtherDevice:
-    """Another device, or another unit of the same kind, and the cases it shares with a survey.
-
-    runs       names of the bundles that the lines come from
-    same_kind  whether it is a device of the same name
-    cases      lines of Changes.cases: a is the survey, b the other device
-    ceilings   as in its environment.json
-    """
-
-    device: str
-    runs: list[str]
-    same_kind: bool
-    cases: pd.DataFrame
-    ceilings: dict[str, Any]
-
-    @property
-    def ratios(self) -> pd.DataFrame:
-        """Return the lines with a ratio of gains, the largest ratio first."""
-        known = self.cases[self.cases.ratio.notna()]
-        return known.sort_values("ratio", ascending=False, kind="stable")
-
-    @property
-    def mean(self) -> float:
-        """Return the geometric mean of the ratios, gain there over gain here."""
-        return mean(self.ratios.ratio)
-
-    @property
-    def break_evens(self) -> pd.DataFrame:
-        """Return a line per contender with its `crossing` `here` and `there`, at shared levels."""
-        known = self.ratios[self.ratios.level.notna()]
-        swept = ("sparsity", "source", "seed")
-        keys = [*(name for name in problem_fields(self.cases) if name not in swept), "label"]
-        lines = []
-        for key, group in known.groupby(keys, sort=False, dropna=False):
-            if group.level.round(6).nunique() < 2:
-                continue
-            sides = {"here": group.speedup_a, "there": group.speedup_b}
-            crossings = {side: crossing(_logs(s, group.level)) for side, s in sides.items()}
-            lines.append(dict(zip(keys, key, strict=True)) | crossings)
-        return pd.DataFrame(lines, columns=[*keys, "here", "there"])
-
-
 def changes(a: Side, b: Side) -> Changes:
     """Compare two sides; raises ResultError if no case has a time on either."""
     comparison, same = compare(a, b), a.device == b.device
     cases = comparison.cases.reset_index(drop=True)
-    if not cases[["status_a", "status_b"]].eq(Status.OK).any(axis=None):
+    if not (cases.status_a.eq(Status.OK) | cases.status_b.eq(Status.OK)).any():
         expected = "expected a case with a time on either side"
         raise ResultError(f"{a.paths} and {b.paths}: {expected}, found none")
     cases["is_baseline"] = cases.label == cases.baseline_label_a
@@ -177,8 +134,7 @@ def changes(a: Side, b: Side) -> Changes:
     cases["control"] = [control for control, _, _ in found]
     cases["cause"] = [str(cause) for _, cause, _ in found]
     cases["why"] = [why for _, _, why in found]
-    differences = [(_bare(name), *ends) for name, *ends in _differences(facts[0][0], facts[1][0])]
-    return Changes(a, b, comparison, cases, same, differences)
+    return Changes(a, b, comparison, cases, same, _differences(facts[0][0], facts[1][0]))
 
 
 def tested(
@@ -237,20 +193,19 @@ def failing(changes: Changes, limit: float) -> pd.DataFrame:
 
 def other_devices(
     surveyed: Sequence[tuple[Run, Analysis]], paths: Iterable[Path]
-) -> tuple[list[OtherDevice], list[str]]:
-    """Return the other devices, and an error line for each bundle that cannot be compared.
+) -> tuple[list[Changes], list[str]]:
+    """Return the changes from a survey to other devices, and a line for each refused bundle.
 
-    `surveyed` are the runs of the survey and their analyses.
+    `surveyed` are the runs of the survey and their analyses. Only cases that the survey has are
+    read from the bundles below `paths`.
     """
     here = side(*(r for r, _ in surveyed), name="here", analyses=[known for _, known in surveyed])
     problems = {row.case.problem.id for run in here.runs for row in run.rows}
     cases = {row.case.id for run in here.runs for row in run.rows}
     ours = {run.path.resolve() for run in here.runs}
     by_device: dict[str, list[Run]] = {}
-    errors = []
-    for path in bundles(paths):
-        if path.resolve() in ours:
-            continue
+    others, errors = [], []
+    for path in (path for path in bundles(paths) if path.resolve() not in ours):
         try:
             run = store.read(path)
         except ResultError as error:
@@ -259,10 +214,10 @@ def other_devices(
         rows = [row for row in run.rows if row.case.problem.id in problems]
         if not cases.isdisjoint(row.case.id for row in rows):
             by_device.setdefault(device_name(run.environment), []).append(replace(run, rows=rows))
-    others = []
     for device, runs in by_device.items():
+        another = "another " if device == here.device else ""
         try:
-            others.append(_other(changes(here, side(*runs, name=device))))
+            others.append(changes(here, side(*runs, name=another + short_name(device))))
         except ResultError as error:
             errors.append(str(error))
     return others, errors
@@ -280,14 +235,6 @@ def mean(ratios: "pd.Series[Any]") -> float:
     return float(np.exp(logs.mean())) if len(logs) else float("nan")
 
 
-def _other(found: Changes) -> OtherDevice:
-    names = [run.path.name for run in found.b.runs]
-    cases = found.cases.assign(run=[names[number] for number in found.cases.run_b])
-    runs = [name for name in names if name in set(cases.run)]
-    ceilings: dict[str, Any] = found.b.runs[0].environment.get("ceilings", {})
-    return OtherDevice(found.b.device, runs, found.same_device, cases, ceilings)
-
-
 def _log(speedups: Any) -> list[float]:
     return np.log(speedups).tolist() if isinstance(speedups, tuple) else []
 
@@ -301,9 +248,10 @@ def _cause(
             status = str(line[f"status_{mine}"]).replace("_", " ")
             return False, Cause.NONE, f"{status}: {line[f'detail_{mine}']}"
     before, now = facts[0][line["run_a"]], facts[1][line["run_b"]]
-    differ = [each for each in _differences(before, now) if each[0].startswith(LIBRARIES)]
-    libraries = ", ".join(f"{_bare(name)} {was} > {now}" for name, was, now in differ)
+    differ = _differences(before, now, LIBRARIES)
+    libraries = ", ".join(f"{name} {was} > {now}" for name, was, now in differ)
     searched = line["searched_a"] and line["searched_b"]
+    source = before.get("code_sha256") != now.get("code_sha256")
     control = bool(same and line["by_speedup"] and searched and not libraries)
     time, gain = line["word"] in DIFFERENT, line["gain"] in DIFFERENT
     cause, why = Cause.NONE, ""
@@ -312,7 +260,7 @@ def _cause(
     elif line["is_baseline"] and time:
         cause, why = _of_baseline(line, libraries, searched)
     elif gain if control else time:
-        cause, why = _of_kernel(line, libraries, searched, _source(before, now))
+        cause, why = _of_kernel(line, libraries, searched, source)
     elif gain:
         cause, why = _of_baseline(line, libraries, searched)
         cause = Cause.LIBRARY if libraries else Cause.BASELINE
@@ -341,11 +289,9 @@ def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tupl
         return Cause.LIBRARY, libraries
     if not searched or line["choice_a"] != line["choice_b"]:
         return Cause.CONFIGURATION, "another choice" if searched else "taken from another run"
+    if source:
+        return Cause.UNKNOWN, "other source, the same compiled code"
     return (Cause.CARD if _moved(line) else Cause.UNKNOWN), _cards(line)
-
-
-def _source(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    return before.get("code_sha256") != now.get("code_sha256")
 
 
 def _moved(line: Line) -> bool:
@@ -359,18 +305,11 @@ def _cards(line: Line) -> str:
     return f"another card, {' > '.join(ends)}"
 
 
-def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    names = [name for name in {**before, **now} if name.startswith(FACTS)]
+def _differences(
+    before: Mapping[str, str], now: Mapping[str, str], of: tuple[str, ...] = FACTS
+) -> list[tuple[str, str, str]]:
     return [
-        (name, before.get(name, "none"), now.get(name, "none"))
-        for name in names
-        if before.get(name) != now.get(name)
+        (name.removeprefix("versions."), before.get(name, "none"), now.get(name, "none"))
+        for name in {**before, **now}
+        if name.startswith(of) and before.get(name) != now.get(name)
     ]
-
-
-def _bare(name: str) -> str:
-    return name.removeprefix("versions.")
-
-
-def _logs(speedups: "pd.Series[Any]", levels: "pd.Series[Any]") -> "pd.Series[Any]":
-    return pd.Series(np.log(speedups), speedups.index).groupby(levels.round(6)).mean()

@@ -7,16 +7,18 @@ that it is made from are not. Each layer is the fastest case of its way in a con
 with a cold cache. If several runs measured a problem, the one with the most processes counts.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Final, Literal
 
 import pandas as pd
 
 from sparsebench.results.contests import with_gains
+from sparsebench.results.files import validated
 from sparsebench.results.formatting import percent
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
@@ -41,7 +43,7 @@ from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.provenance import device_name
 from sparsebench.results.store import Run
 
-SCHEMA = "sparsebench/advice@1"
+SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
 BLOCK, LEVELS = "64", (0.5, 0.95)  # of the block-sparse layers
 BITMAP_TOKENS = 256  # above these tokens the bitmap kernel does not run
@@ -85,43 +87,30 @@ class Loss:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was measured."""
+    """Everything that was measured; its fields are those of advice.json."""
 
-    layers: Estimator
+    gpus: Sequence[Gpu]
+    measured: Sequence[Measured]
     steps: Sequence[Step]
-    losses: Sequence[Loss]
+    losses: Sequence[Loss] = ()
+    schema: Literal["sparsebench/advice@1"] = SCHEMA
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        data = {
-            name: [asdict(each) for each in getattr(self, name)] for name in ("steps", "losses")
-        }
-        gpus = [asdict(gpu) for gpu in self.layers.gpus.values()]
-        layers = [asdict(each) for each in self.layers.measured]
-        return {"schema": SCHEMA, "gpus": gpus, "layers": layers, **data}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Evidence":
-        """Read the output of `to_json`."""
-        gpus = {each["name"]: Gpu(**each) for each in data["gpus"]}
-        layers = [Measured(**{**each, "layer": Layer(**each["layer"])}) for each in data["layers"]]
-        steps = [
-            Step(**{**each, "layer": Layer(**each["layer"]), "model": ModelShapes(**each["model"])})
-            for each in data["steps"]
-        ]
-        return cls(Estimator(gpus, layers), steps, [Loss(**each) for each in data["losses"]])
+    @cached_property
+    def layers(self) -> Estimator:
+        """Return the estimator that rests on the measured layers."""
+        return Estimator({gpu.name: gpu for gpu in self.gpus}, self.measured)
 
     def __add__(self, other: "Evidence") -> "Evidence":
         """Return both together; the GPUs of `other` replace those of the same name."""
-        gpus = {**self.layers.gpus, **other.layers.gpus}
-        layers = Estimator(gpus, [*self.layers.measured, *other.layers.measured])
-        return Evidence(layers, [*self.steps, *other.steps], [*self.losses, *other.losses])
+        gpus = [*{gpu.name: gpu for gpu in (*self.gpus, *other.gpus)}.values()]
+        steps, losses = [*self.steps, *other.steps], [*self.losses, *other.losses]
+        return Evidence(gpus, [*self.measured, *other.measured], steps, losses)
 
 
 def packaged() -> Evidence:
     """Return the published evidence."""
     file = files("sparsebench.results") / "published" / "advice.json"
-    return Evidence.from_json(json.loads(file.read_text("utf-8")))
+    return validated(Path(str(file)), Evidence, SCHEMA)
 
 
 def of_runs(runs: Iterable[tuple[Run, pd.DataFrame, str]]) -> Evidence:
@@ -136,25 +125,23 @@ def of_runs(runs: Iterable[tuple[Run, pd.DataFrame, str]]) -> Evidence:
         if run.state["suite"] not in NOT_AT_BEST:
             for key, measured in _of_run(run, cases, name):
                 best.setdefault((measured.gpu, *key), measured)
-    gpus = {name: _gpu(name, environments) for name, environments in ceilings.items()}
+    gpus = [_gpu(name, environments) for name, environments in ceilings.items()]
     layers = [each for each in best.values() if isinstance(each, Measured)]
-    steps = [each for each in best.values() if isinstance(each, Step)]
-    return Evidence(Estimator(gpus, layers), steps, [])
+    return Evidence(gpus, layers, [each for each in best.values() if isinstance(each, Step)])
 
 
 def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
     """Return the losses of each pattern with its best method."""
     best: dict[tuple[str, float], float] = {}
     for outcome in pruning.outcomes:
-        way = {"2:4": TWO_FOUR, "unstructured": ANYWHERE}[outcome.pattern]
-        if outcome.loss is not None and pruning.loss is not None and outcome.sparsity:
-            key = way, outcome.sparsity
+        if outcome.loss is not None and outcome.sparsity:
+            key = TWO_FOUR if outcome.pattern == "2:4" else ANYWHERE, outcome.sparsity
             best[key] = min(best.get(key, outcome.loss), outcome.loss)
+    model, dense = pruning.weights.rpartition(".")[0], pruning.loss or 0.0
     methods = len({outcome.method for outcome in pruning.outcomes})
-    model = pruning.weights.rpartition(".")[0]
     text = LOST.format(model=model, tokens=pruning.held_out, methods=methods)
     return [
-        Loss(way, sparsity, round(loss - (pruning.loss or 0.0), 4), model, text, source)
+        Loss(way, sparsity, round(loss - dense, 4), model, text, source)
         for (way, sparsity), loss in best.items()
     ]
 

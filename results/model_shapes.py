@@ -98,7 +98,7 @@ def read_shapes(model: str) -> ModelShapes:
     path = Path(model)
     if not path.exists():
         names = [shapes.name for shapes in MODELS]
-        close = did_you_mean(model.lower(), by_name) or f" (one of {', '.join(names)})"
+        close = did_you_mean(model, names) or f" (one of {', '.join(names)})"
         raise ResultError(
             f"expected a config.json, its folder or a listed model; found {model!r}{close}"
         )

@@ -225,7 +225,7 @@ def _cases(number: int, run: Run, analysis: Analysis) -> pd.DataFrame:
     cards: dict[str, set[str]] = {}
     for row in run.rows:
         cards.setdefault(row.case.id, set()).add(row.device)
-        codes.setdefault(row.case.id, set()).update({row.code} - {None, ""})
+        codes.setdefault(row.case.id, set()).update([row.code] if row.code else [])
     cases = analysis.cases[~analysis.cases.twin.astype(bool)]
     logs = [
         tuple(float(np.log(np.median(times))) for times in blocks.values())
@@ -235,8 +235,8 @@ def _cases(number: int, run: Run, analysis: Analysis) -> pd.DataFrame:
     ]
     return cases.assign(
         run=number,
-        times=logs,
-        codes=[codes[case] for case in cases.case_id],
-        cards=[cards[case] for case in cases.case_id],
+        times=pd.Series(logs, cases.index, dtype=object),
+        codes=cases.case_id.map(codes),
+        cards=cases.case_id.map(cards),
         searched=choices_of(run.state) is not Choices.BUNDLE,
     )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import offsets_of, require, rows_of
+from sparsebench.formats._format import offsets_of, require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.transforms import batched
 from sparsebench.kernels.nn import _bsr_autograd
@@ -73,7 +73,7 @@ class BlockSparseLinear(nn.Linear):
         """Draw the values, and also the pattern if there is none."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.block = _block(block)
+        self.block = sides_of(block)
         self._shape = out_features, in_features
         self._grid = grid = _grid(self._shape, self.block)
         require((sparsity is None) != (pattern is None), "expected either sparsity or pattern")
@@ -119,7 +119,7 @@ class BlockSparseLinear(nn.Linear):
 
         `sparsity` is the fraction of blocks that are dropped. Raises FormatError.
         """
-        r, c = _block(block)
+        r, c = sides_of(block)
         n, k = linear.weight.shape
         rows, columns = _grid((n, k), (r, c))
         weight = linear.weight.detach()
@@ -350,12 +350,6 @@ def _count(sparsity: float, blocks: int) -> int:
     """Return the number of blocks to store."""
     require(0 <= sparsity <= 1, f"sparsity: expected 0 to 1, found {sparsity}")
     return round((1 - sparsity) * blocks)
-
-
-def _block(block: int | tuple[int, int]) -> tuple[int, int]:
-    r, c = (block, block) if isinstance(block, int) else block
-    require(r > 0 and c > 0, f"block: expected at least 1x1, found {r}x{c}")
-    return r, c
 
 
 def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

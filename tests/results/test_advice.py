@@ -11,20 +11,11 @@ from sparsebench.reports import advice as presented
 from sparsebench.reports.site import prune
 from sparsebench.reports.site.pages import Site
 from sparsebench.results import store
-from sparsebench.results.advice import (
-    BOUND,
-    ESTIMATE,
-    MEASURED,
-    NO,
-    TRAIN,
-    TRY,
-    UNMEASURED,
-    advise,
-    left_out,
-)
+from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, left_out
 from sparsebench.results.analysis import analyse
 from sparsebench.results.measured_layers import Evidence, of_runs, packaged
 from sparsebench.results.model_shapes import MODELS, read_shapes
+from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
 
@@ -54,7 +45,7 @@ def config(folder: Path, **changes: Any) -> Path:
 
 def test_intervals_hold_nine_of_ten_layers_whose_shapes_were_left_out(evidence: Evidence) -> None:
     inside, predicted = evidence.layers.coverage
-    assert predicted > 0.7 * len(evidence.layers.measured)
+    assert predicted > 0.7 * len(evidence.measured)
     assert inside >= 0.9 * predicted
 
 
@@ -71,18 +62,16 @@ def test_the_packaged_rows_are_those_of_the_bundles(evidence: Evidence) -> None:
     runs = [store.read(PUBLISHED / name) for name in names]
     own = of_runs((run, analyse(run).cases, name) for run, name in zip(runs, names, strict=True))
     assert own.steps
-    assert {row for row in evidence.layers.measured if row.run == names[0]} <= set(
-        own.layers.measured
-    )
+    assert {row for row in evidence.measured if row.run == names[0]} <= {*own.measured}
     assert [step for step in evidence.steps if step.run == names[1]] == own.steps
 
 
 def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None:
     answer = advise(evidence, read_shapes("Qwen3-32B"), "H200", 16)
-    half = answer.ways[1]
-    assert (half.layers.basis, half.step.basis) == (MEASURED, MEASURED)
+    half = answer.kinds[1]
+    assert (half.layers.basis, half.step.basis) == (MEASURED, LOOK)
     assert half.runs[0].startswith("nvidia-h200/decoder")
-    assert answer.ways[0].step.basis == ESTIMATE
+    assert answer.kinds[0].step.basis == ESTIMATE
 
 
 @pytest.mark.parametrize(
@@ -110,32 +99,34 @@ def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> Non
 
 
 def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> None:
-    bounds = advise(evidence, MODELS[0], "a GPU", 16).ways
-    assert {way.step.basis for way in bounds} == {BOUND}
-    for way, bound in zip(advise(evidence, MODELS[0], "H100", 16).ways, bounds, strict=True):
-        assert way.layers.high <= bound.layers.value * 1.001
-        assert way.step.low <= way.step.value <= way.step.high
-        assert way.gigabytes == bound.gigabytes
+    bounds = advise(evidence, MODELS[0], "a GPU", 16).kinds
+    assert {kind.step.basis for kind in bounds} == {BOUND}
+    for kind, bound in zip(advise(evidence, MODELS[0], "H100", 16).kinds, bounds, strict=True):
+        assert kind.layers.high <= bound.layers.value * 1.001
+        assert kind.step.low <= kind.step.value <= kind.step.high
+        assert kind.gigabytes == bound.gigabytes
 
 
 def test_more_zeros_of_a_kind_never_take_more_memory(evidence: Evidence) -> None:
     answer = advise(evidence, MODELS[1], "H200", 16)
-    both, half, blocks, more_blocks, anywhere, more, active = [w.gigabytes for w in answer.ways]
+    both, half, blocks, more_blocks, anywhere, more, active = [
+        kind.gigabytes for kind in answer.kinds
+    ]
     assert answer.dense_gigabytes == active > half > both > blocks > more_blocks
     assert both == anywhere > more
 
 
 def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidence) -> None:
-    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "slug": "h200-ffn"})()
+    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "address": "h200/ffn"})()
     ((path, page),) = prune.pages([card], Site())
     assert path == prune.PAGE
     section = page.partition('id="llama-3-8b-nvidia-h200-16"')[2].partition("</section>")[0]
     answer = advise(evidence, read_shapes(str(config(tmp_path))), "H200", 16)
     printed = sparsebench("advise", tmp_path, "--gpu", "h200", "--batch", 16, "--markdown").stdout
-    for text in [answer.verdict, *(way.step.text for way in answer.ways)]:
+    for text in [answer.verdict, *(kind.step.text for kind in answer.kinds)]:
         assert text in section
         assert text in printed.replace("\\", "")
-    assert 'href="runs/h200-ffn/index.html"' in section
+    assert 'href="h200/ffn/index.html"' in section
 
 
 def test_a_site_without_published_runs_has_no_page_about_them() -> None:
@@ -177,7 +168,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "token"),
     [
-        (["Lama-3-8B", "--gpu", "H200", "--batch", 1], "llama-3-8b"),
+        (["Lama-3-8B", "--gpu", "H200", "--batch", 1], "Llama-3-8B?"),
         (["Llama-3-8B", "--gpu", "NVIDIA", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", "H200", "--batch", 0], "--batch"),
     ],
