@@ -34,7 +34,7 @@ def built() -> dict[str, Any]:
     """Return commit, dirty and repository of the checkout, or what the sdist recorded."""
     facts: dict[str, Any] = {"commit": None, "dirty": None, "repository": None}
     if (PACKAGE / "built.json").exists():
-        facts |= json.loads((PACKAGE / "built.json").read_text())
+        facts |= json.loads((PACKAGE / "built.json").read_text("utf-8"))
     code = runpy.run_path(str(ROOT / "harness" / "machine" / "code.py"))
     facts |= code["of_checkout"](ROOT) or {}
     if "SPARSEBENCH_REPOSITORY" in os.environ:
@@ -51,7 +51,7 @@ for name in FOLDERS:
 def write(folder: Path) -> None:
     """Write the facts of this build into the folder of the import package."""
     (folder / "built.json").unlink(missing_ok=True)  # a release's files are hard links
-    (folder / "built.json").write_text(json.dumps(FACTS, indent=1) + "\n")
+    (folder / "built.json").write_text(json.dumps(FACTS, indent=1) + "\n", "utf-8")
 
 
 def linked(text: str, repository: str, commit: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from sparsebench._discovery import did_you_mean
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.build import build, figures
 from sparsebench.reports.terminal import answer_markdown, counted
@@ -46,7 +47,7 @@ class Plot:
 
     def save(self, path: Path | str) -> Path:
         """Write the page, one file that opens offline, and return its path."""
-        Path(path).write_text(self.html, "utf-8")
+        write_file(Path(path), self.html)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -66,7 +67,6 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Return the run's directory, which commands such as report, validate and compare take."""
         return self.stored.path
 
     @property
@@ -76,7 +76,6 @@ class Run:
 
     @property
     def device(self) -> str:
-        """Name the GPU or CPU."""
         return device_name(self.stored.environment)
 
     @cached_property
@@ -104,14 +103,13 @@ class Run:
 
     @property
     def plots(self) -> dict[str, str]:
-        """Return the title of every figure by its name, in the order of the report."""
         return {figure.name: figure.title for figure in figures()}
 
     def plot(self, name: str = ANSWER) -> Plot:
         """Draw one figure of the report. Raises ResultError if it does not apply to the run."""
-        if name not in (known := self.plots):
-            found = f"{name!r}{did_you_mean(name, known)}"
-            raise ResultError(f"plot: expected one of {', '.join(known)}; found {found}")
+        if name not in (names := self.plots):
+            message = f"{name!r}{did_you_mean(name, names)}"
+            raise ResultError(f"plot: expected one of {', '.join(names)}; found {message}")
         return Plot(name, build(self.stored, only=name))
 
     def report(self, path: Path | str | None = None) -> Path:
@@ -121,7 +119,6 @@ class Run:
         return page
 
     def __repr__(self) -> str:
-        """Return the path, the device, the status and the counts of cases."""
         cases = ", ".join(f"{count} {status}" for status, count in counted(self._found).items())
         return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
 
@@ -188,6 +185,6 @@ def _suite(suite: str | Path | Mapping[str, Any], data: Path | None) -> "Suite":
     try:
         text = yaml.safe_dump(written, sort_keys=False)
     except yaml.YAMLError as error:
-        found = " ".join(str(error).split())
-        raise SuiteError(f"suite: expected texts, numbers, lists and mappings, {found}") from error
+        reason = " ".join(str(error).split())
+        raise SuiteError(f"suite: expected texts, numbers, lists and mappings, {reason}") from error
     return expand("python", text, data)

@@ -77,15 +77,12 @@ def listing() -> dict[str, dict[str, str]]:
     Imports none of them. Raises SuiteError if a name is taken twice.
     """
     listed = {title: {n: summary(f, n) for n in names(f)} for title, f in FOLDERS.items()}
-    listed["suites"] = {
-        name: _title(name, file.read_text("utf-8")) for name, file in sorted(suites().items())
-    }
+    listed["suites"] = {}
+    for name, file in sorted(suites().items()):
+        written = from_yaml(name, file.read_text("utf-8"), SuiteError)
+        title = written.get("title", "") if isinstance(written, dict) else ""
+        listed["suites"][name] = str(title)
     return listed
-
-
-def _title(name: str, text: str) -> str:
-    written = from_yaml(name, text, SuiteError)
-    return str(written.get("title", "")) if isinstance(written, dict) else ""
 
 
 def suites() -> dict[str, Traversable]:
@@ -97,16 +94,16 @@ def load_format(name: str) -> "type[Format]":
     """Return the FORMAT of a file, an entry point or a `package.module[:ATTR]`."""
     from sparsebench.formats._format import Format
 
-    found = load("formats", name)
-    if not (isinstance(found, type) and issubclass(found, Format)):
-        raise SuiteError(f"{name}: expected FORMAT to be a class of Format, found {found!r}")
-    return found
+    loaded = load("formats", name)
+    if not (isinstance(loaded, type) and issubclass(loaded, Format)):
+        raise SuiteError(f"{name}: expected FORMAT to be a class of Format, found {loaded!r}")
+    return loaded
 
 
 def weights_format(name: str) -> "type[Format]":
     """Return the format of a contender's weights: dense if its format stores activations."""
-    found = load_format(name)
-    return load_format("dense") if found.operand == "activations" else found
+    loaded = load_format(name)
+    return load_format("dense") if loaded.operand == "activations" else loaded
 
 
 def load_kernel(name: str) -> "Kernel":
@@ -117,37 +114,32 @@ def load_kernel(name: str) -> "Kernel":
     from sparsebench.kernels._kernel import Kernel
 
     if reason := removal(name):
-        return _removed(reason)
-    found = _of(load("kernels", name), Kernel, name)
-    if not callable(found.prepare):
-        raise SuiteError(f"{name}: expected prepare to be a function, found {found.prepare!r}")
-    return found
 
+        def prepare(operands: "Operands") -> "Launch":
+            raise Unsupported(reason)
 
-def _removed(reason: str) -> "Kernel":
-    from sparsebench.kernels._kernel import Kernel
-
-    def prepare(operands: "Operands") -> "Launch":
-        raise Unsupported(reason)
-
-    return Kernel("any", "any", "any", prepare, lambda problem, device: reason)
+        return Kernel("any", "any", "any", prepare, lambda problem, device: reason)
+    loaded = _of(load("kernels", name), Kernel, name)
+    if not callable(loaded.prepare):
+        raise SuiteError(f"{name}: expected prepare to be a function, found {loaded.prepare!r}")
+    return loaded
 
 
 def load_op(name: str) -> "Op":
     """Return the OP of a file, an entry point or a `package.module[:ATTR]`."""
     from sparsebench.harness.ops._op import Fields, Op
 
-    found = _of(load("harness.ops", name), Op, name)
-    if not (isinstance(found.fields, type) and issubclass(found.fields, Fields)):
-        raise SuiteError(f"{name}: expected fields of a class of Fields, found {found.fields!r}")
-    return found
+    loaded = _of(load("harness.ops", name), Op, name)
+    if not (isinstance(loaded.fields, type) and issubclass(loaded.fields, Fields)):
+        raise SuiteError(f"{name}: expected fields of a class of Fields, found {loaded.fields!r}")
+    return loaded
 
 
-def _of(found: Any, kind: type[Named], name: str) -> Named:
-    if not isinstance(found, kind):
+def _of(loaded: Any, kind: type[Named], name: str) -> Named:
+    if not isinstance(loaded, kind):
         what = kind.__name__
-        raise SuiteError(f"{name}: expected {what.upper()} to be a {what}, found {found!r}")
-    return found
+        raise SuiteError(f"{name}: expected {what.upper()} to be a {what}, found {loaded!r}")
+    return loaded
 
 
 def keywords(function: Callable[..., Any]) -> set[str]:

@@ -8,6 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from sparsebench.results.formatting import amount
+from sparsebench.results.outcome import MEANINGS
 
 
 def render(template: str, **values: Any) -> str:
@@ -29,5 +30,6 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
     )
     environment.filters["amount"] = amount
+    environment.globals["outcomes"] = MEANINGS
     environment.globals["inlined"] = lambda name: Markup(content(name))
     return environment

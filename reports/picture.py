@@ -19,6 +19,7 @@ import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from sparsebench._writing import replacing
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import blocks_text
@@ -55,7 +56,8 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
         _panel(axis, shown[shown.block == block], palette, blocks_text(block))
     axes[0].set_ylabel("speedup over cuBLAS dense, ×")
     _label(axes[-1], shown[shown.block == blocks[-1]], palette)
-    figure.savefig(out_path, metadata={"Date": None})
+    with replacing(out_path) as fresh:
+        figure.savefig(fresh, format="svg", metadata={"Date": None})
 
 
 def _panel(axis: Axes, cases: pd.DataFrame, palette: dict[str, Any], title: str) -> None:

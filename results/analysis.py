@@ -11,8 +11,8 @@ more samples in one process cannot show that. With FEWEST or more processes a sp
 interval and an outcome (statistics.py), which is a verdict. With fewer it has a range: a look.
 
     outcome              from the interval; faster and slower also need q <= 5 %, else the case is
-                         inconclusive, because among many equal cases some appear faster
-    more_processes       how many more processes would decide an inconclusive case
+                         not settled, because among many equal cases some appear faster
+    more_processes       how many more processes would settle a case
     uncertainty          of a speedup: the distance to the farther end of its interval, and at
                          least speedup x floor / sqrt(processes), which the A/A pairs allow; 0 for
                          a baseline
@@ -20,10 +20,11 @@ interval and an outcome (statistics.py), which is a verdict. With fewer it has a
                          and launch is the time of an almost empty op
 
 Baselines and twins have no verdict. A run without A/A pairs cannot show that equal kernels come
-out equal, so its outcomes are NO_FLOOR.
+out equal, so its cases have none either.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -33,14 +34,13 @@ import pandas as pd
 
 from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, frame
 from sparsebench.results.noise import Noise, noise
+from sparsebench.results.outcome import DIFFERENT, Outcome, outcome
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import (
     FALSE_DISCOVERIES,
     IntervalKind,
-    Outcome,
     Ratio,
     more_processes,
-    outcome,
     p_value,
     q_values,
     ratio,
@@ -52,8 +52,7 @@ from sparsebench.results.store import Run
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
 SUMMARY = ["ran", "processes", *FLOATS, "interval", "interval_kind", "speedups", "blocks"]
-NO_FLOOR = "no_noise_floor"
-DIFFERENT = (Outcome.FASTER, Outcome.SLOWER)
+OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
 
 
 class NoCrossing(StrEnum):
@@ -95,7 +94,8 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     blocks        median times by block for each (replicate, attempt), for statistics.ratio_over
     low_us        and high_us: range of the processes' medians; for one process, quartiles
     ran           the label; for a portfolio also the kernel that it chose
-    level         sparsity of the problem; for weights from a file, their actual sparsity
+    level         sparsity of the problem. Weights from a file may have more zeros than the problem
+                  asks for; then `level` and `sparsity` are what they have
 
     A case that is not ok in every process has the status and detail of the first process in which
     it is not, and no numbers. Verdicts need the noise of the run.
@@ -127,16 +127,14 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
     )
     table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
-    judged = cases.t_low.notna() & compared(cases)
-    table.loc[judged & floor.isna(), "outcome"] = NO_FLOOR
-    lines = table[judged & floor.notna()]
+    lines = table[cases.t_low.notna() & compared(cases) & floor.notna()]
     logs = [np.log(speedups) for speedups in lines.speedups]
     q = q_values([float(p_value(d)) for d in logs])
     outcomes = [
         _outcome(*line) for line in zip(lines.speedup_low, lines.speedup_high, q, strict=True)
     ]
     more = [
-        more_processes(d) if verdict is Outcome.INCONCLUSIVE else None
+        more_processes(d) if verdict is Outcome.NOT_SETTLED else None
         for d, verdict in zip(logs, outcomes, strict=True)
     ]
     table.loc[lines.index, "q"] = q
@@ -243,9 +241,10 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != Status.OK]
     used = bad or _with_common_baseline(_with_common_clock(processes))
     count = len(processes) if bad else len(used)
-    case = used[0] | {"processes": count, "level": used[0]["sparsity"]}
-    if not case["level"] > 0:
-        case["level"] = used[0]["sparsity_achieved"]
+    level = _level(used[0])
+    case = used[0] | {"processes": count, "level": level}
+    if case["sparsity"] > 0:
+        case["sparsity"] = level
     case["chosen"] = " or ".join(sorted({process["chosen"] for process in used} - {""}))
     case["ran"] = _ran(case["label"], case["chosen"])
     if bad:
@@ -258,6 +257,14 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
         marks = {mark for process in used for mark in process[name].split(", ")}
         case[name] = ", ".join(sorted(marks - {""}))
     return case | _interval(used)
+
+
+def _level(case: Mapping[str, Any]) -> float:
+    """Return the sparsity that the problem asks for, or that weights from a file have instead."""
+    requested, achieved = float(case["sparsity"]), float(case["sparsity_achieved"])
+    from_file = case["source"] is not None and not pd.isna(case["source"])
+    other = from_file and abs(achieved - requested) > OTHER_LEVEL * (1 - requested)
+    return achieved if other or not requested > 0 else requested
 
 
 def _ran(label: str, chosen: str) -> str:
@@ -310,7 +317,7 @@ def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _outcome(low: float, high: float, q: float) -> Outcome:
     verdict = outcome(low, high)
-    return Outcome.INCONCLUSIVE if verdict in DIFFERENT and q > FALSE_DISCOVERIES else verdict
+    return Outcome.NOT_SETTLED if verdict in DIFFERENT and q > FALSE_DISCOVERIES else verdict
 
 
 def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:

@@ -27,10 +27,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.results import files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA
@@ -45,7 +47,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl"  # PyPI lacks builds such as to
 
 def seal(path: Path) -> None:
     """Write lock.txt and manifest.json: the last step of a run, also of a resumed one."""
-    (path / LOCK).write_text(lock())
+    write_file(path / LOCK, lock())
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     names = {name for name in names if not name.endswith(UNFINISHED)}
     seal_files(path, sorted({ROWS if name == f"{ROWS}.gz" else name for name in names} - UNSEALED))
@@ -55,9 +57,7 @@ def seal_files(path: Path, names: list[str]) -> None:
     """Write manifest.json for these files."""
     files = {name: _sha256(content(path, name)) for name in names}
     sealed = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1)
-    fresh = path / (MANIFEST + UNFINISHED)
-    fresh.write_text(sealed + "\n")
-    fresh.replace(path / MANIFEST)
+    write_file(path / MANIFEST, sealed + "\n")
 
 
 def unseal(path: Path) -> None:
@@ -95,6 +95,7 @@ def changed(path: Path, state: Mapping[str, Any]) -> str:
     return ""
 
 
+@cache  # parsing the metadata of 120 packages takes 0.1 s
 def lock() -> str:
     """Return a `name==version` line per distribution, except sparsebench: its commit is known."""
     found: dict[str, str] = {}
@@ -189,10 +190,10 @@ def redact(run: Path, to: Path) -> Removed:
     if changed:
         seal_files(to, names)
     else:
-        (to / MANIFEST).write_bytes(content(run, MANIFEST))
+        write_file(to / MANIFEST, content(run, MANIFEST))
     left = [name for name in ("worker.log", "failures.log") if (run / name).exists()]
     removed = Removed(identity(run), dict(sorted(counts.items())), left)
-    (to / REMOVED).write_text(json.dumps(asdict(removed), indent=1) + "\n", "utf-8")
+    write_file(to / REMOVED, json.dumps(asdict(removed), indent=1) + "\n")
     return removed
 
 
@@ -236,9 +237,9 @@ def _write(file: Path, data: bytes) -> None:
     """Write a file of a bundle; rows are compressed reproducibly."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.name == ROWS:
-        file.with_name(f"{ROWS}.gz").write_bytes(gzip.compress(data, 9, mtime=0))
+        write_file(file.with_name(f"{ROWS}.gz"), gzip.compress(data, 9, mtime=0))
     else:
-        file.write_bytes(data)
+        write_file(file, data)
 
 
 def link_name(gpu: str, suite: str, digest: str) -> str:

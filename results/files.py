@@ -4,12 +4,14 @@
     too many bytes, also when unzipped      refused before they are in memory
     too many values in YAML                 refused: ten aliases can expand to a billion values
     a repeated key in a YAML mapping        refused: one of the two would be ignored silently
+    a number in base 8 or 60 in YAML        refused: 0100 would be 64 without a word
 
 Each function takes the error class to raise: SuiteError or ResultError.
 """
 
 import gzip
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from sparsebench.errors import ResultError, SparsebenchError
 YAML_BYTES = 2**18  # the largest packaged suite has 4 KiB
 YAML_DEPTH = 32
 YAML_NODES = 100_000
+OTHER_BASE = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9_]+(:[0-9_.]+)+")
 INTEGER_DIGITS = 100
 JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
 ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
@@ -153,23 +156,34 @@ def _at_most(line: int, what: str, found: int, name: str, most: int) -> None:
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Safe YAML without repeated keys, and with text that can be encoded as UTF-8."""
+    """Safe YAML with merge keys (<<: *base), in which a key is written once and numbers are plain.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    YAML 1.1 reads 0100 as 64 in base 8 and 1:04 as 64 in base 60; either is refused.
+    """
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace merge keys by what they name; before it, a mapping has the keys as written."""
+        if not hasattr(node, "flat"):
+            node.flat = True
+            self._require_once(node)
+        super().flatten_mapping(node)
+
+    def _require_once(self, node: yaml.MappingNode) -> None:
         seen: set[Any] = set()
         for written, _ in node.value:
-            key = self.construct_object(written, deep=True)
+            merge = written.tag == "tag:yaml.org,2002:merge"
+            key = "<<" if merge else self.construct_object(written, deep=True)
             if isinstance(key, (list, dict)):
                 continue  # SafeLoader reports it
             if key in seen:
                 line = node.start_mark.line + 1
                 raise SparsebenchError(f"line {line}: expected each key once, found {key!r} twice")
             seen.add(key)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         value, line = super().construct_scalar(node), node.start_mark.line + 1
+        if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(value):
+            raise SparsebenchError(f"line {line}: expected a decimal number, found {value}")
         if node.tag.endswith(":int") and len(value) > INTEGER_DIGITS:
             limit = f"{INTEGER_DIGITS} digits (INTEGER_DIGITS)"
             raise SparsebenchError(f"line {line}: expected at most {limit}, found {len(value)}")

@@ -17,13 +17,15 @@ is unusual (see harness/bench), or if only its suite allows its error.
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
 from sparsebench.results.statistics import Floats, block_logs, by_block
@@ -55,13 +57,17 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes cells that 
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return one line per row, in order. Column names include units; unknown values are NaN/NA."""
+    """Return one line per row, in order. Column names include units; unknown values are NaN/NA.
+
+    `source` is the shortest ending of a file's path and tensor that no other source has.
+    """
     rows = list(rows)
+    sources = shortest_endings({s.label for row in rows if (s := row.case.problem.source)})
     problems = [row.case.problem.id for row in rows]
     label = _labels(problems, rows)
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
-        | _case_facts(row)
+        | _case_facts(row, sources)
         | _measured(row)
         | _against(row, *others, label)
         for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
@@ -81,7 +87,7 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV, without the times of single blocks."""
-    path.write_text(as_csv(table.drop(columns="blocks_us", errors="ignore")), "utf-8")
+    write_file(path, as_csv(table.drop(columns="blocks_us", errors="ignore")))
 
 
 def as_csv(table: pd.DataFrame) -> str:
@@ -103,7 +109,8 @@ def _plain_text(value: Any) -> Any:
 def to_parquet(table: pd.DataFrame, path: Path) -> None:
     """Write a table as Parquet, like `to_csv`; raises ResultError if pyarrow is missing."""
     try:
-        table.drop(columns="blocks_us").to_parquet(path, index=False, engine="pyarrow")
+        with replacing(path) as fresh:
+            table.drop(columns="blocks_us").to_parquet(fresh, index=False, engine="pyarrow")
     except ImportError as error:
         message = "expected pyarrow to write Parquet, found none"
         raise ResultError(f"{path}: {message}; pip install 'sparsebench[parquet]'") from error
@@ -124,7 +131,21 @@ def _labels(problems: list[str], rows: list[Row]) -> Callable[[Contender], str]:
     return label
 
 
-def _case_facts(row: Row) -> dict[str, Any]:
+def shortest_endings(labels: Collection[str]) -> dict[str, str]:
+    """Return the shortest ending of each label that no other one has: `layer_0/kernel`."""
+    endings = {
+        label: ["/".join(words[-n:]) for n in range(1, len(words) + 1)]
+        for label in labels
+        for words in [label.split("/")]
+    }
+    counts = Counter(ending for each in endings.values() for ending in each)
+    return {
+        label: next((ending for ending in each if counts[ending] == 1), label)
+        for label, each in endings.items()
+    }
+
+
+def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
     problem, contender = row.case.problem, row.case.contender
     named = {name: _plain(value) for name, value in problem.fields.items()}
     return named | {
@@ -132,7 +153,7 @@ def _case_facts(row: Row) -> dict[str, Any]:
         "case_id": row.case.id,
         "op": problem.op,
         "seed": problem.seed,
-        "source": problem.source.label if problem.source else None,
+        "source": sources[problem.source.label] if problem.source else None,
         "format": contender.format,
         "kernel": contender.kernel,
         "params": _text(contender.params),

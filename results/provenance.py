@@ -31,12 +31,14 @@ class Choices(StrEnum):
     """The process that chose the configurations; the value is the word in run.json.
 
     AMONG   every process, by its own search; later ones among the finalists of the first
+    EARLIER every process, by its own search among the finalists of an earlier run
     EACH    every process, among all candidates (runs from before AMONG existed)
     FIRST   the first process; the others reused its choices_of (also if run.json has no word)
     BUNDLE  another run: process p reused the choices_of of its process p
     """
 
     AMONG = "each process, among the finalists of the first"
+    EARLIER = "each process, among the finalists of an earlier run"
     EACH = "each process"
     FIRST = "first process"
     BUNDLE = "bundle"
@@ -47,6 +49,8 @@ class Choices(StrEnum):
         return {
             Choices.AMONG: "Each process tuned anew, later ones among the finalists of the first: "
             "the intervals cover the choice of configurations.",
+            Choices.EARLIER: "Each process tuned anew among the finalists of an earlier run: the "
+            "intervals cover the choice of configurations.",
             Choices.EACH: "Each process tuned anew: the intervals cover the choice of "
             "configurations.",
             Choices.FIRST: "The first process tuned, and the others reused its choices_of: the "
@@ -61,11 +65,16 @@ def choices_of(state: Mapping[str, Any]) -> Choices:
     return Choices(state.get("choices", Choices.FIRST))
 
 
-def planned_choices(replicates: int, pinned: bool) -> Choices:
-    """Return which process will choose in a new run; `pinned` runs reuse a bundle's choices_of."""
+def planned_choices(replicates: int, pinned: bool, searched: bool = False) -> Choices:
+    """Return which process will choose in a new run.
+
+    `pinned` runs reuse the choices of a bundle; `searched` ones receive the finalists of a run.
+    """
     if pinned:
         return Choices.BUNDLE
-    return Choices.AMONG if replicates >= FEWEST else Choices.FIRST
+    if replicates < FEWEST:
+        return Choices.FIRST
+    return Choices.EARLIER if searched else Choices.AMONG
 
 
 def device_name(environment: Mapping[str, Any]) -> str:

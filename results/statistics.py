@@ -1,22 +1,16 @@
-"""Estimates, intervals and outcomes for a ratio of times over a few processes.
+"""Estimates and intervals for a ratio of times over a few processes.
 
     d_p       log-ratio of process p: the median over blocks of log(T_baseline / T_contender)
     Walsh     (d_p + d_q) / 2 over all p <= q
     ratio     exp(median of Walsh)                                    Hodges & Lehmann 1963
     95 %      exp(k-th smallest of Walsh) to exp(k-th largest)        Hollander & Wolfe 1999, 3.3
 
-    no_difference   1/(1+margin) |   [==|=]   | 1+margin     the whole interval is within the margin
-    faster          it is not, and  1 | [=====]              the whole interval is above 1
-    slower          it is not, and   [=====] | 1             the whole interval is below 1
-    inconclusive    anything else
-
-`no_difference` is an equivalence test, two one-sided tests at 2.5 % (Schuirmann 1987): at most
-2.5 % of runs give this outcome for a ratio at or beyond the margin. The process is the unit of
-replication: samples of one process are not independent (Hoefler & Belli 2015,
+outcome.py says which word an interval gets. The process is the unit of replication: samples of one
+process are not independent (Hoefler & Belli 2015,
 doi:10.1145/2807591.2807644). k is exact if d_p is symmetric about its centre; below FEWEST
 processes no such interval exists. No outlier is dropped; one among eight moves the ratio little.
-tests/simulated measures the error rates. All functions but `outcome` take natural logs; the last
-axis is processes.
+tests/simulated measures the error rates. All functions take natural logs; the last axis is
+processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,25 +23,17 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
+from sparsebench.results.outcome import MARGIN
+
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
 MOST = 100  # the largest number of processes that more_processes considers
 TAIL = 0.025  # probability on each side of a 95 % interval
 FALSE_DISCOVERIES = 0.05
-MARGIN = 0.01  # of no_difference: 8 processes resolve it at an sd of 1 %, typical of short calls
 
 Floats = NDArray[np.float64]
 
 Blocks = Mapping[tuple[int, int], Floats]
 """Median times of a case by block, in µs, for each (replicate, attempt)."""
-
-
-class Outcome(StrEnum):
-    """The outcome of an interval. `inconclusive` does not mean `no_difference`."""
-
-    FASTER = "faster"
-    SLOWER = "slower"
-    NO_DIFFERENCE = "no_difference"
-    INCONCLUSIVE = "inconclusive"
 
 
 class IntervalKind(StrEnum):
@@ -161,6 +147,24 @@ def student(logs: ArrayLike) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def welch(a: ArrayLike, b: ArrayLike) -> tuple[float, float]:
+    """Return mean(b) - mean(a) and the half of its 95 % interval; NaN with one process.
+
+    Welch 1947: the two sides are independent and may scatter differently.
+    """
+    sides = [np.asarray(logs, dtype=float) for logs in (a, b)]
+    difference = float(sides[1].mean() - sides[0].mean())
+    if min(side.size for side in sides) < 2:
+        return difference, float("nan")
+    parts = [side.var(ddof=1) / side.size for side in sides]
+    if not sum(parts):
+        return difference, 0.0
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (side.size - 1) for part, side in zip(parts, sides, strict=True)
+    )
+    return difference, float(scipy.stats.t.ppf(1 - TAIL, freedom) * np.sqrt(sum(parts)))
+
+
 def p_value(logs: ArrayLike) -> Floats:
     """Return the p-value of the two-sided t-test that the ratio is 1."""
     values = _enough(logs)
@@ -177,15 +181,6 @@ def q_values(p: ArrayLike) -> Floats:
     """
     q: Floats = scipy.stats.false_discovery_control(p) if np.size(p) else np.asarray(p, dtype=float)
     return q
-
-
-def outcome(low: float, high: float, margin: float = MARGIN) -> Outcome:
-    """Return the outcome of a ratio's interval; a margin of 0.01 is 1 %."""
-    if 1 / (1 + margin) <= low and high <= 1 + margin:
-        return Outcome.NO_DIFFERENCE
-    if low > 1:
-        return Outcome.FASTER
-    return Outcome.SLOWER if high < 1 else Outcome.INCONCLUSIVE
 
 
 def more_processes(logs: ArrayLike, margin: float = MARGIN) -> int | None:

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.results import files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
@@ -144,7 +145,7 @@ def write_run(
     rows: Iterable[Row] = (),
 ) -> None:
     """Write the files of a run into an empty directory."""
-    (fresh / "suite.yaml").write_text(suite_text)
+    write_file(fresh / "suite.yaml", suite_text)
     write_json(fresh / "environment.json", {"schema": ENVIRONMENT_SCHEMA, **environment})
     replace_rows(fresh, rows)
     set_state(fresh, state)
@@ -214,7 +215,7 @@ def without_paths(text: str) -> str:
 
 def append(path: Path, rows: Iterable[Row]) -> None:
     """Add the rows of one contest in one write, and wait until they are on disk."""
-    with (path / "rows.jsonl").open("a") as file:
+    with (path / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.write("".join(map(_line, rows)))
         file.flush()
         os.fsync(file.fileno())
@@ -228,7 +229,12 @@ def set_state(path: Path, state: Mapping[str, Any]) -> None:
 def replace_rows(path: Path, rows: Iterable[Row]) -> None:
     """Replace rows.jsonl: with no rows at the start, or with those that a resumed run keeps."""
     first = json.dumps({"schema": ROWS_SCHEMA}) + "\n"
-    _replace(path / "rows.jsonl", first + "".join(map(_line, rows)))
+    write_file(path / "rows.jsonl", first + "".join(map(_line, rows)))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run directories in a folder, sorted by name."""
+    return sorted(file.parent for file in folder.glob("*/run.json"))
 
 
 def read(path: Path | str) -> Run:
@@ -331,18 +337,4 @@ def _first(error: ValidationError) -> str:
 
 def write_json(file: Path, data: Any) -> None:
     """Replace a JSON file by one rename."""
-    _replace(file, json.dumps(data, indent=1) + "\n")
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replace a file by one rename after syncing the new one; a full disk leaves the old file."""
-    fresh = file.with_name(file.name + ".new")
-    try:
-        with fresh.open("w") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        fresh.replace(file)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    write_file(file, json.dumps(data, indent=1) + "\n")

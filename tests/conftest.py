@@ -2,13 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sparsebench.harness.run import early_start
 from tests.compiling import record
+from tests.tools import fork_server
 
 HERE = Path(__file__).parent
 collect_ignore = ["thirdparty"]  # a package of its own, with its own tests (test_plugins.py)
@@ -53,6 +56,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     record.asked.clear()
     yield
     item.user_properties += [(COMPILE, line) for line in record.asked]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Fork worker processes, except on a GPU machine: CUDA does not survive a fork."""
+    with pytest.MonkeyPatch.context() as patch, closing(fork_server.Server()) as server:
+        if not torch.cuda.is_available():
+            patch.setattr(early_start, "spawn", server.spawn)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _
     "spense": {"dense"},
     "peers": {"dense"},
     "twell": {"dense", "spense"},
-    "nn": {"bsr", "spense", "twell"},
+    "nn": {"bitmap", "bsr", "csr", "spense", "twell"},
 }
 
 
@@ -67,7 +67,17 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
     "shared_runs": {"machine", "plan", "run", "claims"},
     "costs": {"catalog", "bench", "plan", "claims", "shared_runs"},
-    "new_gpu": {"machine", "catalog", "bench", "plan", "run", "doctor", "shared_runs", "costs"},
+    "new_gpu": {
+        "machine",
+        "catalog",
+        "bench",
+        "plan",
+        "sim",
+        "run",
+        "doctor",
+        "shared_runs",
+        "costs",
+    },
     "models": {"inputs", "machine", "patterns", "catalog", "bench"},
 }
 MOST_GROUPS, MOST_IMPORTS = 20, 95

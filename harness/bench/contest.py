@@ -20,7 +20,7 @@ the reason. After a CUDA error no result can be trusted, so the contest raises F
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from sparsebench.errors import SparsebenchError, Unsupported
 from sparsebench.harness.bench import operands
 from sparsebench.harness.bench.contest_state import (
     Announce,
@@ -45,13 +46,12 @@ from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.operands import Layer
 from sparsebench.harness.bench.output_checks import check_all, of_layer, redraw
 from sparsebench.harness.bench.prepare import prepare, prepare_chain, unsupported
-from sparsebench.harness.bench.sampling import CHAIN, LAYERS, chained, layers_of, possible
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS, Measure, layers_of, possible
 from sparsebench.harness.bench.spot_checks import A, Outputs, Spots
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
 from sparsebench.harness.bench.timing import Samples, ready, time_together
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import identity
-from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -85,18 +85,29 @@ def run(
     try:
         contest = start(problem, entries, device, data, options, announce, on_failure)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        for entry in entries:
-            entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
-        return [row for entry in entries for row in entry.rows(measures)], spent_s
+        status, reason = Status.OUT_OF_MEMORY, one_line(error)
+    except Unsupported as error:  # the values of a file
+        status, reason = Status.UNSUPPORTED, str(error)
+    except SparsebenchError as error:  # a file that is missing or has changed
+        status, reason = Status.FAILED, str(error)
+    else:
+        return _measured(contest, measures), contest.spent_s
+    for entry in entries:
+        entry.end(status, f"operands: {reason}")
+    return [row for entry in entries for row in entry.rows(measures)], spent_s
+
+
+def _measured(contest: RunningContest, measures: tuple[Measure, ...]) -> list[Row]:
+    """Time the contest's contenders, and check them again; return their rows."""
     try:
         for measure in measures:
             _time(contest, *measure)
-        if options.energy:
+        if contest.options.energy:
             _energy(contest)
         check_all(contest, "after timing")
     finally:
         contest.guard.watched.clear()  # breaks a reference cycle that would keep all memory
-    return [row for entry in entries for row in entry.rows(measures)], contest.spent_s
+    return [row for entry in contest.entries for row in entry.rows(measures)]
 
 
 def start(
@@ -113,10 +124,27 @@ def start(
     options, op = options or ContestOptions(), load_op(problem.op)
     announce("", "operands")
     dense = operands.operands(problem, op, device, data)
-    facts = _facts(problem, op, dense)
+    itemsize, full = (
+        DTYPES[problem["dtype"]].itemsize,
+        {n: w.numel() for n, w in dense.weights.items()},
+    )
+    facts: dict[str, Any] = {
+        "sparsity": dense.sparsity,
+        "nnz": sum(dense.nnz.values()),
+        "digest": dense.digest,
+        "flops": op.flops(problem, dense.nnz),
+        "dense_flops": op.flops(op.dense(problem), full),
+        "fewest_bytes": op.fewest_bytes(problem, dense.nnz, itemsize),
+        "dense_bytes": itemsize * sum(full.values()),
+    }
+    layers, chained = [Layer(problem, dense)], CHAIN in dict(options.measures)
+    if chained and not op.pattern:
+        layers += operands.further(problem, op, device, data, LAYERS - 1)
     for entry in entries:
         entry.row = replace(entry.row, **facts)
-    layers = [Layer(problem, dense), *_further_layers(problem, op, device, data, entries, options)]
+        if chained and op.pattern:
+            reason = f"chain: expected an op with a dense output, found {problem.op}"
+            entry.leave_chain(Status.UNSUPPORTED, reason)
     contest = RunningContest(
         problem=problem,
         op=op,
@@ -162,25 +190,6 @@ def start(
     return contest
 
 
-def _further_layers(
-    problem: Problem,
-    op: Op,
-    device: torch.device,
-    data: Path | None,
-    entries: Sequence[Entry],
-    options: ContestOptions,
-) -> list[Layer]:
-    """Build the further layers of a chain, if one is to be timed and the op has chains."""
-    if not chained(options.measures):
-        return []
-    if op.pattern:
-        reason = f"chain: expected an op with a dense output, found {problem.op}"
-        for entry in entries:
-            entry.leave_chain(Status.UNSUPPORTED, reason)
-        return []
-    return operands.further(problem, op, device, data, LAYERS - 1)
-
-
 def _capture(entry: Entry, device: torch.device) -> None:
     """Make the launch ready to be timed, and its chain, if one CUDA graph can hold it."""
     assert entry.launch is not None
@@ -200,11 +209,13 @@ def _watch(contest: RunningContest, data: Path | None) -> None:
             for name, tensor in {**dense.weights, **dense.activations}.items()
         }
         arrays |= {f"the recording {name}{where}": t for name, t in dense.recorded.items()}
-        contest.guard.watch(arrays, partial(_rewrite, contest, layer, data))
 
+        def rewrite(layer: Layer = layer) -> None:
+            operands.rewrite(
+                layer.problem, contest.op, contest.device, data, layer.dense, contest.draw
+            )
 
-def _rewrite(contest: RunningContest, layer: Layer, data: Path | None) -> None:
-    operands.rewrite(layer.problem, contest.op, contest.device, data, layer.dense, contest.draw)
+        contest.guard.watch(arrays, rewrite)
 
 
 def _calls(contest: RunningContest, entry: Entry) -> list[tuple[Callable[[], Outputs], Spots]]:
@@ -219,21 +230,6 @@ def _end_if_wrong(entry: Entry, wrong: str | None, when: str) -> None:
         entry.end(Status.WRONG, f"{when}: {wrong}")
 
 
-def _facts(problem: Problem, op: Op, dense: operands.DenseOperands) -> dict[str, Any]:
-    """Return what all rows of the problem share."""
-    itemsize = DTYPES[problem["dtype"]].itemsize
-    full = {name: weight.numel() for name, weight in dense.weights.items()}
-    return {
-        "sparsity": dense.sparsity,
-        "nnz": sum(dense.nnz.values()),
-        "digest": dense.digest,
-        "flops": op.flops(problem, dense.nnz),
-        "dense_flops": op.flops(op.dense(problem), full),
-        "fewest_bytes": op.fewest_bytes(problem, dense.nnz, itemsize),
-        "dense_bytes": itemsize * sum(full.values()),
-    }
-
-
 def _time(contest: RunningContest, scope: str, cache: str) -> None:
     """Time the correct contenders together; each gets a row for this scope and cache state."""
     timed = [
@@ -245,7 +241,15 @@ def _time(contest: RunningContest, scope: str, cache: str) -> None:
         return
     numbers = [number for number, _, _ in timed]
     contest.announce("", "timing")
-    announce = _announcer(contest, numbers) if contest.options.careful else None
+
+    def announce(i: int) -> None:
+        """Announce each sample, and check a contender after its turn."""
+        case = contest.entries[numbers[i]].row.case.id
+        if case != contest.timed_last:
+            _check_tampering(contest)
+            contest.timed_last = case
+        contest.announce(case, "timing")
+
     spots = contest.spots_of(scope).of(numbers)
     seed = f"{contest.problem.id} {contest.options.replicate} {contest.options.attempt}"
     with contest.stage("timing"):
@@ -254,7 +258,7 @@ def _time(contest: RunningContest, scope: str, cache: str) -> None:
                 [call for _, _, call in timed],
                 contest.device,
                 seed,
-                announce,
+                announce if contest.options.attempt else None,
                 scope=scope,
                 cache=cache,
                 spots=spots,
@@ -269,19 +273,6 @@ def _time(contest: RunningContest, scope: str, cache: str) -> None:
         entry.results[scope, cache] = _with_samples(contest, row, taken)
     for i, (_, entry, _) in enumerate(timed):
         _end_if_wrong(entry, spots.verdict(i), "among the timed calls")
-
-
-def _announcer(contest: RunningContest, numbers: Sequence[int]) -> Callable[[int], None]:
-    """Return a function that announces each sample, and checks a contender after its turn."""
-
-    def announce(i: int) -> None:
-        case = contest.entries[numbers[i]].row.case.id
-        if case != contest.timed_last:
-            _check_tampering(contest)
-            contest.timed_last = case
-        contest.announce(case, "timing")
-
-    return announce
 
 
 def _check_tampering(contest: RunningContest) -> None:
@@ -315,7 +306,6 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
 
 
 def _energy(contest: RunningContest) -> None:
-    """Measure the energy of a call of each correct contender, one after the other."""
     for entry in contest.entries:
         if entry.timed_call:
             with contest.at(entry, "energy"):

@@ -9,7 +9,7 @@ After a CUDA error no result can be trusted: Fatal.
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,10 +46,9 @@ def ignore_failure(case: str, reason: str, traceback: str) -> None:
 
 
 class Fatal(Exception):
-    """The device no longer answers, so the process must end."""
+    """The device no longer answers, so the process must end; `case` is "" if none is to blame."""
 
     def __init__(self, case: str, detail: str) -> None:
-        """Blame a case by its id; "" if no case is known to be at fault."""
         super().__init__(detail)
         self.case, self.detail = case, detail
 
@@ -59,7 +58,8 @@ class ContestOptions:
     """How a contest is run.
 
     replicate  number of this process in the run, from 0
-    attempt    number of this attempt; above 0, an earlier one lost its worker
+    attempt    number of this attempt; above 0, an earlier one lost its worker, so every sample is
+               announced and awaited
     reference  True for a noise-floor contest (plan/selection.py)
     measures   what is timed; each gives a row
     pinned     choices by case id, taken without a search; empty if each process searches
@@ -77,10 +77,9 @@ class ContestOptions:
     ceilings: Ceilings | None = None
     energy: bool = False
 
-    @property
-    def careful(self) -> bool:
-        """Return whether to announce and await every sample, because an attempt was lost."""
-        return self.attempt > 0
+    def after(self, rows: Iterable[Row]) -> Self:
+        """Return the options after these rows: a reference among them may raise the ceilings."""
+        return replace(self, ceilings=self.ceilings and self.ceilings.after(rows)[0])
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -112,7 +111,6 @@ class Entry:
 
     @property
     def running(self) -> bool:
-        """Return whether nothing has gone wrong yet."""
         return self.row.status is Status.OK
 
     def end(self, status: Status, detail: str) -> None:
@@ -175,7 +173,6 @@ class RunningContest:
 
     @property
     def dense(self) -> DenseOperands:
-        """Return the operands of the problem itself."""
         return self.layers[0].dense
 
     def check_tampering(self) -> None:
@@ -184,7 +181,6 @@ class RunningContest:
         self.guard.check()
 
     def spots_of(self, scope: str) -> Spots:
-        """Return the spot checks of a scope's calls."""
         return self.chain_spots if scope == CHAIN else self.spots
 
     def keep(self, which: str) -> None:
@@ -264,16 +260,12 @@ def traceback_of(error: BaseException) -> str:
         text = "".join(traceback.format_exception(error))
     except Exception as second:  # the message is computed by a contender's code
         text = f"{type(error).__name__}, whose message raises {type(second).__name__}\n"
-    for file, module in set(_modules(error)):
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    frames = (frame for each in chain for frame, _ in traceback.walk_tb(each.__traceback__))
+    for file, module in {
+        (f.f_code.co_filename, str(f.f_globals.get("__name__", "?"))) for f in frames
+    }:
         text = text.replace(f'File "{file}"', f'File "{module.replace(".", "/")}.py"')
     return text if len(text) <= LONGEST else f"...\n{text[-LONGEST:]}"
-
-
-def _modules(error: BaseException | None) -> Iterator[tuple[str, str]]:
-    """Yield the file and the module of each frame, also of causes and contexts."""
-    visited = set[int]()
-    while error is not None and id(error) not in visited:
-        visited.add(id(error))
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            yield frame.f_code.co_filename, str(frame.f_globals.get("__name__", "?"))
-        error = error.__cause__ or error.__context__

@@ -14,21 +14,10 @@ dtype's smallest subnormal (fp16: 3e-8), to which a product near zero is rounded
 once each.
 
 In a tf32 problem both operands of a product may lose all but 10 bits of mantissa: eps is 2^-10
-larger, 2^-11 for each. Of that bound, operands rounded to 10 bits take 0.3, operands truncated
-there (as tensor cores do by default) 0.8, and operands rounded to bf16 2.4.
-
-In an fp8 problem sums may be kept in 13 bits of mantissa and truncated there, as Hopper's tensor
-cores do (arXiv:2411.10958, 2412.19437): 2^-13 sqrt(d) replaces eps(fp32) sqrt(d). Of that bound,
-for k from 2048 to 51200, sums truncated after every 32 products take 0.14 to 0.19, and one operand
-rounded to e5m2, which has a bit less, 4.7 to 1.8.
-
-If a kernel rounds activations to e4m3 (ffn in fp8: X, and h before the last product), eps is 2^-5
-for any d. This rounding leaves 0.023 to 0.026 of ||S||; sums in 13 bits, and G and U in bf16, add
-0.0003 to that. Of the bound, for n from 512 to 25600, every activation and 8 tokens or more, right
-outputs take 0.73 to 0.82 (for one token, 512 units and relu2 0.75 +- 0.12). Wrong ones take: X in
-e5m2, which has a bit less, 1.2 to 1.3, h 1.01 to 1.1, both 1.3 to 1.8; 64 of 5120 columns of X left
-out 2.6; 128 of 25600 hidden units left out 1.3, but 0.84 if half of their weights are zero; a scale
-left out, 15 and more. Smaller errors are found when the same kernel runs in bf16.
+larger, 2^-11 for each. In an fp8 problem sums may be kept in 13 bits of mantissa and truncated
+there, as Hopper's tensor cores do (arXiv:2411.10958, 2412.19437): 2^-13 sqrt(d) replaces
+eps(fp32) sqrt(d). If a kernel rounds activations to e4m3 (ffn in fp8: X, and h before the last
+product), eps is 2^-5 for any d. NOTES.md has how much of each bound right and wrong outputs take.
 
 A packed output (a weight's gradient) must have exactly the pattern's indices. R and S are then
 taken where it stores elements; the padding of a block that extends beyond the matrix must be zero.
@@ -47,9 +36,7 @@ they are rounded, and up to 0.2 if they are truncated. Operands truncated (tf32)
 splits k, and so leaves a quarter of the error of a plain sum in fp32. Nor would rounding alone: in
 ffn G, U and h are rounded too. The baseline is judged by the same number.
 
-In 21 published runs with 10,414 right outputs the largest ratios are 1.00 in 16 bits, except for
-ffn_sparse (1.18) and cusparselt_hybrid, which adds two products in 16 bits (1.48); 1.28 in fp32;
-1.00 in fp8. No right kernel is marked (NOTES.md).
+No right kernel of 21 published runs is marked (NOTES.md).
 
 **Bias.** The slope of Y - R over R, or the mean of Y - R over the size of R, the larger; 6 standard
 errors of it are subtracted as chance. Usual is up to: usual error / 4 + products + sums sqrt(d) /
@@ -122,7 +109,17 @@ def roundings(dtype: str, rounded: bool) -> tuple[float, float]:
 
 def check(out: object, expected: Expected, pattern: Format | None = None) -> Verdict:
     """Compare an output with the right answer, packed like `pattern` if there is one."""
-    return _dense(out, expected) if pattern is None else _packed(out, expected, pattern)
+    if pattern is None:
+        return _dense(out, expected)
+    if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
+        packed = f"{type(pattern).__name__} {list(pattern.shape)}, packed like the weight"
+        return Verdict(f"expected {packed}, found {_name(out)}")
+    for name, array in pattern.arrays().items():
+        other = out.arrays()[name]
+        same = array.dtype == other.dtype and array.device == other.device
+        if name != "values" and not (same and array.equal(other)):
+            return Verdict(f"expected the {name} of the weight's own pattern, found others")
+    return _dense(out.arrays()["values"], where_stored(expected, pattern))
 
 
 def where_stored(expected: Expected, pattern: Format | None) -> Expected:
@@ -138,16 +135,6 @@ def where_stored(expected: Expected, pattern: Format | None) -> Expected:
     return replace(expected, reference=reference, spread=spread, plain=plain)
 
 
-def _packed(out: object, expected: Expected, pattern: Format) -> Verdict:
-    if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
-        wanted = f"{type(pattern).__name__} {list(pattern.shape)}"
-        return Verdict(f"expected {wanted}, packed like the weight, found {_name(out)}")
-    for name, array in pattern.arrays().items():
-        if name != "values" and not _same(out.arrays()[name], array):
-            return Verdict(f"expected the {name} of the weight's own pattern, found others")
-    return _dense(out.arrays()["values"], where_stored(expected, pattern))
-
-
 def _dense(out: object, expected: Expected) -> Verdict:
     reference = expected.reference
     if type(out) is not Tensor:  # a subclass may compute when it is read
@@ -155,8 +142,8 @@ def _dense(out: object, expected: Expected) -> Verdict:
     if out.shape != reference.shape:
         return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
     if out.dtype != expected.dtype or out.device != reference.device:
-        wanted = f"{expected.dtype} on {reference.device}"
-        return Verdict(f"expected {wanted}, found {out.dtype} on {out.device}")
+        expected_kind = f"{expected.dtype} on {reference.device}"
+        return Verdict(f"expected {expected_kind}, found {out.dtype} on {out.device}")
     if not out.is_contiguous():
         return Verdict(f"expected a contiguous output, found strides {list(out.stride())}")
     if not bool(out.isfinite().all()):
@@ -191,10 +178,6 @@ def _name(out: object) -> str:
     return type(out).__name__ + shape
 
 
-def _same(array: Tensor, other: Tensor) -> bool:
-    return array.dtype == other.dtype and array.device == other.device and array.equal(other)
-
-
 def _judge(out: Tensor, expected: Expected) -> Verdict:
     reference, spread, eps = expected.reference, expected.spread, expected.eps
     errors = out.double() - reference
@@ -209,7 +192,9 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     excess = float(
         (distance / bound).nan_to_num(nan=0.0, posinf=torch.finfo(torch.float64).max).max()
     )
-    verdict = _usual(Verdict(None, error, excess), errors, expected)
+    usual, sums = usual_error(expected), float(expected.sums * expected.depth**0.5)
+    largest_bias = usual / 4 + expected.products + sums / 16
+    verdict = Verdict(None, error, excess, usual, bias(errors, reference), largest_bias)
     if whole > most:
         empty = " (all zero)" if not bool(out.any()) else ""
         limit = most / scale if scale else 0.0
@@ -219,7 +204,6 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
         at = [int(i) for i in torch.unravel_index(worst, out.shape)]
         values = f"{float(out[*at]):.6g}, expected {float(reference[*at]):.6g}"
         return replace(verdict, reason=f"element {at} is {values}: {excess:.1f} times its bound")
-    usual = verdict.usual_error or 0.0
     judged = expected.plain is not None and expected.allowed is None
     if judged and error > WRONG * usual > 0:
         excess_text = f"relative error {error:.2e}, {error / usual:.1f} times the usual {usual:.2e}"
@@ -228,49 +212,24 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     return verdict
 
 
-def _usual(verdict: Verdict, errors: Tensor, expected: Expected) -> Verdict:
-    """Add the usual error, the bias, and the usual bias."""
-    eps = float(torch.finfo(expected.dtype).eps)
-    sums = float(expected.sums * expected.depth**0.5)
-    usual = usual_error(
-        expected.reference, expected.spread, expected.plain, eps, sums, expected.products
-    )
-    return replace(
-        verdict,
-        usual_error=usual,
-        bias=bias(errors, expected.reference),
-        usual_bias=usual_bias(usual, sums, expected.products),
-    )
-
-
 WRONG = 3.0  # times the usual error; results/frame.py marks what is above 1.5
 ROUNDED, SUMMED = 0.21, 0.2
 CHANCE = 6.0  # standard errors
 FEWEST_ROWS = 16
 
 
-def usual_error(
-    reference: Tensor,
-    spread: Tensor,
-    plain: Tensor | None,
-    eps: float,
-    sums: float,
-    products: float,
-) -> float:
-    """Return the usual relative error; `sums` includes sqrt(d)."""
+def usual_error(expected: Expected) -> float:
+    """Return the usual relative error."""
+    reference, plain = expected.reference, expected.plain
     size = float(reference.norm())
     if not size:
         return 0.0
-    terms = hypot(SUMMED * sums, products) * float(spread.norm()) / size
-    explained = hypot(ROUNDED * eps, terms)
+    sums = float(expected.sums * expected.depth**0.5)
+    terms = hypot(SUMMED * sums, expected.products) * float(expected.spread.norm()) / size
+    explained = hypot(ROUNDED * float(torch.finfo(expected.dtype).eps), terms)
     if plain is None or not bool(plain.isfinite().all()):
         return explained
     return max(explained, float((plain.double() - reference).norm()) / size)
-
-
-def usual_bias(usual: float, sums: float, products: float) -> float:
-    """Return the largest bias that rounding and truncation explain; `sums` includes sqrt(d)."""
-    return usual / 4 + products + sums / 16
 
 
 def bias(errors: Tensor, reference: Tensor) -> float:

@@ -14,7 +14,7 @@ what is written may stay in the L2 cache, so the cache's size is subtracted from
 Datasheets give no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -22,15 +22,15 @@ from time import sleep
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands
 from sparsebench.harness.bench.timing import ready, time_together
-from sparsebench.harness.catalog import keywords, load_kernel, load_op
+from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.kernels._common.search import warmed
-from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.dense.cublas import unsupported_fp8
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Problem
@@ -48,8 +48,7 @@ LONG_US = 2000.0  # a product that takes longer is not followed by a larger one
 STREAM_BYTES = {"cuda": 2**31, "cpu": 2**26}  # at most, and at most an eighth of what is free
 LEAST_BYTES = 2**20  # a multiple of every stream's chunk
 COMPILERS = 8  # threads that compile our streams
-SEED = 0
-FP8 = "fp8"
+NO_STREAMS = "left out: they need Triton, which is not installed"
 
 Call = Callable[[], Any]
 Streams = Iterator[tuple[str, Call]]
@@ -69,7 +68,7 @@ def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ce
         launch_us=_digits(nothing_us(device)),
         l2_bytes=_l2_bytes(device),
         write_gb_per_s=_digits(best["write"] / 1e3),
-        by=by | _missing(device),
+        by=by if device.type != "cuda" or find_spec("triton") else by | {"streams": NO_STREAMS},
     )
 
 
@@ -86,16 +85,20 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     size = _stream_bytes(device)
     source = torch.arange(size // 4, dtype=torch.int32, device=device)
     target, total = torch.empty_like(source), torch.empty((), device=device)
-    kept = _l2_bytes(device)  # written bytes that may stay in the cache
-    moved = {"read": size, "copy": 2 * size - kept, "write": size - kept}
+    in_cache = _l2_bytes(device)  # written bytes that may stay in the cache
+    moved = {"read": size, "copy": 2 * size - in_cache, "write": size - in_cache}
     floats = source.view(torch.float32)
     calls: dict[str, dict[str, Call]] = {
         "read": {"torch.sum": partial(torch.sum, floats, 0, out=total)},
         "copy": {"torch.copy_": partial(target.copy_, source)},
         "write": {"torch.fill_": partial(target.fill_, 1)},
     }
-    for kind, streams in _streams(source, target).items():
-        calls[kind] |= dict(streams)
+    if device.type == "cuda" and find_spec("triton"):
+        from sparsebench.kernels._common import streams
+
+        calls["read"] |= dict(streams.readers(source))
+        calls["copy"] |= dict(streams.copiers(source, target))
+        calls["write"] |= dict(streams.writers(target))
     names = [(kind, name) for kind, named in calls.items() for name in named]
     every = [calls[kind][name] for kind, name in names]
     if device.type == "cuda":
@@ -111,49 +114,26 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     return rates
 
 
-def _streams(source: Tensor, target: Tensor) -> dict[str, Streams]:
-    """Return our own memory streams by kind of access; none without Triton."""
-    if source.device.type != "cuda" or not find_spec("triton"):
-        return {}
-    from sparsebench.kernels._common import streams
-
-    return {
-        "read": streams.readers(source),
-        "copy": streams.copiers(source, target),
-        "write": streams.writers(target),
-    }
-
-
-def _missing(device: torch.device) -> dict[str, str]:
-    """Name the candidates that could not be measured."""
-    if device.type != "cuda" or find_spec("triton"):
-        return {}
-    return {"streams": "left out: they need Triton, which is not installed"}
-
-
 def _products(dtype: str, device: torch.device) -> dict[str, float]:
     """Return FLOPs per µs of large dense products of a dtype; none if the device has none."""
     rates: dict[str, float] = {}
-    if dtype == FP8 and unsupported_fp8(device):
+    if dtype == "fp8" and unsupported_fp8(device):
         return rates  # a CPU would convert them
     for side in SIDES[device.type]:
         if (product := _product((side, side, side, dtype), device)) is None:
             return rates
         name, call, _ = product
-        least_us = min(_rested(call, device) for _ in range(BURSTS))
+        times_us = []
+        for _ in range(BURSTS):
+            if device.type == "cuda":  # products that run for a second lower the clock
+                torch.cuda.synchronize(device)
+                sleep(REST_S)
+            times_us += _least_us([call], device)
+        least_us = min(times_us)
         rates[name] = 2 * side**3 / least_us
         if least_us > LONG_US:
             break
     return rates
-
-
-def _rested(call: Call, device: torch.device) -> float:
-    """Return the least µs of a call after a pause: products run for a second lower the clock."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        sleep(REST_S)
-    (least_us,) = _least_us([call], device)
-    return least_us
 
 
 def _product(
@@ -163,31 +143,21 @@ def _product(
     op, kernel = load_op("linear"), load_kernel(DENSE[device.type])
     m, n, k, dtype = size
     fields = {**op.defaults, "m": m, "n": n, "k": k, "dtype": dtype}
-    problem = Problem("linear", fields, SEED, defaults=op.defaults)
+    problem = Problem("linear", fields, 0, defaults=op.defaults)
+    if kernel.unsupported(problem, device):
+        return None
+    drawn = operands(problem, op, device, None)
+    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
+    definition = bound(op.definition, problem)
     try:
-        launch = _prepared(kernel, problem, device)
+        launch = kernel.prepare(Operands(problem, weights, drawn.activations, definition))
     except Unsupported:
         return None
+    launch()  # compiled and loaded before a graph is captured
     return f"{DENSE[device.type]}, m {m}, n {n}, k {k}, {dtype}", launch, problem
 
 
-def _prepared(kernel: Kernel, problem: Problem, device: torch.device) -> Launch:
-    """Prepare a kernel on drawn operands, as in a contest. Raises Unsupported."""
-    if reason := kernel.unsupported(problem, device):
-        raise Unsupported(reason)
-    op = load_op(problem.op)
-    drawn = operands(problem, op, device, None)
-    fields: Mapping[str, Any] = {name: problem[name] for name in keywords(op.definition)}
-    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    launch = kernel.prepare(
-        Operands(problem, weights, drawn.activations, partial(op.definition, **fields))
-    )
-    launch()  # compiled and loaded before a graph is captured
-    return launch
-
-
 def _least_us(calls: list[Call], device: torch.device) -> list[float]:
-    """Return the least µs of each call, timed together."""
     for call in calls:
         call()
     timed = [ready(Launch(call), device) for call in calls]

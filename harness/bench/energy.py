@@ -58,11 +58,6 @@ def require_meter(identity: str) -> None:
         raise NoMeter(f"energy: {error}") from error
 
 
-def require_meter_on(device: torch.device) -> None:
-    """Raise NoMeter unless a device counts its energy."""
-    require_meter(identity(device))
-
-
 def energy(call: Callable[[], Any], device: torch.device, window_s: float = WINDOW_S) -> Energy:
     """Return the energy of a call on a GPU, in about window_s + 1 s. Raises NoMeter."""
     return pieces(call, device, window_s, 1)[0]
@@ -96,7 +91,19 @@ def counted(
     """
     if meter_j() is None:
         raise NoMeter("energy: expected a counter of the board's energy, found none on this GPU")
-    batch = _batch(call, wait)
+    size, took_s = 1, 0.0
+
+    def batch() -> int:
+        for _ in range(size):
+            call()
+        wait()
+        return size
+
+    while took_s < BATCH_S:
+        began = perf_counter()
+        batch()
+        took_s = perf_counter() - began
+        size *= 1 if took_s >= BATCH_S else 2
     _for(WARM_UP_S, batch)
     first_j, _ = _until_update(batch, meter_j)
     energies = []
@@ -112,23 +119,6 @@ def counted(
 
 Batch = Callable[[], int]
 """Runs calls for about BATCH_S, waits for them and returns their number."""
-
-
-def _batch(call: Callable[[], Any], wait: Callable[[], None]) -> Batch:
-    def run(size: int) -> int:
-        for _ in range(size):
-            call()
-        wait()
-        return size
-
-    size, took_s = 1, 0.0
-    while True:
-        began = perf_counter()
-        run(size)
-        took_s = perf_counter() - began
-        if took_s >= BATCH_S:
-            return lambda: run(size)
-        size *= 2
 
 
 def _for(seconds: float, batch: Batch) -> int:

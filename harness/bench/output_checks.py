@@ -42,7 +42,7 @@ def check_all(contest: RunningContest, when: str) -> None:
         if when == "before timing":
             contest.keep(B)
         expected = _expected_with_room(contest, when)
-        if expected is None:
+        if expected is None or not _fit(contest, expected):
             return
         pattern = contest.op.pattern
         size = contest.dense.nnz[pattern] if pattern else expected[0].reference.numel()
@@ -100,8 +100,12 @@ def _check(
     """Run a contender's launch, or its chain, and judge each output; return the largest errors."""
     entry, first = contest.entries[number], when == "before timing"
     if first:
+        # A launch with an output buffer of its own writes over the NaN. One that allocates is
+        # likely to get the same memory again.
         for out in as_tuple(call()):
-            _poison(out, contest.guard)
+            if (elements := _elements(out, contest.guard)) is not None:
+                elements.fill_(float("nan"))
+        del out, elements  # so that the memory is free for the next call
     outputs = call()
     contest.check_tampering()
     allowed = (entry.row.case.contender.error or {}).get("at_most")
@@ -109,7 +113,10 @@ def _check(
     for layer, (out, right) in enumerate(zip(as_tuple(outputs), expected, strict=True)):
         _elements(out, contest.guard)
         verdict = check(out, replace(right, allowed=allowed), entry.pattern)
-        reason = _lost(launches[layer]) or verdict.reason
+        lost, reason = launches[layer].lost, verdict.reason
+        if count := lost() if lost else 0:
+            values = "value" if count == 1 else "values"  # results/formatting.py loads pandas
+            reason = f"{count} {values} lost: the format had no room for them"
         if reason and entry.running:
             entry.end(Status.WRONG, f"{when}{of_layer(layer)}: {reason}")
         verdicts.append(verdict)
@@ -126,13 +133,6 @@ def _record(entry: Entry, errors: Mapping[str, Any], scope: str = "") -> None:
     for measure, row in entry.results.items():
         if scope in ("", measure[0]):
             entry.results[measure] = replace(row, **errors, draws=entry.row.draws)
-
-
-def _lost(launch: Launch) -> str | None:
-    """Return how many values the last call left out, as text, or None."""
-    count = launch.lost() if launch.lost else 0
-    values = "value" if count == 1 else "values"  # results/formatting.py would load pandas
-    return f"{count} {values} lost: the format had no room for them" if count else None
 
 
 def _expected_with_room(contest: RunningContest, when: str) -> list[Expected] | None:
@@ -155,6 +155,20 @@ def _expected_with_room(contest: RunningContest, when: str) -> list[Expected] | 
     return None
 
 
+def _fit(contest: RunningContest, expected: Sequence[Expected]) -> bool:
+    """Return whether the right answers fit their dtype; if not, every contender ends."""
+    for right in expected:
+        largest = float(right.reference.abs().max()) if right.reference.numel() else 0.0
+        most = torch.finfo(right.dtype).max
+        if largest > most:
+            fits = f"expected an answer that fits {right.dtype}, up to {most:.4g}"
+            for entry in contest.entries:
+                if entry.running:
+                    entry.end(Status.UNSUPPORTED, f"{fits}; found {largest:.4g}")
+            return False
+    return True
+
+
 def _expected(op: Op, layer: Layer) -> Expected:
     """Compute the right answer; torch's own comes first, before fp64 copies take memory."""
     problem, every = layer.problem, {**layer.dense.weights, **layer.dense.activations}
@@ -173,17 +187,6 @@ def _expected(op: Op, layer: Layer) -> Expected:
         parts=op.parts(problem),
         plain=plain,
     )
-
-
-def _poison(out: Output, guard: Guard) -> None:
-    """Fill an output with NaN and release it: the next call must write every element.
-
-    A launch with an output buffer of its own writes over the NaN. One that allocates is likely to
-    get the same memory again.
-    """
-    elements = _elements(out, guard)
-    if elements is not None:
-        elements.fill_(float("nan"))
 
 
 def _elements(out: Output, guard: Guard) -> Tensor | None:

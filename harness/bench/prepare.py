@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from sparsebench.harness.bench.contest_state import (
 from sparsebench.harness.bench.operands import DenseOperands, Layer
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
-from sparsebench.harness.catalog import load_kernel, weights_format
+from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Status
@@ -47,8 +48,10 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         weights, convert_us = _convert(contest, contender)
         stored = sum(weight.stored_bytes for weight in weights.values())
         entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        copies = {name: copy(weight) for name, weight in weights.items()}  # of shared arrays
-        weights, entry.pattern = _split(contest, contender, copies)
+        weights = {name: copy(weight) for name, weight in weights.items()}  # of shared arrays
+        if contest.op.pattern:  # a sparse output is packed like it
+            pattern = weights.pop(contest.op.pattern)
+            entry.pattern = None if contender.format == "dense" else pattern
     if not entry.running:
         return
     with contest.at(entry, "prepare"), _memory(contest.device) as memory:
@@ -99,13 +102,14 @@ def prepare_chain(contest: RunningContest, entry: Entry) -> None:
 
 
 def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
-    """Return the launch of a further layer, after its first run."""
     contender = entry.row.case.contender
-    definition = bound(contest.op.definition, layer.problem)
-    activations = {name: x.detach() for name, x in layer.dense.activations.items()}
-    weights = dict(_stored(contender, layer.dense))
-    choice = entry.row.choice or None
-    operands = Operands(layer.problem, weights, activations, definition, choice)
+    operands = Operands(
+        layer.problem,
+        dict(_stored(contender, layer.dense)),
+        {name: x.detach() for name, x in layer.dense.activations.items()},
+        bound(contest.op.definition, layer.problem),
+        entry.row.choice or None,
+    )
     launch = load_kernel(contender.kernel).prepare(operands, **contender.options)
     launch()
     return launch
@@ -120,15 +124,6 @@ def plain(choice: object) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise TypeError(f"choice: expected a mapping, found {type(choice).__name__}")
     return result
-
-
-def _split(
-    contest: RunningContest, contender: Contender, packed: Mapping[str, Format]
-) -> tuple[dict[str, Format], Format | None]:
-    """Return the weights, and separately the pattern that a sparse output is packed like."""
-    weights = {name: w for name, w in packed.items() if name != contest.op.pattern}
-    pattern = packed[contest.op.pattern] if contest.op.pattern else None
-    return weights, None if contender.format == "dense" else pattern
 
 
 def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
@@ -170,7 +165,32 @@ def _memory(device: torch.device) -> Iterator[Memory]:
 
 def unsupported(problem: Problem, contender: Contender, device: torch.device) -> str | None:
     """Return why a contender cannot run a problem on a device, or None; build nothing."""
-    return _kernel.unsupported(load_kernel(contender.kernel), problem, device)
+    reason = _kernel.unsupported(load_kernel(contender.kernel), problem, device)
+    return reason or _refused_by_format(problem, contender)
+
+
+def _refused_by_format(problem: Problem, contender: Contender) -> str | None:
+    """Return why a format of ours refuses the parameters or the dtype; None if it does not."""
+    op = load_op(problem.op)
+    for name in op.weights:
+        dtype = op.operands[name].dtypes[problem["dtype"]]
+        params = json.dumps(contender.params_of(name), sort_keys=True)
+        if reason := _refusal(contender.format, params, dtype):
+            return reason
+    return None
+
+
+@cache
+def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
+    """Convert zeros, which every format of ours holds in any size."""
+    format_ = weights_format(format_name)
+    if not format_.__module__.startswith("sparsebench."):
+        return None
+    try:
+        format_.from_dense(torch.zeros(4, 4, dtype=dtype), **json.loads(params))
+    except FormatError as refusal:
+        return str(refusal)
+    return None
 
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:

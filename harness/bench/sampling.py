@@ -31,8 +31,3 @@ def possible(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
 def layers_of(scope: str) -> int:
     """Return how many layers a call of a scope runs; a sample is the time of one layer."""
     return LAYERS if scope == CHAIN else 1
-
-
-def chained(measures: Iterable[Measure]) -> bool:
-    """Return whether a chain is among the measures."""
-    return CHAIN in dict(measures)

@@ -96,8 +96,11 @@ class Guard:
         changed = self._changed()
         if not changed:
             return
-        for watched in changed:
-            _restore_storage(watched.array(), watched.place[1])
+        for watched in changed:  # allocate the memory again if a contender freed it
+            array, size = watched.array(), watched.place[1]
+            if array is not None and (missing := _missing_bytes(array, size)) > 0:
+                storage = array.untyped_storage()
+                storage.resize_(storage.nbytes() + missing)
         for rewrite in dict.fromkeys(watched.rewrite for watched in changed):
             rewrite()
         self.watched = [
@@ -146,7 +149,6 @@ def checksum(array: Tensor, seed: int) -> Tensor:
 
 @lru_cache(64)  # each contest has a seed: an unbounded cache grew by 33 KB a contest and more
 def _odd(seed: int, count: int, device: torch.device) -> Tensor:
-    """Return `count` odd random numbers."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**62), 2**62, (count,), generator=draw).mul_(2).add_(1).to(device)
 
@@ -176,13 +178,6 @@ def _missing_bytes(array: Tensor, size: int) -> int:
     return int(start + size - array.untyped_storage().nbytes())
 
 
-def _restore_storage(array: Tensor | None, size: int) -> None:
-    """Allocate an array's memory again if a contender freed it."""
-    if array is not None and _missing_bytes(array, size) > 0:
-        storage = array.untyped_storage()
-        storage.resize_(storage.nbytes() + _missing_bytes(array, size))
-
-
 def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
     """Name every array of a conversion."""
     return {
@@ -196,7 +191,6 @@ class Seal:
     """Records what the names of the harness mean."""
 
     def __init__(self) -> None:
-        """Record the present state."""
         self._sealed = [(owner, name, value) for owner, name, value in _everything()]
 
     def check(self) -> None:
@@ -205,7 +199,9 @@ class Seal:
         for owner, name, value in changed:
             setattr(owner, name, value)
         if changed:
-            names = sorted({_qualified(*entry[:2]) for entry in changed})
+            names = sorted(
+                {f"{getattr(o, '__name__', type(o).__name__)}.{n}" for o, n, _ in changed}
+            )
             raise TamperingError(f"replaced {', '.join(names[:3])}")
 
 
@@ -238,7 +234,3 @@ def _get(owner: Any, name: str) -> Any:
     """Return what a name means; for a class, its own member as it is written."""
     inherited = getattr(owner, name, None)
     return vars(owner).get(name, inherited) if isinstance(owner, type) else inherited
-
-
-def _qualified(owner: Any, name: str) -> str:
-    return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"

@@ -69,7 +69,6 @@ class Samples:
     per_block: int
 
     def per_layer(self, layers: int) -> "Samples":
-        """Divide the times by a number of layers."""
         return Samples(tuple(round(us / layers, 3) for us in self.times_us), self.per_block)
 
 

@@ -34,14 +34,13 @@ from sparsebench.results.claims.cells import Cell, cells, file_problems, judging
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
-from sparsebench.results.claims.verdict import TestVerdict, Verdict, judge
+from sparsebench.results.claims.verdict import Verdict, judge
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
 
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
-Wanted = tuple[Part, set[str]]
+Gap = tuple[Part, set[str]]
 """A test, and its problems that have no cell."""
 
 
@@ -81,7 +80,11 @@ class Evidence:
                 raise SuiteError(f"{path}: expected each run once, found {name} twice")
             self.runs[name] = path
             problems = {row.case.problem.id for row in run.rows}
-            tested = [(part, _problems(part, run) & problems) for part in self.all_parts]
+            tested = []
+            for part in self.all_parts:  # some problems only a run with its files can name
+                measured = part.written.claim.measured(part.test)
+                named = part.problems | file_problems(part.test, measured, run)
+                tested.append((part, named & problems))
             if any(ids for _, ids in tested):
                 analysis = analyse(run)
                 for part, ids in tested:
@@ -90,7 +93,6 @@ class Evidence:
 
     @property
     def all_parts(self) -> list[Part]:
-        """Return the parts of every claim."""
         return [part for parts in self.parts.values() for part in parts]
 
     def planned(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
@@ -128,11 +130,6 @@ class Evidence:
         return {test: reason for (claim, test), reason in self.refused.items() if claim == name}
 
 
-def _problems(part: Part, run: Run) -> set[str]:
-    """Return the problems of a test, with those that only a run with its files can name."""
-    return part.problems | file_problems(part.test, part.written.claim.measured(part.test), run)
-
-
 def evidence(
     written: Sequence[ClaimFile], runs: Iterable[Path] = (), data: Path | None = None
 ) -> Evidence:
@@ -159,7 +156,8 @@ def check(
     Runs that are below `out` count, and stopped ones are resumed. `engine` may measure a run in
     pieces. `planned` is called with what is known before anything is measured.
     """
-    result = evidence(written, [*runs, *(run for run in _runs(out) if _finished(run))], flags.data)
+    finished = (run for run in store.runs_in(out) if _finished(run))
+    result = evidence(written, [*runs, *finished], flags.data)
     for part in result.all_parts:
         if reason := refused(part, flags.device):
             result.refused[part.written.name, part.test.name] = reason
@@ -183,14 +181,14 @@ class _Check:
     def run(self) -> None:
         result = self.evidence
         result.read([self._resumed(path) for path in self._unfinished()])
-        for wanted in missing(result, self.flags.device):
+        for gaps in missing(result, self.flags.device):
             if monotonic() >= self.options.until:
-                result.left.append(wanted[0][0].suite.name)
+                result.left.append(gaps[0][0].suite.name)
                 continue
             try:
-                result.read([self._measured(wanted)])
+                result.read([self._measured(gaps)])
             except NoMeter as error:
-                for part, _ in wanted:
+                for part, _ in gaps:
                     result.refused[part.written.name, part.test.name] = str(error)
         result.left += [path.name for path in self._unfinished()]
         if self.flags.replicates >= FEWEST and not result.left:
@@ -199,24 +197,22 @@ class _Check:
 
     def _unfinished(self) -> list[Path]:
         """Return the screening runs that were stopped; `_confirmed` resumes the others."""
-        runs = [run for run in _runs(self.out) if not _finished(run)]
+        runs = [run for run in store.runs_in(self.out) if not _finished(run)]
         return [run for run in runs if "confirms" not in store.read(run).state]
 
     def _resumed(self, path: Path) -> Path:
-        """Resume a stopped run if there is time."""
         if monotonic() < self.options.until:
             run = store.read(path)
             before = run.state["flags"]
-            kept = {name: before[name] for name in ("only", "replicates", "energy")}
+            before_flags = {name: before[name] for name in ("only", "replicates", "energy")}
             suite = own_suite(run, self.flags.data)
-            self.engine(suite, replace(self.flags, **kept), None, path, self.options)
+            self.engine(suite, replace(self.flags, **before_flags), None, path, self.options)
         return path
 
-    def _measured(self, wanted: list[Wanted]) -> Path:
-        """Measure the missing cases of one suite."""
-        suite = wanted[0][0].suite
-        ids = dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))
-        energy = measures_energy(wanted[0][0])
+    def _measured(self, gaps: list[Gap]) -> Path:
+        suite = gaps[0][0].suite
+        ids = dict.fromkeys(case for part, problems in gaps for case in part.cases(problems))
+        energy = measures_energy(gaps[0][0])
         flags = replace(self.flags, only=f"case={'|'.join(ids)}", energy=energy)
         names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
         path = next(self.out / name for name in names if not (self.out / name).exists())
@@ -260,20 +256,16 @@ class _Check:
         )
 
 
-def _runs(folder: Path) -> list[Path]:
-    return sorted(file.parent for file in folder.glob("*/run.json"))
-
-
 def _finished(path: Path) -> bool:
     return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
-def missing(result: Evidence, device: str) -> list[list[Wanted]]:
+def missing(result: Evidence, device: str) -> list[list[Gap]]:
     """Return, for each suite, the parts with problems that have no cell on such a device.
 
     Parts about energy are separate, because energy takes seconds per case.
     """
-    by_suite: dict[tuple[str, bool], list[Wanted]] = {}
+    by_suite: dict[tuple[str, bool], list[Gap]] = {}
     for part in result.all_parts:
         name = part.written.name
         if (name, part.test.name) in result.refused:
@@ -304,21 +296,22 @@ def to_json(result: Evidence) -> dict[str, Any]:
                 "leans": verdict.tendency and str(verdict.tendency),
                 "simulated": verdict.simulated,
                 "sentence": verdict.sentence,
-                "tests": [_test_json(judged) for judged in verdict.tests],
+                "tests": [
+                    {
+                        "test": judged.test.name,
+                        "threshold": judged.test.sentence,
+                        "verdict": str(judged.word),
+                        "basis": str(judged.basis),
+                        "why": judged.why,
+                        "deciding": [
+                            {n: cell.to_json()[n] for n in CELL_FIELDS} for cell in judged.deciding
+                        ],
+                    }
+                    for judged in verdict.tests
+                ],
             }
             for verdict in verdicts
         ]
         for name, verdicts in result.verdicts().items()
     }
     return {"schema": VERDICTS_SCHEMA, "claims": claims}
-
-
-def _test_json(judged: TestVerdict) -> dict[str, Any]:
-    return {
-        "test": judged.test.name,
-        "threshold": judged.test.sentence,
-        "verdict": str(judged.word),
-        "basis": str(judged.basis),
-        "why": judged.why,
-        "deciding": [{n: cell.to_json()[n] for n in CELL_FIELDS} for cell in judged.deciding],
-    }

@@ -7,11 +7,11 @@ a path that ends in .yaml                that file
 
 from collections import Counter
 from importlib.resources.abc import Traversable
-from pathlib import Path
 
-from sparsebench._discovery import documents, unknown
+from sparsebench._discovery import documents
 from sparsebench.errors import SuiteError
-from sparsebench.results.claims.schema import ClaimFile, parse, read
+from sparsebench.harness.plan.suite import document
+from sparsebench.results.claims.schema import ClaimFile, parse
 
 
 def claims() -> dict[str, Traversable]:
@@ -21,12 +21,7 @@ def claims() -> dict[str, Traversable]:
 
 def load(name: str) -> ClaimFile:
     """Read a claim by name or from a file. Raises SuiteError with the file and the line."""
-    if name.endswith((".yaml", ".yml")):
-        return read(Path(name))
-    packaged = claims()
-    if name not in packaged:
-        raise SuiteError(unknown("a file.yaml or a known claim", name, packaged))
-    return parse(packaged[name].name, packaged[name].read_text("utf-8"))
+    return parse(*document("suites.claims", "claim", name))
 
 
 def chosen(names: list[str]) -> list[ClaimFile]:

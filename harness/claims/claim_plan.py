@@ -9,8 +9,7 @@ that are given.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -50,11 +49,9 @@ class Part:
 
     @property
     def problems(self) -> set[str]:
-        """Return the ids of the problems."""
         return {contest.problem.id for contest in self.contests}
 
     def cases(self, problems: Iterable[str]) -> list[str]:
-        """Return the ids of the cases of some problems."""
         ids = set(problems)
         contests = [contest for contest in self.contests if contest.problem.id in ids]
         return [Case(c.problem, contender).id for c in contests for contender in c.contenders]
@@ -73,10 +70,12 @@ def parts(written: ClaimFile, data: Path | None = None) -> list[Part]:
         if measure.data and data is None and measure.suite in suites():
             planned.append(Part(written, test, Suite(measure.suite, "", "", ()), ()))
             continue
-        with _placed(written.at(*place)):
-            contents = measure.model_dump_json(exclude={"only", "energy", "data"})
+        contents = measure.model_dump_json(exclude={"only", "energy", "data"})
+        try:
             suite = _suite("" if measure.suite else name, contents, data)
             contests = only(suite.contests, measure.only)
+        except SuiteError as error:
+            raise SuiteError(f"{written.at(*place)}: measure: {error}") from error
         part = Part(written, test, suite, tuple(contests))
         planned.append(_narrowed(part, number, measure))
     return planned
@@ -238,18 +237,8 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
 
 
 def _matching(chosen: Chosen, contest: Contest) -> list[Contender]:
-    """Return the contenders of a contest that match a choice."""
     return [
         each
         for each in contest.contenders
         if matches(chosen, {"format": each.format, "kernel": each.kernel, "options": each.options})
     ]
-
-
-@contextmanager
-def _placed(where: str) -> Iterator[None]:
-    """Prefix errors with the place of a measure in the claim."""
-    try:
-        yield
-    except SuiteError as error:
-        raise SuiteError(f"{where}: measure: {error}") from error

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any
@@ -36,12 +37,10 @@ class Commands(typer.core.TyperGroup):
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Return the modules of all commands by the commands' names."""
         names = sorted(module.name for module in iter_modules([str(Path(__file__).parent)]))
         return {name.rstrip("_").replace("_", "-"): name for name in names if name[0] != "_"}
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
         return [*self.modules]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -93,6 +92,9 @@ def main() -> int:
     """Run a command and return its exit code; print any error as one line on stderr."""
     from sparsebench.errors import SuiteError
 
+    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal shows ? and loses no result
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         if any(word.partition("=")[0] == "--to" for word in sys.argv[1:]):
             raise SuiteError("no such option: --to; use --out")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -24,8 +24,11 @@ RESUME = "run --resume"
 EVERY_S = 10.0  # between two progress lines in a pipe
 LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
 
-Show = Callable[[int, int, str], None]
-"""Called with the parts done, the parts in all, and a description of the next one."""
+
+class Show(Protocol):
+    """Called with the parts done, the parts in all, the last result, and the step they are of."""
+
+    def __call__(self, done: int, total: int, result: str, step: str = "") -> None: ...
 
 
 class Output(Console):
@@ -35,7 +38,6 @@ class Output(Console):
     """
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
         os.close(nowhere)
@@ -143,67 +145,52 @@ def measuring(resume: str = RESUME) -> Iterator[Show]:
 def progress_bar() -> Iterator[Show]:
     """Show progress on stderr: a bar in a terminal, a line every EVERY_S seconds in a pipe.
 
-    Either has the parts done, the time left, the next part and the fastest kernel of the last one.
+    Either has the step, the parts done, the time left, and the last result with its case.
     """
     if not stderr.is_terminal:
         yield progress_lines()
         return
     columns = (
+        TextColumn("{task.fields[step]}"),
         MofNCompleteColumn(),
         BarColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=stderr, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
+        task = progress.add_task("starting", total=None, step="")
 
-        def show(done: int, total: int, problem: str) -> None:
-            progress.update(task, completed=done, total=total, description=problem)
+        def show(done: int, total: int, result: str, step: str = "") -> None:
+            progress.update(task, completed=done, total=total, description=result, step=step)
 
         yield show
 
 
 def progress_lines() -> Show:
-    """Return a callback that prints the first and the last part, and a line every EVERY_S."""
-    began = time.monotonic()
-    due, remaining = began, _TimeLeft()
+    """Return a callback that prints the first and the last part, and a line every EVERY_S.
 
-    def show(done: int, total: int, problem: str) -> None:
-        nonlocal due
-        now = time.monotonic()
-        left_s = remaining.after(now, done, total)
+    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+
+    The time left follows from the parts done since the first call, because a resumed run starts
+    with some done. When another run follows, the estimate starts again. If that run came before the
+    last one was complete, several runs take turns, or one was given up: then none is made.
+    """
+    due = since = time.monotonic()
+    first, last, predictable = -1, (0, 0), True
+
+    def show(done: int, total: int, result: str, step: str = "") -> None:
+        nonlocal due, since, first, last, predictable
+        now, (done_before, total_before) = time.monotonic(), last
+        if first < 0 or total != total_before or done < done_before:
+            predictable = predictable and (first < 0 or done_before >= total_before)
+            since, first = now, done
+        last = done, total
         if now < due and done < total:
             return
-        due = now + EVERY_S
-        left = "" if left_s is None else f", {left_s:.0f} s left"
-        stderr.say(f"{done}/{total} after {now - began:.0f} s{left}  {problem}".rstrip())
+        due, left = now + EVERY_S, ""
+        if predictable and done > first:
+            left_s = (now - since) / (done - first) * (total - done)
+            left = "{}:{:02d} left".format(*divmod(round(left_s), 60))
+        stderr.say(" · ".join(filter(None, [f"{step} {done}/{total}".lstrip(), left, result])))
 
     return show
-
-
-class _TimeLeft:
-    """Estimates the seconds left from the parts done since the first call.
-
-    A resumed run starts with some parts done. When a run is followed by another, the estimate
-    starts again. If a run is followed before it is complete, several runs take turns, or one was
-    given up, and no further estimate is made.
-    """
-
-    def __init__(self) -> None:
-        self._first: tuple[float, int] | None = None
-        self._last = 0, 0
-        self._predictable = True
-
-    def after(self, now: float, done: int, total: int) -> float | None:
-        """Return the seconds left when `done` of `total` parts are done, or None if unknown."""
-        before, last_total = self._last
-        if self._first is None:
-            self._first = now, done
-        elif total != last_total or done < before:
-            self._first = now, done
-            self._predictable = self._predictable and before >= last_total
-        self._last = done, total
-        since, first = self._first
-        if not self._predictable or done == first:
-            return None
-        return (now - since) / (done - first) * (total - done)

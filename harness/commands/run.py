@@ -16,14 +16,7 @@ from sparsebench.harness.commands._console import (
     warn,
     wide,
 )
-from sparsebench.harness.commands._sharing import (
-    Devices,
-    Shard,
-    Shards,
-    Sharing,
-    Slurm,
-    Submit,
-)
+from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm, Submit
 from sparsebench.harness.run import early_start
 
 if TYPE_CHECKING:
@@ -115,15 +108,8 @@ def _resumed(
         raise SuiteError(f"--resume {run}: expected a run that was stopped, found a merged one")
     before = stopped.state["flags"]
     data = data or (Path(before["data"]) if before.get("data") else None)
-    flags = Flags(
-        device=named(device or before["device"]),
-        data=data,
-        timeout_s=timeout_s,
-        replicates=before["replicates"],
-        only=before["only"],
-        energy=before.get("energy", False),
-        shard=before.get("shard", ""),
-    )
+    device = named(device or before["device"])
+    flags = Flags.recorded(stopped.state, device=device, data=data, timeout_s=timeout_s)
     return _measured(own_suite(stopped, data), flags, debug, resume=run)
 
 
@@ -154,6 +140,7 @@ def _profiled(
     from sparsebench.harness.plan.selection import only as selected
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run import profiling as profiler
+    from sparsebench.results.record import Status
 
     picked, contests = pick(device), selected(read(suite, data).contests, only)
     if profile:
@@ -162,13 +149,14 @@ def _profiled(
     code = 0
     for case in profiler.call_each(contests, picked, data, repeat):
         stdout.say(case.text)
-        code = code if case.ok else SOME_FAILED
+        code = code if case.status in (Status.OK, Status.UNSUPPORTED) else SOME_FAILED
     return code
 
 
 def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
-    from sparsebench.reports.build import build
+    from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.elsewhere import Elsewhere
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
     from sparsebench.results.analysis import analyse
@@ -185,7 +173,10 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     else:
         wide().print(Answer(measured, analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page, analysis=analysis)  # after the answer, which need not wait for the page
+        if not measured.environment.get("gpu"):
+            wide().print(Elsewhere(measured))
+    frames = frames_of(measured, analysis=analysis)
+    build(measured, page, frames=frames)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
     if browse:

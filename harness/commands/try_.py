@@ -31,12 +31,12 @@ def try_(
     if repeat:
         trial.repeat(kernel, words or [], picked, repeat, data)
         return
-    explain = {"on_failure": _print_failure} if debug else {}
-    tried = trial.try_kernel(kernel, words or [], picked, data, **explain)
+
+    def on_failure(case: str, reason: str, traceback: str) -> None:
+        if debug:
+            stderr.say(f"{reason}\n{traceback}")
+
+    tried = trial.try_kernel(kernel, words or [], picked, data, on_failure)
     wide().print(trial.report(tried), soft_wrap=True, highlight=False)
     if not tried.right:
         raise typer.Exit(SOME_FAILED)
-
-
-def _print_failure(case: str, reason: str, traceback: str) -> None:
-    stderr.say(f"{reason}\n{traceback}")

@@ -16,7 +16,8 @@ are unknown while those files are missing.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.claims.checking import Evidence, Wanted, evidence, measures_energy, missing
+from sparsebench.harness.claims.checking import Evidence, evidence, measures_energy, missing
 from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.harness.claims.claim_plan import Part
 from sparsebench.harness.costs.measured_times import (
@@ -39,7 +40,7 @@ from sparsebench.harness.costs.measured_times import (
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
-from sparsebench.results import files
+from sparsebench.results import files, store
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Case, Contender
 from sparsebench.results.statistics import FEWEST
@@ -52,13 +53,15 @@ def preview(
     replicates: int = 3,
     *,
     pinned: bool = False,
+    searched: bool = False,
     energy: bool = False,
     device: str = "cuda",
 ) -> dict[str, Any]:
     """Return counts, an estimate in seconds and bytes, and the kernels without times.
 
-    `pinned` if choices come from another run, without a search. The estimate includes A/A twins and
-    the noise floor; the counts are of the suite's own cases.
+    `pinned` if choices come from another run, without a search; `searched` if every process has the
+    finalists of another run. The estimate includes A/A twins and the noise floor; the counts are of
+    the suite's own cases.
     """
     selected = only(suite.contests, condition)
     measures = len(possible(suite.measures, device))
@@ -74,7 +77,7 @@ def preview(
             key = name, product(contest.problem)
             cases.append((name, size, key in seen))
             seen.add(key)
-    first = times.later if pinned else times.first
+    first = times.later if pinned else times.searching if searched else times.first
     later = times.searching if replicates >= FEWEST and not pinned else times.later
     seconds = times.ceilings_s + replicates * (process_s + energy * windows * ENERGY_S)
     seconds += _prepare_s(cases, first) + (replicates - 1) * _prepare_s(cases, later)
@@ -120,20 +123,24 @@ def _prepare_s(
 def affordable(
     suite: Suite,
     times: MeasuredTimes,
-    wanted: Mapping[str, Sequence[str]],
+    candidates: Mapping[str, Sequence[str]],
     left_s: float,
     replicates: int,
     device: str = "cuda",
+    *,
+    searched: bool = False,
 ) -> dict[str, Sequence[str]]:
-    """Return those of the wanted problems, with their case ids, that fit into the time left.
+    """Return those candidate problems, with their case ids, that fit into the time left.
 
     Problems are tried in the order given; one that does not fit leaves room for those after it.
     """
     fitting: dict[str, Sequence[str]] = {}
-    for problem, cases in wanted.items():
+    for problem, cases in candidates.items():
         more = fitting | {problem: cases}
         ids = "|".join(dict.fromkeys(case for each in more.values() for case in each))
-        planned_run = preview(suite, times, f"case={ids}", replicates, device=device)
+        planned_run = preview(
+            suite, times, f"case={ids}", replicates, device=device, searched=searched
+        )
         if planned_run["estimate_s"] <= left_s:
             fitting = more
     return fitting
@@ -163,19 +170,18 @@ def looks(
     result: Evidence, device: str, replicates: int, times: MeasuredTimes | None
 ) -> list[Look]:
     """Return the runs that a check will make before any confirming run."""
-    return [_look(wanted, replicates, times) for wanted in missing(result, device)]
-
-
-def _look(wanted: Sequence[Wanted], replicates: int, times: MeasuredTimes | None) -> Look:
-    suite, cases = wanted[0][0].suite, _case_ids(wanted)
-    claims = tuple(dict.fromkeys(part.written.name for part, _ in wanted))
-    contests = len({problem for _, problems in wanted for problem in problems})
-    if times is None:
-        return Look(suite.name, claims, contests, len(cases), None)
-    energy = measures_energy(wanted[0][0])
-    run = preview(suite, times, f"case={'|'.join(cases)}", replicates, energy=energy)
-    unknown = tuple(run["unknown"])
-    return Look(suite.name, claims, contests, len(cases), run["estimate_s"], unknown)
+    left = []
+    for gaps in missing(result, device):
+        suite, cases = gaps[0][0].suite, _case_ids(gaps)
+        claims = tuple(dict.fromkeys(part.written.name for part, _ in gaps))
+        contests = len({problem for _, problems in gaps for problem in problems})
+        look = Look(suite.name, claims, contests, len(cases), None)
+        if times:
+            energy = measures_energy(gaps[0][0])
+            run = preview(suite, times, f"case={'|'.join(cases)}", replicates, energy=energy)
+            look = replace(look, seconds=run["estimate_s"], unknown=tuple(run["unknown"]))
+        left.append(look)
+    return left
 
 
 def left_out(result: Evidence) -> list[str]:
@@ -244,11 +250,11 @@ def _suite_estimate(
         unknown = ", ".join(run["unknown"])
         how = f"{unknown} never measured there, taken as typical" if unknown else ""
         return EntryEstimate(entry, run["estimate_s"], how)
-    for file in sorted(gpu.glob("*/run.json"), key=lambda file: file.parent.name != entry.name):
-        result = files.from_json(file)
+    for path in sorted(store.runs_in(gpu), key=lambda path: path.name != entry.name):
+        result = files.from_json(path / "run.json")
         if result["suite"] == entry.suite:
             process_s = result["seconds"] / result["flags"]["replicates"]
-            how = f"as the run {file.parent.name}"
+            how = f"as the run {path.name}"
             return EntryEstimate(entry, process_s * entry.replicates, how)
     return EntryEstimate(entry, None, "no source files, and no run of this suite")
 
@@ -257,7 +263,11 @@ def _claims_s(
     entry: Entry, above: Sequence[Entry], times: MeasuredTimes, data: Path | None
 ) -> float:
     parts = evidence(chosen(entry.claims or []), data=data).all_parts
-    measured = {problem for each in above for problem in _problems(each, data)}
+    measured = set[str]()
+    for each in above:
+        with suppress(SuiteError):
+            contests = only(each.read(data).contests, each.only) if each.readable(data) else []
+            measured |= {contest.problem.id for contest in contests}
     confirmed = {
         of.read(data).text
         for each in above
@@ -266,28 +276,19 @@ def _claims_s(
     }
     seconds = 0.0
     for text in {part.suite.text for part in parts}:
-        own = [part for part in parts if part.suite.text == text]
-        suite = own[0].suite
-        left = _case_ids([(part, part.problems - measured) for part in own])
+        tests = [part for part in parts if part.suite.text == text]
+        suite = tests[0].suite
+        left = _case_ids([(part, part.problems - measured) for part in tests])
         seconds += _cases_s(suite, left, times, entry.replicates)
-        exist = [part for part in own if part.test.quantifier == "exists"]
+        exist = [part for part in tests if part.test.quantifier == "exists"]
         if exist and text not in confirmed:
             best = exist[0].cases(exist[0].problems)[:2]
             seconds += _cases_s(suite, best, times, entry.replicates, pinned=True)
     return seconds
 
 
-def _problems(entry: Entry, data: Path | None) -> Iterable[str]:
-    """Return the problems of an entry's suite; none if its source files are missing."""
-    try:
-        contests = only(entry.read(data).contests, entry.only) if entry.readable(data) else []
-    except SuiteError:
-        return []
-    return [contest.problem.id for contest in contests]
-
-
-def _case_ids(wanted: Iterable[tuple[Part, set[str]]]) -> list[str]:
-    return [*dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))]
+def _case_ids(gaps: Iterable[tuple[Part, set[str]]]) -> list[str]:
+    return [*dict.fromkeys(case for part, problems in gaps for case in part.cases(problems))]
 
 
 def _cases_s(

@@ -56,7 +56,6 @@ class KernelTimes:
     again: Sequence[tuple[float, float]] = ()
 
     def case_s(self, size: float, repeated: bool = False) -> float:
-        """Return what a case of about this size takes; `repeated` if its product was met."""
         near = sorted((repeated and self.again) or self.cases, key=lambda case: abs(case[0] - size))
         return median(seconds for _, seconds in near[:NEAR])
 
@@ -81,15 +80,13 @@ class MeasuredTimes:
     searching: Mapping[str, KernelTimes]
 
     def contest_and_row_s(self, size: float) -> tuple[float, float]:
-        """Return what a contest of about this size takes, and each of its rows."""
         near = sorted(self.sizes, key=lambda run: abs(run[0] - size))[:NEAR]
         return median(run[1] for run in near), median(run[2] for run in near)
 
 
 def times_on(path: Path) -> MeasuredTimes:
     """Read a run, or the runs of one GPU in a folder. Raises ResultError if there are none."""
-    single = (path / "run.json").exists()
-    folders = [path] if single else sorted(file.parent for file in path.glob("*/run.json"))
+    folders = [path] if (path / "run.json").exists() else store.runs_in(path)
     runs = [store.read(folder) for folder in folders[:MOST_RUNS]]
     if not runs:
         raise ResultError(f"--gpu {path}: expected a run, or a folder of runs, found none")
@@ -112,13 +109,20 @@ def times(runs: Sequence[Run]) -> MeasuredTimes:
     starts = [run.state["flags"]["replicates"] * len(run.state.get("shards", "1")) for run in runs]
     chosen = {run.path: choices_of(run.state) for run in runs}
 
-    def kernels(wanted: Callable[[Choices, int], bool]) -> dict[str, KernelTimes]:
-        return _kernels(runs, lambda run, row: wanted(chosen[run.path], row.replicate))
+    def kernels(selects: Callable[[Choices, int], bool]) -> dict[str, KernelTimes]:
+        return _kernels(runs, lambda run, row: selects(chosen[run.path], row.replicate))
 
-    first = kernels(lambda choice, replicate: choice is not Choices.BUNDLE and replicate == 0)
+    first = kernels(lambda choice, n: choice not in (Choices.BUNDLE, Choices.EARLIER) and n == 0)
     later = kernels(lambda choice, n: choice in (Choices.FIRST, Choices.BUNDLE) and n > 0)
-    searching = kernels(lambda choice, n: choice in (Choices.EACH, Choices.AMONG) and n > 0)
-    assumed = {name: _assumed_later(kernel) for name, kernel in first.items()}
+    searching = kernels(
+        lambda choice, n: (
+            choice is Choices.EARLIER or (choice in (Choices.EACH, Choices.AMONG) and n > 0)
+        )
+    )
+    assumed = {  # judging by first processes alone
+        name: KernelTimes(0.0, kernel.again or [(size, AGAIN * s) for size, s in kernel.cases])
+        for name, kernel in first.items()
+    }
     return MeasuredTimes(
         gpu=device_name(runs[0].environment),
         memory_bytes=int((runs[0].environment.get("gpu") or {}).get("memory_bytes", 0)),
@@ -141,11 +145,11 @@ def _sizes(run: Run) -> tuple[float, float, float]:
     return fmean(map(log_size, problems)), max(LEAST_CONTEST_S, contest_s), row_s
 
 
-def _kernels(runs: Iterable[Run], wanted: Callable[[Run, Row], bool]) -> dict[str, KernelTimes]:
+def _kernels(runs: Iterable[Run], selects: Callable[[Run, Row], bool]) -> dict[str, KernelTimes]:
     """Return what `prepare` took in the wanted rows, by the label and the name of each kernel."""
     by_name: dict[str, list[list[Row]]] = {}  # rows of each kernel, by run
     for run in runs:
-        rows = {(row.case.id, row.replicate): row for row in run.rows if wanted(run, row)}
+        rows = {(row.case.id, row.replicate): row for row in run.rows if selects(run, row)}
         in_run: dict[str, list[Row]] = {}
         for row in rows.values():
             if row.prepare_s is not None and not row.case.contender.twin:
@@ -166,22 +170,16 @@ def _kernel_times(groups: Sequence[Sequence[Row]]) -> KernelTimes:
             searched = row.case.contender.kernel in DENSE and row.candidates
             key = (row.replicate, product(row.case.problem)) if searched else id(row)
             products.setdefault(key, []).append((log_size(row.case.problem), seconds))
-        for met in products.values():
-            dearest = max(met, key=lambda case: case[1])
+        for group in products.values():
+            dearest = max(group, key=lambda case: case[1])
             cases.append(dearest)
-            met.remove(dearest)
-            again += met
+            group.remove(dearest)
+            again += group
         if len(products) == len(rows):  # otherwise the dearest row is the search of a product
             each_s = [row.prepare_s or 0.0 for row in rows]
             once.append((len(rows) >= FEW, max(each_s) - median(each_s)))
     enough = [seconds for many, seconds in once if many] or [seconds for _, seconds in once]
     return KernelTimes(median(enough) if enough else 0.0, cases, again)
-
-
-def _assumed_later(kernel: KernelTimes) -> KernelTimes:
-    """Return what a kernel takes in later processes, judging by first ones alone."""
-    scaled = [(size, AGAIN * seconds) for size, seconds in kernel.cases]
-    return KernelTimes(0.0, kernel.again or scaled)
 
 
 def names(contender: Contender) -> tuple[str, str]:

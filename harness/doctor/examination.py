@@ -31,24 +31,24 @@ STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.WARNING: "bold red"}
 
 def examine(device: torch.device) -> list[Finding]:
     """Return every finding; this keeps a GPU busy for about ten seconds."""
-    runnable = host_checks.read_load()  # before our own load
-    found = _on_gpu(device) if device.type == "cuda" else []
-    found += _on_host(device, runnable)
-    found += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
+    runnable = os.getloadavg()[0]  # the mean over the last minute, before our own load
+    results = _on_gpu(device) if device.type == "cuda" else []
+    results += _on_host(device, runnable)
+    results += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
     if device.type == "cuda":
         nothing_us = device_ceilings.nothing_us(device)
-        found.append(timing_checks.nothing(nothing_us))
+        results.append(timing_checks.nothing(nothing_us))
         clocks = timing_checks.read_clocks(device)
-        found += [timing_checks.agreement(times_us, nothing_us) for times_us in clocks]
-    return found
+        results += [timing_checks.agreement(times_us, nothing_us) for times_us in clocks]
+    return results
 
 
-def table(found: list[Finding]) -> Table:
+def table(results: list[Finding]) -> Table:
     """Return the findings for a terminal."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "check", "found", "what it means, and what to do"):
         shown.add_column(name, overflow="fold")
-    for finding in found:
+    for finding in results:
         advice = " ".join(filter(None, [finding.means, finding.do]))
         level = f"[{STYLES[finding.level]}]{finding.level}[/]"
         shown.add_row(level, finding.check, escape(finding.found), escape(advice))
@@ -98,7 +98,6 @@ def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int
 
 
 def _shown(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
-    """Judge the readings under load."""
     highest_mhz = gpu.ask("MaxClockInfo", gpu.nvml.NVML_CLOCK_SM)
     highest_c = gpu.ask("TemperatureThreshold", gpu.nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX)
     return [
@@ -110,7 +109,6 @@ def _shown(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Fi
 
 
 def _set(gpu: Board) -> list[Finding]:
-    """Judge the GPU's settings and its memory errors."""
     nvml, ask = gpu.nvml, gpu.ask
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     errors = [ask("TotalEccErrors", kind, nvml.NVML_VOLATILE_ECC) for kind in kinds]
@@ -127,13 +125,13 @@ def _set(gpu: Board) -> list[Finding]:
 
 
 def _on_host(device: torch.device, runnable: float) -> list[Finding]:
-    cores = host_checks.read_cores()
-    found = [
+    cores = len(os.sched_getaffinity(0))
+    results = [
         host_checks.load(runnable, cores),
         host_checks.governor(host_checks.read_governor()),
         host_checks.timer(host_checks.read_tick_ns()),
         host_checks.versions(host_checks.read_versions(), host_checks.read_pins()),
     ]
-    return found + (
+    return results + (
         [host_checks.threads(torch.get_num_threads(), cores)] if device.type == "cpu" else []
     )

@@ -24,10 +24,7 @@ HARMFUL = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0
 HARMLESS = {0x02: "application clocks", 0x04: "power limit", 0x10: "sync boost", 0x100: "display"}
 
 # What a finding means, and what to do.
-OTHERS = (
-    "It shares the GPU with the measurement, and heats it.",
-    "End it, or wait until it ends.",
-)
+OTHERS = ("It shares the GPU with the measurement, and heats it.", "End it, or wait until it ends.")
 HEAT = "Times depend on heat, air flow and power supply.", "Let it cool; check air flow and cables."
 CAPPED = "Work of seconds slows down; short samples taken in turn hardly do. Such rows are marked."
 BROKEN = "Memory fails, so results may be wrong.", "Reset the GPU, or have it replaced."
@@ -57,21 +54,31 @@ def ok(check: str, reading: str) -> Finding:
     return Finding(Level.OK, check, reading)
 
 
+def note(check: str, reading: str, means: str, do: str = "") -> Finding:
+    """Return a finding about numbers that are right, but not those of any other machine."""
+    return Finding(Level.NOTE, check, reading, means, do)
+
+
+def warning(check: str, reading: str, means: str, do: str = "") -> Finding:
+    """Return a finding that makes the machine unfit."""
+    return Finding(Level.WARNING, check, reading, means, do)
+
+
 def failure(reason: str, traceback: str) -> Finding:
     """Return the reason why a case failed, in the form of a finding."""
-    return Finding(Level.WARNING, FAILED, reason, traceback, "Its traceback is in failures.log.")
+    return warning(FAILED, reason, traceback, "Its traceback is in failures.log.")
 
 
 def nothing_compared(suite: str, device: str) -> Finding:
     """Return the finding that a device supports nothing but the baselines of a suite."""
     reading = f"nothing but the baselines of {suite} is supported on {device}"
     do = "`sparsebench check` lists the reasons."
-    return Finding(Level.WARNING, "suite", reading, "Nothing will be compared.", do)
+    return warning("suite", reading, "Nothing will be compared.", do)
 
 
 def unknown(check: str) -> Finding:
     """Return the finding for a reading that the driver does not report."""
-    return Finding(Level.NOTE, check, "not reported by the driver", "Its state is unknown.")
+    return note(check, "not reported by the driver", "Its state is unknown.")
 
 
 def unfit(findings: Sequence[Finding]) -> bool:
@@ -84,10 +91,10 @@ def others(pids: Sequence[int] | None, busy_percent: float | None) -> Finding:
     check, busy = "other work on the GPU", f"{busy_percent or 0:g} % busy"
     if pids:
         named = ", ".join(str(pid) for pid in pids)
-        return Finding(Level.WARNING, check, f"processes {named}; {busy} before", *OTHERS)
+        return warning(check, f"processes {named}; {busy} before", *OTHERS)
     if busy_percent is not None and busy_percent >= BUSY_PERCENT:
         reading = f"{busy} before anything ran here; a container does not list other processes"
-        return Finding(Level.WARNING, check, reading, *OTHERS)
+        return warning(check, reading, *OTHERS)
     return unknown(check) if pids is None else ok(check, f"none, {busy}")
 
 
@@ -99,11 +106,9 @@ def reasons(bits: int | None) -> Finding:
     harmful = [name for bit, name in HARMFUL.items() if bits & bit]
     harmless = [name for bit, name in HARMLESS.items() if bits & bit]
     if harmful:
-        return Finding(Level.WARNING, check, ", ".join(harmful + harmless), *HEAT)
-    if harmless:
-        means = "The clock is below its highest, for all contenders alike."
-        return Finding(Level.NOTE, check, ", ".join(harmless), means)
-    return ok(check, "nothing")
+        return warning(check, ", ".join(harmful + harmless), *HEAT)
+    means = "The clock is below its highest, for all contenders alike."
+    return note(check, ", ".join(harmless), means) if harmless else ok(check, "nothing")
 
 
 def slowed_down(window: Mapping[str, float]) -> Finding:
@@ -117,10 +122,9 @@ def slowed_down(window: Mapping[str, float]) -> Finding:
         return unknown(check)
     reading = ", ".join(f"by {name} {100 * part:.0f} % of the time" for name, part in share.items())
     if share.get("heat", 0) > 0 or share.get("hardware", 0) > 0:
-        return Finding(Level.WARNING, check, reading, *HEAT)
-    if share.get("power", 0) > POWER_LIMITED:
-        return Finding(Level.NOTE, check, reading, CAPPED)
-    return ok(check, reading)
+        return warning(check, reading, *HEAT)
+    capped = share.get("power", 0) > POWER_LIMITED
+    return note(check, reading, CAPPED) if capped else ok(check, reading)
 
 
 def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
@@ -132,23 +136,17 @@ def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
     if mhz >= HELD_DOWN * highest_mhz:
         return ok(check, reading)
     if window.get("power_capped_us", 0) > 0:
-        return Finding(Level.NOTE, check, reading, CAPPED)
+        return note(check, reading, CAPPED)
     means = "It is low, and not because of power; it may be locked. Times are those of this clock."
-    return Finding(Level.NOTE, check, reading, means, "See nvidia-smi -q -d CLOCK.")
+    return note(check, reading, means, "See nvidia-smi -q -d CLOCK.")
 
 
 def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
     """Compare the application clock with its default; many GPUs have none."""
-    check = "application clock"
+    check, means = "application clock", "Times are those of this setting, not of the GPU as sold."
     if mhz is None or default_mhz is None:
         return ok(check, "none, or not reported")
-    reading = f"{mhz:g} MHz, default {default_mhz:g}"
-    if mhz == default_mhz:
-        return ok(check, reading)
-    means = "Times are those of this setting, not of the GPU as sold."
-    return Finding(
-        Level.NOTE, check, reading, means, "nvidia-smi -rac, if it should be the default."
-    )
+    return _setting(check, mhz, default_mhz, "MHz", means, "-rac")
 
 
 def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding:
@@ -159,23 +157,24 @@ def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding
     if highest_c is None:
         return ok(check, f"{found_c:g} °C; the limit is not reported")
     reading = f"{found_c:g} of {highest_c:g} °C"
-    if found_c > highest_c - NEAR_C:
-        return Finding(Level.WARNING, check, reading, *HEAT)
-    return ok(check, reading)
+    near = found_c > highest_c - NEAR_C
+    return warning(check, reading, *HEAT) if near else ok(check, reading)
 
 
 def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
     """Compare the power limit with its default."""
-    check = "power limit"
+    check, means = "power limit", "Long work runs at another clock than with the default."
     if limit_w is None or default_w is None:
         return unknown(check)
-    reading = f"{limit_w:g} W, default {default_w:g}"
-    if limit_w == default_w:
-        return ok(check, reading)
-    means = "Long work runs at another clock than with the default."
-    return Finding(
-        Level.NOTE, check, reading, means, "nvidia-smi -pl, if it should be the default."
-    )
+    return _setting(check, limit_w, default_w, "W", means, "-pl")
+
+
+def _setting(
+    check: str, value: float, default: float, unit: str, means: str, option: str
+) -> Finding:
+    reading = f"{value:g} {unit}, default {default:g}"
+    do = f"nvidia-smi {option}, if it should be the default."
+    return ok(check, reading) if value == default else note(check, reading, means, do)
 
 
 def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int | None) -> Finding:
@@ -185,34 +184,32 @@ def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int 
         return unknown(check)
     if not enabled:
         means = "A flipped bit is not detected. On GDDR memory, ECC would also cost bandwidth."
-        return Finding(Level.NOTE, check, "ECC is off", means)
+        return note(check, "ECC is off", means)
     reading = f"{uncorrected} uncorrected, {corrected} corrected since the driver was loaded"
     if uncorrected:
-        return Finding(Level.WARNING, check, reading, *BROKEN)
-    return Finding(Level.NOTE if corrected else Level.OK, check, reading)
+        return warning(check, reading, *BROKEN)
+    return note(check, reading, "") if corrected else ok(check, reading)
 
 
 def slices(enabled: bool | None) -> Finding:
     """Judge MIG: a GPU in slices."""
     if enabled:
         means = "A slice shares power and clock with others, and its ceilings are not the GPU's."
-        return Finding(Level.WARNING, "MIG", "on", means, "Measure on a whole GPU.")
+        return warning("MIG", "on", means, "Measure on a whole GPU.")
     return ok("MIG", "off" if enabled is not None else "this GPU has none")
 
 
 def persistence(enabled: bool | None) -> Finding:
     """Judge persistence mode: whether the driver stays loaded while the GPU is not used."""
-    if enabled is None:
-        return unknown("persistence mode")
-    if enabled:
-        return ok("persistence mode", "on")
-    means = "Each process loads the driver anew, which takes seconds and loses settings."
-    return Finding(Level.NOTE, "persistence mode", "off", means, "nvidia-smi -pm 1 (root).")
+    check, means = "persistence mode", "Each process loads the driver anew: seconds, and settings."
+    if not enabled:
+        off = note(check, "off", means, "nvidia-smi -pm 1 (root).")
+        return unknown(check) if enabled is None else off
+    return ok(check, "on")
 
 
 def l2(size: int) -> Finding:
     """Judge the L2 cache: a flush is a multiple of its size (kernels/_common/l2_flush.py)."""
-    if size > 0:
-        return ok("L2 cache", f"{size / 2**20:g} MiB")
     means = "The cache is not flushed, so cold samples are in fact hot."
-    return Finding(Level.WARNING, "L2 cache", "size not reported", means)
+    unflushed = warning("L2 cache", "size not reported", means)
+    return ok("L2 cache", f"{size / 2**20:g} MiB") if size > 0 else unflushed

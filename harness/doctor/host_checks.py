@@ -4,7 +4,6 @@ Functions that begin with `read_` take readings; the others judge them. The host
 kernel, and for a CPU run it is the device itself.
 """
 
-import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -12,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 
-from sparsebench.harness.doctor.findings import Finding, Level, ok
+from sparsebench.harness.doctor.findings import Finding, Level, note, ok, warning
 
 BUSY = 0.5, 1.0  # runnable processes a core: a note, a warning
 COARSE_NS = 1000
@@ -21,20 +20,10 @@ GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "nvidia-ml-py", "numpy", "scipy"
 
 
-def read_load() -> float:
-    """Return the mean number of runnable processes over the last minute."""
-    return os.getloadavg()[0]
-
-
-def read_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def read_governor() -> str | None:
     """Return the policy of the CPU's clock, or None if the system does not report it."""
     try:
-        return GOVERNOR.read_text().strip()
+        return GOVERNOR.read_text("utf-8").strip()
     except OSError:
         return None
 
@@ -59,7 +48,7 @@ def read_versions() -> dict[str, str | None]:
 def read_pins() -> dict[str, str]:
     """Return the versions that the tests ran with; {} outside a checkout."""
     file = Path(str(files("sparsebench.harness"))).resolve().parent / "constraints.txt"
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
     pinned = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {name.strip(): pin.strip() for name, pin in pinned}
 
@@ -79,7 +68,7 @@ def governor(name: str | None) -> Finding:
     if name in ("performance", None):
         return ok("CPU governor", name or "not reported")
     means = "The CPU's clock follows its load, so launch costs and times on a CPU scatter."
-    return Finding(Level.NOTE, "CPU governor", str(name), means, "Set performance (root).")
+    return note("CPU governor", str(name), means, "Set performance (root).")
 
 
 def threads(count: int, cores: int) -> Finding:
@@ -88,7 +77,7 @@ def threads(count: int, cores: int) -> Finding:
     if count <= cores:
         return ok("threads", reading)
     means = "Threads wait for each other, so times on a CPU are too long and scatter."
-    return Finding(Level.WARNING, "threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
+    return warning("threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
 
 
 def timer(tick_ns: int) -> Finding:
@@ -96,7 +85,7 @@ def timer(tick_ns: int) -> Finding:
     if tick_ns <= COARSE_NS:
         return ok("host clock", f"steps of {tick_ns} ns")
     means = "Times of short calls are rounded to these steps."
-    return Finding(Level.WARNING, "host clock", f"steps of {tick_ns} ns", means)
+    return warning("host clock", f"steps of {tick_ns} ns", means)
 
 
 def versions(installed: Mapping[str, str | None], pins: Mapping[str, str]) -> Finding:
@@ -104,17 +93,13 @@ def versions(installed: Mapping[str, str | None], pins: Mapping[str, str]) -> Fi
     check = "library versions"
     listed = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     if not pins:
-        return Finding(
-            Level.NOTE, check, listed, "There is no constraints.txt to compare them with."
-        )
+        return note(check, listed, "There is no constraints.txt to compare them with.")
     other = {name: pin for name, pin in pins.items() if installed.get(name) not in (None, pin)}
     if not other:
         return ok(check, listed)
-    differing = ", ".join(
-        f"{name} {installed[name]} (tested: {pin})" for name, pin in other.items()
-    )
+    differing = (f"{name} {installed[name]} (tested: {pin})" for name, pin in other.items())
     means = "Other versions have other kernels: compare only runs with equal versions."
-    return Finding(Level.NOTE, check, differing, means)
+    return note(check, ", ".join(differing), means)
 
 
 def cuda(driver: int, built_for: str) -> Finding:
@@ -125,6 +110,4 @@ def cuda(driver: int, built_for: str) -> Finding:
     if supported >= (major, minor):
         return ok("CUDA", reading)
     means = "Kernels in PTX cannot be compiled, and some libraries do not start."
-    return Finding(
-        Level.NOTE, "CUDA", reading, means, "Install a newer driver, or a torch for this one."
-    )
+    return note("CUDA", reading, means, "Install a newer driver, or a torch for this one.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsebench.harness.doctor import findings
-from sparsebench.harness.doctor.findings import Finding, Level, ok
+from sparsebench.harness.doctor.findings import Finding, Level, note, ok
 from sparsebench.harness.machine._nvml import NoNvml, board
 
 STAT = Path("/proc/stat")
@@ -36,13 +36,12 @@ class Spent:
 def read_spent() -> Spent | None:
     """Read the counters, or return None. Children count once they have ended."""
     try:
-        lines = STAT.read_text().splitlines()
+        lines = STAT.read_text("utf-8").splitlines()
     except OSError:
         return None
     user, nice, system, _, _, irq, softirq, steal = map(int, lines[0].split()[1:9])
     busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    own = os.times()
-    own_s = own.user + own.system + own.children_user + own.children_system
+    own_s = sum(os.times()[:4])  # user and system time, also of children
     cores = sum(line.startswith("cpu") for line in lines) - 1
     return Spent(time.monotonic(), busy_s, own_s, cores)
 
@@ -79,7 +78,7 @@ def gpu(identity: str, worker: int) -> Finding:
             listed = card.ask("ComputeRunningProcesses_v3")
             rates = card.ask("UtilizationRates")
     except NoNvml as error:
-        return Finding(Level.NOTE, "other work on the GPU", str(error))
+        return note("other work on the GPU", str(error), "")
     pids = None if listed is None else _others([process.pid for process in listed], worker)
     return findings.others(pids, None if rates is None else float(rates.gpu))
 

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity
 
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
-from sparsebench.harness.doctor.findings import Finding, Level, ok
+from sparsebench.harness.doctor.findings import Finding, Level, ok, warning
 from sparsebench.harness.plan import selection
 from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.results.statistics import block_logs, by_block
@@ -51,8 +51,15 @@ def read_clocks(device: torch.device) -> list[dict[str, float]]:
     """Return µs by clock for each op of the LADDER, without CUPTI if it reports nothing."""
     calls = [_call(m, n, k, "bf16", device) for m, n, k, _ in LADDER]
     events = [median(_by_events(call, device)) for call in calls]
-    graphs = [_by_graph(_captured(call, device), device) for call in calls]
-    return [graph | {"events": us} for graph, us in zip(graphs, events, strict=True)]
+    readings = []
+    for call, events_us in zip(calls, events, strict=True):
+        graph = _captured(call, device)
+        times_us = _by_cupti(graph.call, device)
+        if times_us["graph"] < LONG_US:  # the host is slower than that, so queue the replays
+            (taken,) = time_together([graph], device, "clocks", cache="hot")
+            times_us["graph"] = median(taken.times_us)
+        readings.append(times_us | {"events": events_us})
+    return readings
 
 
 def floor(kind: str, logs: Sequence[float]) -> Finding:
@@ -92,7 +99,7 @@ def agreement(times_us: Mapping[str, float], nothing_us: float) -> Finding:
     ):
         return ok(check, reading)
     means = "One of the clocks is wrong, or the call waits for its host."
-    return Finding(Level.WARNING, check, reading, means, "Trust no time until you know which one.")
+    return warning(check, reading, means, "Trust no time until you know which one.")
 
 
 def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
@@ -126,14 +133,6 @@ def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:
         marks.append((begin, end))
     torch.cuda.synchronize(device)
     return [1e3 * begin.elapsed_time(end) for begin, end in marks]
-
-
-def _by_graph(graph: TimedCall, device: torch.device) -> dict[str, float]:
-    times_us = _by_cupti(graph.call, device)
-    if times_us["graph"] < LONG_US:  # the host is slower than that, so queue the replays
-        (taken,) = time_together([graph], device, "clocks", cache="hot")
-        times_us["graph"] = median(taken.times_us)
-    return times_us
 
 
 def _by_cupti(replay: Callable[[], object], device: torch.device) -> dict[str, float]:

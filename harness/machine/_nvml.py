@@ -35,7 +35,6 @@ class Board:
     """One GPU, or a slice of one; `nvml` is the module, for its constants."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
-        """Find the GPU. Raises NVMLError."""
         self.nvml, self.slice = nvml, False
         self.driver: str = nvml.nvmlSystemGetDriverVersion()
         try:

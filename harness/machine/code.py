@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import Distribution, packages_distributions
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -29,12 +30,18 @@ Plugins = Mapping[str, Mapping[str, str | None]]
 
 def code_sha256(plugins: Plugins | None = None) -> str:
     """Return one digest of the code that measures, equal for a checkout and a wheel of it."""
-    digest = hashlib.sha256()
-    for path, file in _own_code():
-        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    digest = _own_digest().copy()
     for package, facts in sorted((plugins or {}).items()):
         digest.update(f"{package}\0{facts['sha256']}\0".encode())
     return digest.hexdigest()
+
+
+@cache
+def _own_digest() -> "hashlib._Hash":
+    digest = hashlib.sha256()
+    for path, file in _own_code():
+        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest
 
 
 def _own_code() -> Iterator[tuple[str, Traversable]]:
@@ -55,13 +62,12 @@ def plugins(modules: Iterable[str]) -> dict[str, dict[str, str | None]]:
     acme is a namespace. An editable install is identified by its files like any other.
     """
     packages = {_package(module) for module in modules} - {"sparsebench"}
-    return {package: _facts(package) for package in sorted(packages)}
-
-
-def _facts(package: str) -> dict[str, str | None]:
-    owner = _distribution(package)
-    name, version = (owner.name, owner.version) if owner else (None, None)
-    return {"distribution": name, "version": version, "sha256": _digest(package)}
+    facts: dict[str, dict[str, str | None]] = {}
+    for package in sorted(packages):
+        owner = _distribution(package)
+        name, version = (owner.name, owner.version) if owner else (None, None)
+        facts[package] = {"distribution": name, "version": version, "sha256": _digest(package)}
+    return facts
 
 
 def _distribution(package: str) -> Distribution | None:
@@ -102,8 +108,11 @@ def commit() -> dict[str, Any]:
     """
     if "SPARSEBENCH_COMMIT" in os.environ:
         return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
-    found = of_checkout(Path(str(files("sparsebench.harness"))).resolve().parent)
-    return found or _built() or {"commit": None, "dirty": None}
+    if checkout := of_checkout(Path(str(files("sparsebench.harness"))).resolve().parent):
+        return checkout
+    built = files("sparsebench") / BUILT  # what the build of this wheel recorded
+    recorded = json.loads(built.read_text("utf-8")) if built.is_file() else {}
+    return {name: recorded.get(name) for name in ("commit", "dirty")}
 
 
 def of_checkout(root: Path) -> dict[str, Any] | None:
@@ -123,21 +132,16 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
     ):
         try:
             done = subprocess.run(
-                ["git", "-C", root, *command], capture_output=True, text=True, check=True
+                ["git", "-C", root, *command],
+                capture_output=True,
+                check=True,
+                encoding="utf-8",
+                errors="replace",
             )
         except (OSError, subprocess.CalledProcessError):
             return None
         outputs.append(done.stdout.strip())
     return {"commit": outputs[0], "dirty": any(outputs[1:])}
-
-
-def _built() -> dict[str, Any] | None:
-    """Return what the build of this wheel recorded."""
-    file = files("sparsebench") / BUILT
-    if not file.is_file():
-        return None
-    recorded = json.loads(file.read_text("utf-8"))
-    return {name: recorded[name] for name in ("commit", "dirty")}
 
 
 def _files(path: str, folder: Traversable) -> Iterator[tuple[str, Traversable]]:

@@ -32,8 +32,14 @@ def boot() -> str:
 
 def apart(devices: Sequence[str]) -> list[set[int]]:
     """Return the CPUs for each device: near it, and disjoint if there are enough."""
-    here = os.sched_getaffinity(0)
-    return shared_out([_near(device) & here or here for device in devices], _cores(here))
+    here, near = os.sched_getaffinity(0), list[set[int]]()
+    for device in devices:
+        cpus = set[int]()  # of its NUMA node, if known
+        if not simulated(device) and device.startswith("cuda"):
+            address = _address(int(device.partition(":")[2] or "0"), os.environ)
+            cpus = _read(PCI / address / "local_cpulist") if address else cpus
+        near.append(cpus & here or here)
+    return shared_out(near, _cores(here))
 
 
 def draw_near(process: int) -> None:
@@ -73,14 +79,6 @@ def _cores(cpus: set[int]) -> list[frozenset[int]]:
     return list(cores.values())
 
 
-def _near(device: str) -> set[int]:
-    """Return the CPUs of a GPU's NUMA node; empty if unknown."""
-    if simulated(device) or not device.startswith("cuda"):
-        return set()
-    address = _address(int(device.partition(":")[2] or "0"), os.environ)
-    return _read(PCI / address / "local_cpulist") if address else set()
-
-
 def _address(number: int, environment: Mapping[str, str]) -> str:
     """Return the PCI address of a GPU as sysfs writes it, 0000:1b:00.0; "" if NVML has none.
 
@@ -93,15 +91,12 @@ def _address(number: int, environment: Mapping[str, str]) -> str:
     try:
         pynvml.nvmlInit()
         try:
-            visible = [
-                name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name
-            ]
+            visible = [*filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(","))]
             name = visible[number] if visible else str(number)
-            handle = (
-                pynvml.nvmlDeviceGetHandleByIndex(int(name))
-                if name.isdigit()
-                else pynvml.nvmlDeviceGetHandleByUUID(name)
-            )
+            if name.isdigit():
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            else:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             bus_id = pynvml.nvmlDeviceGetPciInfo_v3(handle).busId
         finally:
             pynvml.nvmlShutdown()
@@ -114,6 +109,6 @@ def _address(number: int, environment: Mapping[str, str]) -> str:
 
 def _read(file: Path) -> set[int]:
     try:
-        return read_list(file.read_text())
+        return read_list(file.read_text("utf-8"))
     except (OSError, ValueError):
         return set()

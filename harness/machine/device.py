@@ -2,7 +2,7 @@
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,9 @@ from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.code import code_sha256, commit
 from sparsebench.kernels._common import tuned_table
 
-LIBRARIES = (
-    "torch",
-    "triton",
-    "cupy-cuda13x",
-    "nvmath-python",
-    "stanford-stk",
-    "numpy",
-    "scipy",
-    "pandas",
-)
+GPU_LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"
+LIBRARIES = *GPU_LIBRARIES, "numpy", "scipy", "pandas"
+CUDA_LIBRARIES = "cublas", "cusparse", "cusparselt"  # absent from the record if not installed
 SWITCHES = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "TRITON_INTERPRET"
 
 
@@ -79,6 +72,7 @@ def slug(device: torch.device) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return environment.json. It names no host and no user, so it can be published."""
+    matmul = torch.backends.cuda.matmul
     return {
         "device": str(device),
         "gpu": _gpu(device) if device.type == "cuda" else None,
@@ -87,7 +81,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
         },
-        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": {"kernel": platform.release(), "libc": "-".join(platform.libc_ver())},
         "versions": _versions(),
         "sparsebench": version("sparsebench"),
@@ -96,13 +90,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "tuned": tuned_table.in_force(device),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "torch_settings": {
-            "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
-            "bf16_reduced_reduction": (
-                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-            ),
-            "fp16_reduced_reduction": (
-                torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-            ),
+            "fp32_precision": matmul.fp32_precision,
+            "bf16_reduced_reduction": matmul.allow_bf16_reduced_precision_reduction,
+            "fp16_reduced_reduction": matmul.allow_fp16_reduced_precision_reduction,
         },
     }
 
@@ -146,32 +136,27 @@ def _nvml(uuid: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-    }
-    for name in LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    for distribution in distributions():
-        name = distribution.metadata["Name"] or ""
-        for library in ("cublas", "cusparse", "cusparselt"):
-            if name.removesuffix("-cu13").removesuffix("-cu12") == f"nvidia-{library}":
-                versions[library] = distribution.version
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    versions |= {name: _version(name) for name in LIBRARIES}
+    for library in CUDA_LIBRARIES:
+        for suffix in ("", "-cu12", "-cu13"):
+            if number := _version(f"nvidia-{library}{suffix}"):
+                versions[library] = number
     return versions
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -4,14 +4,21 @@ A kernel runs here if it supports at least one of its problems in the packaged s
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.prepare import unsupported
+from sparsebench.harness.bench import prepare
 from sparsebench.harness.catalog import suites
+from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import read
+from sparsebench.harness.sim import gpu_model, simulated_contest
+from sparsebench.results.record import Contender, Problem
+
+Unsupported = Callable[[Problem, Contender], str | None]
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,12 @@ class Probed:
     reason: str
 
 
-def probe(device: torch.device) -> list[Probed]:
+def probe(device: str) -> list[Probed]:
     """Check every kernel of the packaged suites that need no files."""
+    if simulated(device):
+        unsupported: Unsupported = partial(simulated_contest.unsupported, gpu_model.read(device))
+    else:
+        unsupported = partial(prepare.unsupported, device=torch.device(device))
     cases, supported = Counter[str](), Counter[str]()
     reasons: dict[str, Counter[str]] = {}
     for name in sorted(suites()):
@@ -36,7 +47,7 @@ def probe(device: torch.device) -> list[Probed]:
         for contest in contests:
             for contender in contest.contenders:
                 kernel = contender.kernel
-                reason = unsupported(contest.problem, contender, device)
+                reason = unsupported(contest.problem, contender)
                 cases[kernel] += 1
                 supported[kernel] += not reason
                 reasons.setdefault(kernel, Counter()).update([reason] if reason else [])

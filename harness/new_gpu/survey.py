@@ -4,24 +4,29 @@
     probe    kernels.json        which kernels run here, and why the others do not
     tune     the user's table    configurations for this GPU (run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first
-    decide   decide/             the deciding problems (problem_choice.py) in PROCESSES processes:
-                                 as many as fit, estimated from the screening (costs/estimates.py)
+    decide   decide/, decide-2/  the deciding problems (problem_choice.py) in FEWEST to MOST
+                                 processes, which search among the finalists of the screening
     page     report.html         the answer, and the same cases on other GPUs
 
-Each step gets a share of the time that is left when it starts, and stops by itself. survey.json
-lists what a step did not reach, and `--resume` finishes it, also after Ctrl-C. Nothing here knows
-the name of a GPU. The doctor runs in a process of its own, so that it leaves no memory allocated on
-the device.
+Every step has a share of the time that is left when it starts, and stops by itself. `decide` plans
+again before each process, from the time that the previous one took: problems that no longer fit are
+left out. After a run it plans again for the problems that were not chosen, and begins another run
+of those that fit. survey.json lists what a step did not reach, and `--resume` measures it, also
+after Ctrl-C. Nothing here knows the name of a GPU. The doctor runs in a process of its own, so that
+it leaves no memory allocated on the device.
 """
 
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from math import ceil
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +38,7 @@ from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.new_gpu.problem_choice import DECIDED, coarse, deciding
-from sparsebench.harness.plan.suite import read
+from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.tuning import tune
@@ -44,17 +49,19 @@ from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
-from sparsebench.results.store import without_paths
+from sparsebench.results.statistics import FEWEST
+from sparsebench.results.store import Run, without_paths
 
 SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores
 SUITE = "core"
-TUNE, SCREEN = 0.2, 0.5  # shares of the time left; deciding has the rest, less PAGE_S
-SAFE = 0.75  # share that is planned: on an H200 a process took 1.25 times its estimate
+TUNE, SCREEN = 0.2, 0.45  # shares of the time left; deciding has the rest, less PAGE_S
+SAFE = 0.9  # share of the time left that is planned; later processes leave out what does not fit
+AGAIN = 0.25  # start of a later process over the first one: it imports beside the one before
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
 PAGE_S = 20.0  # both reports and the page take 12 s on two idle cores
-PROCESSES = 8
+MOST = 8  # processes of a verdict, if all problems fit; else FEWEST
 SILENT_S = 60.0  # without an answer for so long a contender has hung
 
 
@@ -100,20 +107,21 @@ def survey(
     kind = "sim" if simulated(device) else torch.device(device).type
     path.mkdir(parents=True)
     survey = Survey(path, device, budget_s, SUITES.get(kind, SUITE), devices=list(devices))
-    return _run(survey, budget_s, progress)
+    return _run(survey, progress)
 
 
 def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progress]) -> Survey:
     """Finish the steps of an earlier survey, within its budget or another."""
     survey = read_survey(path)
-    return _run(survey, budget_s or survey.budget_s, progress)
+    survey.budget_s = budget_s or survey.budget_s
+    return _run(survey, progress)
 
 
 def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
     file = path / "survey.json"
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ResultError(f"{file}: expected a survey, found {error}") from error
     if data.pop("schema", None) != SCHEMA:
@@ -121,9 +129,9 @@ def read_survey(path: Path) -> Survey:
     return Survey(path, **data)
 
 
-def _run(survey: Survey, budget_s: float, progress: Callable[[str], Progress]) -> Survey:
+def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
     """Run the remaining steps. Raises Stopped, with the survey's path, if interrupted."""
-    end = monotonic() + budget_s - PAGE_S
+    end = monotonic() + survey.budget_s - PAGE_S
     survey.write()
     for name, step in STEPS.items():
         if name in survey.seconds:
@@ -152,7 +160,12 @@ def _examined(device: str) -> list[dict[str, Any]]:
     """Return the doctor's findings, or one that says why it gave none."""
     try:
         reply = subprocess.run(
-            [*DOCTOR, device], capture_output=True, text=True, timeout=DOCTOR_S, check=False
+            [*DOCTOR, device],
+            capture_output=True,
+            timeout=DOCTOR_S,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
         )
         findings: list[dict[str, Any]] = json.loads(reply.stdout)["findings"]
     except subprocess.TimeoutExpired:
@@ -167,8 +180,7 @@ def _examined(device: str) -> list[dict[str, Any]]:
 
 
 def _probe(survey: Survey, end: float, progress: Progress) -> str:
-    kernels = [] if simulated(survey.device) else probe(torch.device(survey.device))
-    store.write_json(survey.path / "kernels.json", [asdict(kernel) for kernel in kernels])
+    store.write_json(survey.path / "kernels.json", [asdict(k) for k in probe(survey.device)])
     return ""
 
 
@@ -201,61 +213,141 @@ def _screen(survey: Survey, end: float, progress: Progress) -> str:
 
 
 def _decide(survey: Survey, end: float, progress: Progress) -> str:
-    """Measure as many deciding problems as fit into the time left, in PROCESSES processes."""
-    target = survey.path / "decide"
-    if only := _chosen(target):
-        return _measured(survey, "decide", PROCESSES, only, end, progress)
+    """Measure the deciding problems in run after run, while there is time for one more problem."""
     screened = store.read(survey.path / "screen")
+    if not screened.rows:
+        raise SuiteError(_too_small(survey, end))
     candidates = deciding(analyse(screened).cases)
     if not candidates:
         return "expected a case with a time in screen/, found none"
-    left_s = SAFE * (end - monotonic()) * max(1, len(survey.devices))
-    kind = survey.device.partition(":")[0]
-    chosen = affordable(
-        read(survey.suite), times([screened]), candidates, left_s, PROCESSES,
-        device=kind if kind == "cpu" else "cuda",
-    )  # fmt: skip
-    if not chosen:
-        if "screen" in survey.left:
-            survey.left["screen"] = _measured(survey, "screen", 1, "", end, progress)
-            survey.left = {step: reason for step, reason in survey.left.items() if reason}
-        return f"{amount(len(candidates), 'problem')} would decide, no time left for a verdict"
-    only = f"case={'|'.join(dict.fromkeys(case for cases in chosen.values() for case in cases))}"
-    if len(chosen) < len(candidates):
-        survey.notes["decide"] = (
-            f"{len(candidates) - len(chosen)} of {len(candidates)} problems that decide have only a"
-            " look; a longer --budget gives more of them a verdict"
-        )
-    return _measured(survey, "decide", PROCESSES, only, end, progress)
+    runs: list[Run] = []
+    for number in count(1):
+        name = "decide" if number == 1 else f"decide-{number}"
+        plan = _begun(survey.path / name)
+        if plan is None:
+            measured = {row.case.problem.id for run in runs for row in run.rows}
+            left = {problem: ids for problem, ids in candidates.items() if problem not in measured}
+            plan = _planned(survey, [screened, *runs], left, end - monotonic())
+            if not plan[0]:
+                return _undecided(survey, len(left), len(candidates), end, progress)
+        only, processes = plan
+        ranks = {problem: rank for rank, problem in enumerate(candidates)}
+        if reason := _measured(survey, name, processes, only, end, progress, ranks, screened):
+            return reason
+        runs.append(store.read(survey.path / name))
+    raise AssertionError
 
 
-def _chosen(target: Path) -> str:
-    """Return the cases that an earlier survey chose to decide, as a condition; "" if none."""
-    if (target / "run.json").exists():
-        return str(store.read(target).state["flags"]["only"])
+def _undecided(survey: Survey, left: int, of: int, end: float, progress: Progress) -> str:
+    """Say how many problems have only a look; the screening uses the time that none of them can."""
+    if "screen" in survey.left:
+        survey.left["screen"] = _measured(survey, "screen", 1, "", end, progress)
+        survey.left = {step: reason for step, reason in survey.left.items() if reason}
+    return f"{left} of {amount(of, 'problem')} have only a look" if left else ""
+
+
+def _too_small(survey: Survey, end: float) -> str:
+    """Say in one line that the budget ended before a problem was measured, and what it takes."""
+    began = end + PAGE_S - survey.budget_s
+    least_s = (monotonic() - began) / SCREEN + PAGE_S
+    again = f"`sparsebench new-gpu --resume {survey.path} --budget"
+    needed = f"{ceil(least_s / 30) * 30}s"
+    return (
+        f"--budget {survey.budget_s:g}s: expected at least {needed} for one process on this "
+        f"machine, found less; {again} {needed}` resumes"
+    )
+
+
+def _begun(target: Path) -> tuple[str, int] | None:
+    """Return the selection and the processes of a run that an earlier survey began, or None."""
     shared = shared_folder.beside(target)
-    return shared_folder.read(shared)[0].flags.only if (shared / "plan.json").exists() else ""
+    if (target / "run.json").exists():
+        flags = store.read(target).state["flags"]
+        return str(flags["only"]), int(flags["replicates"])
+    if (shared / "plan.json").exists():
+        earlier = shared_folder.read(shared)[0].flags
+        return earlier.only, earlier.replicates
+    return None
+
+
+def _planned(
+    survey: Survey, runs: Sequence[Run], left: Mapping[str, Sequence[str]], left_s: float
+) -> tuple[str, int]:
+    """Return a selection of the problems that fit into the time left, "" if none, and processes."""
+    kind = "cpu" if survey.device == "cpu" else "cuda"
+    known = replace(times(runs), ceilings_s=0.0)  # the screening measured them
+    if len(runs) == 1:
+        known = replace(known, start_s=known.start_s * (1 + AGAIN * (FEWEST - 1)) / FEWEST)
+    seconds, processes = SAFE * left_s * max(1, len(survey.devices)), FEWEST
+    chosen: dict[str, Sequence[str]] = {}
+    for processes in (MOST, FEWEST):
+        chosen = affordable(
+            read(survey.suite), known, left, seconds, processes, device=kind, searched=True
+        )
+        if len(chosen) == len(left):
+            break
+    cases = dict.fromkeys(case for ids in chosen.values() for case in ids)
+    return (f"case={'|'.join(cases)}" if cases else ""), processes
+
+
+@dataclass
+class _Pace:
+    """Chooses before each process the contests that all processes left have time for.
+
+    ranks  of problems, the first one decides most; references have none and are always kept
+    """
+
+    end: float
+    processes: int
+    ranks: Mapping[str, int]
+    began: float = 0.0
+    count: int = 0
+
+    def __call__(self, process: int, contests: list[Contest]) -> list[Contest]:
+        """Return the contests to measure now, in their order."""
+        now = monotonic()
+        if self.count:
+            each_s = (now - self.began) / self.count
+            fitting = int((self.end - now) / (self.processes - process) / max(each_s, 1e-9))
+            ranked = sorted(contests, key=lambda contest: self.ranks.get(contest.problem.id, -1))
+            first = {contest.problem.id for contest in ranked[:fitting]}
+            contests = [contest for contest in contests if contest.problem.id in first]
+        self.began, self.count = now, len(contests)
+        return contests
 
 
 def _measured(
-    survey: Survey, name: str, replicates: int, only: str, until: float, progress: Progress
+    survey: Survey,
+    name: str,
+    replicates: int,
+    only: str,
+    until: float,
+    progress: Progress,
+    ranks: Mapping[str, int] = MappingProxyType({}),
+    searched: Run | None = None,
 ) -> str:
     """Measure the suite into a folder of the survey, or resume it; return what is left."""
     target = survey.path / name
     stopped = target if (target / "run.json").exists() else None
+    if stopped and store.read(target).state["status"] == "finished":
+        return ""
     flags, suite = Flags(survey.device, None, SILENT_S, replicates, only), read(survey.suite)
     problems = [contest.problem for contest in suite.contests]
-    ranks = coarse(problems, DECIDED) if name == "screen" else {}  # references come first
+    coarse_ranks = {} if searched else coarse(problems, DECIDED)  # references come first
     options = RunOptions(
-        progress=progress, until=until, rank=lambda contest: ranks.get(contest.problem.id, -1)
+        progress=progress,
+        searched=searched.rows if searched else (),
+        until=until,
+        rank=lambda contest: coarse_ranks.get(contest.problem.id, -1),
     )
     if len(survey.devices) > 1:
         shutil.rmtree(target, ignore_errors=True)  # merged again from the parts beside it
         path = share(suite, Plan(suite.name, flags, tuple(survey.devices)), target, options)
     else:
+        if searched:
+            options = replace(options, replan=_Pace(until, replicates, ranks))
         path = measure(suite, flags, None if stopped else target, stopped, options)
-    state = store.read(path).state
-    contests = state["contests"]
+    contests = store.read(path).state["contests"]
     if contests["done"] < contests["of"]:
         left = contests["of"] - contests["done"]
         return f"{left} of {amount(contests['of'], 'contest')} not reached"

@@ -57,7 +57,6 @@ class ActiveFields(Fields):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Raise ValueError for fields that the biases cannot achieve."""
         fields = self.model_dump()
         if self.active is None:
             _expect(self.skew == "iid", "active with a skew", "none")
@@ -76,9 +75,9 @@ class ActiveFields(Fields):
         return self
 
 
-def _expect(condition: bool, expected: str, found: object) -> None:
+def _expect(condition: bool, expected: str, actual: object) -> None:
     if not condition:
-        raise ValueError(f"{expected}, not {found}")
+        raise ValueError(f"{expected}, not {actual}")
 
 
 def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -> None:

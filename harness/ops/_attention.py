@@ -32,8 +32,8 @@ def attended(z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor) 
     """Return the summand of the stream [m, hidden], from the stream's norm."""
     heads = _heads(linear(z, wqkv), keys)
     q, k = (_turned(_unit(t), keys.shape[2]) for t in (heads.q, heads.k))
-    p, own = _attention(q, k, keys)
-    return linear((p @ values + own * heads.v).flatten(1), wo)
+    p, p_token = _attention(q, k, keys)
+    return linear((p @ values + p_token * heads.v).flatten(1), wo)
 
 
 def attention_and_variance(
@@ -46,21 +46,21 @@ def attention_and_variance(
     heads, by_head, cache = _heads(projected, keys), _heads(variance, keys), keys.shape[2]
     q, k = (_turned(_unit(t), cache) for t in (heads.q, heads.k))
     var_q, var_k = (
-        _turned_of(_unit_of(own, t), cache) + fine * turned.square()
-        for own, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
+        _turned(_unit_of(var, t), cache, variance=True) + fine * turned.square()
+        for var, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
     )
-    p, own = _attention(q, k, keys)
-    o = p @ values + own * heads.v
+    p, p_token = _attention(q, k, keys)
+    o = p @ values + p_token * heads.v
     width = q.shape[-1]
     moved = p.square() * (var_q @ keys.square().mT) / width  # p² times the variance of a score
-    own_moved = own.square() * (
+    own_moved = p_token.square() * (
         (var_q * k.square()).sum(-1, True) + (q.square() * var_k).sum(-1, True)
     )
     own_moved = own_moved / width
     var = moved @ values.square() - 2 * o * (moved @ values) + o.square() * moved.sum(-1, True)
     var = var.clamp(min=0) + own_moved * (heads.v - o).square()
-    var = var + own.square() * by_head.v
-    var = var + fine * (p.square() @ values.square() + (own * heads.v).square())
+    var = var + p_token.square() * by_head.v
+    var = var + fine * (p.square() @ values.square() + (p_token * heads.v).square())
     return o.flatten(1), var.flatten(1)
 
 
@@ -80,25 +80,17 @@ def _heads(projected: Tensor, keys: Tensor) -> _Heads:
     return _Heads(q, k.reshape(m, kv_heads, 1, width), v.reshape(m, kv_heads, 1, width))
 
 
-def _angles(width: int, position: int, device: torch.device) -> Tensor:
-    """Return the angles, fp64 [width / 2], by which the pairs of a head are turned."""
-    pair = torch.arange(0, width, 2, dtype=torch.float64, device=device)
-    return position * ROTARY ** (-pair / width)
-
-
-def _turned(x: Tensor, position: int) -> Tensor:
-    """Turn elements i and i + width / 2 of each head as a pair."""
-    angle = _angles(x.shape[-1], position, x.device)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+def _turned(x: Tensor, position: int, *, variance: bool = False) -> Tensor:
+    """Turn elements i and i + width / 2 of each head as a pair; or carry their `variance`."""
+    width = x.shape[-1]
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=x.device)
+    angle = position * ROTARY ** (-pair / width)
+    cos, sin, sign = angle.cos(), angle.sin(), -1
+    if variance:
+        cos, sin, sign = cos.square(), sin.square(), 1
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def _turned_of(variance: Tensor, position: int) -> Tensor:
-    angle = _angles(variance.shape[-1], position, variance.device)
-    cos2, sin2 = (t.square().to(variance.dtype) for t in (angle.cos(), angle.sin()))
-    a, b = variance.chunk(2, -1)
-    return torch.cat((a * cos2 + b * sin2, b * cos2 + a * sin2), -1)
+    return torch.cat((a * cos + sign * (b * sin), b * cos + a * sin), -1)
 
 
 def _attention(q: Tensor, k: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

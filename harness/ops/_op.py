@@ -107,12 +107,10 @@ class Op:
 
     @property
     def weights(self) -> list[str]:
-        """Return the names of the operands that formats store."""
         return [name for name, operand in self.operands.items() if operand.role != "activation"]
 
     @property
     def activations(self) -> list[str]:
-        """Return the names of the operands that are passed dense to every call."""
         return [name for name, operand in self.operands.items() if operand.role == "activation"]
 
     @property
@@ -136,7 +134,6 @@ class Op:
 
     @property
     def arguments(self) -> list[str]:
-        """Return the names of the operands that the definition takes."""
         return [name for name in self.operands if name != self.pattern]
 
 

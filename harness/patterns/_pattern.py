@@ -34,12 +34,10 @@ class Weight:
 
     @property
     def blocks(self) -> Grid:
-        """Return the grid of the problem's blocks."""
         return Grid(self.n, self.k, self.r, self.c)
 
     @property
     def elements(self) -> Grid:
-        """Return the grid of single elements."""
         return Grid(self.n, self.k)
 
 

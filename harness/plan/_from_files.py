@@ -22,6 +22,9 @@ from sparsebench.harness.ops._op import Op
 from sparsebench.results import files
 from sparsebench.results.record import Source
 
+HIGHEST = 1 - 1e-6
+"""The highest level of a problem: a pattern of a few entries, or of none, rounds to 1."""
+
 
 def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
     """Yield a Source for each file and tensor that match, or None if there is no source."""
@@ -56,18 +59,18 @@ def _matches(where: str, glob: Any, data: Path) -> list[Path]:
     return paths
 
 
-def _tensors(path: Path, wanted: Any, op: Op) -> list[str | None]:
+def _tensors(path: Path, glob: Any, op: Op) -> list[str | None]:
     """Return the tensors of a safetensors file that match; [None] for a pattern file."""
-    if wanted is None:
+    if glob is None:
         return [None]
-    if not isinstance(wanted, str):
-        raise SuiteError(f"source.tensor: expected a GLOB, found {wanted!r}")
+    if not isinstance(glob, str):
+        raise SuiteError(f"source.tensor: expected a GLOB, found {glob!r}")
     names = sources.groups(path, op.operands) if op.recorded else sources.tensor_names(path)
-    matches: list[str | None] = [name for name in names if fnmatchcase(name, wanted)]
+    matches: list[str | None] = [name for name in names if fnmatchcase(name, glob)]
     if not matches:
-        hint = did_you_mean(wanted, names)
-        group = f"a group {wanted!r} of {', '.join(op.operands)}"
-        expected = group if op.recorded else f"a tensor {wanted!r}"
+        hint = did_you_mean(glob, names)
+        group = f"a group {glob!r} of {', '.join(op.operands)}"
+        expected = group if op.recorded else f"a tensor {glob!r}"
         raise SuiteError(f"{path}: expected {expected}, found no match{hint}")
     return matches
 
@@ -84,7 +87,9 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
     rows, columns, level = sources.shape_and_level(path, source.tensor)
     names = op.operands[op.weights[0]].shape
     from_source: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
-    return from_source if level is None else from_source | {"sparsity": round(level, 6)}
+    if level is None:
+        return from_source
+    return from_source | {"sparsity": min(round(level, 6), HIGHEST)}
 
 
 def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:

@@ -16,23 +16,20 @@ CASES = 100_000
 SIZE = 2**31 - 1
 
 
-def require_few_problems(entries: Iterable[Mapping[str, Any]]) -> None:
-    """Raise SuiteError for more points than PROBLEMS; the files of a source are not counted."""
-    count = sum(points(entry) for entry in entries)
-    if count > PROBLEMS:
-        limit = f"{PROBLEMS} problems (PROBLEMS)"
-        raise SuiteError(f"problems: expected at most {limit}, found {_count(count)}")
-
-
-def require_few_cases(
+def require_few(
     problems: Iterable[Mapping[str, Any]], contenders: Iterable[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Raise SuiteError for more cases than CASES, counting every contender at every problem."""
-    per_problem = sum(prod(points(part) for part in parts) for parts in contenders)
-    count = per_problem * sum(points(entry) for entry in problems)
-    if count > CASES:
-        limit = f"{CASES} cases (CASES)"
-        raise SuiteError(f"contenders: expected at most {limit}, found {_count(count)}")
+    """Raise SuiteError for more problems than PROBLEMS, or more cases than CASES.
+
+    Every contender counts at every problem; the files of a source are not counted.
+    """
+    count = sum(points(entry) for entry in problems)
+    cases = count * sum(prod(points(part) for part in parts) for parts in contenders)
+    problems_limit, cases_limit = f"{PROBLEMS} problems (PROBLEMS)", f"{CASES} cases (CASES)"
+    if count > PROBLEMS:
+        raise SuiteError(f"problems: expected at most {problems_limit}, found {_count(count)}")
+    if cases > CASES:
+        raise SuiteError(f"contenders: expected at most {cases_limit}, found {_count(cases)}")
 
 
 def points(entry: Mapping[str, Any]) -> int:
@@ -59,7 +56,7 @@ def require_sizes(where: str, fields: Mapping[str, Any]) -> None:
 def require_values(where: str, point: Mapping[str, Any]) -> None:
     """Raise SuiteError for a value that no parameter or option of a contender can have."""
     for name, value in point.items():
-        whole = isinstance(value, list) and all(type(item) is int for item in value)
+        whole = bool(value) and isinstance(value, list) and all(type(i) is int for i in value)
         number = isinstance(value, float) and isfinite(value)
         if not (whole or number or value is None or isinstance(value, bool | int | str)):
             expected = "a number, a text, true, false or a list of integers"

@@ -1,12 +1,15 @@
 """Preview a suite on a device: counts, run-time estimate, and unsupported cases."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsebench.harness.bench.operands import unusable
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite
@@ -21,16 +24,32 @@ SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
 AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # a search among finalists (harness/NOTES.md)
 
 
-def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) -> dict[str, Any]:
+def plan(
+    suite: Suite,
+    device: str,
+    condition: str = "",
+    replicates: int = 3,
+    data: Path | None = None,
+) -> dict[str, Any]:
     """Return counts, an estimate in seconds, and the unsupported contenders with reasons.
 
-    The counts are of the suite's own cases; the estimate includes the A/A pairs.
+    The counts are of the suite's own cases; the estimate includes the A/A pairs. The values of
+    source files below `data` are read.
     """
-    contests = only(suite.contests, condition)
+    contests, kind = only(suite.contests, condition), device.partition(":")[0]
+    running = sum(
+        not _unsupported(contest.problem, contender, device)
+        for contest in planned(suite, device, condition)
+        for contender in contest.contenders
+    )
+    each_s = START_S[kind] + running * len(possible(suite.measures, device)) * CASE_S[kind]
+    again = replicates - 1 if planned_choices(replicates, False) is Choices.AMONG else 0
+    search_s = running * (SEARCH_S[kind] + again * AGAIN_S[kind])
     reasons: Counter[tuple[str, str]] = Counter()
     for contest in contests:
+        of_file = unusable(contest.problem, load_op(contest.problem.op), data) if data else ""
         for contender in contest.contenders:
-            reason = _unsupported(contest.problem, contender, device)
+            reason = _unsupported(contest.problem, contender, device) or of_file
             if reason:
                 reasons[contender.label, reason] += 1
     cases = sum(len(contest.contenders) for contest in contests)
@@ -42,7 +61,7 @@ def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) ->
         "cases": cases,
         "supported": cases - reasons.total(),
         "replicates": replicates,
-        "estimate_s": _estimate_s(suite, device, condition, replicates),
+        "estimate_s": round(replicates * each_s + search_s),
         "unsupported": [
             {"contender": label, "reason": reason, "cases": count}
             for (label, reason), count in sorted(reasons.items())
@@ -64,18 +83,3 @@ def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
 def _unsupported(problem: Problem, contender: Contender, device: str) -> str | None:
     """Return why a contender cannot run on a device, or None; a simulated device runs all."""
     return None if simulated(device) else unsupported(problem, contender, torch.device(device))
-
-
-def _estimate_s(suite: Suite, device: str, condition: str, replicates: int) -> int:
-    running = [
-        contender
-        for contest in planned(suite, device, condition)
-        for contender in contest.contenders
-        if not _unsupported(contest.problem, contender, device)
-    ]
-    kind = device.partition(":")[0]
-    measured = len(running) * len(possible(suite.measures, device))
-    each_s = START_S[kind] + measured * CASE_S[kind]
-    again = replicates - 1 if planned_choices(replicates, False) is Choices.AMONG else 0
-    search_s = len(running) * (SEARCH_S[kind] + again * AGAIN_S[kind])
-    return round(replicates * each_s + search_s)

@@ -56,13 +56,8 @@ def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep the cases that meet `field=value field=this|that`, with their baselines."""
     conditions = _parsed(condition)
-    names = {
-        "case",
-        "format",
-        "kernel",
-        "op",
-        *(name for c in contests for name in c.problem.fields),
-    }
+    fields = (name for contest in contests for name in contest.problem.fields)
+    names = {"case", "format", "kernel", "op", *fields}
     for name, values in conditions:
         if name.removesuffix("!") not in names or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(names))}"
@@ -73,15 +68,15 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
         if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
             expected = f"at least one case of {name}={value}"
             raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
-    kept = []
+    selected = []
     for contest in contests:
         chosen = [c for c in contest.contenders if _meets(contest.problem, c, conditions)]
         if chosen:
             left = (c for c in contest.contenders if c.baseline or c in chosen)
-            kept.append(Contest(contest.problem, tuple(left)))
-    if not kept:
+            selected.append(Contest(contest.problem, tuple(left)))
+    if not selected:
         raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
-    return kept
+    return selected
 
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:
@@ -136,10 +131,13 @@ def references(device: str) -> list[Contest]:
     """Return the reference contests for a device, by its name."""
     kind = "cpu" if device == "cpu" else "cuda"
     first = Contender("dense", DENSE[kind], baseline=True)
-    pair = first, replace(first, baseline=False, twin=True)
-    return [
-        Contest(_problem(*size), pair, reference=True) for size in (*sizes(kind), *BETWEEN[kind])
-    ]
+    pair, op = (first, replace(first, baseline=False, twin=True)), load_op("linear")
+    contests = []
+    for m, n, k, dtype in (*sizes(kind), *BETWEEN[kind]):
+        fields = {**op.defaults, "dtype": dtype, "m": m, "n": n, "k": k}
+        problem = Problem("linear", fields, SEED, defaults=op.defaults)
+        contests.append(Contest(problem, pair, reference=True))
+    return contests
 
 
 def sizes(kind: str) -> list[tuple[int, int, int, str]]:
@@ -150,16 +148,9 @@ def sizes(kind: str) -> list[tuple[int, int, int, str]]:
 def with_twins(contests: Sequence[Contest], seed: str) -> list[Contest]:
     """Give every contender of some contests, the same ones for a seed, a twin."""
     count = -(-len(contests) // TWIN_EVERY)
-    chosen = set(random.Random(seed).sample(range(len(contests)), count))
-    return [_twice(c) if number in chosen else c for number, c in enumerate(contests)]
-
-
-def _twice(contest: Contest) -> Contest:
-    twins = (replace(c, baseline=False, twin=True) for c in contest.contenders)
-    return replace(contest, contenders=(*contest.contenders, *twins))
-
-
-def _problem(m: int, n: int, k: int, dtype: str) -> Problem:
-    op = load_op("linear")
-    fields = {**op.defaults, "dtype": dtype, "m": m, "n": n, "k": k}
-    return Problem("linear", fields, SEED, defaults=op.defaults)
+    planned = [*contests]
+    for number in random.Random(seed).sample(range(len(contests)), count):
+        contenders = planned[number].contenders
+        twins = (replace(c, baseline=False, twin=True) for c in contenders)
+        planned[number] = replace(planned[number], contenders=(*contenders, *twins))
+    return planned

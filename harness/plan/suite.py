@@ -38,24 +38,17 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsebench._discovery import did_you_mean, unknown
+from sparsebench._discovery import did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.catalog import (
-    keywords,
-    load_kernel,
-    load_op,
-    suites,
-    weights_format,
-)
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan._from_files import fields_of_source, require_enough, sources_of
 from sparsebench.harness.plan._limits import (
-    require_few_cases,
-    require_few_problems,
+    require_few,
     require_seeds,
     require_sizes,
     require_values,
@@ -64,6 +57,7 @@ from sparsebench.kernels._removed import removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source, format_of
 
+GROUPS = "contenders", "baselines"
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -131,7 +125,7 @@ class Suite:
 
 def read(name: str, data: Path | None = None) -> Suite:
     """Read a suite by its path, or a packaged one by its name. Raises SuiteError."""
-    return expand(*_text(name), data)
+    return expand(*document("suites", "suite", name), data)
 
 
 def expand(where: str, text: str, data: Path | None = None, *, published: bool = False) -> Suite:
@@ -144,14 +138,15 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     try:
         if published:
             written = _in_names_of_today(written)
-        else:
-            _require_kernels(written)
+        for group in () if published else GROUPS:
+            for number, entry in enumerate(getattr(written, group)):
+                if reason := removal(entry.kernel):
+                    raise SuiteError(f"{group}[{number}]: {reason}")
         entries = [*written.baselines, *written.contenders]
-        require_few_problems(written.problems)
-        require_few_cases(written.problems, [[entry.params, entry.options] for entry in entries])
+        require_few(written.problems, [[entry.params, entry.options] for entry in entries])
         by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
-        for entry in enumerate(written.problems):
-            for problem in _problems(*entry, data):
+        for number, axes in enumerate(written.problems):
+            for problem in _problems(number, axes, data):
                 by_id.setdefault(problem.id, problem)
         problems = [*by_id.values()]
         _every_entry_competes(written, problems)
@@ -162,14 +157,15 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     return Suite(Path(where).stem, written.title, text, contests, measures)
 
 
-def _text(name: str) -> tuple[str, str]:
-    packaged = suites()
+def document(folder: str, what: str, name: str) -> tuple[str, str]:
+    """Return where a suite, claim or campaign is, and its text: a packaged one, or a file.yaml."""
+    packaged = documents(folder)
     if name in packaged:
-        return packaged[name].name, packaged[name].read_text()
+        return packaged[name].name, packaged[name].read_text("utf-8")
     if not name.endswith((".yaml", ".yml")):
-        raise SuiteError(unknown("a file.yaml or a known suite", name, sorted(packaged)))
+        raise SuiteError(unknown(f"a file.yaml or a known {what}", name, sorted(packaged)))
     if not files.utf8(name):
-        raise SuiteError(f"expected a suite with a name in UTF-8, found {name!r}")
+        raise SuiteError(f"expected a {what} with a name in UTF-8, found {name!r}")
     return name, files.text(Path(name), files.YAML_BYTES, SuiteError)
 
 
@@ -192,54 +188,43 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
         if first["type"] == "missing":
             raise SuiteError(f"{where}: {place}: expected a value, found none") from error
         found = repr(first["input"])[:60]  # YAML has at most 100 digits: no integer is too long
-        raise SuiteError(
-            f"{where}: {place}: expected {_wanted(first['msg'])}; found {found}"
-        ) from error
-
-
-def _wanted(message: str) -> str:
-    """Turn pydantic's `Input should be X` into `X`."""
-    return message.removeprefix("Input should be ")
+        expected = first["msg"].removeprefix("Input should be ")
+        raise SuiteError(f"{where}: {place}: expected {expected}; found {found}") from error
 
 
 def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:
-    """Expand one entry of `problems`."""
     where = f"problems[{number}]"
     axes = dict(entry)
-    if "op" not in axes:
-        raise SuiteError(f"{where}.op: expected the name of an op, found none")
-    name = axes.pop("op")
+    name = axes.pop("op", None)
     if not isinstance(name, str):
-        raise SuiteError(f"{where}.op: expected the name of an op, found {name!r}")
+        found = repr(name) if "op" in entry else "none"
+        raise SuiteError(f"{where}.op: expected the name of an op, found {found}")
     op = load_op(name)
-    seeds = _sweep(axes.pop("seed", 0))
+    seeds = _sweep(f"{where}.seed", axes.pop("seed", 0))
     require_seeds(f"{where}.seed", seeds)
-    found_in = list(sources_of(where, axes.pop("source", None), data, op))
-    for source in found_in:
+    for source in list(sources_of(where, axes.pop("source", None), data, op)):
         from_source = fields_of_source(op, source, data)
-        for values in product(*(_axis(axis, value) for axis, value in axes.items())):
-            fields = _fields(where, op, (from_source, *values), source)
+        sweeps = []
+        for axis, value in axes.items():  # a mapping sets several fields at once
+            values = _sweep(f"{where}.{axis}", value)
+            sweeps.append([item if isinstance(item, dict) else {axis: item} for item in values])
+        for point in product(*sweeps):
+            fields = _fields(where, op, (from_source, *point), source)
             require_enough(where, op, fields, source, data)
             for seed in seeds:
                 yield Problem(name, fields, seed, source, op.defaults)
 
 
-def _sweep(value: Any) -> list[Any]:
+def _sweep(where: str, value: Any) -> list[Any]:
+    """Return the values of a sweep. Raises SuiteError for one without a value."""
+    if value == [] or value == {} or (isinstance(value, list) and {} in value):
+        raise SuiteError(f"{where}: expected at least one value, found {value}")
     return value if isinstance(value, list) else [value]
 
 
-def _axis(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the settings of an axis; a mapping sets several fields at once."""
-    return [item if isinstance(item, dict) else {name: item} for item in _sweep(value)]
-
-
 def _fields(
-    where: str,
-    op: Op,
-    settings: tuple[dict[str, Any], ...],
-    source: Source | None,
+    where: str, op: Op, settings: tuple[dict[str, Any], ...], source: Source | None
 ) -> dict[str, Any]:
-    """Merge one point of the sweep and check it. Raises SuiteError."""
     merged: dict[str, Any] = {}
     for setting in settings:
         both = merged.keys() & setting.keys()
@@ -266,29 +251,21 @@ def _in_names_of_today(written: SuiteFile) -> SuiteFile:
             entry.model_copy(update={"format": format_of(entry.kernel, entry.format)})
             for entry in getattr(written, group)
         ]
-        for group in ("contenders", "baselines")
+        for group in GROUPS
     }
     return written.model_copy(update=groups)
-
-
-def _require_kernels(written: SuiteFile) -> None:
-    """Raise SuiteError if an entry names a kernel that was removed."""
-    for group in ("contenders", "baselines"):
-        for number, entry in enumerate(getattr(written, group)):
-            if reason := removal(entry.kernel):
-                raise SuiteError(f"{group}[{number}]: {reason}")
 
 
 def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
     """Raise SuiteError for an entry that matches no problem."""
     ops = {problem.op for problem in problems}
-    for group in ("contenders", "baselines"):
+    for group in GROUPS:
         for number, entry in enumerate(getattr(written, group)):
             for name, value in entry.at.items():
                 values_of = {str(p.fields[name]) for p in problems if name in p.fields}
-                if not values_of & set(map(str, _sweep(value))):
+                where = f"{group}[{number}].at.{name}"
+                if not values_of & set(map(str, _sweep(where, value))):
                     values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
-                    where = f"{group}[{number}].at.{name}"
                     raise SuiteError(f"{where}: expected a {values}; found {value!r}")
             if entry.op is not None and entry.op not in ops:
                 found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
@@ -300,38 +277,28 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
 
 
 def _competes(entry: ContenderEntry, problem: Problem) -> bool:
-    """Return whether an entry applies to a problem, by its `op` and `at`."""
     if entry.op not in (None, problem.op):
         return False
     fields = problem.fields
-    return all(name in fields and fields[name] in _sweep(v) for name, v in entry.at.items())
+    return all(name in fields and fields[name] in _sweep(name, v) for name, v in entry.at.items())
 
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
-    baselines = [
-        contender
-        for number, entry in enumerate(written.baselines)
-        for contender in _contenders(f"baselines[{number}]", entry, problem, baseline=True)
-    ]
-    others = [
-        contender
-        for number, entry in enumerate(written.contenders)
-        for contender in _contenders(f"contenders[{number}]", entry, problem, baseline=False)
-    ]
-    by_case = {
-        Case(problem, c).id: c for c in [*others, *baselines]
-    }  # a baseline that is also a contender counts once
-    unique = [c for c in baselines + others if by_case.pop(Case(problem, c).id, None)]
-    if not unique:
+    by_case: dict[str, Contender] = {}  # a baseline that is also a contender counts once
+    for group in reversed(GROUPS):
+        for number, entry in enumerate(getattr(written, group)):
+            where, baseline = f"{group}[{number}]", group == "baselines"
+            for contender in _contenders(where, entry, problem, baseline=baseline):
+                by_case.setdefault(Case(problem, contender).id, contender)
+    if not by_case:
         named = ", ".join(f"{name}={value}" for name, value in problem.fields.items())
         raise SuiteError(f"contenders: expected one at {problem.op} with {named}, found none")
-    return Contest(problem, tuple(unique))
+    return Contest(problem, tuple(by_case.values()))
 
 
 def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
-    """Expand one entry of `contenders` or `baselines` for one problem."""
     if not _competes(entry, problem):
         return
     kernel = load_kernel(entry.kernel)
@@ -350,19 +317,23 @@ def _contenders(
 
 
 def _known(
-    where: str, given: Mapping[str, Any], known: set[str], of_one: Collection[str] = ()
+    where: str, mapping: Mapping[str, Any], allowed: set[str], of_one: Collection[str] = ()
 ) -> None:
     """Raise SuiteError for an unknown name; `of_one` are parameters of single weights."""
-    for name in given.keys() - known - set(of_one):
-        takes, hint = ", ".join(sorted(known)) or "nothing", did_you_mean(name, {*known, *of_one})
+    for name in mapping.keys() - allowed - set(of_one):
+        takes, hint = (
+            ", ".join(sorted(allowed)) or "nothing",
+            did_you_mean(name, {*allowed, *of_one}),
+        )
         raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
 
 
-def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
+def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
     values_by_name = {**problem.fields, **derived(problem.fields)}
-    for values in product(*(_sweep(value) for value in given.values())):
-        point = dict(zip(given, values, strict=True))
+    sweeps = [_sweep(f"{where}.{name}", value) for name, value in mapping.items()]
+    for values in product(*sweeps):
+        point = dict(zip(mapping, values, strict=True))
         require_values(where, point)
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):

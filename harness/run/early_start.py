@@ -31,7 +31,7 @@ def spawn(*command: str) -> Process:
     """Start a process connected by pipes, in its own session: Ctrl-C reaches the parent alone."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
+        command, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace",
         start_new_session=True,
     )  # fmt: skip
 

@@ -21,12 +21,13 @@ import numpy as np
 
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.energy import require_meter
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.telemetry import telemetry
+from sparsebench.harness.machine.telemetry import Window, telemetry
 from sparsebench.harness.plan.selection import planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import early_start
@@ -38,19 +39,21 @@ from sparsebench.harness.run.recorded_plan import (
     require_same_machine,
 )
 from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
-from sparsebench.harness.run.runner import Pinned, Runner, Settings
+from sparsebench.harness.run.runner import Pinned, Runner
 from sparsebench.harness.run.worker_process import require_plan
 from sparsebench.results import bundle, provenance, store
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.files import utf8
 from sparsebench.results.formatting import rounded
 from sparsebench.results.frame import logs_over
-from sparsebench.results.record import Row, Status
+from sparsebench.results.record import Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
 
 Progress = Callable[[int, int, str], None]
-"""Called with contests done, contests in all, and the problem that is next."""
+"""Called with contests done, contests in all, and the last result, or the first problem."""
 
 Rank = Callable[[Contest], int]
+Replan = Callable[[int, list[Contest]], list[Contest]]
 
 LEAST_S, MOST_S = 0.1, 86400.0  # limits of --timeout
 
@@ -62,19 +65,24 @@ class RunOptions:
     progress    called before each contest
     on_message  receives machine findings and failure reasons
     pinned      choices of each process of another run, taken without a search (provenance.py)
+    searched    rows of an earlier run: the processes of a verdict search among its finalists
     origin      the bundle that this run reproduces or confirms, for run.json
     until       a time.monotonic(): no contest starts that would end after it if it took as long as
                 the longest so far; --resume measures the rest
     rank        contests of a lower rank come first in every process; ties are in random order
+    replan      called before each process with its number and its contests, and returns those to
+                measure now; --resume measures the others
     part        set if several processes share the plan (plan_part.py)
     """
 
     progress: Progress = lambda done, total, problem: None
     on_message: OnMessage = lambda finding: None
     pinned: Sequence[Pinned] = ()
+    searched: Sequence[Row] = ()
     origin: Mapping[str, Any] | None = None
     until: float = inf
     rank: Rank | None = None
+    replan: Replan = lambda process, contests: contests
     part: Part | None = None
 
 
@@ -82,7 +90,6 @@ class Stopped(KeyboardInterrupt):
     """A run was interrupted; `--resume` continues it from the directory `path`."""
 
     def __init__(self, path: Path) -> None:
-        """Store the path."""
         super().__init__(str(path))
         self.path = path
 
@@ -104,7 +111,7 @@ def measure(
     contests = planned(suite, flags.device, flags.only, flags.shard)
     require_plan(flags.device, planned(suite, flags.device))
     if out and not resume:
-        _require_new(out)
+        require_new(out)
     tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # a name that is taken twice is an error now, not when the report is built
@@ -112,7 +119,9 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = completed_rows(resume, suite, flags, contests) if resume else []
-        chosen_by = provenance.planned_choices(flags.replicates, bool(options.pinned))
+        chosen_by = provenance.planned_choices(
+            flags.replicates, bool(options.pinned), bool(options.searched)
+        )
         runner = Runner(
             flags.device,
             flags.data,
@@ -125,12 +134,18 @@ def measure(
         if part:
             part.start(runner)
             runner.pin(part.earlier)
+        if chosen_by is provenance.Choices.EARLIER:
+            runner.pin(options.searched)
         runner.pin(done)
         if flags.energy:
             require_meter(runner.about["identity"])
         # Before anything runs: a GPU reports how busy it was in the last second.
         watch = Watch(flags.device, runner.about["identity"], runner.pid, options.on_message)
-        before = {**(options.origin or {}), "choices": chosen_by, **_part_record(flags, part)}
+        before = {**(options.origin or {}), "choices": chosen_by}
+        if part:
+            before["part"] = {"number": part.number, "host": part.host}
+        elif flags.shard:
+            before["part"] = {"number": 0, "host": boot()}
         record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
         environment = runner.about["environment"] | code_of(
             planned(suite, flags.device, flags.only)
@@ -153,13 +168,17 @@ def measure(
         early_start.wait_for_imports()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
-        settings = Settings(possible(suite.measures, flags.device), ceilings, flags.energy)
+        contest_options = ContestOptions(
+            measures=possible(suite.measures, flags.device),
+            ceilings=Ceilings.from_json(ceilings),
+            energy=flags.energy,
+        )
         session = _Session(
             runner=runner,
             path=path,
             record=record,
             contests=contests,
-            settings=settings,
+            contest_options=contest_options,
             rows=done,
             watch=watch,
             options=options,
@@ -169,13 +188,6 @@ def measure(
         except KeyboardInterrupt as stop:
             raise Stopped(path) from stop
     return path
-
-
-def _part_record(flags: Flags, part: Part | None) -> dict[str, Any]:
-    """Return what run.json says about a part of a plan; {} for a whole plan."""
-    if part:
-        return {"part": {"number": part.number, "host": part.host}}
-    return {"part": {"number": 0, "host": boot()}} if flags.shard else {}
 
 
 def _require_flags(flags: Flags) -> None:
@@ -190,7 +202,7 @@ def _require_flags(flags: Flags) -> None:
         raise SuiteError(f"--data {flags.data}: expected a folder, found none")
 
 
-def _require_new(out: Path) -> None:
+def require_new(out: Path) -> None:
     """Raise SuiteError if the run directory cannot be made, before anything is measured."""
     if not utf8(str(out)):
         raise SuiteError(f"--out: expected a name in UTF-8, found {str(out)!a}")
@@ -205,7 +217,6 @@ def _require_new(out: Path) -> None:
 def _created(
     out: Path | None, suite: Suite, environment: Mapping[str, Any], record: Record, slug: str
 ) -> Path:
-    """Make the run directory; without `out`, under a new name in runs/."""
     state = record.at("running", Counts(), {})
     named = Path("runs") / f"{record.since:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
     for number in count(1):
@@ -227,14 +238,15 @@ class _Session:
     path: Path
     record: Record
     contests: list[Contest]
-    settings: Settings
+    contest_options: ContestOptions
     rows: list[Row]  # those of an earlier session at first
     watch: Watch
     options: RunOptions
     counts: Counts = field(init=False)
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # contests
-    last: str = ""  # the leader of the last contest
+    last: str = ""  # the problem and the result of the last contest
+    longest_s: float = 0.0  # that any contest took
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)
@@ -243,7 +255,7 @@ class _Session:
 
     def measure(self) -> None:
         """Measure the contests that are missing, process by process."""
-        part, time = self.options.part, _TimeLimit(self.options.until)
+        part = self.options.part
         identity = self.runner.about["identity"]
         with self._sealed_at_end(), telemetry(identity, self.runner.log.add) as window:
             for replicate in range(self.record.flags.replicates):
@@ -251,25 +263,21 @@ class _Session:
                 order = random.Random(seed).sample(self.contests, len(self.contests))
                 order.sort(key=self.options.rank or (lambda contest: 0))
                 missing = [c for c in order if (replicate, c.problem.id) not in self.counts.done]
+                missing = self.options.replan(replicate, missing)
                 if monotonic() >= self.options.until:
                     break
                 if replicate:
                     self.runner.fresh()
                 left = part.take(missing, replicate) if part else missing
-                self._process(replicate, time.limit(left), window)
+                self._process(replicate, self._in_time(left), window)
             self.runner.kill()
             self.watch.end()
 
-    def _process(
-        self,
-        replicate: int,
-        contests: Iterable[Contest],
-        window: Callable[[], dict[str, float]],
-    ) -> None:
+    def _process(self, replicate: int, contests: Iterable[Contest], window: Window) -> None:
         """Measure the contests of one process; `window` returns telemetry since its last call."""
         window()  # drop what happened before the first contest
-        settings = self.settings.after(self.rows)
-        for result in self.runner.run(self._announced(contests), replicate, settings):
+        options = replace(self.contest_options.after(self.rows), replicate=replicate)
+        for result in self.runner.run(contests, options):
             seen = window()
             rows = [replace(row, telemetry=row.telemetry or seen) for row in result.rows]
             store.append(self.path, rows)
@@ -278,13 +286,19 @@ class _Session:
             self.rows += result.rows
             self.counts.add(result.rows)
             store.set_state(self.path, self._state("running", self.counts))  # survives a kill
-            self.last = leader(result.rows)
+            self.last = leader(result.rows) or self.last
         self.options.progress(self.done, self._total(), self.last)
 
-    def _announced(self, contests: Iterable[Contest]) -> Iterator[Contest]:
+    def _in_time(self, contests: Iterable[Contest]) -> Iterator[Contest]:
+        """Yield and announce contests while there is time for one that takes as long as any."""
+        began = monotonic()
         for contest in contests:
-            self.options.progress(self.done, self._total(), describe(contest) + self.last)
+            if began + self.longest_s > self.options.until:
+                return
+            self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest
+            now = monotonic()
+            self.longest_s, began = max(self.longest_s, now - began), now
 
     def _total(self) -> int:
         part = self.options.part
@@ -317,37 +331,24 @@ class _Session:
             bundle.seal(self.path)
 
 
-@dataclass
-class _TimeLimit:
-    """Ends a run before a time.monotonic(), judged by the longest contest of all processes."""
-
-    until: float
-    longest_s: float = 0.0
-
-    def limit(self, contests: Iterable[Contest]) -> Iterator[Contest]:
-        """Yield contests while there is time for one more that takes as long as the longest."""
-        began = monotonic()
-        for contest in contests:
-            if began + self.longest_s > self.until:
-                return
-            yield contest
-            now = monotonic()
-            self.longest_s, began = max(self.longest_s, now - began), now
-
-
-def describe(contest: Contest) -> str:
+def describe(problem: Problem) -> str:
     """Name a problem for a line of progress."""
-    shown = {k: v for k, v in contest.problem.fields.items() if k not in ("pattern", "dtype")}
-    return " ".join(f"{name}={text(value)}" for name, value in shown.items())
+    shown = {k: v for k, v in problem.fields.items() if k not in ("pattern", "dtype")}
+    words = [f"{name}={text(value)}" for name, value in shown.items()]
+    return " ".join([*words, *([source.label] if (source := problem.source) else [])])
 
 
 def leader(rows: Sequence[Row]) -> str:
-    """Name the fastest contender of a contest for a line of progress; "" for a reference."""
+    """Name the problem and its fastest contender for a line of progress; "" for a reference.
+
+    `m=64 n=4096 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+    """
     timed = [row for row in rows if row.status is Status.OK and row.samples_us]
     over = next((row for row in timed if row.case.contender.baseline), None)
     if over is None or len(timed) == 1 or timed[0].reference:
         return ""
     logs = [float(np.median(logs_over(row, over))) for row in timed]
-    best = timed[logs.index(max(logs))]
-    ratio = f"{rounded(exp(max(logs)))} x {over.case.contender.kernel}"
-    return f"; last: {best.case.contender.kernel}, {'the baseline' if best is over else ratio}"
+    best, base = timed[logs.index(max(logs))].case.contender, over.case.contender
+    ratio = f"{best.kernel} {rounded(exp(max(logs)))}× faster than {base.kernel}"
+    result = f"{base.kernel} is the fastest" if best is base else ratio
+    return f"{describe(over.case.problem)}: {result}"

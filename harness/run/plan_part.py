@@ -51,7 +51,6 @@ class Part:
     owners: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read the claims."""
         self.owners |= {} if self.alone else owners(self.folder)
 
     def start(self, runner: Runner) -> None:
@@ -63,12 +62,12 @@ class Part:
     def require_alike(self, environment: Mapping[str, Any]) -> None:
         """Raise ResultError if the kind of GPU, code or libraries differ from the first part's."""
         here, file = shared_facts(environment), self.folder / "alike.json"
-        with NamedTemporaryFile("w", dir=self.folder) as fresh:
+        with NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as fresh:
             json.dump(here, fresh)
             fresh.flush()
             with suppress(FileExistsError):
                 os.link(fresh.name, file)
-        require_equal_facts(str(self.folder), json.loads(file.read_text()), here)
+        require_equal_facts(str(self.folder), json.loads(file.read_text("utf-8")), here)
 
     def stop(self) -> None:
         """Interrupt the part from another thread; its results are kept."""

@@ -24,7 +24,6 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import Entry
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Case, Row, Status
 
 TOOLS = {
@@ -39,7 +38,7 @@ class ProfiledCase:
     """The range of a case that was called, or why it could not be called."""
 
     text: str
-    ok: bool
+    status: Status
 
 
 def under(tool: str, command: Sequence[str], device: str, data: Path | None) -> int:
@@ -65,33 +64,23 @@ def call_each(
         running = contest.start(planned.problem, entries, device, data)
         try:
             for entry in entries:
-                name = range_of(entry.row.case)
+                case, row = entry.row.case, entry.row
+                fields = " ".join(f"{name}={value}" for name, value in case.problem.fields.items())
+                name = f"{case.contender.label} {case.problem.op} {fields} case {case.id}"
                 if entry.launch is None:
-                    ok = entry.row.status is Status.UNSUPPORTED
-                    yield ProfiledCase(f"{name}: {entry.row.status}: {entry.row.detail}", ok)
+                    yield ProfiledCase(f"{name}: {row.status}: {row.detail}", row.status)
                     continue
-                with marked(name, device):
-                    call(entry.launch, times)
-                yield ProfiledCase(name, ok=True)
+                with _marked(name, device):
+                    for _ in range(times):
+                        entry.launch()
+                yield ProfiledCase(name, Status.OK)
         finally:
             running.guard.watched.clear()  # breaks a reference cycle that would keep all memory
             gc.collect()
 
 
-def range_of(case: Case) -> str:
-    """Return the name of a case's range."""
-    fields = " ".join(f"{name}={value}" for name, value in case.problem.fields.items())
-    return f"{case.contender.label} {case.problem.op} {fields} case {case.id}"
-
-
-def call(launch: Launch, times: int) -> None:
-    """Call a launch `times` times."""
-    for _ in range(times):
-        launch()
-
-
 @contextmanager
-def marked(name: str, device: torch.device) -> Iterator[None]:
+def _marked(name: str, device: torch.device) -> Iterator[None]:
     """Mark the block's work for a GPU profiler; do nothing on a CPU."""
     if device.type != "cuda":
         yield

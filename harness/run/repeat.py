@@ -12,7 +12,6 @@ a search. The new run is therefore about those configurations, and says so (resu
 results/comparison.py decides for each cell whether two runs agree.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,16 +27,16 @@ from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite, require_planned, require_plugins
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
-from sparsebench.harness.run.worker_process import Log, Worker, require_plan
+from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse, compared
-from sparsebench.results.comparison import KEYS
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
+from sparsebench.results.outcome import Outcome
 from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import Outcome
+from sparsebench.results.sides import KEYS
 from sparsebench.results.store import Run
 
 Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]
@@ -112,22 +111,24 @@ def headlines(run: Run) -> list[Headline]:
     cells = [tuple(cell[key] for key in KEYS) for cell in run.state["confirms"]["cells"]]
     reliable = analysis.noise.reliability[0] is not Reliability.UNRELIABLE
     names = [name for name in [*fields(analysis.cases), "source"] if name != "pattern"]
-    return [_headline(run, lines.loc[cell].to_dict(), names, reliable) for cell in cells]
-
-
-def _headline(run: Run, cell: dict[str, Any], names: list[str], reliable: bool) -> Headline:
-    confirmed = reliable and cell["outcome"] == Outcome.FASTER
-    why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
-    verdict = "Confirmed" if confirmed else f"Not confirmed ({why.replace('_', ' ')})"
-    if cell["status"] == Status.OK:
-        interval = f"{cell['speedup_low']:.3g} to {cell['speedup_high']:.3g}, {cell['interval']}"
-        outcome = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']} ({interval})"
-    else:
+    headline = []
+    for cell in (lines.loc[keys].to_dict() for keys in cells):
+        confirmed = reliable and cell["outcome"] == Outcome.FASTER
+        why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
+        verdict = "Confirmed" if confirmed else f"Not confirmed ({why.replace('_', ' ')})"
         outcome = f"has no time: {cell['detail']}"
-    values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
-    place = f"{cell['scope']} time, {cell['cache']} cache, {device_name(run.environment)}"
-    problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
-    return Headline(cell["case_id"], confirmed, f"{verdict}: {cell['label']} {outcome}: {problem}.")
+        if cell["status"] == Status.OK:
+            interval = (
+                f"{cell['speedup_low']:.3g} to {cell['speedup_high']:.3g}, {cell['interval']}"
+            )
+            faster = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']}"
+            outcome = f"{faster} ({interval})"
+        values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
+        place = f"{cell['scope']} time, {cell['cache']} cache, {device_name(run.environment)}"
+        problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
+        sentence = f"{verdict}: {cell['label']} {outcome}: {problem}."
+        headline.append(Headline(cell["case_id"], confirmed, sentence))
+    return headline
 
 
 def whole(path: Path) -> Run:
@@ -161,21 +162,12 @@ def again(
     suite = own_suite(run, data)
     require_planned(run, suite)
     require_plan(device, planned(suite, device))
-    known = {field.name for field in dataclasses.fields(Flags)}
-    recorded = {name: flag for name, flag in run.state["flags"].items() if name in known}
-    flags = Flags(**{**recorded, "device": device, "data": data, **changed})
-    same_kind = device_name(_environment(device, data)) == device_name(run.environment)
+    flags = Flags.recorded(run.state, device=device, data=data, **changed)
+    here = about_device(device, data)["environment"]
+    same_kind = device_name(here) == device_name(run.environment)
     pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()
     stopped = None
     if out and (out / "run.json").exists():
         state = store.read(out).state
         stopped = out if (options.origin or {}).items() <= state.items() else None
     return engine(suite, flags, out, stopped, replace(options, pinned=pinned))
-
-
-def _environment(device: str, data: Path | None) -> dict[str, Any]:
-    """Describe the device by a worker: this process must not open the GPU, which is to be idle."""
-    worker = Worker(device, data, Log())
-    worker.kill()
-    environment: dict[str, Any] = worker.about["environment"]
-    return environment

@@ -8,10 +8,10 @@ No path of this machine is recorded: a data folder is named only if it lies belo
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sparsebench.harness.doctor import other_work
 from sparsebench.harness.doctor.findings import Finding
@@ -40,6 +40,12 @@ class Flags:
     energy: bool = False
     shard: str = ""
 
+    @classmethod
+    def recorded(cls, state: Mapping[str, Any], **changed: Any) -> Self:
+        """Return the flags of a run's run.json, some of them changed."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{n: f for n, f in state["flags"].items() if n in names} | changed)
+
     @property
     def published(self) -> dict[str, Any]:
         """Return the flags as a run records them, without paths of this machine."""
@@ -56,13 +62,11 @@ class Counts:
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        """Count these rows."""
         self.done: set[tuple[int, str]] = set()
         self.cases = Counter[str]()
         self.add(rows)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Count further rows."""
         for row in rows:
             self.done.add((row.replicate, row.case.problem.id))
             if not row.reference:
@@ -122,7 +126,6 @@ class Watch:
 
     @property
     def json(self) -> dict[str, Any]:
-        """Return the findings as run.json has them."""
         findings = {when: [asdict(f) for f in group] for when, group in self._findings.items()}
         return {"fitness": findings} if findings else {}
 

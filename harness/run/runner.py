@@ -15,13 +15,15 @@ seconds. They then idle without a device: nothing is imported while a contest ru
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 from sparsebench.errors import WorkerError
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
@@ -34,7 +36,7 @@ from sparsebench.harness.run.worker_process import (
     start_spare,
     start_worker,
 )
-from sparsebench.results.ceilings import FP32, TF32, Ceilings
+from sparsebench.results.ceilings import FP32, TF32
 from sparsebench.results.record import Case, Row, Status
 
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
@@ -42,9 +44,6 @@ CEILINGS_KEPT_S = 600.0  # clocks settle within a minute, but other users of a m
 
 Pinned = Mapping[str, Mapping[str, Any]]
 """A kernel's choice (Row.choice) by case id."""
-
-Candidates = Mapping[str, Sequence[Mapping[str, Any]]]
-"""What was timed for a choice (Row.candidates), by case id."""
 
 
 def pinned_in(rows: Iterable[Row]) -> Pinned:
@@ -57,22 +56,6 @@ def pinned_by_process(rows: Sequence[Row]) -> list[Pinned]:
     numbers = sorted({row.replicate for row in rows})
     every = pinned_in(rows)
     return [{**every, **pinned_in(r for r in rows if r.replicate == n)} for n in numbers]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How every contest of a run is measured; see ContestOptions (bench/contest_state.py)."""
-
-    measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)
-    ceilings: Mapping[str, Any] | None = None
-    energy: bool = False
-
-    def after(self, rows: Iterable[Row]) -> Self:
-        """Return the settings after these rows: a reference among them may raise the ceilings."""
-        if self.ceilings is None:
-            return self
-        ceilings, _ = Ceilings.from_json(self.ceilings).after(rows)
-        return replace(self, ceilings=asdict(ceilings))
 
 
 class Runner:
@@ -113,14 +96,17 @@ class Runner:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the waiting worker, or 0."""
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
         """Return the device's ceilings for the dtypes of the contests (recent_ceilings)."""
         worker = self._worker = self._worker or self._start()
         began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
-        dtypes = {str(contest.problem["dtype"]) for contest in contests if _runs(contest, kind)}
+        dtypes = {
+            str(contest.problem["dtype"])
+            for contest in contests
+            if any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
+        }
         dtypes |= {TF32} if FP32 in dtypes else set()
         if self._device.startswith("cuda"):
             ceilings = recent_ceilings(self.about["identity"], dtypes, worker.ceilings)
@@ -130,14 +116,14 @@ class Runner:
         return ceilings
 
     def run(
-        self, contests: Iterable[Contest], replicate: int = 0, settings: Settings | None = None
+        self, contests: Iterable[Contest], options: ContestOptions | None = None
     ) -> Iterator[ContestResult]:
-        """Yield every contest's rows, complete, in order."""
-        settings = settings or Settings()
+        """Yield every contest's rows, complete, in order; a reference may raise the ceilings."""
+        options = options or ContestOptions()
         for contest in contests:
-            result = self._complete(contest, replicate, settings)
+            result = self._complete(contest, options)
             self.pin(result.rows)
-            settings = settings.after(result.rows)
+            options = options.after(result.rows)
             yield result
 
     def pin(self, rows: Iterable[Row]) -> None:
@@ -159,7 +145,6 @@ class Runner:
         self._to_come -= 1
 
     def kill(self) -> None:
-        """Stop all workers."""
         running = [worker for worker in (self._worker, *self._spares) if worker]
         self._worker, self._spares = None, []
         for worker in running:
@@ -187,7 +172,6 @@ class Runner:
         return worker
 
     def _succeeds(self, step: Callable[[], None]) -> bool:
-        """Run a step of a spare worker; if it fails, log why and return False."""
         try:
             step()
         except WorkerError as error:
@@ -195,22 +179,26 @@ class Runner:
             return False
         return True
 
-    def _complete(self, contest: Contest, replicate: int, settings: Settings) -> ContestResult:
+    def _complete(self, contest: Contest, options: ContestOptions) -> ContestResult:
         """Run a contest until every contender has its rows."""
         left = list(contest.contenders)
         lost_rows: list[Row] = []
         blameless = attempt = 0
         while left:
             part = Contest(contest.problem, tuple(left))
-            options = asdict(settings) | {
-                "measures": possible(settings.measures, self._device),
-                "replicate": replicate,
-                "attempt": attempt,
-                "reference": contest.reference,
-                "pinned": self._choices(part, replicate),
-                "timed": self._candidates(part),
-            }
-            result = self._measure(part, options)
+            options = replace(
+                options,
+                attempt=attempt,
+                reference=contest.reference,
+                measures=possible(options.measures, self._device),
+                pinned=self._choices(part, options.replicate),
+                timed={
+                    case: self._timed[case].candidates
+                    for contender in left
+                    if (case := Case(contest.problem, contender).id) in self._timed
+                },
+            )
+            result = self._measure(part, asdict(options))
             if isinstance(result, ContestResult):
                 return ContestResult(_in_order(contest, lost_rows + result.rows), result.spent_s)
             self._worker = None
@@ -222,13 +210,13 @@ class Runner:
                 blank = Row(
                     Case(contest.problem, offender),
                     result.status,
-                    replicate=replicate,
+                    replicate=options.replicate,
                     attempt=attempt,
                     reference=contest.reference,
                     device=self.about["identity"],
                     detail=result.detail,
                 )
-                lost_rows += [replace(blank, scope=s, cache=c) for s, c in options["measures"]]
+                lost_rows += [replace(blank, scope=s, cache=c) for s, c in options.measures]
                 left.remove(offender)
             attempt += 1
         return ContestResult(_in_order(contest, lost_rows), {})
@@ -260,30 +248,14 @@ class Runner:
         }
         return {case: choices[of] for case, of in originals.items() if of in choices}
 
-    def _candidates(self, contest: Contest) -> Candidates:
-        """Return what the first process timed for the choices of these contenders."""
-        cases = [Case(contest.problem, contender).id for contender in contest.contenders]
-        return {case: self._timed[case].candidates for case in cases if case in self._timed}
-
-
-def _runs(contest: Contest, kind: str) -> bool:
-    """Return whether any contender of a contest is for a kind of device."""
-    return any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
-
 
 def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
     place = {Case(contest.problem, c).id: i for i, c in enumerate(contest.contenders)}
     return sorted(rows, key=lambda row: place[row.case.id])
 
 
-@dataclass(frozen=True)
-class _Cached:
-    at: float
-    dtypes: frozenset[str]
-    ceilings: Mapping[str, Any]
-
-
-_cached: dict[str, _Cached] = {}
+_cached: dict[str, tuple[float, frozenset[str], dict[str, Any]]] = {}
+"""When a GPU's ceilings were measured, for which dtypes, and the ceilings."""
 
 
 def recent_ceilings(
@@ -296,12 +268,11 @@ def recent_ceilings(
     are measured for every run, because other work may keep it busy.
     """
     required, now = frozenset(dtypes), monotonic()
-    cached = _cached.get(card)
-    if cached and now - cached.at > CEILINGS_KEPT_S:
-        cached = None
-    if cached and required <= cached.dtypes:
-        return {**cached.ceilings, "age_s": round(now - cached.at, 1)}
-    required = required | cached.dtypes if cached else required
+    at, dtypes_before, before = _cached.get(card, (-inf, frozenset(), {}))
+    if now - at <= CEILINGS_KEPT_S:
+        if required <= dtypes_before:
+            return {**before, "age_s": round(now - at, 1)}
+        required |= dtypes_before
     ceilings = measure(required)
-    _cached[card] = _Cached(monotonic(), required, ceilings)
+    _cached[card] = monotonic(), required, ceilings
     return ceilings

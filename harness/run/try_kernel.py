@@ -10,7 +10,7 @@ of its name, so a BSR kernel's blocks are the problem's. One process is a look, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,16 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
-from sparsebench.harness.bench.contest_state import ContestOptions, Entry, OnFailure, ignore_failure
+from sparsebench.harness.bench.contest_state import ContestOptions, OnFailure, ignore_failure
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
-from sparsebench.harness.run.profiling import call, marked, range_of
+from sparsebench.harness.run.profiling import call_each
 from sparsebench.kernels._kernel import Kernel
+from sparsebench.results import files
 from sparsebench.results.frame import frame
-from sparsebench.results.record import Case, Problem, Row, Status
+from sparsebench.results.record import Row, Status
 
 OWN = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of bound", "error", "of usual", "of allowed"
@@ -96,14 +97,11 @@ def repeat(
     output is wrong.
     """
     planned = plan(name, words, device, data)
-    contender = next(c for c in planned.contenders if c.kernel == name)
-    entry = Entry(Row(Case(planned.problem, contender), Status.OK))
-    contest.start(planned.problem, [entry], device, data)
-    if entry.launch is None:
-        error = Unsupported if entry.row.status is Status.UNSUPPORTED else SuiteError
-        raise error(f"{name}: {entry.row.status}: {entry.row.detail}")
-    with marked(range_of(entry.row.case), device):
-        call(entry.launch, times)
+    alone = next(c for c in planned.contenders if c.kernel == name)
+    for case in call_each([replace(planned, contenders=(alone,))], device, data, times):
+        if case.status is not Status.OK:
+            error = Unsupported if case.status is Status.UNSUPPORTED else SuiteError
+            raise error(case.text)
 
 
 def plan(
@@ -118,7 +116,9 @@ def plan(
     if type(seed) is not int:
         raise SuiteError(f"try: seed: expected an integer, found {seed!r}")
     fields, options, params = _sorted_out(values, kernel, op, stored)
-    fields = {"dtype": DTYPES[device.type], "pattern": _pattern(fields), **fields}
+    blocks = "blocks" if "block" in fields else "unstructured"
+    pattern = blocks if fields.get("sparsity") else "dense"
+    fields = {"dtype": DTYPES[device.type], "pattern": pattern, **fields}
 
     def expanded(params: Mapping[str, Any]) -> Contest:
         contender = {"format": stored, "kernel": name}
@@ -132,7 +132,10 @@ def plan(
         (contest,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
         return contest
 
-    return expanded(_from_problem(expanded(params).problem, stored) | params)
+    every = expanded(params).problem.fields
+    values = {**every, **derived(every)}  # a parameter takes the value of a field of its name
+    names = keywords(weights_format(stored).from_dense) & values.keys()
+    return expanded({name: values[name] for name in names} | params)
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -146,10 +149,10 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
             raise SuiteError(f"try: expected {name} once, found it twice")
         rows, by, columns = text.partition("x")
         block = by and rows.isdigit() and columns.isdigit()
-        try:
-            values[name] = [int(rows), int(columns)] if block else yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise SuiteError(f"try: {name}: expected a value, found {text!r}") from error
+        where = f"try: {name}"
+        values[name] = (
+            [int(rows), int(columns)] if block else files.from_yaml(where, text, SuiteError)
+        )
     return values
 
 
@@ -177,20 +180,6 @@ def _sorted_out(
     )
 
 
-def _pattern(fields: Mapping[str, Any]) -> str:
-    """Return the default pattern: uniform random blocks, or elements."""
-    if not fields.get("sparsity"):
-        return "dense"
-    return "blocks" if "block" in fields else "unstructured"
-
-
-def _from_problem(problem: Problem, stored: str) -> dict[str, Any]:
-    """Return the format's parameters that follow from the problem's fields or its pattern."""
-    values = {**problem.fields, **derived(problem.fields)}
-    names = keywords(weights_format(stored).from_dense)
-    return {name: values[name] for name in names & values.keys()}
-
-
 def report(result: TrialResult) -> Group:
     """Return the result for a terminal: error, time, bound, speedup and choice of each row."""
     table, rows = frame(result.rows), result.rows
@@ -199,10 +188,12 @@ def report(result: TrialResult) -> Group:
     shown = Table(title=f"{problem.op} {fields}", title_justify="left", box=None, pad_edge=False)
     for heading in ("", *HEADINGS):
         shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    reasons: list[str] = []  # below the table, which cuts long texts off
     for row, (_, line) in zip(rows, table.iterrows(), strict=True):
         label = escape(row.case.contender.label)
         if row.status is not Status.OK:
-            shown.add_row(label, f"[red]{row.status}[/]: {escape(row.detail)}")
+            shown.add_row(label, f"[red]{row.status}[/]")
+            reasons.append(f"{label}: {row.status}: {escape(row.detail)}")
             continue
         faster = "baseline" if row.case.contender.baseline else f"{line.speedup:.2f}"
         of_bound = f"{line.of_bound:.0%}" if row.bound_us else ""
@@ -210,26 +201,22 @@ def report(result: TrialResult) -> Group:
         errors = f"{row.error or 0:.1e}", f"{line.error_of_usual:.2f}"
         allowed = f"{row.error_of_bound or 0:.2f}"
         shown.add_row(label, f"{line.median_us:.2f}", quartiles, faster, of_bound, *errors, allowed)
-    return Group(shown, *_notes(rows[0], table.iloc[0], result.device))
+    return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result.device))
 
 
 def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
-    """Return further facts of the kernel's row, one per line."""
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
+    weights = ""
+    if row.stored_bytes and row.dense_bytes:
+        weights = f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"
     facts = {
         "accuracy": str(line.marks),
         "choice": choice,
         "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
-        "weights": _bytes(row),
+        "weights": weights,
         "before the first call": f"convert {row.convert_us or 0:.0f} µs, "
         f"prepare {row.prepare_s or 0:.2f} s",
         "machine code": row.code or "",
     }
     lines = [f"{name}: {escape(text)}" for name, text in facts.items() if text]
     return [*lines, f"{device}, {CLOCKS[row.clock]}, one process: a look"]
-
-
-def _bytes(row: Row) -> str:
-    if not (row.stored_bytes and row.dense_bytes):
-        return ""
-    return f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"

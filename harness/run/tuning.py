@@ -12,6 +12,7 @@ are dropped.
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -94,16 +95,22 @@ def tune(
         major, minor = map(int, gpu["compute_capability"].split("."))
         name = tuned_table.file_name((major, minor), gpu["multiprocessors"])
         file = out or tuned_table.folders()["user"] / name
-        current = _current(file)
+        entries = tuned_table.read(file).entries if file.exists() else []
+        current = {entry.case: entry for entry in entries if entry.current}
         done = {case for case, entry in current.items() if entry.versions == versions}
-        todo = [part for contest in contests if (part := _lacking(contest, done))]
+        todo = []
+        for contest in contests:
+            pairs = zip(contest.contenders[::2], contest.contenders[1::2], strict=True)
+            left = [pair for pair in pairs if Case(contest.problem, pair[0]).id not in done]
+            if left:
+                todo.append(replace(contest, contenders=tuple(chain.from_iterable(left))))
         tuning = Tuning(file, Table(SCHEMA, gpu["name"], list(current.values())))
         end = monotonic() + 60 * minutes
         for number, contest in enumerate(todo):
             tuning.left = len(todo) - number
             if monotonic() > end:
                 break
-            progress(number, len(todo), describe(contest))
+            progress(number, len(todo), describe(contest.problem))
             for result in runner.run([contest]):
                 entries, failed = _entries(result.rows, versions)
                 current |= {entry.case: entry for entry in entries}
@@ -131,8 +138,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
                 )
                 pairs[Case(contest.problem, wide).id] = wide, default
         if pairs:
-            both = tuple(contender for pair in pairs.values() for contender in pair)
-            contests.append(Contest(contest.problem, both))
+            contests.append(Contest(contest.problem, tuple(chain.from_iterable(pairs.values()))))
     if not contests:
         expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
         raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
@@ -141,21 +147,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
     )  # so that little time covers some of all
 
 
-def _current(file: Path) -> dict[str, Entry]:
-    """Return the entries of the present code, by case."""
-    entries = tuned_table.read(file).entries if file.exists() else []
-    return {entry.case: entry for entry in entries if entry.current}
-
-
-def _lacking(contest: Contest, done: set[str]) -> Contest | None:
-    """Leave out the pairs that the table has; return None if nothing is left."""
-    pairs = zip(contest.contenders[::2], contest.contenders[1::2], strict=True)
-    left = [pair for pair in pairs if Case(contest.problem, pair[0]).id not in done]
-    return replace(contest, contenders=tuple(c for pair in left for c in pair)) if left else None
-
-
 def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[Entry], list[str]]:
-    """Return the entries of a contest, and a line for each search that failed."""
     entries, failed = [], []
     for wide, default in zip(rows[::2], rows[1::2], strict=True):
         if wide.status is Status.OK:

@@ -25,6 +25,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,8 +47,11 @@ def main() -> None:
     end_with_parent()
     faulthandler.enable()  # the stack of a crash, on stderr
     faulthandler.register(DUMP)
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):  # the parent reads UTF-8, whatever the locale is
+        assert isinstance(stream, TextIOWrapper)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
     def import_all() -> None:
         if torch.version.cuda:

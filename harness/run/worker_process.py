@@ -105,8 +105,7 @@ class Log:
 
 
 def _append(path: Path, lines: list[str]) -> None:
-    """Move lines to the end of a file."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write("".join(lines))
     lines.clear()
 
@@ -141,9 +140,14 @@ class Worker:
         self._log = log
         self._words: list[str] = []
         self._killed = False
+
+        def hear(line: str) -> None:
+            log.add(line)
+            self._words = [*self._words, line][-LINES_KEPT:]
+
         self._readers = [
             _reader(self._child.stdout, self._answers.put),
-            _reader(self._child.stderr, self._hear),
+            _reader(self._child.stderr, hear),
         ]
         self._end = threading.Thread(target=self._reap, daemon=True)
         self._end.start()
@@ -159,7 +163,6 @@ class Worker:
         self._first_answer()
 
     def begin(self) -> None:
-        """Let a spare child take its device."""
         self._send(self._arguments)
 
     def wait_ready(self) -> None:
@@ -226,7 +229,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Return the child's process id."""
         return self._child.pid
 
     def close(self) -> int:
@@ -305,13 +307,8 @@ class Worker:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"the worker process ended with {how}" + (f": {words}" if words else "")
 
-    def _hear(self, line: str) -> None:
-        self._log.add(line)
-        self._words = [*self._words, line][-LINES_KEPT:]
-
 
 def _kill_group(leader: int) -> None:
-    """End a process and all of its group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -330,8 +327,6 @@ def _require_all(
 
 
 def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Thread:
-    """Read a stream to its end in the background."""
-
     def read() -> None:
         assert stream
         with suppress(OSError, ValueError), stream:
@@ -341,6 +336,13 @@ def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Th
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     return thread
+
+
+def about_device(device: str, data: Path | None) -> dict[str, Any]:
+    """Return what a worker says about a device; this process must not open a GPU itself."""
+    worker = Worker(device, data, Log())
+    worker.kill()
+    return worker.about
 
 
 def start_spare(device: str, data: Path | None, log: Log) -> Worker:

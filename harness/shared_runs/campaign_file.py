@@ -19,18 +19,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparsebench._discovery import did_you_mean, documents, unknown
+from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.duration import seconds
 from sparsebench.harness.plan.selection import only
-from sparsebench.harness.plan.suite import Suite, parse, read
-from sparsebench.results import files
+from sparsebench.harness.plan.suite import Suite, document, parse, read
 
 KINDS = "suite", "confirm", "reproduce", "claims"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -69,7 +67,6 @@ class Entry(BaseModel):
         return self.reproduce or self.apart
 
     def read(self, data: Path | None) -> Suite:
-        """Read its suite. Raises SuiteError."""
         assert self.suite
         return read(self.suite, self.folder(data))
 
@@ -79,7 +76,6 @@ class Entry(BaseModel):
         return bool(self.suite) and (not self.data or (folder is not None and folder.is_dir()))
 
     def folder(self, data: Path | None) -> Path | None:
-        """Return the folder of its source files below --data."""
         return data / self.data if data and self.data else None
 
 
@@ -106,7 +102,6 @@ class Campaign:
 
     @cached_property
     def names(self) -> list[str]:
-        """Return the names of its entries, in order."""
         return [entry.name for entry in self.entries]
 
     def named(self, names: Sequence[str]) -> list[Entry]:
@@ -124,31 +119,21 @@ class Campaign:
         return [other for other in self.entries if other.name in (entry.of, entry.apart)]
 
 
-def campaigns() -> dict[str, Traversable]:
-    """Return the file of every campaign in the package, by name."""
-    return documents("suites.campaigns")
-
-
 def campaign(name: str) -> Campaign:
     """Read a campaign by name or from a file. Raises SuiteError with the place of an error."""
-    packaged = campaigns()
-    if name in packaged:
-        return _read(packaged[name].name, packaged[name].read_text("utf-8"))
-    if not name.endswith((".yaml", ".yml")):
-        raise SuiteError(unknown("a file.yaml or a known campaign", name, packaged))
-    return _read(name, files.text(Path(name), files.YAML_BYTES, SuiteError))
-
-
-def _read(where: str, text: str) -> Campaign:
+    where, text = document("suites.campaigns", "campaign", name)
     written = parse(where, text, CampaignFile)
     entries: list[Entry] = []
     for number, entry in enumerate(written.entries):
         place = f"{where}: entries[{number}]"
         kinds = [kind for kind in KINDS if getattr(entry, kind) is not None]
         if len(kinds) != 1:
-            found = " and ".join(kinds) or "none"
-            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {found}")
-        name, replicates = entry.name or _name(entry), entry.replicates or written.replicates
+            message = " and ".join(kinds) or "none"
+            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {message}")
+        confirmed = f"{entry.of}-{'confirmed' if entry.confirm else 'again'}"
+        of_kind = {"claims": "claims", "suite": Path(str(entry.suite)).stem}
+        name = entry.name or of_kind.get(entry.kind, confirmed)
+        replicates = entry.replicates or written.replicates
         entry = entry.model_copy(update={"name": name, "replicates": replicates})
         before = {other.name: other.kind for other in entries}
         if not NAME.fullmatch(name) or name in before:
@@ -156,8 +141,8 @@ def _read(where: str, text: str) -> Campaign:
             raise SuiteError(f"{place}: expected {expected}; found {name!r}")
         for other in filter(None, (entry.of, entry.apart)):
             if other not in before:
-                found = f"found {other!r}{did_you_mean(other, before)}"
-                raise SuiteError(f"{place}: expected an entry above it, {found}")
+                message = f"found {other!r}{did_you_mean(other, before)}"
+                raise SuiteError(f"{place}: expected an entry above it, {message}")
             if before[other] == "claims":
                 raise SuiteError(f"{place}: expected the name of a run, found {other}, the claims")
         if entry.suite and not entry.data:
@@ -167,11 +152,3 @@ def _read(where: str, text: str) -> Campaign:
                 raise SuiteError(f"{place}: {error}") from error
         entries.append(entry)
     return Campaign(where, written.title, seconds(f"{where}: budget", written.budget), entries)
-
-
-def _name(entry: Entry) -> str:
-    if entry.kind == "claims":
-        return "claims"
-    if entry.of:
-        return f"{entry.of}-{'confirmed' if entry.confirm else 'again'}"
-    return Path(str(entry.suite)).stem

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
@@ -34,7 +35,6 @@ class Unfinished(Exception):
     """The time ended before the run was whole."""
 
     def __init__(self, done: int, of: int) -> None:
-        """Keep how many contests are done."""
         super().__init__(f"{done} of {amount(of, 'contest')}")
         self.done, self.of = done, of
 
@@ -132,7 +132,7 @@ def pack(run: Path) -> None:
     plain = run / bundle.ROWS
     if plain.exists() and (run / bundle.MANIFEST).exists():
         packed = gzip.compress(plain.read_bytes(), mtime=0)
-        (run / f"{bundle.ROWS}.gz").write_bytes(packed)
+        write_file(run / f"{bundle.ROWS}.gz", packed)
         plain.unlink()
 
 
@@ -140,5 +140,5 @@ def unpack(run: Path) -> None:
     """Write the rows of a run as text again, before it is resumed."""
     packed = run / f"{bundle.ROWS}.gz"
     if packed.exists():
-        (run / bundle.ROWS).write_bytes(bundle.content(run, bundle.ROWS))
+        write_file(run / bundle.ROWS, bundle.content(run, bundle.ROWS))
         packed.unlink()

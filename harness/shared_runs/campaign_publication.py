@@ -18,7 +18,7 @@ from pathlib import Path
 from sparsebench.errors import ResultError
 from sparsebench.harness.shared_runs.campaign_file import Campaign
 from sparsebench.harness.shared_runs.campaign_sitting import state
-from sparsebench.results import bundle, files
+from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import device_name
 
 
@@ -36,7 +36,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         )
     runs = {entry.name: out / entry.name for entry in entries if entry.kind != "claims"}
     for name in (entry.name for entry in entries if entry.kind == "claims"):
-        runs |= {f"{name}-{run.name}": run for run in _runs(out / name)}
+        runs |= {f"{name}-{run.name}": run for run in store.runs_in(out / name)}
     for run in runs.values():
         bundle.verify(run)
     gpus = {device_name(files.from_json(run / "environment.json")) for run in runs.values()}
@@ -44,7 +44,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         raise ResultError(f"expected runs of one GPU, found {', '.join(sorted(gpus)) or 'none'}")
     home = into / _slug(gpus.pop())
     with _replaced(home) as before:
-        unchanged = {run.name: run for run in _runs(before)} if names else {}
+        unchanged = {run.name: run for run in store.runs_in(before)} if names else {}
         for name, run in (unchanged | runs).items():
             shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
         from sparsebench.reports.published import write
@@ -64,10 +64,6 @@ def published(campaign: Campaign, out: Path, into: Path) -> list[str]:
         for name, file in environments.items()
         if file.exists() and files.from_json(file).get("code_sha256") == here["code_sha256"]
     ]
-
-
-def _runs(folder: Path) -> list[Path]:
-    return sorted(file.parent for file in folder.glob("*/run.json"))
 
 
 def _slug(gpu: str) -> str:

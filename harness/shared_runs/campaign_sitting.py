@@ -27,15 +27,10 @@ from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
+from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
-from sparsebench.harness.shared_runs.campaign_pieces import (
-    Pieces,
-    Unfinished,
-    contests_in,
-    pieces,
-)
-from sparsebench.harness.shared_runs.local_gpus import on_each_device
-from sparsebench.harness.shared_runs.part_work import ask_worker
+from sparsebench.harness.shared_runs.campaign_pieces import Pieces, Unfinished, contests_in, pieces
+from sparsebench.harness.shared_runs.sharing import on_each_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import KIND, device_id_at, require_equal_facts, shared_facts
 
@@ -61,7 +56,7 @@ def state(out: Path, entry: Entry) -> State:
     """Return how far an entry is. Raises ResultError if its runs do not match the campaign."""
     path = out / entry.name
     if entry.kind == "claims":
-        runs = sorted(file.parent for file in path.glob("*/run.json"))
+        runs = store.runs_in(path)
         status = "whole" if (path / VERDICTS).exists() else "begun" if path.exists() else "open"
         return State(entry.name, status, seconds=_seconds(runs))
     whole = (path / "run.json").exists()
@@ -116,7 +111,6 @@ class Sitting:
     refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Collect the entries that are not whole."""
         self._changed = Condition()
         self._parts: list[Part] = []
         self._left = [e for e in self.entries if state(self.out, e).status != "whole"]
@@ -138,7 +132,7 @@ class Sitting:
 
     def _card(self, device: str) -> str:
         """Return a device's identity. Raises ResultError if it is not of the campaign's kind."""
-        about = ask_worker(Flags(device, self.data))
+        about = about_device(device, self.data)
         facts = shared_facts(about["environment"])
         here = {name: facts[name] for name in SAME}
         file = self.out / "alike.json"
@@ -153,7 +147,6 @@ class Sitting:
             self._changed.notify_all()
 
     def _serve(self, device: str, card: str, progress: Progress) -> None:
-        """Measure entries until none is left that can begin on this card."""
         tried: set[str] = set()
         while entry := self._next(card, tried):
             tried.add(entry.name)
@@ -205,7 +198,11 @@ class Sitting:
 
     def _ready(self, entry: Entry, card: str) -> bool:
         """Return whether the runs that an entry needs exist, and note the reason if not."""
-        missing = [e.name for e in self.campaign.above(entry) if not self._whole(e)]
+        missing = [
+            e.name
+            for e in self.campaign.above(entry)
+            if not (self.out / e.name / (VERDICTS if e.kind == "claims" else "run.json")).exists()
+        ]
         reason = f"waits for {', '.join(missing)}" if missing else ""
         if not missing and entry.elsewhere:
             run = store.read(self.out / entry.elsewhere)
@@ -214,10 +211,6 @@ class Sitting:
         if reason:
             self.reasons[entry.name] = reason
         return not reason
-
-    def _whole(self, entry: Entry) -> bool:
-        file = VERDICTS if entry.kind == "claims" else "run.json"
-        return (self.out / entry.name / file).exists()
 
     def _measure(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
         """Measure an entry completely, or raise Unfinished."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,9 @@ class Task:
     """What a job runs: one part. submitit calls `checkpoint` near the time limit."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        """Keep the plan's folder and the number of the part."""
         self.folder, self.number = folder, number
 
     def __call__(self) -> int:
-        """Measure the part, and return its number."""
         plan, suite = shared_folder.read(self.folder)
         work(self.folder, plan, suite, self.number)
         return self.number
@@ -83,7 +81,10 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
             alive = _alive(folder, plan)
             parts = list(shared_folder.progress(folder, plan))
             unclaimed = shared_folder.unclaimed(folder, contests)
-            lost = [] if alive is None else _lost(parts, alive, unclaimed)
+            ended = [] if alive is None else [part for part in parts if part.number not in alive]
+            lost = [part for part in ended if not part.complete]
+            if unclaimed and not alive:
+                lost = lost or ended[:1]  # any part can take what no part has claimed
             done = min(sum(part.contests for part in parts), total)
             options.progress(done, total, _describe(alive))
             if alive is not None and not alive and not lost:
@@ -127,7 +128,6 @@ def send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:
 
 
 def _executor(plan: Plan, folder: Path) -> Any:
-    """Return submitit's executor. Raises SuiteError if there is no such cluster or option."""
     try:
         import submitit
     except ModuleNotFoundError as error:
@@ -165,11 +165,16 @@ def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
     """Return the state of each part with a job that is queued or running; None if unknown."""
     ids = [(int(number), job) for number, each in jobs(folder).items() for job in each]
     if plan.by == "local":
-        return {number: "RUNNING" for number, job in ids if _runs(job)}
+        return {number: "RUNNING" for number, job in ids if b"submitit" in _command_line(job)}
     command = ["squeue", "--noheader", "--array", "--format=%i %T %r", f"--name={plan.job}"]
     try:
         reply = subprocess.run(
-            command, capture_output=True, text=True, timeout=SQUEUE_S, check=True
+            command,
+            capture_output=True,
+            timeout=SQUEUE_S,
+            check=True,
+            encoding="utf-8",
+            errors="replace",
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -178,22 +183,14 @@ def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
     return {number: states[job] for number, job in ids if job in states}
 
 
-def _runs(job: str) -> bool:
-    """Return whether a local job's process runs; a zombie has an empty command line."""
+def _command_line(job: str) -> bytes:
+    """Return the command line of a local job's process; b"" once it has ended."""
     with suppress(OSError):
-        return b"submitit" in Path(f"/proc/{job}/cmdline").read_bytes()
-    return False
-
-
-def _lost(parts: Sequence[Progress], alive: Mapping[int, str], unclaimed: int) -> list[Progress]:
-    """Return the parts to send again: those begun and not done, or any one for unclaimed work."""
-    ended = [part for part in parts if part.number not in alive]
-    lost = [part for part in ended if not part.complete]
-    return lost or (ended[:1] if unclaimed and not alive else [])
+        return Path(f"/proc/{job}/cmdline").read_bytes()
+    return b""
 
 
 def _describe(alive: Mapping[int, str] | None) -> str:
-    """Return a progress line: `jobs: 2 running`."""
     if alive is None:
         return "the scheduler does not answer"
     counts = sorted(Counter(alive.values()).items())
@@ -201,10 +198,9 @@ def _describe(alive: Mapping[int, str] | None) -> str:
 
 
 def _given_up(folder: Path, part: Progress) -> str:
-    """Return the error for a part whose jobs end without a new contest, with the last words."""
     job = jobs(folder)[str(part.number)][-1]
     logs = sorted((folder / "jobs").glob(f"{job}_*_log.err"))
     lines = logs[-1].read_text("utf-8", "replace").splitlines() if logs else []
     words = " | ".join(line.strip() for line in lines if line.strip())[-400:]
-    found = f"found {TRIES} jobs that ended without one; the last, {job}: {words or 'no output'}"
-    return f"{folder / str(part.number)}: expected new contests of part {part.number}, {found}"
+    message = f"found {TRIES} jobs that ended without one; the last, {job}: {words or 'no output'}"
+    return f"{folder / str(part.number)}: expected new contests of part {part.number}, {message}"

@@ -13,15 +13,15 @@ from one GPU. If processes of a problem ran on two GPUs, the report says so (rep
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from sparsebench._discovery import own_code_only
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.harness.plan.selection import planned
-from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.recorded_plan import own_suite, require_planned
 from sparsebench.harness.run.run_json import Counts
 from sparsebench.results import bundle, files, store
@@ -30,12 +30,7 @@ from sparsebench.results.consistency import check_consistency
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
-COMMON = (
-    "suite",
-    "reproduces",
-    "confirms",
-    "choices",
-)  # of run.json, the same in all runs
+COMMON = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all runs
 LOGS = "worker.log", "failures.log"
 PER_PART = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
 
@@ -54,8 +49,16 @@ def merge(
     missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
     was changed, its suite, code or kind of GPU differs, or a contest is missing or there twice.
     """
-    _each_run_once(paths)
-    runs = [_opened(path) for path in paths]
+    runs, seen = list[Run](), dict[str, Path]()
+    for path in paths:
+        if (identity := bundle.identity(path)) in seen:  # even under another name
+            raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
+        seen[identity] = path
+    for path in paths:
+        bundle.verify(path)
+        runs.append(store.read(path))
+        if runs[-1].state.get("shards"):
+            raise ResultError(f"{path}: expected a run of one GPU, found a merged one")
     if not runs:
         raise ResultError("merge: expected runs, found none")
     if not store.is_new(out):
@@ -63,19 +66,24 @@ def merge(
     for run in runs[1:]:
         _of_one_plan(runs[0], run)
     _each_contest_once(runs)
-    _readable(paths)
+    size = sum(len(bundle.content(path, bundle.ROWS)) for path in paths)
+    if size > files.ROWS_BYTES:
+        limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
+        raise ResultError(f"merge: expected at most {limit}, found {size}; --only makes two runs")
     joined = _joined(runs, out)
+    counts, flags = Counts([*joined.reference, *joined.rows]), joined.state["flags"]
     with nullcontext() if plugins else own_code_only():
         suite = own_suite(joined, data)
-        missing = _missing(joined, suite)
+        problems = [c.problem.id for c in planned(suite, flags["device"], flags["only"])]
+        plan = [(n, problem) for n in range(flags["replicates"]) for problem in problems]
+        missing = [contest for contest in plan if contest not in counts.done]
         if not missing:
             require_planned(joined, suite)
     if missing and whole:
-        raise ResultError(_lacking(runs, missing, joined))
+        raise ResultError(_lacking(runs, missing, len(counts.done)))
     if not missing:
         for _ in check_consistency(joined):
             pass
-    counts = Counts([*joined.reference, *joined.rows])
     status = "interrupted" if missing else "finished"
     done = {"done": len(counts.done), "of": len(counts.done) + len(missing)}
     with store.new_directory(out) as fresh:
@@ -86,31 +94,14 @@ def merge(
             {**joined.state, "status": status, "contests": done, "cases": dict(counts.cases)},
             [*joined.reference, *joined.rows],
         )
-        (fresh / bundle.LOCK).write_text((paths[0] / bundle.LOCK).read_text())
+        write_file(fresh / bundle.LOCK, bundle.content(paths[0], bundle.LOCK))
         for name in LOGS:
             logs = [run / name for run in paths if (run / name).exists()]
             if logs:
                 text = "".join(log.read_text("utf-8", "replace") for log in logs)
-                (fresh / name).write_text(text)
+                write_file(fresh / name, text)
         bundle.seal_files(fresh, sorted(bundle.REQUIRED))
     return out
-
-
-def _each_run_once(paths: Iterable[Path]) -> None:
-    """Raise ResultError for a bundle that is given twice, even under two names."""
-    seen: dict[str, Path] = {}
-    for path in paths:
-        if (identity := bundle.identity(path)) in seen:
-            raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
-        seen[identity] = path
-
-
-def _opened(path: Path) -> Run:
-    bundle.verify(path)
-    run = store.read(path)
-    if run.state.get("shards"):
-        raise ResultError(f"{path}: expected a run of one GPU, found a merged one")
-    return run
 
 
 def _of_one_plan(first: Run, other: Run) -> None:
@@ -121,26 +112,21 @@ def _of_one_plan(first: Run, other: Run) -> None:
         str(other.path), shared_facts(first.environment), shared_facts(other.environment)
     )
     for name in ("flags", *COMMON[1:]):
-        expected, found = (_compared(run.state.get(name)) for run in (first, other))
-        if expected != found:
+        both: list[Any] = [run.state.get(name) for run in (first, other)]
+        if name == "flags":
+            both = [{k: v for k, v in flags.items() if k not in PER_PART} for flags in both]
+        if both[0] != both[1]:
             raise ResultError(
-                f"{other.path}: expected {name} {expected} as in {first.path}, found {found}"
+                f"{other.path}: expected {name} {both[0]} as in {first.path}, found {both[1]}"
             )
-    expected, found = ((run.path / bundle.LOCK).read_text() for run in (first, other))
-    if expected != found:
-        both = zip(expected.splitlines(), found.splitlines(), strict=False)
-        before, now = next((pair for pair in both if pair[0] != pair[1]), ("more", "fewer lines"))
+    locks = [(run.path / bundle.LOCK).read_text("utf-8") for run in (first, other)]
+    if locks[0] != locks[1]:
+        lines = zip(*(lock.splitlines() for lock in locks), strict=False)
+        before, now = next((pair for pair in lines if pair[0] != pair[1]), ("more", "fewer lines"))
         raise ResultError(f"{other.path / bundle.LOCK}: expected {before}, found {now}")
 
 
-def _compared(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: each for name, each in value.items() if name not in PER_PART}
-
-
 def _each_contest_once(runs: Iterable[Run]) -> None:
-    """Raise ResultError for a contest that two runs have."""
     seen: dict[tuple[int, str], Run] = {}
     for run in runs:
         rows = [*run.reference, *run.rows]
@@ -151,16 +137,7 @@ def _each_contest_once(runs: Iterable[Run]) -> None:
                 raise ResultError(f"{run.path}: expected {what} once, found it in {other.path} too")
 
 
-def _readable(paths: Iterable[Path]) -> None:
-    """Raise ResultError for more rows than a run may have to be readable."""
-    count = sum(len(bundle.content(path, bundle.ROWS)) for path in paths)
-    if count > files.ROWS_BYTES:
-        limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
-        raise ResultError(f"merge: expected at most {limit}, found {count}; --only makes two runs")
-
-
 def _joined(runs: Sequence[Run], out: Path) -> Run:
-    """Return the merged run as it will be read."""
     hosts = {host: number for number, host in enumerate(dict.fromkeys(map(_host, runs)), start=1)}
     common = _shared([run.environment for run in runs])
     devices: dict[str, dict[str, Any]] = {}
@@ -215,27 +192,16 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _missing(joined: Run, suite: Suite) -> list[tuple[int, str]]:
-    """Return the contests that no run has, as process and problem."""
-    flags = joined.state["flags"]
-    contests = planned(suite, flags["device"], flags["only"])
-    measured = {(row.replicate, row.case.problem.id) for row in [*joined.reference, *joined.rows]}
-    keys = [(n, c.problem.id) for n in range(flags["replicates"]) for c in contests]
-    return [key for key in keys if key not in measured]
-
-
-def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], joined: Run) -> str:
+def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], done: int) -> str:
     """Return the error for missing contests, with the missing shards if runs have numbers."""
     shards = {str(run.state["flags"].get("shard", "")) for run in runs} - {""}
     of = {int(shard.partition("/")[2]) for shard in shards}
     lost = [f"{n}/{max(of)}" for n in range(1, max(of, default=0) + 1)]
     lost = [shard for shard in lost if shard not in shards]
     replicate, problem = missing[0]
-    rows = [*joined.reference, *joined.rows]
-    total = len(missing) + len({(row.replicate, row.case.problem.id) for row in rows})
     what = f"{len(missing)} missing, such as problem {problem} in replicate {replicate}"
     which = f" (no shard {', '.join(lost[:5])})" if lost else ""
-    return f"merge: expected all {total} contests of the plan, found {what}{which}"
+    return f"merge: expected all {done + len(missing)} contests of the plan, found {what}{which}"
 
 
 def _host(run: Run) -> str:
@@ -268,16 +234,11 @@ def _without(facts: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 
 def _highest(ceilings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the highest ceilings of several GPUs, which bound the rows of each of them."""
-    every = [Ceilings.from_json(each) for each in ceilings]
-    names = sorted({name for each in every for name in each.matrix_tflops})
-    written = [each.write_gb_per_s for each in every if each.write_gb_per_s is not None]
-    highest = replace(
-        every[0],
-        read_gb_per_s=max(each.read_gb_per_s for each in every),
-        copy_gb_per_s=max(each.copy_gb_per_s for each in every),
-        write_gb_per_s=max(written) if written else None,
-        matrix_tflops={n: max(e.matrix_tflops.get(n, 0.0) for e in every) for n in names},
-        launch_us=min(each.launch_us for each in every),
-        age_s=max(each.age_s for each in every),
-    )
-    return asdict(highest)
+    every = [asdict(Ceilings.from_json(each)) for each in ceilings]
+    highest = every[0] | {"launch_us": min(each["launch_us"] for each in every)}
+    for name in ("read_gb_per_s", "copy_gb_per_s", "write_gb_per_s", "age_s"):
+        values = [each[name] for each in every if each[name] is not None]
+        highest[name] = max(values, default=None)
+    rates = [each["matrix_tflops"] for each in every]
+    names = sorted({name for each in rates for name in each})
+    return highest | {"matrix_tflops": {n: max(e.get(n, 0.0) for e in rates) for n in names}}

@@ -11,18 +11,16 @@ contests and seals it.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
-from sparsebench.harness.run.worker_process import Log
+from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs import shared_folder
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.results import bundle, store
@@ -54,7 +52,7 @@ def work(
     flags = plan.flags_of(number)
     with store.locked(folder / str(number)):
         runs = shared_folder.runs_of(folder, number)
-        device_id = str(ask_worker(flags)["identity"]) if runs else ""
+        device_id = str(about_device(flags.device, flags.data)["identity"]) if runs else ""
         ours, earlier = split(runs, device_id, suite, flags)
         part = Part(folder, number, boot(), earlier)
         if not part.reserve(planned(suite, flags.device, flags.only, flags.shard)):
@@ -106,10 +104,3 @@ def seal_all(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
     if not sealed:
         raise ResultError(f"{folder}: expected a contest that was measured, found none")
     return sealed
-
-
-def ask_worker(flags: Flags) -> dict[str, Any]:
-    """Start a worker on a device and return what it says about it."""
-    worker = worker_process.Worker(flags.device, flags.data, Log())
-    worker.kill()
-    return dict(worker.about)

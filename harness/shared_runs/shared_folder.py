@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, expand
@@ -51,7 +52,6 @@ class Plan:
 
     @property
     def numbers(self) -> range:
-        """Return the numbers of the parts."""
         return range(1, len(self.devices) + 1)
 
     def flags_of(self, number: int) -> Flags:
@@ -93,10 +93,10 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
     """Create the folder atomically. Raises ResultError if it exists."""
     with store.new_directory(folder) as fresh:
         (fresh / "claims").mkdir()
-        (fresh / "suite.yaml").write_text(text)
+        write_file(fresh / "suite.yaml", text)
         for number in plan.numbers:
             (fresh / str(number)).mkdir()
-            (fresh / str(number) / "suite.yaml").write_text(text)
+            write_file(fresh / str(number) / "suite.yaml", text)
         if pinned:
             store.write_json(fresh / "pinned.json", list(pinned))
         flags = asdict(plan.flags)
@@ -116,7 +116,7 @@ def read(folder: Path) -> tuple[Plan, Suite]:
         plan = Plan(**{**data, "flags": Flags(**flags), "devices": tuple(data["devices"])})
     except (KeyError, TypeError) as error:
         raise ResultError(f"{file}: expected a plan, found {error}") from error
-    text = (folder / "suite.yaml").read_text()
+    text = (folder / "suite.yaml").read_text("utf-8")
     suite = expand(str(folder / "suite.yaml"), text, plan.flags.data)
     return plan, replace(suite, name=plan.suite)
 
@@ -127,7 +127,7 @@ def require_same(folder: Path, plan: Plan, text: str) -> None:
     data = plan.flags.data.absolute() if plan.flags.data else None
     flags = replace(plan.flags, data=data)
     now = replace(plan, flags=flags, job=before.job, options=before.options)
-    if now != before or (folder / "suite.yaml").read_text() != text:
+    if now != before or (folder / "suite.yaml").read_text("utf-8") != text:
         expected = "the plan that is shared out there"
         raise SuiteError(f"{folder}: expected {expected}, found another suite or other options")
 
@@ -141,7 +141,7 @@ def runs_of(folder: Path, number: int) -> list[Path]:
 def pinned(folder: Path) -> list[Pinned]:
     """Return the choices that processes take from another run."""
     file = folder / "pinned.json"
-    choices: list[Pinned] = json.loads(file.read_text()) if file.exists() else []
+    choices: list[Pinned] = json.loads(file.read_text("utf-8")) if file.exists() else []
     return choices
 
 

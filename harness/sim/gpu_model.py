@@ -10,7 +10,11 @@
     step      likewise: in some contests the clock changes at a random moment
     noise     of one sample: normal; larger for shorter calls
 
-Every draw comes from a seed. A YAML file describes the device; the defaults are an NVIDIA H200's.
+Dense contenders are more efficient than any sparse one that the spec does not name, so that no
+speedup exceeds 1 / (1 - sparsity), but for noise.
+
+Every draw comes from a seed. A YAML file describes the device; the defaults are an NVIDIA H200's,
+and a100.yaml, l4.yaml and rtx-4090.yaml beside this file can be named without a path (`sim:l4`).
 Over ten processes with clocks not locked, its samples had an interquartile range of 6.3 % at 4.5
 µs, 2.5 % at 18 µs and 0.5 % above 100 µs. Ratios differed by 0.3 to 0.6 %. Drift and steps are
 assumed.
@@ -25,6 +29,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,7 +49,8 @@ SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 # BLUR is the error of timing one. At a regret of 1 %, 33 of 48 are within 10 % of the fastest;
 # among cuBLAS's choices on an H200, 12 to 40 are.
 WAYS, SLOWEST, BLUR = 48, 15.0, 2.1
-EFFICIENCY = 0.3, 0.9  # range, by a hash of the label, for a contender that the spec does not name
+# Ranges, by a hash of the label, for a contender that the spec does not name.
+DENSE_EFFICIENCY, SPARSE_EFFICIENCY = (0.85, 0.9), (0.3, 0.8)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Array = NDArray[np.float64]
@@ -69,18 +75,22 @@ class Fault(_Model):
 
 
 class Rates(_Model):
-    """TFLOP/s of matrix products: what cuBLAS reaches at best on an H200, rounded."""
+    """TFLOP/s of matrix products: what cuBLAS reaches at best on an H200, rounded.
+
+    fp8 is None for a GPU that cannot multiply it.
+    """
 
     fp16: PositiveFloat = 800.0
     bf16: PositiveFloat = 800.0
     tf32: PositiveFloat = 400.0
     fp32: PositiveFloat = 50.0
-    fp8: PositiveFloat = 1500.0
+    fp8: PositiveFloat | None = 1500.0
 
 
 class Spec(_Model):
     """A simulated GPU. Sizes of noise are relative: 0.01 is 1 %.
 
+    capability  compute capability; kernels that need a newer one are unsupported
     launch_us   least device time of a call; host_us: the same, as called from Python; next_us: of a
                 layer that follows another in one graph (assumed)
     noise       interquartile range of samples by µs of a call, interpolated over log µs
@@ -94,6 +104,7 @@ class Spec(_Model):
     schema_: Literal["sparsebench/sim@1"] = Field(default="sparsebench/sim@1", alias="schema")
     seed: int = 0
     gpu: str = "H200"
+    capability: Annotated[str, Field(pattern=r"^\d+\.\d$")] = "9.0"
     bandwidth_gb_per_s: PositiveFloat = 4100.0
     matrix_tflops: Rates = Rates()
     launch_us: PositiveFloat = 4.5
@@ -119,15 +130,17 @@ class Spec(_Model):
 
 
 def read(device: str) -> Spec:
-    """Return the spec of `sim` (all defaults) or `sim:FILE.yaml`. Raises SuiteError."""
-    file = device.partition(":")[2]
-    if not file:
+    """Return the spec of `sim` (all defaults), `sim:NAME` or `sim:FILE.yaml`. Raises SuiteError."""
+    name = device.partition(":")[2]
+    if not name:
         return Spec()
+    named = Path(__file__).parent / f"{Path(name).name}.yaml"
+    file = str(named) if "/" not in name and named.exists() else name
     try:
         text = files.text(Path(file), files.YAML_BYTES, SuiteError)
     except SuiteError as error:
         raise SuiteError(f"--device {device}: {str(error).removeprefix(f'{file}: ')}") from error
-    return parse(file, text, Spec)
+    return parse(name, text, Spec)
 
 
 def call_us(
@@ -136,8 +149,7 @@ def call_us(
     """Return the time of a call without noise: the formula's first line."""
     least_us = {"op": spec.host_us, CHAIN: spec.next_us}.get(scope, spec.launch_us)
     memory_us = read_bytes / spec.bandwidth_gb_per_s / 1e3
-    rate: float = getattr(spec.matrix_tflops, dtype)
-    compute_us = flops / rate / 1e6
+    compute_us = flops / (getattr(spec.matrix_tflops, dtype) or inf) / 1e6
     return max(least_us, memory_us, compute_us) / _efficiency(spec, contender)
 
 
@@ -185,7 +197,8 @@ def samples(
 
 def _efficiency(spec: Spec, contender: Contender) -> float:
     label = replace(contender, twin=False).label
-    low, high = EFFICIENCY
+    dense = contender.format == "dense"
+    low, high = DENSE_EFFICIENCY if dense else SPARSE_EFFICIENCY
     digest = hashlib.sha256(label.encode()).digest()
     return spec.efficiency.get(label, low + (high - low) * digest[0] / 255)
 

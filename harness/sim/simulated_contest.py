@@ -3,7 +3,8 @@
     non-zeros    elements x (1 - requested sparsity)
     work         of a contender in format dense: all elements; in any other: the non-zeros
     time         by gpu_model.py; a hot call does not read what the L2 cache holds
-    faults       as planned; every other case runs and is right, and none is unsupported
+    faults       as planned; every other case runs and is right
+    unsupported  what a GPU of the simulated generation cannot run; the default GPU runs all
 
     search       the choice is one of several ways. A pinned choice is taken again; a later process
                  times the finalists of what an earlier one has timed
@@ -20,16 +21,19 @@ from dataclasses import asdict, dataclass, replace
 from math import exp, prod
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
-from sparsebench.harness.catalog import load_op, weights_format
+from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, call_us, samples, ways
+from sparsebench.kernels import _kernel as kernel_contract
 from sparsebench.kernels._common.search import Search, Trial, finalists
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import check_bound
@@ -82,6 +86,9 @@ def run(
     rows = [_row(spec, Case(problem, contender), work, options) for contender in contenders]
     for number, row in enumerate(rows):
         announce(row.case.id, "prepare")
+        if reason := unsupported(spec, problem, row.case.contender):
+            rows[number] = replace(row, status=Status.UNSUPPORTED, detail=reason)
+            continue
         faults = _faults(spec, row)
         if "crash" in faults:
             print("a planned crash", file=sys.stderr, flush=True)
@@ -93,6 +100,20 @@ def run(
     announce("", "timing")
     timed = [_time(spec, rows, work, options, *measure) for measure in options.measures]
     return [row for measured in timed for row in measured]
+
+
+def unsupported(spec: Spec, problem: Problem, contender: Contender) -> str | None:
+    """Return why a kernel cannot run the problem on another generation of GPU, or None.
+
+    Packages that are missing on this machine do not count. On the default GPU everything runs.
+    """
+    if spec.capability == Spec().capability:
+        return None
+    major, minor = map(int, spec.capability.split("."))
+    kernel = load_kernel(contender.kernel)
+    with patch.object(torch.cuda, "get_device_capability", lambda device: (major, minor)):
+        reason = kernel_contract.unsupported(kernel, problem, torch.device("cuda"))
+    return None if reason is None or "pip install" in reason else reason
 
 
 def _work(problem: Problem) -> Work:

@@ -6,7 +6,7 @@
 Everything above it is real: runner, timeouts, rows on disk, statistics, report. The same spec,
 suite and process number give the same rows; another seed is another device.
 
-Usage: python -P -m sparsebench.harness.sim.simulated_worker sim[:FILE.yaml] [DATA] | --wait
+Usage: python -P -m sparsebench.harness.sim.simulated_worker sim[:NAME|:FILE.yaml] [DATA] | --wait
 """
 
 import hashlib
@@ -69,6 +69,7 @@ def _environment(device: str, spec: Spec) -> dict[str, Any]:
     gpu = {
         "name": f"simulated {spec.gpu}",
         "uuid": spec.identity,
+        "compute_capability": spec.capability,
         "l2_bytes": spec.l2_bytes,
         "spec_sha256": hashlib.sha256(written.encode()).hexdigest(),
     }
@@ -78,7 +79,7 @@ def _environment(device: str, spec: Spec) -> dict[str, Any]:
 
 def _ceilings(spec: Spec) -> Ceilings:
     bandwidth = spec.bandwidth_gb_per_s
-    rates = spec.matrix_tflops.model_dump()
+    rates = spec.matrix_tflops.model_dump(exclude_none=True)
     return Ceilings(bandwidth, bandwidth, rates, spec.launch_us, spec.l2_bytes)
 
 

@@ -29,7 +29,7 @@ from sparsebench.harness.bench.sampling import Measure, possible
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Contest, read
-from sparsebench.results.record import Case, Problem, Row, Status, Value
+from sparsebench.results.record import Case, Row, Status, Value
 
 WORK = ["sparsity", "nnz", "digest", "flops", "dense_flops", "fewest_bytes"]
 BYTES = ["stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
@@ -41,7 +41,6 @@ class SuiteFile(pytest.File):
     """A suite file; an error in it is reported in one line."""
 
     def collect(self) -> "Iterator[ContestNode]":
-        """Read the suite for the requested device."""
         option = self.config.getoption
         if option("benchmark_only", None) is None:
             raise self.CollectError(f"{self.path}: expected pytest-benchmark to run it, found none")
@@ -53,7 +52,11 @@ class SuiteFile(pytest.File):
             raise self.CollectError(str(error)) from error
         measures = possible(suite.measures, device.type)
         for each in contests:
-            name = _problem_name(each.problem)
+            problem = each.problem  # named linear-m:16-n:4096-...-sparsity:0.9
+            beyond: dict[str, Value] = {"seed": problem.seed} if problem.seed else {}
+            if problem.source:
+                beyond["source"] = problem.source.label
+            name = _named(problem.op, {**problem.fields, **beyond})
             yield ContestNode.from_parent(
                 self, name=name, contest=each, device=device, measures=measures
             )
@@ -65,7 +68,6 @@ class ContestNode(pytest.Collector):
     def __init__(
         self, *, contest: Contest, device: torch.device, measures: tuple[Measure, ...], **node: Any
     ) -> None:
-        """Store what to measure, and where."""
         super().__init__(**node)
         self.contest, self.device, self.measures = contest, device, measures
         self.rows: dict[tuple[str, str, str], Row] = {}
@@ -74,11 +76,14 @@ class ContestNode(pytest.Collector):
         """Yield each contender; a scope or cache state other than the first is in its name."""
         for contender in self.contest.contenders:
             case = Case(self.contest.problem, contender)
+            fields = case.problem.fields
+            params = {name: v for name, v in contender.params.items() if fields.get(name) != v}
+            label = f"{contender.format}/{contender.kernel}"
             for measure in self.measures:
                 other = measure if measure != self.measures[0] else ()
                 yield CaseItem.from_parent(
                     self,
-                    name="-".join([_contender_name(case), *other]),
+                    name="-".join([_named(label, {**params, **contender.options}), *other]),
                     group="-".join([self.name, *other]),
                     case=case,
                     measure=measure,
@@ -117,7 +122,6 @@ class CaseItem(pytest.Function):
         self.add_marker(pytest.mark.benchmark(group=group, timer=self.device_time))
 
     def device_time(self) -> float:
-        """Return the seconds of all samples so far, as the timer."""
         return self.seconds
 
     def play(self, benchmark: Any) -> None:
@@ -134,40 +138,22 @@ class CaseItem(pytest.Function):
                 pytest.fail(f"{row.status}: {row.detail}", pytrace=False)
             self.seconds += 1e-6 * next(samples_us, 0.0)  # a profiler makes one more call
 
-        contender = self.case.contender
+        problem, contender, device = self.case.problem, self.case.contender, self.parent.device
         named = {"format": contender.format, "kernel": contender.kernel}
-        benchmark.param, benchmark.params = self.parent.name, {**self.case.problem.fields, **named}
-        benchmark.extra_info.update(_facts(row, self.parent.device))
+        benchmark.param, benchmark.params = self.parent.name, {**problem.fields, **named}
+        benchmark.extra_info.update(
+            case=self.case.id,
+            op=problem.op,
+            problem=dict(problem.fields),
+            gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            contender=contender.label,
+            baseline=contender.baseline,
+            **{name: getattr(row, name) for name in [*WORK, *BYTES, *CHECKS, *CLOCK]},
+        )
         benchmark.pedantic(sample, rounds=len(row.samples_us) or 1)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Return the suite as the location."""
         return self.path, None, f"{self.parent.name if self.parent else ''} {self.name}"
-
-
-def _facts(row: Row, device: torch.device) -> dict[str, Any]:
-    """Return facts for the benchmark's JSON beside the times."""
-    problem, contender = row.case.problem, row.case.contender
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    case = {"case": row.case.id, "op": problem.op, "problem": dict(problem.fields), "gpu": gpu}
-    named = {"contender": contender.label, "baseline": contender.baseline}
-    measured = {name: getattr(row, name) for name in [*WORK, *BYTES, *CHECKS, *CLOCK]}
-    return case | named | measured
-
-
-def _problem_name(problem: Problem) -> str:
-    """Name a problem: `linear-m:16-n:4096-...-sparsity:0.9`."""
-    beyond: dict[str, Value] = {"seed": problem.seed} if problem.seed else {}
-    if problem.source:
-        beyond["source"] = problem.source.label
-    return _named(problem.op, {**problem.fields, **beyond})
-
-
-def _contender_name(case: Case) -> str:
-    """Name a contender with its options, and with parameters that differ from the problem's."""
-    fields, contender = case.problem.fields, case.contender
-    own = {name: v for name, v in contender.params.items() if fields.get(name) != v}
-    return _named(f"{contender.format}/{contender.kernel}", {**own, **contender.options})
 
 
 def _named(what: str, values: Mapping[str, Value]) -> str:

@@ -14,7 +14,7 @@ from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import expand
 from sparsebench.harness.sim import simulated_contest
 from sparsebench.harness.sim.gpu_model import Spec
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.reports.build import load_figure
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.analysis import analyse
@@ -35,23 +35,17 @@ baselines:
 """
 
 
-def check_figure(name: str) -> None:
-    """Raise AssertionError if a figure violates its contract; see `figure_checks`."""
-    every(figure_checks(name))
-
-
 def figure_checks(name: str) -> list[Check]:
     """Return the contract of a figure, sentence by sentence. `name` is its entry point's."""
-    about: dict[str, Callable[[], None]] = {
-        "has a title, a place and a drawing function": partial(_parts, name),
+    about: dict[str, Callable[[], object]] = {
+        "has a title, a place and a drawing function": partial(load_figure, name),
         "draws a sweep": partial(_draws, name, False),
         "draws a run in which nothing has a time": partial(_draws, name, True),
     }
     return [Check(f"{name} {sentence}", holds) for sentence, holds in about.items()]
 
 
-def _parts(name: str) -> None:
-    load_figure(name)
+check_figure = checker(figure_checks)
 
 
 def _draws(name: str, refused: bool) -> None:
@@ -77,5 +71,5 @@ def _frames(refused: bool) -> Frames:
     gpu = {"name": "simulated", "uuid": spec.identity, "l2_bytes": spec.l2_bytes}
     text = {"title": "Simulated"}
     run = Run(Path("simulated"), text, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
-    found = analyse(run)
-    return Frames(run, found.rows, found.cases, found.noise)
+    analysis = analyse(run)
+    return Frames(run, analysis.rows, analysis.cases, analysis.noise)

@@ -10,18 +10,11 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import BITS, Format, has_value
 from sparsebench.harness.catalog import load_format
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 SHAPES = (1, 1), (3, 5), (16, 16), (33, 64), (64, 128), (70, 31), (256, 256)
 SPECIAL = -0.0, float("nan"), float("inf"), -float("inf"), 6e-8
-
-
-def check_format(
-    name: str, examples: Sequence[Tensor] = (), *, device: str = "cpu", **params: Any
-) -> None:
-    """Raise AssertionError if a format violates its contract; see `format_checks`."""
-    every(format_checks(name, examples, device=device, **params))
 
 
 def format_checks(
@@ -33,9 +26,9 @@ def format_checks(
     [rows, columns]. Without any, it must hold a 256 x 256 matrix with 2 non-zeros in each 4 of a
     row, and may refuse others. `params` are those of from_dense.
     """
-    given = [example.to(device) for example in examples]
-    must = given or [two_of_four((256, 256)).to(device)]
-    may = given or [m.to(device) for s in SHAPES for m in (two_of_four(s), matrix(s, 0.05))]
+    matrices = [example.to(device) for example in examples]
+    must = matrices or [two_of_four((256, 256)).to(device)]
+    may = matrices or [m.to(device) for s in SHAPES for m in (two_of_four(s), matrix(s, 0.05))]
 
     def stored(dense: Tensor) -> Format:
         return load_format(name).from_dense(dense, **params)
@@ -81,6 +74,8 @@ def bits(tensor: Tensor) -> Tensor:
     return whole.where(has_value(whole), 0)
 
 
+check_format = checker(format_checks)
+
 Store = Callable[[Tensor], Format]
 Held = Callable[[torch.dtype], Iterator[tuple[Tensor, Format]]]
 
@@ -90,12 +85,16 @@ def _holds(must: Sequence[Tensor], stored: Store) -> None:
         try:
             stored(example.bfloat16())
         except FormatError as error:
-            said = f"expected it to hold a matrix {list(example.shape)}, found FormatError: {error}"
-            raise AssertionError(f"{said}; `examples` names matrices that it is for") from error
+            message = f"expected it to hold a matrix {list(example.shape)}, found {error!r}"
+            raise AssertionError(f"{message}; `examples` names matrices that it is for") from error
 
 
 def _refuses(device: str, stored: Store) -> None:
     bad = {
+        "an array of numpy": torch.zeros(4, 4).numpy(),
+        "a sparse tensor": torch.zeros(4, 4, device=device).to_sparse(),
+        "a matrix without rows": torch.zeros(0, 4, device=device),
+        "a matrix without columns": torch.zeros(4, 0, device=device),
         "a vector": torch.zeros(4, device=device),
         "a matrix of integers": torch.zeros(4, 4, dtype=torch.int32, device=device),
         "a matrix that is not contiguous": torch.zeros(8, 4, device=device).T,
@@ -104,13 +103,13 @@ def _refuses(device: str, stored: Store) -> None:
         try:
             stored(tensor)
         except FormatError as error:
-            said = str(error)
+            message = str(error)
         except Exception as error:
             raise AssertionError(f"{what}: expected FormatError, found {error!r}") from error
         else:
             raise AssertionError(f"{what}: expected FormatError, found that it is stored")
-        clear = "expected" in said and "found" in said and "\n" not in said
-        expect(clear, f"{what}: expected one line `expected ..., found ...`, found {said!r}")
+        clear = "expected" in message and "found" in message and "\n" not in message
+        expect(clear, f"{what}: expected one line `expected ..., found ...`, found {message!r}")
 
 
 def _round_trips(dtype: torch.dtype, held: Held) -> None:
@@ -136,18 +135,18 @@ def _keeps(dtype: torch.dtype, may: Sequence[Tensor], stored: Store) -> None:
                 back = stored(dense.clone()).to_dense()
             except FormatError:
                 continue
-            kept, found = bits(dense)[places].tolist(), bits(back)[places].tolist()
-            said = f"expected {special} to be kept, its bits {kept[-1]}, found {found[-1]}"
+            expected, actual = bits(dense)[places].tolist(), bits(back)[places].tolist()
+            message = f"expected {special} to be kept, its bits {expected[-1]}, found {actual[-1]}"
             same = torch.equal(bits(back), bits(dense))
-            expect(same, f"a matrix {list(dense.shape)}: {said}")
+            expect(same, f"a matrix {list(dense.shape)}: {message}")
 
 
 def _counts(held: Held) -> None:
     for dense, packed in held(torch.bfloat16):
         arrays = packed.arrays()
         size = sum(array.untyped_storage().nbytes() for array in arrays.values())
-        said = f"expected the bytes of its arrays' memory, {size}, found {packed.stored_bytes}"
-        expect(packed.stored_bytes == size, f"a matrix {list(dense.shape)}: {said}")
+        message = f"expected the bytes of its arrays' memory, {size}, found {packed.stored_bytes}"
+        expect(packed.stored_bytes == size, f"a matrix {list(dense.shape)}: {message}")
         for name, array in arrays.items():
             expect(array.is_contiguous(), f"expected a contiguous array {name!r}")
             expect(array.device == dense.device, f"expected {name!r} on {dense.device}")
@@ -166,9 +165,9 @@ def _samples(held: Held) -> None:
         expect(all_places, f"{what}: expected every non-zero to have a place")
         right = torch.equal(sampled.to_dense(), other.where(places == 1, 0))
         expect(right, f"{what}: expected the other matrix's values, and zeros elsewhere")
-        arrays, own = sampled.arrays(), packed.arrays()
-        expect(arrays.keys() == own.keys(), f"{what}: expected the arrays {[*own]}")
+        arrays, indices = sampled.arrays(), packed.arrays()
+        expect(arrays.keys() == indices.keys(), f"{what}: expected the arrays {[*indices]}")
         values = int(arrays["values"].count_nonzero())
         expect(values == int(places.sum()), f"{what}: expected zeros where it is padded")
-        for name in own.keys() - {"values"}:
-            expect(torch.equal(arrays[name], own[name]), f"{what}: expected its own {name!r}")
+        for name in indices.keys() - {"values"}:
+            expect(torch.equal(arrays[name], indices[name]), f"{what}: expected its own {name!r}")

@@ -15,7 +15,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.catalog import load_format, load_kernel, load_op
 from sparsebench.harness.run.try_kernel import plan
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.results.record import Row, Status
 
 DTYPES = "fp32", "bf16", "fp16"
@@ -27,11 +27,6 @@ PROBLEMS = (
     "",
 )
 """The problems to try if no words are given: a format holds some of them, and refuses others."""
-
-
-def check_kernel(name: str, *words: str, device: str = "cpu") -> None:
-    """Raise AssertionError if a kernel violates its contract; see `kernel_checks`."""
-    every(kernel_checks(name, *words, device=device))
 
 
 def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
@@ -52,6 +47,9 @@ def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
     return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
 
 
+check_kernel = checker(kernel_checks)
+
+
 def _names(name: str) -> None:
     kernel = load_kernel(name)
     if kernel.op != "any":
@@ -65,8 +63,8 @@ def _names(name: str) -> None:
 def _signature(name: str) -> None:
     parameters = [*inspect.signature(load_kernel(name).prepare).parameters.values()]
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    found = ", ".join(str(parameter) for parameter in parameters)
-    expect(len(positional) == 1, f"expected prepare(operands, *, options), found ({found})")
+    signature = ", ".join(str(parameter) for parameter in parameters)
+    expect(len(positional) == 1, f"expected prepare(operands, *, options), found ({signature})")
     unset = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     expect(not unset, f"expected a default of every option, found none of {unset}")
 
@@ -97,17 +95,12 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
 
 def _row(name: str, words: str, dtype: str, device: str) -> Row:
     """Return the kernel's row of a contest without other contenders. Raises SuiteError."""
-    given = dict(word.split("=", 1) for word in words.split())
-    known = load_op(_op(name, given)).fields.model_fields
-    sizes = {size: str(value) for size, value in SIZES.items() if size in known}
-    fields = {**sizes, "dtype": dtype, **given}
+    chosen, op = dict(word.split("=", 1) for word in words.split()), load_kernel(name).op
+    names = load_op(chosen.get("op", "linear" if op == "any" else op)).fields.model_fields
+    sizes = {size: str(value) for size, value in SIZES.items() if size in names}
+    fields = {**sizes, "dtype": dtype, **chosen}
     where = torch.device(device)
     planned = plan(name, [f"{field}={value}" for field, value in fields.items()], where)
     alone = next(c for c in planned.contenders if c.kernel == name)
     (row,), _ = contest.run(planned.problem, [replace(alone, baseline=False)], where, None)
     return row
-
-
-def _op(name: str, given: dict[str, str]) -> str:
-    op = load_kernel(name).op
-    return given.get("op", "linear" if op == "any" else op)

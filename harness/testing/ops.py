@@ -12,17 +12,12 @@ from torch import Tensor
 from sparsebench.harness.catalog import keywords, load_op
 from sparsebench.harness.inputs.bits import fill
 from sparsebench.harness.ops._op import Fields, Op
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.results.record import Problem
 
 SIZES = {"m": 3, "n": 6, "k": 5}
 DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FEWEST_BITS = 4  # times a dtype's epsilon: an upper limit of rounding errors over the spread
-
-
-def check_op(name: str) -> None:
-    """Raise AssertionError if an op violates its contract; see `op_checks`."""
-    every(op_checks(name))
 
 
 def op_checks(name: str) -> list[Check]:
@@ -36,7 +31,10 @@ def op_checks(name: str) -> list[Check]:
         "has a spread of the size of rounding errors": _rounding,
         "counts work that grows with the non-zeros": _work,
     }
-    return [Check(f"{name} {said}", partial(holds, name)) for said, holds in about.items()]
+    return [Check(f"{name} {message}", partial(holds, name)) for message, holds in about.items()]
+
+
+check_op = checker(op_checks)
 
 
 def sizes(op: Op) -> dict[str, int]:
@@ -53,11 +51,11 @@ def sizes(op: Op) -> dict[str, int]:
 
 def drawn(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Return small operands of an op's definition, the same ones each time."""
-    op, found = load_op(name), dict[str, Tensor]()
+    op, actual = load_op(name), dict[str, Tensor]()
     for operand in op.arguments:
-        found[operand] = torch.empty([sizes(op)[size] for size in op.operands[operand].shape])
-        fill(found[operand], 0, operand)
-    return {operand: tensor.to(dtype) for operand, tensor in found.items()}
+        actual[operand] = torch.empty([sizes(op)[size] for size in op.operands[operand].shape])
+        fill(actual[operand], 0, operand)
+    return {operand: tensor.to(dtype) for operand, tensor in actual.items()}
 
 
 def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Callable[..., Any]:
@@ -69,9 +67,9 @@ def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Call
 def _fields(name: str) -> None:
     op = load_op(name)
     expect(issubclass(op.fields, Fields), f"expected fields of {Fields}, found {op.fields}")
-    known = {*op.fields.model_fields, *(op.sizes(op.example) if op.example else ())}
+    names = {*op.fields.model_fields, *(op.sizes(op.example) if op.example else ())}
     used = {size for operand in op.operands.values() for size in operand.shape}
-    expect(used <= known, f"expected sizes to be fields, found {sorted(used - known)}")
+    expect(used <= names, f"expected sizes to be fields, found {sorted(used - names)}")
     expect(op.weights, "expected an operand with the role weight, found none")
     expect(op.activations, "expected an operand with the role activation, found none")
     patterns = [n for n, operand in op.operands.items() if operand.role == "pattern"]
@@ -83,8 +81,8 @@ def _signatures(name: str) -> None:
     for function in (op.definition, op.spread, op.depth):
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        said = f"{function.__name__}: expected arguments {op.arguments}, found {positional}"
-        expect(positional == op.arguments, said)
+        message = f"{function.__name__}: expected arguments {op.arguments}, found {positional}"
+        expect(positional == op.arguments, message)
         unknown = keywords(function) - op.fields.model_fields.keys()
         expect(not unknown, f"{function.__name__}: expected fields, found {sorted(unknown)}")
 
@@ -99,8 +97,8 @@ def _shapes(name: str) -> None:
         expect(spread.shape == out.shape, f"expected a spread {shapes}")
     rows = op.operands[op.pattern].shape[0] if op.pattern else "m"
     parts = op.parts(Problem(name, dict(sizes(op))))
-    wanted = sum(parts) if parts else sizes(op).get(rows)
-    expect(out.shape[0] == wanted, f"expected {wanted} rows of output, found {out.shape[0]}")
+    expected = sum(parts) if parts else sizes(op).get(rows)
+    expect(out.shape[0] == expected, f"expected {expected} rows of output, found {out.shape[0]}")
 
 
 def _fp8(name: str) -> None:
@@ -115,10 +113,10 @@ def _fp8(name: str) -> None:
 
 def _spread(name: str) -> None:
     op, operands = load_op(name), drawn(name)
-    found = pinned(name, op.spread)(**operands)
-    expect(found.isfinite().all(), "expected a finite spread")
+    actual = pinned(name, op.spread)(**operands)
+    expect(actual.isfinite().all(), "expected a finite spread")
     off = pinned(name, op.definition)(**operands) == 0  # a unit that is on for no token
-    expect((found > 0)[~off].all(), "expected a spread above 0 wherever the output is not 0")
+    expect((actual > 0)[~off].all(), "expected a spread above 0 wherever the output is not 0")
     expect(not off.all(), "expected outputs that are not 0")
     empty = {operand: torch.zeros_like(tensor) for operand, tensor in operands.items()}
     none = pinned(name, op.spread)(**empty)
@@ -132,9 +130,9 @@ def _rounding(name: str) -> None:
         rounded = drawn(name, dtype)
         exact = {operand: tensor.double() for operand, tensor in rounded.items()}
         ratio = (run(**rounded).double() - run(**exact)).abs() / spread(**exact)
-        found, most = float(ratio.nan_to_num(0).max()), FEWEST_BITS * torch.finfo(dtype).eps
-        said = f"expected errors above 0 and below {most:g} of the spread, found {found:g}"
-        expect(0 < found < most, f"{dtype}: {said}")
+        actual, most = float(ratio.nan_to_num(0).max()), FEWEST_BITS * torch.finfo(dtype).eps
+        message = f"expected errors above 0 and below {most:g} of the spread, found {actual:g}"
+        expect(0 < actual < most, f"{dtype}: {message}")
 
 
 def _work(name: str) -> None:
@@ -146,5 +144,5 @@ def _work(name: str) -> None:
     least, most = op.flops(problem, none), op.flops(problem, full)
     expect(most > least == 0, f"expected operations from 0 to more, found {least} to {most}")
     more = op.fewest_bytes(problem, full, 2) - op.fewest_bytes(problem, none, 2)
-    wanted = 2 * sum(full.values())
-    expect(more == wanted, f"expected {wanted} bytes more for all non-zeros, found {more}")
+    expected = 2 * sum(full.values())
+    expect(more == expected, f"expected {expected} bytes more for all non-zeros, found {more}")

@@ -11,18 +11,13 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.grid import Grid
 from sparsebench.harness.patterns._mask import derived, level, mask
-from sparsebench.harness.testing.contract import Check, every, expect
+from sparsebench.harness.testing.contract import Check, checker, expect
 
 FIELDS = {"n": 120, "k": 200, "block": [12, 20]}  # blocks that divide both
 LEVELS = 0.0, 0.25, 0.375, 0.5, 0.7, 0.72, 0.75, 0.8, 0.9, 0.95
 CPU = torch.device("cpu")
 
 Levels = Callable[[], list[dict[str, Any]]]
-
-
-def check_pattern(name: str, **fields: Any) -> None:
-    """Raise AssertionError if a pattern violates its contract; see `pattern_checks`."""
-    every(pattern_checks(name, **fields))
 
 
 def pattern_checks(name: str, **fields: Any) -> list[Check]:
@@ -58,6 +53,9 @@ def pattern_checks(name: str, **fields: Any) -> list[Check]:
     ]
 
 
+check_pattern = checker(pattern_checks)
+
+
 def hashed(grid: Grid, seed: int = 0) -> Tensor:
     """Return the score of drawn weights."""
     return scores(seed, "w", grid.cells, CPU)
@@ -70,12 +68,12 @@ def chosen(fields: Mapping[str, Any]) -> Tensor:
 
 def _exact(levels: Levels) -> None:
     for fields in levels():
-        kept, n, k = chosen(fields), fields["n"], fields["k"]
-        expect(kept.shape == (n, k), f"expected a mask {[n, k]}, found {list(kept.shape)}")
-        promised, found = level(fields), 1 - float(kept.double().mean())
-        said = f"sparsity {fields['sparsity']}: expected {promised:.6g}, found {found:.6g}"
-        expect(abs(found - promised) < 1e-12, f"{said} as the fraction of pruned elements")
-        expect(kept.any(), f"sparsity {fields['sparsity']}: expected an element that is kept")
+        stays, n, k = chosen(fields), fields["n"], fields["k"]
+        expect(stays.shape == (n, k), f"expected a mask {[n, k]}, found {list(stays.shape)}")
+        promised, actual = level(fields), 1 - float(stays.double().mean())
+        message = f"sparsity {fields['sparsity']}: expected {promised:.6g}, found {actual:.6g}"
+        expect(abs(actual - promised) < 1e-12, f"{message} as the fraction of pruned elements")
+        expect(stays.any(), f"sparsity {fields['sparsity']}: expected an element that is kept")
 
 
 def _repeats(levels: Levels) -> None:
@@ -86,6 +84,6 @@ def _repeats(levels: Levels) -> None:
 
 def _derives(levels: Levels) -> None:
     for fields in levels():
-        found = derived(fields)
-        named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
-        expect(named, f"expected values by name, found {found!r}")
+        actual = derived(fields)
+        named = isinstance(actual, dict) and all(isinstance(name, str) for name in actual)
+        expect(named, f"expected values by name, found {actual!r}")

@@ -12,7 +12,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+
+from sparsebench._writing import write_file
 
 DIGEST_BYTES = 32
 
@@ -33,13 +34,6 @@ def cached(key: tuple[object, ...], compiled: Callable[[], bytes]) -> bytes:
             return code
     code = compiled()
     with suppress(OSError):
-        _write(file, hashlib.sha256(code).digest() + code)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, hashlib.sha256(code).digest() + code)
     return code
-
-
-def _write(file: Path, data: bytes) -> None:
-    """Write a file with one rename, because several processes may compile the same kernel."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=file.parent, delete=False) as fresh:
-        fresh.write(data)
-    Path(fresh.name).replace(file)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.cubins import cached
@@ -262,7 +263,7 @@ def load(
     code = begun.result() if begun else _code(name, constants, target)
     with TemporaryDirectory() as folder, torch.cuda.device(device):
         path = Path(folder) / f"{name}.cubin"
-        path.write_bytes(code)
+        write_file(path, code)
         kernel = cupy.RawModule(path=str(path)).get_function(function)
         kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
     return kernel.kernel, digest(code)
@@ -290,7 +291,7 @@ def compiled(name: str, constants: Constants, target: str = SM_90A) -> bytes:
     """Return the cubin of NAME.cu. Needs no GPU. Raises RuntimeError."""
     from cupy.cuda import nvrtc
 
-    source, shared = source_of(name).read_text(), _headers_of(name)
+    source, shared = source_of(name).read_text("utf-8"), _headers_of(name)
     macros = tuple(f"-D{macro}={value}" for macro, value in constants)
     program = nvrtc.createProgram(source, f"{name}.cu", (*shared.values(),), (*shared,))
     try:
@@ -311,7 +312,7 @@ def _key(name: str, constants: Constants, target: str) -> tuple[object, ...]:
     from cupy.cuda import nvrtc
 
     compiler = cupy.__version__, *nvrtc.getVersion()
-    return *compiler, target, constants, source_of(name).read_text(), _headers_of(name)
+    return *compiler, target, constants, source_of(name).read_text("utf-8"), _headers_of(name)
 
 
 def _headers_of(name: str) -> dict[bytes, bytes]:

@@ -32,6 +32,7 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from sparsebench._writing import write_file
 from sparsebench.errors import TableError, Unsupported
 from sparsebench.kernels._kernel import Operands
 
@@ -217,9 +218,7 @@ def write(file: Path, table: Table) -> None:
     """Replace the file in one step, one line for each entry."""
     head = f'{{"schema": "{table.schema}", "gpu": {json.dumps(table.gpu)}, "entries": [\n'
     lines = ",\n".join(json.dumps(asdict(entry)) for entry in table.entries)
-    fresh = file.with_name(file.name + ".new")
-    fresh.write_text(f"{head}{lines}\n]}}\n")
-    fresh.replace(file)
+    write_file(file, f"{head}{lines}\n]}}\n")
     read.cache_clear()
 
 
@@ -235,8 +234,8 @@ def source(kernel: str) -> str:
         forward = kernel.removesuffix("_dgrad")
         return source(forward) if forward != kernel else ""
     cuda = python.with_suffix(".cu")
-    code = python.read_text()
-    parts = [_bare_python(code), _bare_cuda(cuda.read_text()) if cuda.exists() else ""]
+    code = python.read_text("utf-8")
+    parts = [_bare_python(code), _bare_cuda(cuda.read_text("utf-8")) if cuda.exists() else ""]
     parts += [source(name) for name in sorted(_kernels_imported(code))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -3,7 +3,8 @@
     records, offsets    buffers: W as in formats/bitmap.py
     forward             sparsebench.matmul: bitmap_mma, or torch's own product with a dense copy of
                         W where that is faster: from 17 to 64 tokens on. The copy, n k elements, is
-                        made by the first such call, and stays
+                        made by the first such call, and stays; torch.compile and torch.export see
+                        an operator (_bitmap_op.py)
 
 X has a gradient, from the dense copy. X has the dtype of W, which cannot change.
 """
@@ -14,8 +15,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
+from sparsebench.kernels._common.transforms import batched, watched
+from sparsebench.kernels.nn import _bitmap_op
 from sparsebench.kernels.nn._packed import (
     dense_linear,
     frozen,
@@ -24,10 +28,11 @@ from sparsebench.kernels.nn._packed import (
     require_dtype,
     require_layout,
 )
+from sparsebench.kernels.nn._weight import PackedWeight
 from sparsebench.kernels.nn.matmul import NAMES, matmul
 
 
-class BitmapLinear(nn.Module):
+class BitmapLinear(nn.Linear):
     """nn.Linear with W [out_features, in_features] as a bitmap: the same call and bias.
 
     stored  bytes of `records`, a multiple of 16; a state dict fills them
@@ -37,7 +42,7 @@ class BitmapLinear(nn.Module):
 
     records: Tensor
     offsets: Tensor
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -50,7 +55,7 @@ class BitmapLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Allocate zeros for a state dict to fill."""
-        super().__init__()
+        nn.Module.__init__(self)
         require(dtype in NAMES, f"expected {', '.join(NAMES.values())}, found {dtype}")
         require(stored % UNIT == 0, f"stored: expected a multiple of {UNIT} bytes, found {stored}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
@@ -60,7 +65,7 @@ class BitmapLinear(nn.Module):
         self.register_buffer("offsets", offsets)
         zeros = torch.zeros(out_features, device=device, dtype=dtype)
         self.bias = frozen(zeros) if bias else None
-        self._bitmap: Bitmap | None = None
+        self._bitmap: tuple[Tensor, Tensor, Bitmap] | None = None
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
@@ -73,13 +78,22 @@ class BitmapLinear(nn.Module):
         return layer
 
     @property
+    def weight(self) -> PackedWeight:  # type: ignore[override]
+        """Return dtype, device and sizes of W, without values."""
+        return PackedWeight.of(self, self.dtype, self.records)
+
+    def reset_parameters(self) -> None:
+        """Leave the packed weights as they are."""
+
+    @property
     def bitmap(self) -> Bitmap:
         """Return W in the memory of the buffers; the same object until the buffers are replaced."""
-        w = self._bitmap
-        if w is None or w.records is not self.records or w.offsets is not self.offsets:
-            shape = self.out_features, self.in_features
-            w = self._bitmap = Bitmap(shape, self.dtype, self.offsets, self.records)
-        return w
+        known = self._bitmap
+        if known is None or known[0] is not self.records or known[1] is not self.offsets:
+            sizes = self.out_features, self.in_features
+            w = _bitmap_op.bitmap_of(self.records, self.offsets, *sizes, self.dtype)
+            known = self._bitmap = self.records, self.offsets, w
+        return known[2]
 
     def to_dense(self) -> nn.Linear:
         """Return the layer as nn.Linear."""
@@ -109,8 +123,17 @@ class BitmapLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
-        y = matmul(x, self.bitmap)
+        y = self._traced(x) if watched() else matmul(x, self.bitmap)
         return y if self.bias is None else y + self.bias
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """Return X @ W.T by the operator, after the checks that a trace can make."""
+        n, k = self.out_features, self.in_features
+        if x.dim() == 0 or x.shape[-1] != k or x.dtype != self.dtype:
+            expected = f"expected {self.dtype} [..., {k}]"
+            raise Unsupported(f"{expected}, found {x.dtype} {list(x.shape)}")
+        flat = x if x.dim() == 2 else x.reshape(-1, k)
+        return batched(_bitmap_op.linear(flat, self.records, self.offsets, n, k), x)
 
     def freeze(self) -> Self:
         """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""

@@ -77,6 +77,13 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
     it, alive. The caller must keep X, as for any torch op, and must call a named kernel once before
     each capture. Raises Unsupported, FormatError.
     """
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        raise Unsupported(f"matmul: expected X as a dense torch.Tensor, found {_kind(x)}")
+    if not isinstance(w, Format):
+        expected = "expected W in a format, such as Bsr.from_dense(weight, block=64)"
+        raise Unsupported(f"matmul: {expected}; found {_kind(w)}")
+    if kernel is not None and not isinstance(kernel, str):
+        raise Unsupported(f"matmul: expected the name of a kernel, found {_kind(kernel)}")
     if kernel is None and not torch.compiler.is_compiling():
         front = w.__dict__.get(FRONT)
         if front is not None and (y := front(x)) is not None:
@@ -91,6 +98,10 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
     with torch.cuda.device_of(flat), torch.autocast(x.device.type, enabled=False):
         y = _by_format(flat, w) if kernel is None else _by_name(flat, w, kernel, options)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of {value.layout}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _by_format(x: Tensor, w: Format) -> Tensor:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.kernels._common.transforms import batched, transformed
+from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.twell._autograd import (
     SHARE,
     dense_forward,
@@ -47,6 +48,9 @@ from sparsebench.kernels.twell._autograd import (
 )
 
 EVEN = 94  # with one unit in 94 active, a step takes as long as a compiled dense one (NOTES.md)
+
+
+ADAPT = "it trains its own weights; leave an MLP out by filter_fn to adapt it"
 
 
 class TransposedLinear(nn.Module):
@@ -120,6 +124,8 @@ class SparseGatedMLP(nn.Module):
         options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.gate, self.up = nn.Linear(k, n, **options), nn.Linear(k, n, **options)
         self.down = TransposedLinear(nn.Linear(n, k, **options))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            self.add_module(name, FusedPart("SparseGatedMLP", ADAPT))
         self.sparse = True
         self.active: Tensor
         active = torch.zeros((), dtype=torch.int32, device=device)
@@ -153,6 +159,8 @@ class SparseGatedMLP(nn.Module):
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
+        if not isinstance(self.gate, nn.Linear) or not isinstance(self.up, nn.Linear):
+            raise Unsupported(f"expected gate and up without adapters, found some: {ADAPT}")
         weights: list[Tensor] = [self.gate.weight, self.up.weight, self.down.weight_t]
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)

@@ -60,15 +60,20 @@ from sparsebench.kernels.nn._spense_op import (
     planned,
     rounded_by_row,
 )
+from sparsebench.kernels.nn._weight import FusedPart, PackedWeight
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
 DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
 CODE_BYTES = 2048  # a sparse tile has this many bytes of metadata / bytes of an element
 BUFFERS = "sparse", "dense", "scale"
+ADAPT = (
+    "adapt gate_up and down, or keep separate layers with "
+    "sparsify_(model, recipe, lambda module, name: isinstance(module, nn.Linear))"
+)
 FIRST_TWO = 0x44  # metadata of two groups of 4 that both store elements 0 and 1
 
 
-class SpenseLinear(nn.Module):
+class SpenseLinear(nn.Linear):
     """nn.Linear with W [out_features, in_features] as in formats/spense.py: the same call and bias.
 
     dense_fraction  fraction of the rows or columns (`split`) that is dense: the last ones
@@ -82,7 +87,7 @@ class SpenseLinear(nn.Module):
     sparse: Tensor
     dense: Tensor
     scale: Tensor | None
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     _fronts: "Fronts"
 
     def __init__(
@@ -97,7 +102,7 @@ class SpenseLinear(nn.Module):
         dtype: torch.dtype = BF16,
     ) -> None:
         """Allocate zeros for a state dict to fill."""
-        super().__init__()
+        nn.Module.__init__(self)
         self._fronts = Fronts()
         require(dtype in NAMES, f"expected {DTYPES}, found {dtype}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
@@ -114,19 +119,13 @@ class SpenseLinear(nn.Module):
         self.register_buffer("scale", torch.ones(n, device=device) if dtype == E4M3 else None)
         self.bias = frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
 
-    def __getattr__(self, name: str) -> Any:
-        """Explain what replaces the weight, which many tools read from an nn.Linear."""
-        if name == "weight":
-            raise AttributeError(
-                "SpenseLinear has no weight: `sparse` and `dense` are its tiles, and "
-                "to_dense().weight is a dense copy"
-            )
-        return super().__getattr__(name)
-
     @property
-    def qweight(self) -> Tensor:
-        """Return a buffer, from which tools such as peft read the device of a packed layer."""
-        return self.sparse
+    def weight(self) -> PackedWeight:  # type: ignore[override]
+        """Return dtype, device and sizes of W, without values."""
+        return PackedWeight.of(self, self.outside, self.sparse)
+
+    def reset_parameters(self) -> None:
+        """Leave the packed weights as they are."""
 
     @property
     def outside(self) -> torch.dtype:
@@ -300,6 +299,8 @@ class SpenseGatedMLP(nn.Module):
         options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.gate_up = SpenseLinear(k, 2 * h, dense_fraction=1 - rows / h, split="rows", **options)
         self.down = SpenseLinear(h, k, dense_fraction=dense / h, split="columns", **options)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            self.add_module(name, FusedPart("SpenseGatedMLP", ADAPT))
 
     @classmethod
     def from_dense(
@@ -357,7 +358,12 @@ class SpenseGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., k] of X [..., k]. Raises Unsupported."""
-        y: Tensor = self.down(self.gate_up._product(x, self.activation))
+        if isinstance(self.gate_up, SpenseLinear):
+            h = self.gate_up._product(x, self.activation)
+        else:  # an adapter such as LoRA wraps it, so the activation cannot be in the same launch
+            gate, up = self.gate_up(x).unflatten(-1, (-1, 2, TURN)).unbind(-2)
+            h = (ACTIVATIONS[self.activation](gate) * up).flatten(-2)
+        y: Tensor = self.down(h)
         return y
 
     def plan(self, tokens: Iterable[int]) -> Self:

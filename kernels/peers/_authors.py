@@ -10,7 +10,6 @@ you trust. Its files are never copied, and rows have their digest.
 import ctypes
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
 
 NVCC = "nvcc", "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"
@@ -94,8 +94,7 @@ def built_library(folder: Path, build: Callable[[], Any]) -> Any:
     module = build()
     built = Path(module.__file__)
     cached.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(built, cached / "new")
-    (cached / "new").replace(cached / built.name)
+    write_file(cached / built.name, built.read_bytes())
     return module
 
 
@@ -125,7 +124,9 @@ def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
             fresh_file = Path(fresh) / file.name
             command = *NVCC, f"-arch={target}", "-I", folder, source, "-o", fresh_file
             try:
-                built = subprocess.run(command, capture_output=True, text=True, check=False)
+                built = subprocess.run(
+                    command, capture_output=True, check=False, encoding="utf-8", errors="replace"
+                )
             except OSError as error:
                 raise Unsupported(f"needs nvcc to build {name}; found {error.strerror}") from error
             if built.returncode:

@@ -1,7 +1,7 @@
 """How a report writes outcomes, and which cases it draws with hollow markers.
 
-    faster, slower, no difference     the outcome of a case (results/statistics.py)
-    inconclusive (+3 would decide)    three more processes would decide
+    faster, slower, equal             the outcome of a case (results/outcome.py)
+    not settled (+3 would settle)     three more processes would settle it
     –                                 no verdict: a baseline, or fewer than FEWEST processes
 
 With fewer than FEWEST processes (a look) the range or the quartiles replace the verdict.
@@ -13,20 +13,17 @@ import pandas as pd
 
 from sparsebench.results.formatting import times
 from sparsebench.results.noise import LAUNCH_US
+from sparsebench.results.outcome import MARGIN, UNDECIDED, VERDICTS, Outcome
 from sparsebench.results.statistics import (
     FALSE_DISCOVERIES,
-    MARGIN,
     MOST,
     IntervalKind,
-    Outcome,
 )
-
-UNDECIDED = (Outcome.NO_DIFFERENCE, Outcome.INCONCLUSIVE)
 
 
 def any_verdict(cases: pd.DataFrame) -> bool:
     """Return whether any case has a verdict."""
-    return bool(cases.outcome.isin(list(Outcome)).any())
+    return bool(cases.outcome.isin(VERDICTS).any())
 
 
 def clear(cases: pd.DataFrame) -> pd.Series:
@@ -37,7 +34,7 @@ def clear(cases: pd.DataFrame) -> pd.Series:
 def undecided(cases: pd.DataFrame) -> pd.Series:
     """Return which cases may be as fast as the baseline; in a look the interval contains 1."""
     spans = (cases.speedup_low <= 1) & (cases.speedup_high >= 1)
-    return spans.where(~cases.outcome.isin(list(Outcome)), cases.outcome.isin(UNDECIDED))
+    return spans.where(~cases.outcome.isin(VERDICTS), cases.outcome.isin(UNDECIDED))
 
 
 def meaning(cases: pd.DataFrame) -> tuple[str, str]:
@@ -46,17 +43,17 @@ def meaning(cases: pd.DataFrame) -> tuple[str, str]:
         return "the whole interval is above 1", "the interval contains 1"
     faster = f"the whole interval is above 1, its upper end is at least {1 + MARGIN:g}"
     rate = f"{100 * FALSE_DISCOVERIES:g} %"
-    return f"{faster}, and q ≤ {rate}", f"no difference of {100 * MARGIN:g} %, or inconclusive"
+    return f"{faster}, and q ≤ {rate}", f"equal within {100 * MARGIN:g} %, or not settled"
 
 
 def outcome(line: "pd.Series[Any]") -> str:
     """Write the outcome of a case; a dash if it has none."""
-    text = str(line.outcome).replace("_", " ")
-    if line.outcome != Outcome.INCONCLUSIVE:
+    text = str(line.outcome)
+    if line.outcome != Outcome.NOT_SETTLED:
         return text or "–"
     if pd.isna(line.more_processes):
-        return f"{text} ({MOST} processes would not decide)"
-    return f"{text} (+{line.more_processes} would decide)"
+        return f"{text} ({MOST} processes would not settle it)"
+    return f"{text} (+{line.more_processes} would settle it)"
 
 
 def above_floor(line: "pd.Series[Any]") -> str:

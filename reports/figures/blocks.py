@@ -33,8 +33,8 @@ def _maps(raced: pd.DataFrame) -> Markup:
     if not maps:
         return NOTHING
     words = f"{same}. Each cell shows the fastest contender other than the baseline and its "
-    words += "speedup over the baseline. ≈: the runner-up may be as fast. Blue: faster than the "
-    words += f"baseline. Hatched: {meaning(raced)[1]}."
+    words += "speedup over the baseline. ≈: the lead over the runner-up is not settled. "
+    words += f"Blue: faster than the baseline. Hatched: {meaning(raced)[1]}."
     return note(words) + Markup('<div class="maps">{}</div>').format(Markup("").join(maps))
 
 

@@ -58,7 +58,7 @@ def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
     """
     rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
-    searched = choices_of(frames.run.state) in (Choices.EACH, Choices.AMONG)
+    searched = choices_of(frames.run.state) in (Choices.EACH, Choices.AMONG, Choices.EARLIER)
     later = rows[:0] if searched or not frames.run.reference else rows[~first]
     medians = {
         name: cases.case_id.map(group.groupby("case_id").prepare_s.median())

@@ -19,6 +19,7 @@ from sparsebench.reports.figures._verdict import above_floor, intervals, meaning
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.analysis import winners
 from sparsebench.results.formatting import between, interval, percent, plain, significant, times
+from sparsebench.results.outcome import Outcome
 
 TITLE = "Fastest contender by shape and sparsity"
 ORDER = 15
@@ -83,7 +84,7 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
         above_floor(line),
         significant(line.median_us),
         "–" if pd.isna(line.runner_up) else line.runner_up,
-        "tie" if line.tied else times(line.lead, line.lead_half),
+        str(Outcome.NOT_SETTLED) if line.tied else times(line.lead, line.lead_half),
     ]
 
 

@@ -125,7 +125,10 @@ def cells(test: Test, problems: Collection[str], run: Run, analysis: Analysis) -
     made = []
     for problem, contest in here.groupby("problem_id", sort=False):
         lines: list[Line] = [*contest.to_dict("records")]  # type: ignore[list-item]
-        named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "level")}
+        named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "source", "level")}
+        at = {name: value for name, value in test.at.items() if name == "sparsity"}
+        if not covers(test.model_copy(update={"at": at}), {"sparsity": lines[0]["sparsity"]}):
+            continue  # its weights have another sparsity than the problem asks for
         blank = Cell(
             test=test.name,
             problem=str(problem),

@@ -11,6 +11,7 @@ from sparsebench.results.claims.cells import Cell, largest_value, pooled, value_
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.formatting import are
+from sparsebench.results.outcome import Outcome
 from sparsebench.results.statistics import FEWEST, more_processes
 
 
@@ -21,8 +22,13 @@ class Word(StrEnum):
     PARTLY = "partly"
     REFUTED = "refuted"
     NOT_CARRIED_OVER = "not carried over"
-    INCONCLUSIVE = "inconclusive"
+    NOT_SETTLED = Outcome.NOT_SETTLED.value
+    NOT_MEASURED = Outcome.NOT_MEASURED.value
     NOT_TESTABLE = "not testable"
+
+
+OPEN = (Word.NOT_SETTLED, Word.NOT_MEASURED)
+"""The words of a verdict that more measurements may change to any other."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,11 @@ class Decision:
 
 
 def cell_state(test: Test, cell: Cell) -> str:
-    """Return whether a cell is "met", "missed" or "unclear"."""
+    """Return whether a cell is "met", "missed" or "not settled"."""
     up = test.at_least is not None
     met = cell.low >= test.limit if up else cell.high <= test.limit
     missed = cell.high < test.limit if up else cell.low > test.limit
-    return "met" if met else "missed" if missed else "unclear"
+    return "met" if met else "missed" if missed else "not settled"
 
 
 def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
@@ -67,7 +73,7 @@ def _typical(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
     why = f"{which} {_value(test, whole)}; {_claimed(test)}"
     if state == "met" and not failed:
         return Decision(Word.REPRODUCED, f"{why}.", [whole])
-    if state == "unclear":
+    if state == "not settled":
         return _open(f"{why}, which is inside the interval{_more(test, whole)}", [whole])
     if _partly(test, whole) or state == "met":
         return Decision(Word.PARTLY, f"{why}.", [whole])
@@ -75,9 +81,9 @@ def _typical(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
 
 
 def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
-    met, missed, unclear = (
+    met, missed, open_ = (
         [cell for cell in cells if cell_state(test, cell) == state]
-        for state in ("met", "missed", "unclear")
+        for state in ("met", "missed", "not settled")
     )
     up = test.at_least is not None
     ends = ("smallest", "largest") if up else ("largest", "smallest")
@@ -94,10 +100,10 @@ def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
         return Decision(Word.PARTLY, why, [worst])
     if unmeasured:
         return _open(f"{count}; {are(unmeasured, 'cell')} not measured", cells)
-    if unclear:
-        worst = _best(test, unclear)
+    if open_:
+        worst = _best(test, open_)
         value = f"{value_text(test, worst)}, an interval around the limit"
-        return _open(f"{count}; {worst.label} has {value}{_more(test, worst)}", unclear)
+        return _open(f"{count}; {worst.label} has {value}{_more(test, worst)}", open_)
     best = _best(test, cells)
     word = Word.PARTLY if _partly(test, best) else Word.REFUTED
     return Decision(word, f"{count}; the {ends[1]} is {value_text(test, best)}.", [best])
@@ -105,8 +111,9 @@ def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
 
 def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     """Judge by one cell; the best of several must be met in a run made for it."""
-    met, unclear = (
-        [cell for cell in cells if cell_state(test, cell) == state] for state in ("met", "unclear")
+    met, open_ = (
+        [cell for cell in cells if cell_state(test, cell) == state]
+        for state in ("met", "not settled")
     )
     alone = len(cells) == 1 and not unmeasured
     only = "the only cell" if alone else "the only measured cell"
@@ -119,14 +126,14 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     if met:
         best = _best(test, met)
         why = f"{which}, {best.label}, has {_value(test, best)}; {_claimed(test)}"
-        why += ". A run made for this cell alone would decide"
-        return Decision(Word.INCONCLUSIVE, f"{why}.", [best], confirm=best)
-    if unclear:
-        best = _best(test, unclear)
+        why += ". A run made for this cell alone would settle it"
+        return Decision(Word.NOT_SETTLED, f"{why}.", [best], confirm=best)
+    if open_:
+        best = _best(test, open_)
         limit = f"an interval around the claimed {test.limit_text}{_more(test, best)}"
         why = f"{which}, {best.label}, has {_value(test, best)}, {limit}."
         confirm = None if best.confirms or alone else best
-        return Decision(Word.INCONCLUSIVE, why, [best], confirm)
+        return Decision(Word.NOT_SETTLED, why, [best], confirm)
     best = _best(test, cells)
     if unmeasured:
         left = f"{are(unmeasured, 'cell')} not measured"
@@ -151,7 +158,7 @@ def _missed(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Deci
 
 
 def _open(why: str, deciding: Sequence[Cell]) -> Decision:
-    return Decision(Word.INCONCLUSIVE, f"{why}.", deciding)
+    return Decision(Word.NOT_SETTLED, f"{why}.", deciding)
 
 
 def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:
@@ -179,11 +186,11 @@ def _value(test: Test, cell: Cell) -> str:
 
 
 def _more(test: Test, cell: Cell) -> str:
-    """Say how many more processes would decide a cell whose interval contains the limit."""
+    """Say how many more processes would settle it a cell whose interval contains the limit."""
     if cell.processes < FEWEST:
         return ""
     at = log(METRICS[test.metric].back(test.limit, cell.density))
     count = more_processes(np.array(cell.logs) - at, margin=0.0)
     if not count:
-        return "; more processes would not decide"
-    return f"; {count} more process{'' if count == 1 else 'es'} would decide"
+        return "; more processes would not settle it"
+    return f"; {count} more process{'' if count == 1 else 'es'} would settle it"

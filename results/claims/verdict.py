@@ -4,16 +4,16 @@ The rules are tried in order; the first that holds decides.
 
     a cell is   met      its whole interval is beyond the limit
                 missed   its whole interval is short of the limit
-                unclear  anything else
+                not settled  anything else
 
     1  not testable     no cell has a value: the claim cannot be tested here, for a given reason
-    2  inconclusive     nothing was measured; in some run, the two halves of A/A pairs differ
-                        significantly; or there are fewer than 6 processes (a look; `tendency` is
-                        what the verdict would be)
+    2  not measured     no run has a cell yet
+       not settled      in some run, the two halves of A/A pairs differ significantly; or there are
+                        fewer than 6 processes (a look; `tendency` is what the verdict would be)
     3  reproduced       exists: a cell picked in a screening run is met again in a separate run
                         typical: the value pooled over all cells is met
                         for_all: every cell is met
-    4  inconclusive     a cell that is unclear, unmeasured or unconfirmed could change the verdict
+    4  not settled      a cell that is not settled, not measured or not confirmed could change it
     5  partly           some cells of for_all are met, or a cell exceeds partly_at (if partly_at is
                         not set: beats the baseline)
     6  not testable     the device's ceilings rule out the limit: in every cell (exists), or for the
@@ -26,7 +26,7 @@ A claim tested through a kernel-level proxy gets at most "partly", and never "re
 best of several cells is measured again, picking the luckiest of 100 equally fast contenders cannot
 make a claim "reproduced". A problem that several runs measured is one cell. Its value comes from,
 in order of preference: a run whose A/A pairs agree, a run made for this claim, the run with the
-most processes. Only an inconclusive verdict has a tendency.
+most processes. Only a verdict that is not settled has a tendency.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sparsebench.results.claims.cells import Cell, over_op
-from sparsebench.results.claims.decision import Word, cell_state, decide
+from sparsebench.results.claims.decision import OPEN, Word, cell_state, decide
 from sparsebench.results.claims.schema import Claim, Hardware, Test
 from sparsebench.results.formatting import capital, listed
 from sparsebench.results.statistics import FEWEST
@@ -117,7 +117,7 @@ class Verdict:
         """Return the order of verdicts: decided first, then by how close the GPU is."""
         place = list(Basis).index(self.basis)
         untested = self.word is Word.NOT_TESTABLE
-        return self.simulated, untested, self.word is Word.INCONCLUSIVE, place
+        return self.simulated, untested, self.word in OPEN, place
 
 
 def judge(
@@ -175,12 +175,12 @@ def _test(
     cells = _one_per_problem(measured)
     if not cells:
         why = refused or _no_cell(claim, test)
-        word = Word.NOT_TESTABLE if refused else Word.INCONCLUSIVE
+        word = Word.NOT_TESTABLE if refused else Word.NOT_MEASURED
         return TestVerdict(test, word, Basis.NONE, capital(f"{why}."))
     basis = basis_of(claim.hardware, cells[0].device, test.proxy is not None)
     valued = tuple(cell for cell in cells if not cell.reason)
     others = tuple(cell for cell in measured if cell not in cells)
-    blank = TestVerdict(test, Word.INCONCLUSIVE, basis, "", tuple(cells), valued, others=others)
+    blank = TestVerdict(test, Word.NOT_SETTLED, basis, "", tuple(cells), valued, others=others)
     if not valued:
         reasons = [refused] if refused else list(dict.fromkeys(cell.reason for cell in cells))
         return replace(blank, word=Word.NOT_TESTABLE, why=capital(f"{'; '.join(reasons[:2])}."))
@@ -195,9 +195,9 @@ def _test(
     word, why = _limited(decision.word, basis, general), decision.why
     fewest = min(cell.processes for cell in decision.deciding)
     if fewest < FEWEST and word is not Word.NOT_TESTABLE:
-        tendency = tendency if word is Word.INCONCLUSIVE else word
+        tendency = tendency if word is Word.NOT_SETTLED else word
         look = f"this is a look with {fewest} of the {FEWEST} processes that a verdict needs"
-        word, why = Word.INCONCLUSIVE, f"{why.rstrip('.')}; {look}."
+        word, why = Word.NOT_SETTLED, f"{why.rstrip('.')}; {look}."
     deciding = tuple(decision.deciding)
     return replace(
         blank, word=word, why=capital(why), deciding=deciding, tendency=tendency, confirm=confirm
@@ -235,9 +235,9 @@ def _claim(
     else:
         capped = bool(testable) and len(testable) < len(whole)
         word = _combined([t.word for t in used], capped)
-        if word is Word.INCONCLUSIVE and any(t.tendency for t in used):
+        if word in OPEN and any(t.tendency for t in used):
             combined = _combined([t.tendency or t.word for t in used], capped)
-            tendency = combined if combined is not Word.INCONCLUSIVE else None
+            tendency = None if combined in OPEN else combined
         measured = [t.basis for t in used if t.basis is not Basis.NONE]
         basis = max(measured, key=list(Basis).index, default=Basis.NONE)
     why = " ".join(map(capital, reasons))
@@ -246,10 +246,11 @@ def _claim(
 
 def _combined(words: Sequence[Word], capped: bool) -> Word:
     """Return the verdict on several tests; an open one must not matter, whichever way it ends."""
-    if Word.INCONCLUSIVE in words:
-        rest = [word for word in words if word is not Word.INCONCLUSIVE]
+    rest = [word for word in words if word not in OPEN]
+    if len(rest) < len(words):
         either = {_combined([*rest, end], capped) for end in (Word.REPRODUCED, Word.REFUTED)}
-        return either.pop() if len(either) == 1 else Word.INCONCLUSIVE
+        open_ = Word.NOT_MEASURED if set(words) == {Word.NOT_MEASURED} else Word.NOT_SETTLED
+        return either.pop() if len(either) == 1 else open_
     if all(word is Word.REPRODUCED for word in words):
         return Word.PARTLY if capped else Word.REPRODUCED
     if all(word in MISSED for word in words):

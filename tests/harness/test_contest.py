@@ -28,12 +28,12 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
 
 @pytest.mark.parametrize("name", declare.names(wrong))
 def test_every_wrong_kernel_is_rejected_and_has_no_time(name: str) -> None:
-    right, found = rows(BASELINE, Contender("dense", name))
+    right, result = rows(BASELINE, Contender("dense", name))
     assert right.status is Status.OK
     assert right.samples_us
-    assert found.status is Status.WRONG
-    assert found.detail
-    assert not found.samples_us
+    assert result.status is Status.WRONG
+    assert result.detail
+    assert not result.samples_us
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -61,27 +61,27 @@ def test_a_row_has_the_facts_of_its_case() -> None:
 
 
 def test_a_refusal_is_a_row_with_its_reason() -> None:
-    found = rows(
+    result = rows(
         BASELINE,
         Contender("dense", "cublas"),
         Contender("bsr", "scipy_bsr", {"block": 0}),
         Contender("dense", "faulty:raises"),
         Contender("dense", "faulty:exhausts"),
     )
-    assert [row.status.value for row in found] == [
+    assert [row.status.value for row in result] == [
         "ok", "unsupported", "unsupported", "failed", "out_of_memory",
     ]  # fmt: skip
-    assert found[1].detail == "runs on cuda, not on cpu"
-    assert "expected a block of at least 1x1" in found[2].detail
-    assert found[3].detail == "prepare: RuntimeError: no such instruction <b>here</b>"
-    assert "4 EiB" in found[4].detail
+    assert result[1].detail == "runs on cuda, not on cpu"
+    assert "expected a block of at least 1x1" in result[2].detail
+    assert result[3].detail == "prepare: RuntimeError: no such instruction <b>here</b>"
+    assert "4 EiB" in result[4].detail
 
 
 def test_kernels_of_another_op_are_refused() -> None:
     ffn = Problem("ffn", {**FIELDS, "dtype": "fp32", "activation": "silu"})
-    found = rows(BASELINE, Contender("csr", "scipy_csr"), problem=ffn)
-    assert [row.status.value for row in found] == ["ok", "unsupported"]
-    assert found[1].detail == "computes linear, not ffn"
+    result = rows(BASELINE, Contender("csr", "scipy_csr"), problem=ffn)
+    assert [row.status.value for row in result] == ["ok", "unsupported"]
+    assert result[1].detail == "computes linear, not ffn"
 
 
 def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +94,7 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("room_after", "statuses"),
-    [
-        (1, [Status.OK, Status.OUT_OF_MEMORY]),
-        (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY]),
-    ],
+    [(1, [Status.OK, Status.OUT_OF_MEMORY]), (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY])],
 )
 def test_twins_end_first_if_the_reference_runs_out_of_memory(
     room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
@@ -117,10 +114,10 @@ def test_twins_end_first_if_the_reference_runs_out_of_memory(
 
     monkeypatch.setattr(output_checks, "_expected_with_room", seen)
     monkeypatch.setattr(output_checks, "_expected", crowded)
-    found = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
-    assert [row.status for row in found] == statuses
-    assert calls[:2] == [2, 1], "what has ended holds nothing while the reference is computed again"
-    assert "reference, before timing: OutOfMemoryError" in found[1].detail
+    result = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
+    assert [row.status for row in result] == statuses
+    assert calls[:2] == [2, 1], "an ended contender holds no memory during the second attempt"
+    assert "reference, before timing: OutOfMemoryError" in result[1].detail
 
 
 def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +166,14 @@ def test_the_order_within_a_block_is_drawn_anew() -> None:
     assert len(set(blocks)) > 4
 
 
-def test_faulty_kernels_are_all_used_somewhere() -> None:
+def test_every_faulty_kernel_is_used_by_a_test() -> None:
     assert {name.removeprefix("faulty:") for name in declare.names(faulty)} == {
         "chatters", "crashes", "crashes_later", "exhausts", "hangs", "illegal_address", "raises",
     }  # fmt: skip
 
 
 class Held:
-    """Something of 100 bytes on a made-up device, which only the garbage collector frees."""
+    """An object of 100 bytes on a fake device, which only the garbage collector frees."""
 
     allocated = 0
 
@@ -188,9 +185,7 @@ class Held:
         Held.allocated -= 100
 
 
-def test_earlier_garbage_does_not_lower_a_kernels_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_earlier_garbage_does_not_lower_a_kernels_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = []
 
     def reset(device: torch.device) -> None:
@@ -202,9 +197,9 @@ def test_earlier_garbage_does_not_lower_a_kernels_memory(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: max(*peak, Held.allocated))
     Held()
     with _memory(torch.device("cuda")) as memory:
-        kept = Held()
+        owner = Held()
     assert (memory.held_bytes, memory.peak_bytes) == (100, 100)
-    assert kept.cycle is kept
+    assert owner.cycle is owner
 
 
 def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,9 +216,9 @@ def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatc
 def test_a_launch_that_cannot_be_captured_says_why() -> None:
     device = torch.device("cuda:0")
     x = torch.ones(8, device=device)
-    found = ready(Launch(lambda: x * x.sum().item()), device)
-    assert found.clock == "events"
-    assert found.why.startswith("no CUDA graph: ")
+    result = ready(Launch(lambda: x * x.sum().item()), device)
+    assert result.clock == "events"
+    assert result.why.startswith("no CUDA graph: ")
     assert ready(Launch(lambda: x + x), device).why == ""
 
 
@@ -232,6 +227,6 @@ def test_a_contest_on_the_gpu_uses_graphs_and_a_cold_cache() -> None:
     problem = Problem("linear", {**FIELDS, "dtype": "bf16"})
     device = torch.device("cuda:0")
     contenders = [Contender("dense", "cublas", baseline=True), Contender("dense", "wrong:stale")]
-    found, _ = contest.run(problem, contenders, device, None)
-    assert [row.status.value for row in found] == ["ok", "wrong"]
-    assert (found[0].clock, found[0].cache) == ("graph", "cold")
+    result, _ = contest.run(problem, contenders, device, None)
+    assert [row.status.value for row in result] == ["ok", "wrong"]
+    assert (result[0].clock, result[0].cache) == ("graph", "cold")

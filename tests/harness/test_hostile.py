@@ -1,4 +1,4 @@
-"""Kernels that attack the contest get no time, and the others' rows are what they are without."""
+"""Kernels that attack the contest get no time, and do not affect the rows of other kernels."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ FIELDS = {"m": 64, "n": 64, "k": 64, "pattern": "blocks", "block": 16, "sparsity
 PROBLEM = Problem("linear", {**FIELDS, "dtype": "fp32"})
 BASELINE = Contender("dense", "torch_dense", baseline=True)
 BLOCKS = {"block": 16}
-SAID = {
+REASONS = {
     "zeroes_the_weight": "prepare: changed the operand w",
     "zeroes_the_activations": "prepare: changed the operand x",
     "spoils_shared_values": "prepare: changed w's values in bsr",
@@ -51,29 +51,29 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
 
 
 def test_every_hostile_kernel_is_named() -> None:
-    assert {f"hostile:{name}" for name in (*SAID, LATE)} == {*declare.names(hostile)}
+    assert {f"hostile:{name}" for name in (*REASONS, LATE)} == {*declare.names(hostile)}
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", REASONS)
 def test_a_hostile_kernel_gets_no_time_and_harms_no_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spot_checks, "BURST_S", 60.0)  # no test depends on how fast the machine is
+    monkeypatch.setattr(spot_checks, "BURST_S", 60.0)  # the test must not depend on speed
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
     clock, judge = timing.perf_counter, correctness._judge.__code__
-    first, second, found = rows(*innocents, Contender(stored[0], f"hostile:{name}", stored[1]))
+    first, second, result = rows(*innocents, Contender(stored[0], f"hostile:{name}", stored[1]))
     assert (timing.perf_counter, correctness._judge.__code__) == (clock, judge)
     for innocent in (first, second):
         assert innocent.status is Status.OK, innocent.detail
         assert innocent.error is not None
         assert innocent.error < 1e-6
         assert innocent.samples_us
-    wanted = Status.FAILED if name.startswith("odd") else Status.WRONG
-    assert found.status is wanted
-    assert SAID[name] in found.detail
-    assert not found.samples_us
-    json.dumps([asdict(row) for row in (first, second, found)])
+    expected = Status.FAILED if name.startswith("odd") else Status.WRONG
+    assert result.status is expected
+    assert REASONS[name] in result.detail
+    assert not result.samples_us
+    json.dumps([asdict(row) for row in (first, second, result)])
 
 
 @pytest.mark.gpu
@@ -82,24 +82,24 @@ def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
     problem = Problem("linear", {**FIELDS, "m": 256, "n": 512, "k": 512, "dtype": "bf16"})
     contenders = [Contender("dense", "cublas"), Contender("dense", name)]
     options = ContestOptions(measures=(("kernel", "cold"), ("op", "cold")))
-    found, _ = contest.run(problem, contenders, torch.device("cuda:0"), None, options)
-    assert [row.status for row in found[:2]] == [Status.OK] * 2
-    assert {row.status for row in found[2:]} <= {Status.WRONG, Status.FAILED}
-    assert not any(row.samples_us for row in found[2:])
+    result, _ = contest.run(problem, contenders, torch.device("cuda:0"), None, options)
+    assert [row.status for row in result[:2]] == [Status.OK] * 2
+    assert {row.status for row in result[2:]} <= {Status.WRONG, Status.FAILED}
+    assert not any(row.samples_us for row in result[2:])
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_knows_whose_it_is(
+def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_blames_the_kernel(
     attempt: int,
 ) -> None:
     spoiler = Contender("bsr", f"hostile:{LATE}", BLOCKS)
     contenders = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS), spoiler]
-    with pytest.raises(Fatal, match="timing: changed w's values in bsr") as found:
+    with pytest.raises(Fatal, match="timing: changed w's values in bsr") as result:
         contest.run(PROBLEM, contenders, CPU, None, ContestOptions(attempt=attempt))
-    assert found.value.case == (Case(PROBLEM, spoiler).id if attempt else "")
+    assert result.value.case == (Case(PROBLEM, spoiler).id if attempt else "")
 
 
-def test_draws_are_never_the_same_and_the_row_has_them() -> None:
+def test_rows_record_their_draws_which_never_repeat() -> None:
     first, second = (rows(BASELINE)[0].draws for _ in range(2))
     assert len(first) == len(second) == 3  # before, while, after
     assert len({*first, *second}) == 6
@@ -118,7 +118,7 @@ def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
         assert int(checksum(array, 1)) != before or bits[0] == bits[4096]
 
 
-def test_memory_that_was_given_back_is_missed_and_taken_back() -> None:
+def test_freed_memory_is_detected_and_restored() -> None:
     array = torch.ones(100)
     guard = Guard(CPU)
     guard.watch({"it": array}, lambda: array.fill_(1))
@@ -130,13 +130,13 @@ def test_memory_that_was_given_back_is_missed_and_taken_back() -> None:
     assert bool((array == 1).all())
 
 
-def test_a_contest_that_is_over_holds_no_memory() -> None:
+def test_a_finished_contest_holds_no_memory() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    kept = contest.Guard.watch
+    original = contest.Guard.watch
 
     def watch(guard: Guard, arrays: dict[str, torch.Tensor], *rest: object, **more: bool) -> None:
         alive.extend(weakref.ref(array) for array in arrays.values())
-        kept(guard, arrays, *rest, **more)
+        original(guard, arrays, *rest, **more)
 
     gc.disable()
     try:

@@ -1,11 +1,11 @@
 """A survey of a simulated GPU."""
 
 import sys
+from collections import Counter
 from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._app import main
@@ -16,11 +16,14 @@ from sparsebench.harness.new_gpu.problem_choice import deciding
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.reports.survey import write
+from sparsebench.reports.survey_page import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
+from sparsebench.results.provenance import Choices
 from sparsebench.results.statistics import FEWEST
+from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
+from tests.simulated.timed import timed
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -50,8 +53,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder for a survey of six problems, which two processes decide."""
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
-    for name, value in (("SUITE", str(file)), ("PROCESSES", 2), ("PAGE_S", 0.0)):
+    for name, value in (("SUITE", str(file)), ("MOST", 2), ("FEWEST", 2), ("PAGE_S", 0.0)):
         monkeypatch.setattr(surveys, name, value)
+    monkeypatch.setattr(surveys, "probe", lambda device: [])
     return tmp_path / "survey"
 
 
@@ -69,11 +73,64 @@ def test_a_survey_screens_and_measures_the_deciding_cases_again(small: Path) -> 
 
 
 def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
-    stopped = surveys.survey("sim", 0.0, small, silent)
-    assert "decide" in stopped.left
+    with pytest.raises(SuiteError, match="--resume"):
+        surveys.survey("sim", 0.0, small, silent)
+    assert write(small, []).problems.empty
+    page = (small / "report.html").read_text()
+    assert "Nothing was measured" in page
+    assert "Nothing is compared" in page
     done = surveys.resume(small, 60.0, silent)
     assert not done.left, done.left
     assert store.read(small / "screen").state["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "fewest", "share"),
+    [(180.0, 4, 0.9), pytest.param(480.0, 25, 0.8, marks=pytest.mark.exhaustive)],
+)
+def test_a_survey_uses_its_budget_and_settles_the_problems_that_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_s: float, fewest: int, share: float
+) -> None:
+    """The clock takes as long as an H100 does for starts, searches, checks and samples."""
+    clock, left_s = timed(monkeypatch), budget_s - surveys.PAGE_S
+    result = surveys.survey("sim:h100", budget_s, tmp_path / "survey", silent)
+    runs = [store.read(path) for path in sorted(result.path.glob("decide*"))]
+    assert share * left_s <= clock() <= left_s
+    assert {run.state["choices"] for run in runs} == {Choices.EARLIER}
+    problems = {p for run in runs for p in complete(run)}
+    assert len(problems) >= fewest
+    assert bool(result.left) == (budget_s < 480)
+
+
+def complete(run: Run) -> list[str]:
+    """Return the problems that every process of a run measured."""
+    processes = Counter(
+        problem for problem, _ in {(r.case.problem.id, r.replicate) for r in run.rows}
+    )
+    return [problem for problem, count in processes.items() if count >= FEWEST]
+
+
+def test_a_process_that_is_slower_than_planned_leaves_out_what_decides_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contests = [*read("core").contests]
+    ranks = {contest.problem.id: rank for rank, contest in enumerate(contests[5:])}
+    moments = iter([0.0, 42.0])  # 42 contests took 42 s; 5 processes have 100 s left
+    monkeypatch.setattr(surveys, "monotonic", lambda: next(moments))
+    pace = surveys._Pace(142.0, 6, ranks)
+    assert pace(0, contests) == contests
+    assert pace(1, contests) == contests[:20]
+
+
+def test_a_budget_below_one_process_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    timed(monkeypatch)
+    given = "--device", "sim", "--budget", "60s", "--out", str(tmp_path / "survey")
+    monkeypatch.setattr(surveys, "PAGE_S", 50.0)
+    assert _sparsebench(monkeypatch, *given) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("error: --budget 60s: expected at least ")
 
 
 def test_a_run_stops_in_time_and_can_be_resumed(tmp_path: Path) -> None:
@@ -115,7 +172,7 @@ def test_deciding_problems_start_with_the_best_of_each_shape(tmp_path: Path) -> 
 
 
 def test_every_kernel_of_the_suites_is_probed() -> None:
-    found = {each.kernel: each for each in probe(torch.device("cpu"))}
+    found = {each.kernel: each for each in probe("cpu")}
     assert found["torch_dense"].supported
     assert (found["bsr_small"].supported, found["bsr_small"].reason) == (
         0,
@@ -148,34 +205,25 @@ def test_an_interrupted_survey_is_kept_and_its_path_printed(
 
 
 def test_the_page_has_the_answer_and_other_devices(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     other = measure(read(surveys.SUITE), Flags("sim", replicates=1), tmp_path / "other", None)
     given = ["--device", "sim", "--budget", "60s", "--out", str(small), "--against", str(other)]
     assert _sparsebench(monkeypatch, *given) == 0
-    page = (small / "report.html").read_text()
-    for said in (
-        "SIMULATED",
-        "VERDICT" if surveys.PROCESSES >= FEWEST else "LOOK",
-        "A look, 1 process",
-        "Verdicts, 2 processes",
-        "BSR beats dense",
-        "compared with another simulated H200",
-        "screen/report.html#case-",
-        "Nothing: every step finished",
-    ):
-        assert said in page, said
+    page, printed = (small / "report.html").read_text(), capfd.readouterr().out
+    for words in ("SIMULATED", "LOOK: 2 processes", "beside simulated H200", "is sparsity worth"):
+        assert words in page
+    assert "decide/report.html#case-" in page
+    assert "&#34;" not in page.partition("<main>")[2]
+    assert str(small) not in page
+    assert "simulated H200: is sparsity worth it?" in printed
+    assert "BSR, 90 %" in printed
     assert "http" not in page.replace("http://www.w3.org", "")
     assert (small / "screen/report.html").exists()
     assert (small / "decide/report.html").exists()
-
-
-def test_a_page_without_published_runs_or_times_says_so(small: Path) -> None:
-    stopped = surveys.survey("sim", 0.0, small, silent)
-    page = write(stopped.path, []).read_text()
-    assert "Nothing was measured" in page
-    assert "Nothing is compared" in page
-    assert "stopped in" in page
 
 
 def test_missing_runs_of_other_gpus_are_an_error(

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
+from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.operands import DenseOperands, operands, redraw, unusable
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import bits, sources
 from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
-from sparsebench.results.record import Problem, Source, Value
+from sparsebench.results.record import Contender, Problem, Source, Status, Value
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -46,8 +47,8 @@ def problem(source: Source | None = None, seed: int = 0, **fields: Value) -> Pro
     return Problem("linear", {**base, "sparsity": 0.0, "block": 1, **fields}, seed, source)
 
 
-def built(asked: Problem, data: Path | None = None) -> DenseOperands:
-    return operands(asked, load_op("linear"), CPU, data)
+def built(spec: Problem, data: Path | None = None) -> DenseOperands:
+    return operands(spec, load_op("linear"), CPU, data)
 
 
 def test_elements_are_integers_made_of_a_hash() -> None:
@@ -60,10 +61,10 @@ def test_scores_are_31_bits_of_a_hash() -> None:
     assert scores(7, "w", 1000, CPU).tolist() == expected
 
 
-def test_these_bits_never_change() -> None:
+def test_the_bits_of_published_operands_never_change() -> None:
     assert drawn(6, scale=1.0).tolist() == [2783955, 857515, 4264095, -1358973, -1906591, -971677]
-    asked = problem(pattern="blocks", sparsity=0.75, block=16)
-    assert built(asked).digest == "c4fa922529546ccb"
+    spec = problem(pattern="blocks", sparsity=0.75, block=16)
+    assert built(spec).digest == "c4fa922529546ccb"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,9 +88,9 @@ def test_indices_beyond_32_bits_do_not_repeat() -> None:
 @pytest.mark.parametrize("width", [1, 128, 65536])
 def test_values_are_never_zero_and_rounded_once(dtype: torch.dtype, width: int) -> None:
     scale = UNIT * 2.0 ** -round(width.bit_length() / 2)
-    exact, found = drawn(100_000, scale=scale), drawn(100_000, dtype=dtype, scale=scale)
-    assert (found != 0).all()
-    assert torch.equal(found, exact.to(dtype))
+    exact, result = drawn(100_000, scale=scale), drawn(100_000, dtype=dtype, scale=scale)
+    assert (result != 0).all()
+    assert torch.equal(result, exact.to(dtype))
 
 
 def test_values_are_bell_shaped_about_zero() -> None:
@@ -107,36 +108,36 @@ def test_other_seeds_names_and_draws_are_uncorrelated(seed: int, name: str, draw
     one, other = drawn(40_000), torch.empty(40_000)
     fill(other, seed, name, draw)
     assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.03  # 6 sd
-    assert not torch.equal(one.sort().values, other.sort().values)  # nor one the other shuffled
+    assert not torch.equal(one.sort().values, other.sort().values)  # not a permutation either
 
 
 def test_outputs_are_about_one() -> None:
-    found = built(problem(m=64, n=64, k=65536, dtype="fp16"))
-    y = found.activations["x"].float() @ found.weights["w"].float().T
+    result = built(problem(m=64, n=64, k=65536, dtype="fp16"))
+    y = result.activations["x"].float() @ result.weights["w"].float().T
     assert 0.5 < float(y.std()) < 2.5
 
 
-def test_equal_problems_are_equal_bits_and_others_are_not() -> None:
+def test_equal_problems_have_equal_bits_and_other_seeds_do_not() -> None:
     assert built(problem()).digest == built(problem()).digest
     assert built(problem()).digest != built(problem(seed=1)).digest
 
 
 def test_activations_are_drawn_again_in_place() -> None:
-    asked, found = problem(), built(problem())
-    x, first = found.activations["x"], found.activations["x"].clone()
-    redraw(asked, load_op("linear"), found.activations, 1)
-    assert found.activations["x"] is x
+    spec, result = problem(), built(problem())
+    x, first = result.activations["x"], result.activations["x"].clone()
+    redraw(spec, load_op("linear"), result.activations, 1)
+    assert result.activations["x"] is x
     assert (x != first).float().mean() > 0.9
-    redraw(asked, load_op("linear"), found.activations, 0)
+    redraw(spec, load_op("linear"), result.activations, 0)
     assert torch.equal(x, first)
 
 
 def test_pruned_elements_are_counted_and_are_plus_zero() -> None:
-    found = built(problem(pattern="blocks", sparsity=0.75, block=16))
-    w = found.weights["w"]
-    assert found.nnz == {"w": 64 * 128 // 4}
-    assert found.sparsity == 0.75
-    assert int((w.view(torch.int16) != 0).sum()) == found.nnz["w"]
+    result = built(problem(pattern="blocks", sparsity=0.75, block=16))
+    w = result.weights["w"]
+    assert result.nnz == {"w": 64 * 128 // 4}
+    assert result.sparsity == 0.75
+    assert int((w.view(torch.int16) != 0).sum()) == result.nnz["w"]
 
 
 def test_a_digest_sees_every_bit_its_place_and_its_name() -> None:
@@ -158,47 +159,111 @@ def weights(tmp_path: Path) -> Source:
 
 def test_real_weights_keep_their_largest_elements(weights: Source, tmp_path: Path) -> None:
     before = sources.sha256(tmp_path / weights.path)
-    asked = problem(weights, pattern="unstructured", sparsity=0.9, dtype="fp16")
-    found = built(asked, tmp_path).weights["w"]
+    spec = problem(weights, pattern="unstructured", sparsity=0.9, dtype="fp16")
+    result = built(spec, tmp_path).weights["w"]
     real = drawn(64, 128, dtype=torch.bfloat16, name="real").half()
-    assert int((found != 0).sum()) == 819
-    assert torch.equal(found[found != 0], real[found != 0])
-    assert real[found == 0].abs().max() <= found[found != 0].abs().min()
+    assert int((result != 0).sum()) == 819
+    assert torch.equal(result[result != 0], real[result != 0])
+    assert real[result == 0].abs().max() <= result[result != 0].abs().min()
     assert sources.sha256(tmp_path / weights.path) == before
 
 
-def test_minus_zero_in_a_file_is_no_element(tmp_path: Path) -> None:
+def test_minus_zero_in_a_file_is_not_stored(tmp_path: Path) -> None:
     path = tmp_path / "masked.safetensors"
     mask = (torch.rand(4, 8) < 0.5).repeat_interleave(16, 0).repeat_interleave(16, 1)
     save_file({"layer": drawn(64, 128, dtype=torch.bfloat16, name="real") * mask}, path)
     source = Source(path.name, sources.sha256(path), "layer")
-    found = built(problem(source, pattern="dense", sparsity=0.0), tmp_path)
-    assert found.nnz == {"w": int(mask.sum())}
-    assert found.sparsity == 1 - int(mask.sum()) / mask.numel()
+    result = built(problem(source, pattern="dense", sparsity=0.0), tmp_path)
+    assert result.nnz == {"w": int(mask.sum())}
+    assert result.sparsity == 1 - int(mask.sum()) / mask.numel()
 
 
-def test_a_changed_file_is_refused(weights: Source, tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=r"model.safetensors: expected SHA-256 0.*it has changed"):
-        built(problem(replace(weights, sha256="0")), tmp_path)
+def in_file(folder: Path, weight: Tensor) -> Source:
+    path = folder / "w.safetensors"
+    save_file({"fc": weight}, path)
+    return Source(path.name, sources.sha256(path), "fc")
 
 
-def test_weights_beyond_the_dtype_are_refused(weights: Source, tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match="expected values finite in fp16, found 8192 others"):
-        built(problem(replace(weights, tensor="hot"), dtype="fp16"), tmp_path)
+BAD_VALUES = {
+    "infinite in fp16": torch.full((64, 128), 1e5),
+    "infinite": torch.full((64, 128), float("inf")),
+    "not a number": torch.full((64, 128), float("nan")),
+    "all zero": torch.zeros(64, 128),
+    "all -0.0": torch.full((64, 128), -0.0),
+    "zero in fp16": torch.full((64, 128), 1e-30),
+}
 
 
-def test_a_source_of_another_shape_is_refused(weights: Source, tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=r"expected \[32, 128\], found \[64, 128\]"):
-        built(problem(weights, n=32), tmp_path)
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_values_of_a_file_that_cannot_be_measured_are_a_row_and_known_before(
+    name: str, tmp_path: Path
+) -> None:
+    spec = problem(in_file(tmp_path, BAD_VALUES[name]), dtype="fp16")
+    with pytest.raises(Unsupported, match=r"^w\.safetensors:fc") as raised:
+        built(spec, tmp_path)
+    assert unusable(spec, load_op("linear"), tmp_path) == str(raised.value)
+    rows, _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert [(row.status, row.detail) for row in rows] == [
+        (Status.UNSUPPORTED, f"operands: {raised.value}")
+    ]
+
+
+def test_a_file_that_has_changed_is_a_failed_row(weights: Source, tmp_path: Path) -> None:
+    spec = problem(replace(weights, sha256="0"))
+    (row,), _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert row.status is Status.FAILED
+    assert "it has changed" in row.detail
+
+
+SIZES = [("fp32", 1e-30), ("fp32", 1e-37), ("fp32", 1e36), ("bf16", 1e36)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), SIZES)
+def test_right_results_stay_right_however_small_or_large_the_weights(
+    dtype: str, size: float, tmp_path: Path
+) -> None:
+    spec = problem(in_file(tmp_path, torch.randn(64, 128) * size), dtype=dtype)
+    rows, _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")]
+
+
+def test_an_answer_that_no_output_can_hold_is_unsupported(tmp_path: Path) -> None:
+    spec = problem(in_file(tmp_path, torch.full((64, 128), 6e4)), dtype="fp16")
+    (row,), _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert row.status is Status.UNSUPPORTED
+    assert "fits torch.float16" in row.detail
+
+
+def test_a_block_with_a_tiny_value_is_chosen_before_one_of_zeros(tmp_path: Path) -> None:
+    weight = torch.zeros(32, 32)
+    weight[0, 0], weight[17, 17] = 1.0, 1e-30
+    spec = problem(in_file(tmp_path, weight), n=32, k=32, dtype="fp32")
+    fields = {"pattern": "blocks", "block": 16, "sparsity": 0.5}
+    result = built(replace(spec, fields={**spec.fields, **fields}), tmp_path)
+    assert result.nnz == {"w": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "changed_fields", "message"),
+    [
+        ({"sha256": "0"}, {}, "expected SHA-256 0, .*it has changed"),
+        ({}, {"n": 32}, r"expected \[32, 128\], found \[64, 128\]"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    weights: Source, tmp_path: Path, change: Any, changed_fields: Any, message: str
+) -> None:
+    with pytest.raises(SuiteError, match=message):
+        built(problem(replace(weights, **change), **changed_fields), tmp_path)
 
 
 def test_a_pattern_file_gives_the_pattern_and_the_seed_the_values(tmp_path: Path) -> None:
     path = tmp_path / "p.smtx"
     path.write_text("2, 4, 3\n0 2 3\n0 3 1\n")
     source = Source(path.name, sources.sha256(path))
-    found = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
-    assert (found.weights["w"] != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
-    assert found.sparsity == 0.625
+    result = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
+    assert (result.weights["w"] != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+    assert result.sparsity == 0.625
     with pytest.raises(SuiteError, match="expected 'file'"):
         built(problem(source, n=2, k=4, pattern="blocks"), tmp_path)
 

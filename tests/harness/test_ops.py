@@ -68,8 +68,8 @@ def test_the_spread_of_ffn_is_that_of_random_rounding(activation: str) -> None:
         jolted = {name: t * (1 + 1e-6 * torch.randn_like(t)) for name, t in exact.items()}
         jolted["x"] = exact["x"]
         errors.append(op.definition(**jolted, activation=activation) - reference)
-    found = torch.stack(errors).std(0) / 1e-6
-    ratio = found / op.spread(**exact, activation=activation)
+    measured = torch.stack(errors).std(0) / 1e-6
+    ratio = measured / op.spread(**exact, activation=activation)
     assert float(ratio.min()) > 0.2  # relu's slope counts where it is off, too
     assert float(ratio.max()) < 1.2
 

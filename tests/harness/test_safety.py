@@ -1,4 +1,4 @@
-"""Runs under attack: two at once, grandchildren, orphans, workers that do not start, full disks."""
+"""Runs in trouble: two at once, orphaned processes, workers that do not start, full disks."""
 
 import errno
 import json
@@ -53,7 +53,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:
-    """Ask one contest of a worker that is this script."""
+    """Return a worker's answer to one contest; the worker is this script."""
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     worker = Worker("cpu", None, Log())
     try:
@@ -62,8 +62,8 @@ def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60
         worker.kill()
 
 
-def gone(pid: int, within_s: float = 20.0) -> bool:
-    """Say whether a process ends; a zombie, which nobody here waits for, has ended."""
+def has_ended(pid: int, within_s: float = 20.0) -> bool:
+    """Return whether a process ends in time; a zombie counts as ended."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         try:
@@ -80,16 +80,16 @@ def gone(pid: int, within_s: float = 20.0) -> bool:
 def test_the_children_of_a_kernel_end_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, then: str
 ) -> None:
-    """They hold the pipes of their parent open: nobody waits for that."""
+    """They keep the pipes of their parent open, which must not delay the runner."""
     note = tmp_path / "pid"
     child = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-    told = f"open({str(note)!r}, 'w').write(str(child.pid))\n"
+    write_pid = f"open({str(note)!r}, 'w').write(str(child.pid))\n"
     start = time.monotonic()
-    lost = answered(monkeypatch, f"{ASKED}{child}{told}{then}\n", timeout_s=5.0)
+    lost = answered(monkeypatch, f"{ASKED}{child}{write_pid}{then}\n", timeout_s=5.0)
     assert time.monotonic() - start < 60
     assert isinstance(lost, WorkerLoss)
     assert lost.status is (Status.TIMEOUT if "sleep" in then else Status.FAILED)
-    assert gone(int(note.read_text()))
+    assert has_ended(int(note.read_text()))
 
 
 def test_a_child_that_leaves_the_group_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,26 +104,27 @@ def test_a_child_that_leaves_the_group_is_not_waited_for(monkeypatch: pytest.Mon
 
 def test_a_worker_ends_with_its_parent() -> None:
     worker = (
-        "import sys, time\nfrom sparsebench.harness.machine import parent\n"
-        "parent_watch.GRACE_S = 0.1\nparent.end_with_parent()\nprint('on', flush=True)\n"
+        "import sys, time\nfrom sparsebench.harness.machine import parent_watch\n"
+        "parent_watch.GRACE_S = 0.1\nparent_watch.end_with_parent()\nprint('on', flush=True)\n"
         "while True: time.sleep(0.01)\n"
     )
     start = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-P', '-c', {worker!r}],"
         " start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
+        "assert child.stdout.readline() == b'on\\n'\nprint(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE) as middle:
         assert middle.stdout
         orphan = int(middle.stdout.readline())
         middle.kill()
-    assert gone(orphan)
+    assert has_ended(orphan)
     assert 1 <= parent_watch.GRACE_S <= 30
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ("{'rows': []}", "KeyError('contest')"),
         ("{'contest': 'x', 'rows': [], 'spent_s': {}}", "found 'x'"),
@@ -134,19 +135,19 @@ def test_a_worker_ends_with_its_parent() -> None:
     ],
 )
 def test_an_answer_names_its_contest_and_is_complete(
-    monkeypatch: pytest.MonkeyPatch, answer: str, said: str
+    monkeypatch: pytest.MonkeyPatch, answer: str, message: str
 ) -> None:
     script = f"{ASKED}name = {PROBLEM.id!r}\nprint(json.dumps({answer}), flush=True)\n"
     lost = answered(monkeypatch, f"{script}time.sleep(600)\n")
     assert isinstance(lost, WorkerLoss)
     assert lost.status is Status.FAILED
-    assert said in lost.detail
+    assert message in lost.detail
 
 
 def test_every_case_has_a_row_if_no_worker_starts_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first starts, and is lost over the contest; each later one says why it cannot."""
+    """The first worker starts and dies in the contest; each later one says why it cannot start."""
     mark = tmp_path / "second"
     script = (
         f"import os, sys\nif os.path.exists({str(mark)!r}): sys.exit('no GPU left')\n"
@@ -163,7 +164,7 @@ def test_every_case_has_a_row_if_no_worker_starts_again(
     assert "no GPU left" in row.detail
 
 
-def test_a_worker_that_starts_at_the_second_attempt_is_taken(
+def test_a_worker_may_start_at_the_second_attempt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mark = tmp_path / "second"
@@ -178,7 +179,7 @@ def test_a_worker_that_starts_at_the_second_attempt_is_taken(
 
 
 def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
-    """A closed terminal sends SIGHUP; a scheduler repeats itself."""
+    """A closed terminal sends SIGHUP, and a scheduler repeats its signal."""
     hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     before = {stop: signal.getsignal(stop) for stop in _console.STOPS}
     written = []
@@ -219,7 +220,7 @@ def suite() -> Suite:
 
 @pytest.fixture(scope="module")
 def run(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on the simulated GPU, whose description and data are somewhere on this machine."""
+    """Return a run on a simulated GPU whose description and data have absolute paths."""
     folder = tmp_path_factory.mktemp("safety")
     (folder / "mine.yaml").write_text("schema: sparsebench/sim@1\nseed: 3\n")
     flags = Flags(f"sim:{folder / 'mine.yaml'}", data=folder, replicates=1)
@@ -238,7 +239,7 @@ def test_two_processes_do_not_write_to_one_run(suite: Suite, run: Path) -> None:
         pass
 
 
-def test_a_row_that_is_there_twice_is_not_read(run: Path, tmp_path: Path) -> None:
+def test_a_repeated_row_is_refused(run: Path, tmp_path: Path) -> None:
     text = (run / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(text + text.splitlines(keepends=True)[-1])
     with pytest.raises(ResultError, match=r"line \d+: expected one row of .*, found another"):
@@ -269,7 +270,7 @@ def test_no_file_of_a_run_names_a_path_or_the_host(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kept"),
+    ("message", "shown"),
     [
         ("ImportError: /home/joe/lib/x.so: no", "ImportError: x.so: no"),
         ("in '/usr/lib/joe' or ~/a/b.py:12", "in 'PATH' or b.py:12"),
@@ -278,8 +279,8 @@ def test_no_file_of_a_run_names_a_path_or_the_host(run: Path) -> None:
         (f"on {socket.gethostname()}x", None),
     ],
 )
-def test_messages_of_kernels_lose_their_paths(said: str, kept: str | None) -> None:
-    assert store.without_paths(said) == (said if kept is None else kept)
+def test_messages_of_kernels_lose_their_paths(message: str, shown: str | None) -> None:
+    assert store.without_paths(message) == (message if shown is None else shown)
 
 
 def full(*_: object, **__: object) -> None:
@@ -294,7 +295,7 @@ def test_a_run_directory_appears_whole_or_not_at_all(
         with pytest.raises(ResultError, match="No space left on device"):
             store.create(tmp_path / "run", SUITE, {}, {})
     assert not [*tmp_path.iterdir()]
-    (tmp_path / "run").mkdir()  # as an older version left it
+    (tmp_path / "run").mkdir()  # an empty directory, as an older version could leave
     store.create(tmp_path / "run", SUITE, {}, {})
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"run.json", "rows.jsonl"}
 
@@ -316,7 +317,7 @@ def test_a_run_can_be_resumed_after_a_full_disk(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "append", nearly_full)
-        patch.setattr(store, "_replace", lambda file, text, whole=store._replace: (
+        patch.setattr(store, "write_file", lambda file, text, whole=store.write_file: (
             full() if "interrupted" in text else whole(file, text)
         ))  # fmt: skip
         with pytest.raises(OSError, match="No space left"):
@@ -341,19 +342,11 @@ def test_only_regular_files_are_read(tmp_path: Path, what: str) -> None:
 
 def test_exit_codes_are_documented_in_one_place() -> None:
     table = re.findall(r"^\| (\d+) \|", (ROOT / "harness" / "README.md").read_text(), re.MULTILINE)
-    codes = [
-        _console.GATE_FAILED,
-        _console.BAD_INPUT,
-        _console.SOME_FAILED,
-        _console.UNFIT,
-        _console.UNCHECKED,
-    ]
-    assert [int(code) for code in table] == [0, *codes, _console.DEFECT, _console.INTERRUPTED]
+    names = "GATE_FAILED", "BAD_INPUT", "SOME_FAILED", "UNFIT", "UNCHECKED", "DEFECT", "INTERRUPTED"
+    assert [int(code) for code in table] == [0, *(getattr(_console, name) for name in names)]
 
 
-def test_an_internal_error_is_one_line_with_exit_code_70(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_internal_error_is_one_line_with_exit_code_70(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsebench.harness.catalog.listing", lambda: {}["nothing"])
     done = sparsebench("list")
     assert done.returncode == _console.DEFECT

@@ -15,7 +15,7 @@ from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.sim.gpu_model import Spec, call_us, read, samples
-from sparsebench.harness.sim.simulated_contest import _work
+from sparsebench.harness.sim.simulated_contest import _work, unsupported
 from sparsebench.harness.sim.simulated_contest import run as run_contest
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
@@ -155,6 +155,45 @@ def test_the_same_seed_gives_the_same_samples_and_another_seed_others(
     assert other.keys() == first.keys()
     assert not {row.samples_us for row in other.values()} & {r.samples_us for r in first.values()}
     assert {row.device for row in other.values()} == {"sim-1"}
+
+
+@pytest.mark.parametrize("device", ["sim", "sim:l4"])
+def test_no_sparse_kernel_is_faster_than_its_zeros_allow(device: str) -> None:
+    model = replace_noise(read(device))
+    for contest in [c for c in read_suite("core").contests if c.problem.op == "linear"]:
+        rows = run_contest(
+            model, contest.problem, contest.contenders, ContestOptions(), lambda *at: None
+        )
+        times = [(r.case.contender, np.median(r.samples_us)) for r in rows if r.samples_us]
+        base = [us for contender, us in times if contender.baseline]
+        for _, us in times if base else ():
+            assert base[0] / us <= 1 / (1 - contest.problem["sparsity"]) + 1e-3
+
+
+def replace_noise(model: Spec) -> Spec:
+    return model.model_copy(
+        update={"noise": {1.0: 0.0}, "drift": 0.0, "step": 0.0, "process": 0.0, "regret": 0.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "supported"),
+    [
+        ("sim:a100", "bsr_wgmma", False),
+        ("sim:l4", "bsr_triton", True),
+        ("sim:rtx-4090", "spense_mma", True),
+        ("sim", "bsr_wgmma", True),
+    ],
+)
+def test_another_generation_gets_the_portable_kernels(
+    device: str, kernel: str, supported: bool
+) -> None:
+    model, found = read(device), set()
+    for contest in read_suite("core").contests:
+        for contender in contest.contenders:
+            if contender.kernel == kernel and contest.problem["dtype"] == "bf16":
+                found.add(unsupported(model, contest.problem, contender) is None)
+    assert found == {supported}
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from sparsebench.harness.inputs import sources
 MASK = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]], dtype=bool)
 
 
-def written(path: Path, mask: np.ndarray = MASK) -> Path:
+def write_pattern(path: Path, mask: np.ndarray = MASK) -> Path:
     """Write a pattern in the format that the file's name says."""
     matrix = scipy.sparse.csr_array(mask.astype(np.float64))
     if path.suffix == ".smtx":
@@ -33,15 +33,15 @@ def written(path: Path, mask: np.ndarray = MASK) -> Path:
 
 
 @pytest.mark.parametrize("name", ["p.smtx", "p.mtx", "p.mtx.gz", "p.npz"])
-def test_a_pattern_comes_back(name: str, tmp_path: Path) -> None:
-    path = written(tmp_path / name)
+def test_a_written_pattern_is_read_back(name: str, tmp_path: Path) -> None:
+    path = write_pattern(tmp_path / name)
     assert np.array_equal(sources.load_pattern(path).numpy(), MASK)
     assert sources.shape_and_level(path) == (3, 5, 1 - 5 / 15)
 
 
 @pytest.mark.parametrize("name", ["p.smtx", "p.mtx", "p.npz"])
 def test_a_pattern_may_be_empty(name: str, tmp_path: Path) -> None:
-    path = written(tmp_path / name, np.zeros((2, 3), dtype=bool))
+    path = write_pattern(tmp_path / name, np.zeros((2, 3), dtype=bool))
     assert not sources.load_pattern(path).any()
     assert sources.shape_and_level(path) == (2, 3, 1.0)
 
@@ -53,10 +53,12 @@ def test_a_symmetric_matrix_is_expanded_and_a_stored_zero_is_an_entry(tmp_path: 
     assert sources.shape_and_level(path)[2] == 0.25
 
 
-def test_a_big_smtx_is_read_in_a_moment(tmp_path: Path) -> None:
+def test_a_large_smtx_is_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     mask = rng.random((1000, 2000)) < 0.5
-    assert np.array_equal(sources.load_pattern(written(tmp_path / "b.smtx", mask)).numpy(), mask)
+    assert np.array_equal(
+        sources.load_pattern(write_pattern(tmp_path / "b.smtx", mask)).numpy(), mask
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_garbage_is_refused_in_one_line(name: str, content: bytes, tmp_path: Pat
 
 def test_a_truncated_matrix_is_refused(tmp_path: Path) -> None:
     for name in ("p.mtx", "p.npz", "p.mtx.gz"):
-        path = written(tmp_path / name)
+        path = write_pattern(tmp_path / name)
         path.write_bytes(path.read_bytes()[:-12])
         with pytest.raises(SuiteError, match="expected a sparse matrix"):
             sources.load_pattern(path)
@@ -140,10 +142,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "m.safetensors"
 
 
-def test_weights_come_back_as_they_are(model: Path) -> None:
+def test_weights_are_read_in_their_own_dtype(model: Path) -> None:
     assert sources.shape_and_level(model, "layers.0.up") == (2, 3, None)
-    found = sources.load_weights(model, "layers.0.up")
-    assert torch.equal(found, torch.arange(6, dtype=torch.bfloat16).view(2, 3))
+    result = sources.load_weights(model, "layers.0.up")
+    assert torch.equal(result, torch.arange(6, dtype=torch.bfloat16).view(2, 3))
     assert sources.tensor_names(model) == ["layers.0.up"]
 
 
@@ -167,3 +169,51 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path) -> None:
     path.write_bytes(b"two")
     os.utime(path, ns=(1, 1))
     assert sources.sha256(path) != first
+
+
+BANNER = "%%MatrixMarket matrix coordinate real general\n"
+ENTRY = [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BANNER + "2 2 1\n1 2 nan\n",
+        BANNER + "2 2 1\n1 2 NaN\n",
+        BANNER + "2 2 1\n1 2 -inf\n",
+        BANNER + "2 2 1\n1 2 +Infinity\n",
+        BANNER + "2 2 1\n1 2 +1.0e+05\n",
+        BANNER + "2 2 1\n1 2 1.5D+00\n",
+        BANNER + "2 2 1\n1 2 1.5d0",
+        BANNER + "  % an indented comment, gr\u00f6\u00dfe\n%\n\n  2 2 1\n\t1 2 1.0\n\n",
+        "  " + BANNER + "2 2 1\n1 2 1.0\n",
+        "\n\n" + BANNER + "2 2 1\n1 2 1.0\n",
+        "\ufeff" + BANNER + "2 2 1\r\n1 2 1.0\r\n",
+        BANNER.replace("real", "pattern") + "2 2 1\n1 2\n",
+        BANNER.replace("real", "complex") + "2 2 1\n1 2 nan 1.0\n",
+        "%%MatrixMarket matrix array real general\n2 2\n0\n0\n1\n0\n",
+    ],
+)
+def test_matrix_market_is_read_as_scipy_reads_it(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.mtx"
+    path.write_text(text, "utf-8")
+    assert sources.load_pattern(path).tolist() == ENTRY
+    assert sources.shape_and_level(path)[2] == 0.75
+
+
+@pytest.mark.parametrize("symmetry", ["symmetric", "skew-symmetric", "hermitian"])
+def test_a_symmetric_matrix_is_square(symmetry: str, tmp_path: Path) -> None:
+    path, field = tmp_path / "m.mtx", "complex" if symmetry == "hermitian" else "real"
+    value = "1.0 0.0" if field == "complex" else "1.0"
+    banner = f"%%MatrixMarket matrix coordinate {field} {symmetry}\n"
+    path.write_text(f"{banner}2 3 1\n2 1 {value}\n")
+    with pytest.raises(SuiteError, match="a square matrix"):
+        sources.load_pattern(path)
+
+
+@pytest.mark.parametrize("end", ["1 2 abc", "1 2 1.0 x", "% end", "1 2 nano", "1 2 infx"])
+def test_what_is_no_number_is_refused(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.mtx"
+    path.write_text(f"{BANNER}2 2 1\n{end}")
+    with pytest.raises(SuiteError, match=r"m\.mtx: expected a sparse matrix; found"):
+        sources.load_pattern(path)

@@ -19,7 +19,8 @@ from sparsebench.harness.bench.operands import _play, operands, redraw, unseen
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.models.train_lm.model import Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text, contexts, evenly, standard_library
-from sparsebench.harness.models.train_lm.train import FIRST, Settings, count, mlp_inputs, train
+from sparsebench.harness.models.train_lm.train import mlp_inputs, train
+from sparsebench.harness.models.train_lm.training import FIRST, Settings, count
 from sparsebench.harness.ops._active import share_of_any
 from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Contender, Problem, Status
@@ -189,6 +190,7 @@ def test_suite_reads_the_output_of_the_command(tmp_path: Path) -> None:
         ("--l1 -1", "found '-1'"),
         ("--l1 nan", "found 'nan'"),
         ("--l1 1e-3,0.001", "found '1e-3,0.001'"),
+        ("--l1 1e-3,1.0000001e-3", "each once"),
         ("--width 36 --heads 4", "found 36"),
         ("--out nowhere/x.safetensors", "nowhere"),
     ],

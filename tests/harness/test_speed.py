@@ -1,8 +1,8 @@
-"""Our own host code must not get slow unnoticed: each bound is some five times what it takes.
+"""Host code must not become slow unnoticed: each bound is about five times the usual time.
 
 Measured on two cores of a shared server: 0.17 s to expand a suite, 0.9 s for frame and summary,
-2.4 s for a report, 0.07 s to append 192 rows. Of several rounds the fastest is held to the bound.
-A round is the time that the process had on the cores: other work on the machine does not count.
+2.4 s for a report, 0.07 s to append 192 rows. The fastest of several rounds has to meet its bound.
+A round counts the processor time of this process, so other work on the machine does not matter.
 """
 
 from collections.abc import Callable

@@ -153,7 +153,8 @@ def test_energy_is_the_median_over_pieces_of_the_window(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(energy, "perf_counter", clock)
     monkeypatch.setattr(energy, "board", board)
-    monkeypatch.setattr(energy, "identity", lambda device: "GPU-fake")
+    for module in (energy, measuring):
+        monkeypatch.setattr(module, "identity", lambda device: "GPU-fake")
     original = measuring.pieces
 
     def pieces(run: object, device: object, window_s: float, many: int) -> object:

@@ -18,6 +18,7 @@ from sparsebench.harness.models.train_lm.blocks import (
     stored,
 )
 from sparsebench.harness.models.train_lm.model import Sizes
+from sparsebench.harness.models.train_lm.training import Settings, adamw
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 from sparsebench.results.model_files import PatternTraining, PatternTrainings, read_widths
 from tests.tools.command_line import sparsebench
@@ -49,10 +50,7 @@ def test_patterns_are_squares_with_equal_block_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "sparsity", "message"),
-    [
-        (3, 0.5, "at least 4 .*found 3"),
-        (8, 0.8, "expected 0.625.*found 0.8"),
-    ],
+    [(3, 0.5, "at least 4 .*found 3"), (8, 0.8, "expected 0.625.*found 0.8")],
 )
 def test_impossible_graphs_are_refused(nodes: int, sparsity: float, message: str) -> None:
     assert links(64, 0.9) == 3
@@ -76,7 +74,7 @@ def test_deviation_and_learning_rate_follow_the_fan_in() -> None:
     assert fan_in(layer.wd) == 256 * 3 / 16
     expected = 0.02 * (512 / 24) ** 0.5
     assert float(stored(layer.wg).detach().std()) == pytest.approx(expected, rel=0.05)
-    groups = widths._optimizer(model, widths.Settings(SIZES), CPU).param_groups
+    groups = adamw(model, Settings(SIZES), blocks.fan_ins(model)).param_groups
     rates = sorted({group["lr"] for group in groups})
     assert rates == pytest.approx([1e-3, 1e-3 * 512 / 48, 1e-3 * 512 / 24])
 
@@ -127,11 +125,10 @@ def test_command_writes_a_readable_file(seeds: int, tmp_path: Path) -> None:
 
 def test_training_lowers_the_loss_and_is_deterministic() -> None:
     text = widths.standard_library()
-    unseen = widths.evenly(text.unseen, 8, 16)
-    settings = widths.Settings(TINY, steps=20, batch=4, learning_rate=3e-3)
+    settings = Settings(TINY, steps=20, batch=4, learning_rate=3e-3, held_out=8)
     blocks = Blocks("small_world", 16, 0.25)
-    start = widths.train(text, unseen, blocks, replace(settings, steps=1), CPU)
-    first, second = (widths.train(text, unseen, blocks, settings, CPU) for _ in range(2))
+    start = widths.train(text, blocks, replace(settings, steps=1), CPU)
+    first, second = (widths.train(text, blocks, settings, CPU) for _ in range(2))
     assert first.loss < start.loss - 0.5
     assert second.loss == first.loss
 
@@ -159,10 +156,7 @@ def test_dense_match_never_has_fewer_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"loss": -1}, "trained: 0: loss: "),
-        ({"more": 1}, "trained: 0: more: "),
-    ],
+    [({"loss": -1}, "trained: 0: loss: "), ({"more": 1}, "trained: 0: more: ")],
 )
 def test_invalid_file_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}

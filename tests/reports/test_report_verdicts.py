@@ -139,7 +139,7 @@ def test_the_answer_is_the_largest_speed_up_and_marks_undecided_ones() -> None:
 def test_the_table_has_the_largest_speed_up_with_its_outcome() -> None:
     table = section("winners", page())
     assert "<b>bsr/faster_perhaps</b>" in table
-    assert re.search(r"inconclusive \(\+\d+ would decide\)", table)
+    assert re.search(r"not settled \(\+\d+ would settle it\)", table)
 
 
 def test_intervals_are_named_for_what_they_are() -> None:
@@ -151,7 +151,7 @@ def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
     said = "Noise floor of one process: below 8 µs 2.1 %, above 100 µs 0.5 %."
     assert said in section("winners", page())
     drawn = section("noise", page())
-    assert re.findall("<h3>(.*?)</h3>", drawn) == ["below 8 µs", "above 100 µs"]
+    assert re.findall("<figure><h3>(.*?)</h3>", drawn) == ["below 8 µs", "above 100 µs"]
     assert re.findall(r"different: (\d of \d)", drawn) == ["0 of 1", "0 of 2"]
     different = section("noise", page(twin=1.03))
     assert re.findall(r"different: (\d of \d)", different) == ["1 of 1", "2 of 2"]
@@ -162,9 +162,9 @@ def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
     ("name", "more", "text"),
     [
         ("faster", pd.NA, "faster"),
-        ("no_difference", pd.NA, "no difference"),
-        ("inconclusive", 3, "inconclusive (+3 would decide)"),
-        ("inconclusive", pd.NA, "inconclusive (100 processes would not decide)"),
+        ("equal", pd.NA, "equal"),
+        ("not settled", 3, "not settled (+3 would settle it)"),
+        ("not settled", pd.NA, "not settled (100 processes would not settle it)"),
         ("", pd.NA, "–"),
     ],
 )
@@ -182,7 +182,7 @@ def test_undecided_cases_have_hollow_markers() -> None:
         "slow": False,
     }
     assert cases.clear[cases.clear].index.to_list() == ["fast"]
-    assert "hollow: no difference of 1 %, or inconclusive" in section("speedup", page())
+    assert "hollow: equal within 1 %, or not settled" in section("speedup", page())
     assert section("blocks", page()).count('class="cell undecided"') == 4
     assert "var(--paper)" in section("speedup", page())
 
@@ -231,7 +231,7 @@ def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
     drawn = section("ceilings", page())
     assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in drawn
     assert "a launch 4.50 µs; L2 cache 64.0 MiB" in drawn
-    assert '<td class="text">bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
+    assert '<td>bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
 
 
 def test_a_raised_ceiling_is_reported() -> None:
@@ -312,7 +312,6 @@ def test_without_pairs_eight_processes_have_intervals_and_no_verdict() -> None:
     text = build(replace(run(), reference=[]))
     assert "Intervals: 95 % over 8 processes" in text
     assert "Clearly faster: the whole interval is above 1." in text
-    assert "no noise floor" in section("cases", text)
 
 
 def test_names_of_contenders_are_never_markup() -> None:

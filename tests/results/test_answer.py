@@ -83,7 +83,7 @@ def test_a_break_even_is_where_the_last_level_at_which_it_is_slower_ends() -> No
 def test_a_break_even_beside_an_undecided_level_is_undecided() -> None:
     found = view(swept({0.5: 0.9995, 0.75: 1.5}))
     assert not break_evens(found)[0].decided
-    assert "within the noise" in sentences(found)[0]
+    assert "not settled" in sentences(found)[0]
 
 
 def test_a_level_that_was_measured_alone_is_not_the_first_of_several() -> None:

@@ -118,7 +118,7 @@ def each_way(claim: Claim, device: str) -> dict[Word, Verdict]:
         Word.REPRODUCED: verdict(claim, *sure, again),
         Word.PARTLY: verdict(claim, short),
         Word.REFUTED: verdict(claim, none),
-        Word.INCONCLUSIVE: verdict(claim, around),
+        Word.NOT_SETTLED: verdict(claim, around),
         Word.NOT_TESTABLE: verdict(claim, broken),
     }
 
@@ -171,17 +171,17 @@ def test_no_proxy_reproduces_and_no_other_gpu_refutes_whatever_the_cells() -> No
         assert not ((proxy or scope == "named") and found.word is Word.REFUTED)
 
 
-def test_an_interval_around_the_threshold_is_inconclusive_and_says_what_would_decide() -> None:
+def test_an_interval_around_the_threshold_is_not_settled_and_says_what_would_settle_it() -> None:
     claim = claimed()
     found = verdict(claim, cell(claim, spread(2.02, 4.0)))
-    assert found.word is Word.INCONCLUSIVE
-    assert "more processes would decide" in found.why
+    assert found.word is Word.NOT_SETTLED
+    assert "more processes would settle it" in found.why
 
 
 def test_fewer_than_six_processes_are_a_look_with_a_tendency() -> None:
     claim = claimed(quantifier="typical")
     found = verdict(claim, cell(claim, spread(2.5, processes=3)))
-    assert (found.word, found.tendency) == (Word.INCONCLUSIVE, Word.REPRODUCED)
+    assert (found.word, found.tendency) == (Word.NOT_SETTLED, Word.REPRODUCED)
     assert "3 of the 6 processes" in found.why
     claim = claimed()  # exists: chosen among two, so not confirmed either
     looks = [cell(claim, spread(v, processes=3), p) for v, p in ((2.5, "a"), (1.0, "b"))]
@@ -192,7 +192,7 @@ def test_the_best_of_several_cells_is_nothing_until_a_run_was_made_for_it() -> N
     claim = claimed()
     cells = [cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.0, "b"))]
     found = verdict(claim, *cells)
-    assert found.word is Word.INCONCLUSIVE
+    assert found.word is Word.NOT_SETTLED
     assert found.tests[0].confirm == cells[0]
     failed = cell(claim, spread(1.9), "a", confirms=True)
     assert verdict(claim, *cells, failed).word is Word.PARTLY
@@ -226,8 +226,8 @@ def test_every_cell_or_all_together() -> None:
 @pytest.mark.parametrize("quantifier", ["exists", "typical", "for_all"])
 def test_cells_that_are_not_measured_leave_it_open(quantifier: str) -> None:
     claim = claimed(quantifier=quantifier)
-    assert verdict(claim, cell(claim, spread(1.2)), of=3).word is Word.INCONCLUSIVE
-    assert verdict(claim).word is Word.INCONCLUSIVE
+    assert verdict(claim, cell(claim, spread(1.2)), of=3).word is Word.NOT_SETTLED
+    assert verdict(claim).word is Word.NOT_MEASURED
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_cells_that_are_not_measured_leave_it_open(quantifier: str) -> None:
         ),
         (
             {"at_most": 1, "quantifier": "for_all"},
-            {0.5: Word.REPRODUCED, 1.5: Word.REFUTED, 1.0: Word.INCONCLUSIVE},
+            {0.5: Word.REPRODUCED, 1.5: Word.REFUTED, 1.0: Word.NOT_SETTLED},
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_thresholds_decide(test: dict[str, Any], words: dict[float, Word]) -> No
 def test_an_unreliable_run_decides_nothing() -> None:
     claim = claimed()
     found = verdict(claim, cell(claim, spread(3.0), reliable=False))
-    assert found.word is Word.INCONCLUSIVE
+    assert found.word is Word.NOT_SETTLED
     assert "Equal kernels came out different in a-run" in found.why
 
 
@@ -294,7 +294,7 @@ def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
     assert both(met, met) is Word.REPRODUCED
     assert both(met, missed) is Word.PARTLY
     assert both(missed, missed) is Word.REFUTED
-    assert both(met, around) is Word.INCONCLUSIVE
+    assert both(met, around) is Word.NOT_SETTLED
     (half,) = judge("mine", claim, [replace(met, test="one")], wanted)
     (whole,) = judge("mine", claim, [replace(met, test=name) for name in wanted], wanted)
     assert half.basis is whole.basis is not Basis.NONE  # that of what is measured
@@ -394,7 +394,7 @@ def test_a_test_over_an_op_has_the_ratio_of_two_speed_ups() -> None:
     assert met.word is Word.REPRODUCED
     assert "0.9" in met.why
     (open_,) = judge("mine", claim, [gradient], wanted)
-    assert open_.word is Word.INCONCLUSIVE
+    assert open_.word is Word.NOT_MEASURED
 
 
 def test_cells_of_files_are_those_of_the_runs_of_their_suite() -> None:

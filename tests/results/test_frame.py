@@ -1,6 +1,7 @@
 """results/frame.py and results/analysis.py, on numbers small enough to check by hand."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,11 +214,48 @@ def test_a_later_attempt_replaces_an_earlier_one() -> None:
     assert (line.median_us, line.processes) == (10, 1)
 
 
-def test_the_level_of_weights_from_a_file_is_the_sparsity_found() -> None:
+@pytest.mark.parametrize(
+    ("requested", "achieved", "level"),
+    [
+        (0.0, 0.8125, 0.8125),
+        (0.5, 0.9899, 0.9899),
+        (0.9, 0.9899, 0.9899),
+        (0.5, 0.52, 0.52),
+        (0.99, 0.991, 0.991),
+        (0.5, 0.502, 0.5),  # a grid of blocks meets no level exactly
+        (0.5, None, 0.5),
+    ],
+)
+def test_the_level_of_weights_from_a_file_is_the_one_that_they_have(
+    requested: float, achieved: float | None, level: float
+) -> None:
     source = Source("rn50/layer.smtx", "0" * 64)
-    rows = [row(BSR, (1.0,), sparsity=0.0, source=source), row(BSR, (1.0,), sparsity=0.5)]
-    rows[0] = Row(**{**vars(rows[0]), "sparsity": 0.8125})
-    assert list(summary(frame(rows)).level) == [0.8125, 0.5]
+    of_file = row(BSR, (1.0,), sparsity=requested, source=source)
+    drawn = row(BSR, (1.0,), sparsity=0.7)
+    cases = summary(frame([replace(each, sparsity=achieved) for each in (of_file, drawn)]))
+    assert list(cases.level) == [level, 0.7]
+    assert list(cases.sparsity) == [level if requested else 0.0, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("sources", "shown"),
+    [
+        (["a:encoder/layer_0/w", "a:encoder/layer_1/w"], ["layer_0/w", "layer_1/w"]),
+        (["0.5/a.smtx", "0.9/a.smtx", "0.9/b.smtx"], ["0.5/a.smtx", "0.9/a.smtx", "b.smtx"]),
+        (["x/model.st:w", "y/model.st:w"], ["x/model.st:w", "y/model.st:w"]),
+        (["kernel", "a/kernel"], ["kernel", "a/kernel"]),
+        (["a/b/c.mtx"], ["c.mtx"]),
+    ],
+)  # fmt: skip
+def test_a_source_is_named_by_the_shortest_ending_that_no_other_has(
+    sources: list[str], shown: list[str]
+) -> None:
+    paths = [source.partition(":") for source in sources]
+    rows = [
+        row(source=Source(path, f"{number}", tensor or None))
+        for number, (path, _, tensor) in enumerate(paths)
+    ]
+    assert list(frame(rows).source) == shown
 
 
 def test_the_winner_leads_by_its_runner_ups_time() -> None:

@@ -104,7 +104,7 @@ def test_metrics_are_those_of_a_training(changed: dict[str, Any], value: float) 
         (8, 0.02, Word.REPRODUCED, None),
         (8, 0.005, Word.PARTLY, None),
         (8, -0.02, Word.REFUTED, None),
-        (3, 0.02, Word.INCONCLUSIVE, Word.REPRODUCED),
+        (3, 0.02, Word.NOT_SETTLED, Word.REPRODUCED),
     ],
 )
 def test_trainings_are_judged_as_runs_are(
@@ -124,7 +124,7 @@ def test_trainings_are_judged_as_runs_are(
 def test_a_shipped_claim_is_about_training() -> None:
     found = evidence([load("openai-2017-generalise")])
     (verdict,) = found.verdicts()["openai-2017-generalise"]
-    assert verdict.word is Word.INCONCLUSIVE
+    assert verdict.word is Word.NOT_MEASURED
     assert "No file of `train-lm --pattern` was given" in verdict.why
 
 
@@ -167,7 +167,7 @@ def test_a_whole_model_is_a_cell_a_file(
     assert cell.value == pytest.approx(value)
     assert "layers 2" in cell.label
     (verdict,) = found.verdicts()[asked.name]
-    assert verdict.word is Word.INCONCLUSIVE
+    assert verdict.word is Word.NOT_SETTLED
     assert verdict.tendency is not None
 
 

@@ -5,19 +5,19 @@ import pytest
 from scipy import stats
 
 from sparsebench.harness.sim.gpu_model import Spec, samples
+from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import (
     FEWEST,
     Floats,
     IntervalKind,
-    Outcome,
     block_logs,
     hodges_lehmann,
     more_processes,
-    outcome,
     p_value,
     q_values,
     ratio,
     student,
+    welch,
 )
 
 EIGHT = np.arange(8.0)
@@ -70,10 +70,10 @@ def test_an_interval_has_four_outcomes() -> None:
     assert outcome(1.006, 1.2) is Outcome.FASTER
     assert outcome(1.001, 1.02) is Outcome.FASTER
     assert outcome(0.9, 0.995) is Outcome.SLOWER
-    assert outcome(0.996, 1.004) is Outcome.NO_DIFFERENCE
-    assert outcome(1.001, 1.009) is Outcome.NO_DIFFERENCE  # there, but less than 1 %
-    assert outcome(0.996, 1.02) is Outcome.INCONCLUSIVE
-    assert outcome(0.96, 1.02, margin=0.05) is Outcome.NO_DIFFERENCE
+    assert outcome(0.996, 1.004) is Outcome.EQUAL
+    assert outcome(1.001, 1.009) is Outcome.EQUAL  # there, but less than 1 %
+    assert outcome(0.996, 1.02) is Outcome.NOT_SETTLED
+    assert outcome(0.96, 1.02, margin=0.05) is Outcome.EQUAL
 
 
 def test_p_is_of_the_two_sided_t_test() -> None:
@@ -143,3 +143,12 @@ def test_at_most_6_percent_of_equal_pairs_are_called_different(call_us: float) -
 def test_a_planted_difference_is_found(call_us: float) -> None:
     assert np.mean(hodges_lehmann(simulated(call_us, 1.01, RUNS, seed=2)).low > 0) >= 0.9
     assert np.mean(hodges_lehmann(simulated(call_us, 1.03, RUNS, seed=3)).low > 0) >= 0.99
+
+
+def test_two_sides_differ_by_their_means_with_welchs_interval() -> None:
+    difference, half = welch([0.0, 1.0, 2.0], [4.0, 4.5, 5.0, 5.5])
+    exact = stats.ttest_ind([4.0, 4.5, 5.0, 5.5], [0.0, 1.0, 2.0], equal_var=False)
+    assert difference == pytest.approx(3.75)
+    assert half == pytest.approx(exact.confidence_interval().high - difference)
+    assert welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
+    assert np.isnan(welch([1.0], [2.0, 3.0])[1])

@@ -9,7 +9,7 @@ import pytest
 
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import repeat, worker_process
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.worker_process import ContestResult, Log
 from sparsebench.harness.sim import gpu_model, simulated_contest, simulated_worker
 
@@ -17,7 +17,6 @@ from sparsebench.harness.sim import gpu_model, simulated_contest, simulated_work
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
     """Let runs have no worker processes."""
     patch.setattr(worker_process, "Worker", Here)
-    patch.setattr(repeat, "Worker", Here)
 
 
 class Here(worker_process.Worker):

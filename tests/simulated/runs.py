@@ -16,14 +16,13 @@ import numpy as np
 from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, regrets, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
+from sparsebench.results.outcome import DIFFERENT, VERDICTS, Outcome, outcome
 from sparsebench.results.statistics import (
     FALSE_DISCOVERIES,
     Floats,
     Interval,
-    Outcome,
     block_logs,
     hodges_lehmann,
-    outcome,
     p_value,
 )
 
@@ -162,12 +161,10 @@ def outcomes(logs: Floats) -> dict[Outcome, float]:
     found, p = hodges_lehmann(logs), p_value(logs)
     said = [outcome(*ends) for ends in zip(np.exp(found.low), np.exp(found.high), strict=True)]
     clear = [
-        Outcome.INCONCLUSIVE
-        if word in (Outcome.FASTER, Outcome.SLOWER) and chance > FALSE_DISCOVERIES
-        else word
+        Outcome.NOT_SETTLED if word in DIFFERENT and chance > FALSE_DISCOVERIES else word
         for word, chance in zip(said, p, strict=True)
     ]
-    return {word: clear.count(word) / len(clear) for word in Outcome}
+    return {word: clear.count(word) / len(clear) for word in VERDICTS}
 
 
 def apart(length: str, processes: int, ratio: float, runs: int, draw: np.random.Generator) -> float:
@@ -204,13 +201,13 @@ def main(runs: int = 4000) -> None:
             numbers = 100 * covered(found, made.another), width, 100 * different(found)
             cells = "{:.0f} % | {:.1f} % | {:.0f} %".format(*numbers)
             print(f"| {design.name} | {100 * process:g} % | {cells} |")
-    print("\n| process sd | true difference | different | no difference | inconclusive |")
+    print("\n| process sd | true difference | different | equal | not settled |")
     print("|---|---|---|---|---|")
     for process in (0.001, 0.003, 0.01):
         for ratio in (1.0, 1.005, 1.01, 1.02, 1.03):
             said = outcomes(simulated(runs, draw, ratio=ratio, process=process).logs)
             words = said[Outcome.FASTER] + said[Outcome.SLOWER]
-            numbers = words, said[Outcome.NO_DIFFERENCE], said[Outcome.INCONCLUSIVE]
+            numbers = words, said[Outcome.EQUAL], said[Outcome.NOT_SETTLED]
             cells = " | ".join(f"{100 * number:.1f} %" for number in numbers)
             print(f"| {100 * process:g} % | {100 * (ratio - 1):.2g} % | {cells} |")
     print(

@@ -12,6 +12,7 @@ installed. `model.dequantize()` restores dense layers with the names that Huggin
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -151,15 +152,14 @@ def place(
 
     dtype  of the model; blocks are converted to it, and tiles must already have it
 
-    Return the shapes of the tensors to load, by name.
+    As for dense layers, the prefix of the base model is added or removed, and layers of a head that
+    the model lacks are skipped. Return the shapes of the tensors to load, by name.
     """
     replacements: dict[str, nn.Module] = {}
-    for name, layer in layers.items():
-        try:
-            old = model.get_submodule(name)
-        except AttributeError as error:
-            expected = f"{name}: expected a place for {layer['layer']}"
-            raise FormatError(f"{expected}, found none in {type(model).__name__}") from error
+    for saved_name, layer in layers.items():
+        if (name := _name_in(model, saved_name, layer["layer"])) is None:
+            continue
+        old = model.get_submodule(name)
         mlp = Gated.of(old)
         first = mlp.gate if mlp else old
         sizes = [getattr(first, size, None) for size in ("in_features", "out_features")]
@@ -173,6 +173,25 @@ def place(
         state = module.state_dict(prefix=f"{name}.")
         shapes |= {key: tensor.shape for key, tensor in state.items()}
     return {key: shape for key, shape in shapes.items() if not key.endswith("._extra_state")}
+
+
+def _name_in(model: nn.Module, name: str, kind: str) -> str | None:
+    """Return the name that a layer of a checkpoint has in a model; None if its head is absent.
+
+    Raises FormatError if the model has only a part of the path to the layer.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    body = name.removeprefix(prefix)
+    candidates = name, body, prefix + name
+    for candidate in candidates:
+        with suppress(AttributeError):
+            model.get_submodule(candidate)
+            return candidate
+    owners = model, getattr(model, prefix[:-1], None)
+    parts = [getattr(owner, body.partition(".")[0], None) for owner in owners]
+    found = f"found none in {type(model).__name__}"
+    require(parts == [None, None], f"{name}: expected a place for {kind}, {found}")
+    return None
 
 
 def cast(layer: Description, dtype: torch.dtype) -> Description:

@@ -13,15 +13,12 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from rich.table import Table
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
@@ -34,10 +31,12 @@ from sparsebench.harness.models.pruning.layer import (
     prune_linear,
     prune_mlp,
 )
-from sparsebench.harness.models.pruning.mlp import GatedMLP
+from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedLinear, PrunedMLP
+from sparsebench.harness.models.reporting import require_folder, save_tensors, sheet
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
+PERMUTATION = "permutation"  # the tensor of the output that is no weight
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ def prune_file(
     """
     if to and len(recipes) != 1:
         raise SuiteError(f"out: expected one recipe per file, found {len(recipes)}")
-    if to and not to.parent.is_dir():
-        raise SuiteError(f"{to}: expected a folder to write into; found no {to.parent}")
+    require_folder(to)
     for source in filter(None, (weights, calibration)):
         if to and to.exists() and source.exists() and to.samefile(source):
             raise SuiteError(f"{to}: expected an output file other than the input {source}")
@@ -98,34 +96,47 @@ def prune_file(
     if calibration is None or len(names) not in (1, 3) or len(set(names)) != len(names):
         expected = "three tensors (gate, up, down) or one, and activations"
         raise SuiteError(f"{weights}: expected {expected}; found {list(names)}, {calibration}")
+    if to and PERMUTATION in names:
+        expected = f"tensors with other names, because {to} also holds the {PERMUTATION}"
+        raise SuiteError(f"{weights}: expected {expected}; found {PERMUTATION!r}")
     loaded = [sources.load_weights(weights, name).to(device) for name in names]
     x = _activations(calibration).to(device)
     held_out = int(len(x) * HELD_OUT)
     if not held_out:
         raise SuiteError(f"{calibration}: expected at least 4 tokens, found {len(x)}")
     seen, unseen = x[:-held_out], x[-held_out:]
-    if len(names) == 1:
-        make = partial(_linear, names[0], loaded[0], split, seen, unseen)
-    else:
-        gate, up, down = loaded
-        make = partial(_mlp, names, GatedMLP(gate, up, down, activation), seen, unseen)
-    outcomes = _outcomes(make, recipes, to, _write)
+    first, *rest = loaded
+    mlp = GatedMLP(first, rest[0], rest[1], activation) if rest else None
+
+    def make(recipe: Recipe) -> _Result:
+        pruned: PrunedMLP | PrunedLinear
+        weights: tuple[Tensor, ...]
+        if mlp:
+            pruned = prune_mlp(mlp, seen, recipe)
+            weights, errors = pruned.mlp.weights, mlp_errors(mlp, pruned, unseen)
+        else:
+            pruned = prune_linear(first, seen, recipe, split)
+            weights, errors = (pruned.weight,), linear_errors(first, pruned, unseen)
+        tensors = dict(zip(names, weights, strict=True)) | {PERMUTATION: pruned.permutation}
+        return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
+
+    def write(result: _Result, recipe: Recipe, to: Path) -> None:
+        metadata = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
+        save_tensors(result.tensors, to, metadata | {"dense": str(result.dense)})
+
+    outcomes = _outcomes(make, recipes, to, write)
     origin = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
     return Pruning(PRUNING_SCHEMA, *origin, len(seen), held_out, None, outcomes)
 
 
 def table(report: Pruning) -> Table:
     """Return the outcomes for a terminal, with errors in percent."""
-    rows = Table(box=None, title_justify="left", title_style="bold")
-    rows.title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
-    columns = ["method", "pattern", "region", "dense", "sparsity", *report.outcomes[0].errors]
-    for name in columns + ["loss (nats)"] * (report.loss is not None):
-        rows.add_column(
-            name, justify="left" if name in ("method", "pattern", "region") else "right"
-        )
+    title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
+    parts, losses = report.outcomes[0].errors, ["loss (nats)"] * (report.loss is not None)
+    columns = ["dense", "sparsity", *parts, *losses]
+    rows = sheet(title, ("method", "pattern", "region"), columns)
     if report.loss is not None:
-        blank = [""] * (len(columns) - 5)
-        rows.add_row("none", "", "", "1", "0.0%", *blank, f"{report.loss:.3f}")
+        rows.add_row("none", "", "", "1", "0.0%", *[""] * len(parts), f"{report.loss:.3f}")
     for outcome in report.outcomes:
         errors = [f"{error:.2%}" for error in outcome.errors.values()]
         loss = [] if outcome.loss is None else [f"{outcome.loss:.3f}"]
@@ -165,25 +176,6 @@ def _model(
     return Pruning(PRUNING_SCHEMA, *source, seen.numel(), unseen.numel(), before, outcomes)
 
 
-def _mlp(
-    names: Sequence[str], mlp: GatedMLP, seen: Tensor, unseen: Tensor, recipe: Recipe
-) -> _Result:
-    pruned = prune_mlp(mlp, seen, recipe)
-    weights = pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down
-    tensors = dict(zip(names, weights, strict=True)) | {"permutation": pruned.permutation}
-    errors = mlp_errors(mlp, pruned, unseen)
-    return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
-
-
-def _linear(
-    name: str, weight: Tensor, split: str, seen: Tensor, unseen: Tensor, recipe: Recipe
-) -> _Result:
-    pruned = prune_linear(weight, seen, recipe, split)
-    tensors = {name: pruned.weight, "permutation": pruned.permutation}
-    errors = linear_errors(weight, pruned, unseen)
-    return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
-
-
 def _outcomes(
     make: Callable[[Recipe], _Result],
     recipes: Sequence[Recipe],
@@ -216,16 +208,3 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path}: expected UTF-8 text; found {error}") from error
-
-
-def _write(result: _Result, recipe: Recipe, path: Path) -> None:
-    tensors = {name: tensor.cpu() for name, tensor in result.tensors.items()}
-    metadata = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
-    metadata |= {"dense": str(result.dense)}
-    fresh = path.with_name(f"{path.name}.new")
-    try:
-        save_file(tensors, fresh, metadata)
-        fresh.replace(path)
-    except (OSError, SafetensorError) as error:
-        fresh.unlink(missing_ok=True)
-        raise SuiteError(f"{path}: expected a writable file; found {error}") from error

@@ -8,7 +8,7 @@ it computes anything else.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.functional import linear, relu
 from sparsebench.errors import FormatError, SparsebenchError
 from sparsebench.formats._format import require
 from sparsebench.harness.models.pruning import mlp
+from sparsebench.kernels.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
 
 PARTS = "gate_proj", "up_proj", "down_proj"
 ACTIVATIONS = mlp.ACTIVATIONS | {"relu2": lambda x: relu(x).square()}
@@ -38,13 +39,12 @@ class Gated:
     def of(cls, module: nn.Module) -> Self | None:
         """Return the parts of a module, or None if it lacks any."""
         gate, up, down, act = (getattr(module, name, None) for name in (*PARTS, "act_fn"))
-        if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
+        if not is_dense(gate) or not is_dense(up) or not is_dense(down):
             return None
-        return cls(gate, up, down, act) if isinstance(down, nn.Linear) and callable(act) else None
+        return cls(gate, up, down, act) if callable(act) else None
 
     @property
     def layers(self) -> dict[str, nn.Linear]:
-        """Return gate, up and down by name."""
         return dict(zip(PARTS, (self.gate, self.up, self.down), strict=True))
 
     @property
@@ -65,17 +65,20 @@ class DenseGatedMLP(nn.Module):
     """A dense gated MLP with Hugging Face's names, made from a sparse one."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, activation: str):
-        """Take weights [h, k], [h, k] and [k, h] without a copy."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = map(linear_of, (gate, up, down))
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return Y [..., k] of X [..., k]."""
-        y: Tensor = self.down_proj(
-            ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x)
-        )
+        act = ACTIVATIONS[self.activation]
+        y: Tensor = self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
         return y
+
+
+def is_dense(module: object) -> TypeGuard[nn.Linear]:
+    """Return whether this is an nn.Linear that is not one of the sparse layers."""
+    sparse = BlockSparseLinear | SpenseLinear | BitmapLinear
+    return isinstance(module, nn.Linear) and not isinstance(module, sparse)
 
 
 def linear_of(weight: Tensor) -> nn.Linear:

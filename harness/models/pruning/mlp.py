@@ -40,8 +40,12 @@ class GatedMLP:
     down: Tensor
     activation: str = "silu"
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, up and down."""
+        return self.gate, self.up, self.down
+
     def __post_init__(self) -> None:
-        """Check shapes, values and the activation."""
         require_weight("gate", self.gate)
         require_weight("up", self.up, tuple(self.gate.shape))
         require_weight("down", self.down, tuple(self.gate.T.shape))
@@ -57,7 +61,7 @@ class GatedMLP:
 
     def to(self, dtype: torch.dtype) -> Self:
         """Return the MLP with weights of another dtype."""
-        gate, up, down = (weight.to(dtype) for weight in (self.gate, self.up, self.down))
+        gate, up, down = (weight.to(dtype) for weight in self.weights)
         return type(self)(gate, up, down, self.activation)
 
     def permuted(self, order: Tensor) -> Self:
@@ -97,11 +101,11 @@ def require_one_of(field: str, name: str, choices: list[str]) -> None:
 
 def require_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None) -> None:
     """Raise SuiteError unless this is a finite matrix, of the given shape if there is one."""
-    found = f"found {weight.dtype} {list(weight.shape)}"
+    actual = f"found {weight.dtype} {list(weight.shape)}"
     if weight.dim() != 2 or not weight.is_floating_point():
-        raise SuiteError(f"{name}: expected a floating-point matrix, {found}")
+        raise SuiteError(f"{name}: expected a floating-point matrix, {actual}")
     if shape is not None and tuple(weight.shape) != shape:
-        raise SuiteError(f"{name}: expected {list(shape)}, {found}")
+        raise SuiteError(f"{name}: expected {list(shape)}, {actual}")
     bad = int((~weight.isfinite()).sum())
     if bad:
         raise SuiteError(f"{name}: expected finite values, found {bad} that are not")

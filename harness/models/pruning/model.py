@@ -67,7 +67,7 @@ def load(path: Path, device: torch.device) -> Loaded:
 
     Raises SuiteError if transformers is missing, or if the files are not a model with gated MLPs.
     """
-    transformers = _transformers(path)
+    transformers = transformers_for(path)
     options: dict[str, Any] = {"local_files_only": True}
     if path.suffix == ".gguf":
         require_regular(path)
@@ -116,8 +116,7 @@ def prune_model(
         except SuiteError as error:
             raise SuiteError(f"{name}: {error}") from error
         results[name] = pruned.dense, len(pruned.permutation), mlp_errors(mlp, pruned, x[count:])
-        weights = pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down
-        for layer, weight in zip(parts.layers.values(), weights, strict=True):
+        for layer, weight in zip(parts.layers.values(), pruned.mlp.weights, strict=True):
             layer.weight.copy_(weight)
 
     with ExitStack() as hooks:
@@ -143,8 +142,9 @@ def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
     if recipe.mask_pattern.group:
         sparsify_(model, TwoFour(recipe.dense), lambda module, _: Gated.of(module) is not None)
     fresh = to.with_name(f"{to.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
     try:
-        with quiet(_transformers(to)):
+        with quiet(transformers_for(to)):
             model.save_pretrained(fresh)
             loaded.tokenizer.save_pretrained(fresh)
         fresh.rename(to)
@@ -240,7 +240,8 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _transformers(path: Path) -> Any:
+def transformers_for(path: Path) -> Any:
+    """Import transformers. Raises SuiteError with the path if it is missing."""
     try:
         return import_module("transformers")
     except ImportError as error:

@@ -11,6 +11,7 @@ All layers are checked before the first one changes. Then they are replaced one 
 dense weights are freed. Weights are chosen by magnitude; `sparsebench prune` chooses them by data.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sparsebench.formats._format import require
+from sparsebench.formats._format import require, sides_of
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
 from sparsebench.harness.models.pruning.gated import (
     Gated,
+    is_dense,
     named,
     require_gated,
     require_plain,
@@ -31,6 +33,12 @@ from sparsebench.harness.models.pruning.gated import (
 )
 from sparsebench.harness.models.pruning.pattern import Pattern, keep
 from sparsebench.harness.models.pruning.region import dense_count
+from sparsebench.harness.models.pruning.surroundings import (
+    exception,
+    others,
+    require_unread,
+    summary,
+)
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseLinear,
@@ -69,14 +77,13 @@ class BlockSparse:
 
     def takes(self, module: nn.Module) -> bool:
         """Return whether this is an nn.Linear."""
-        return isinstance(module, nn.Linear)
+        return is_dense(module)
 
     def check(self, module: nn.Module) -> None:
         """Raise FormatError for an invalid option, or if no block would remain."""
         assert isinstance(module, nn.Linear)
         require_plain(module)
-        r, c = (self.block, self.block) if isinstance(self.block, int) else self.block
-        require(r > 0 and c > 0, f"block: expected at least 1x1, found {r}x{c}")
+        r, c = sides_of(self.block)
         require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
         n, k = module.weight.shape
         blocks = -(-n // r) * -(-k // c)
@@ -104,7 +111,7 @@ class TwoFour:
 
     def takes(self, module: nn.Module) -> bool:
         """Return whether this is a gated MLP or an nn.Linear."""
-        return Gated.of(module) is not None or isinstance(module, nn.Linear)
+        return Gated.of(module) is not None or is_dense(module)
 
     def check(self, module: nn.Module) -> None:
         """Raise SparsebenchError for unsupported sizes, dtypes or activations."""
@@ -149,7 +156,7 @@ class Unstructured:
 
     def takes(self, module: nn.Module) -> bool:
         """Return whether this is an nn.Linear."""
-        return isinstance(module, nn.Linear)
+        return is_dense(module)
 
     def check(self, module: nn.Module) -> None:
         """Raise FormatError for a dtype that matmul does not support, or an invalid sparsity."""
@@ -158,6 +165,9 @@ class Unstructured:
         between = 0 < self.sparsity < 1
         require(between, f"sparsity: expected above 0 and below 1, found {self.sparsity:g}")
         n, k = module.weight.shape
+        stay = k - round(self.sparsity * k)
+        message = f"expected a weight of each row to stay at sparsity {self.sparsity:g}"
+        require(stay > 0, f"{message}, found rows of {k}")
         BitmapLinear(k, n, stored=0, **_on_meta(module))
 
     def make(self, module: nn.Module) -> nn.Module:
@@ -205,18 +215,23 @@ def sparsify_(model: M, recipe: Recipe, filter_fn: Filter | None = None) -> M:
                modules of the kinds that the recipe takes, outermost first, and not for the parts of
                a replaced module. By default all are replaced, except a Hugging Face model's head
 
-    `save_pretrained` of a Hugging Face model then writes the sparse layers (checkpoint.py).
-    Raises FormatError, before any change, with the name of the first layer that does not fit.
+    Adapters, routers and gates of fewer than 8 rows stay dense, and so do experts that share one
+    tensor. A UserWarning counts them before anything changes. `save_pretrained` of a Hugging Face
+    model then writes the sparse layers (checkpoint.py). Raises FormatError, before any change, with
+    the name of the first layer that does not fit, or with whose weight other code computes.
     """
     recipes = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
     fits = all(callable(getattr(recipe, name, None)) for name in ("takes", "check", "make"))
     require(fits and not isinstance(recipe, type), f"recipe: expected {recipes}; found {recipe!r}")
-    names = _select(model, recipe, filter_fn)
+    names, left_out = _select(model, recipe, filter_fn)
     for name in names:
         module = model.get_submodule(name)
         named(name, _require_unshared, model, module)
         named(name, recipe.check, module)
+    require_unread(model, names)
     record = checkpoint.recorder(model)
+    if left_out:
+        warnings.warn(f"sparsify_ leaves dense: {summary(left_out)}", stacklevel=2)
     for name in names:
         module = model.get_submodule(name)
         with torch.no_grad():
@@ -227,24 +242,36 @@ def sparsify_(model: M, recipe: Recipe, filter_fn: Filter | None = None) -> M:
     return model
 
 
-def _select(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> list[str]:
-    """Return the names of the modules to replace. Raises FormatError if there are none."""
+def _select(
+    model: nn.Module, recipe: Recipe, filter_fn: Filter | None
+) -> tuple[list[str], list[tuple[str, str, int]]]:
+    """Return the names of the modules to replace, and what stays dense beside them.
+
+    Raises FormatError if there is nothing to replace.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     selects = filter_fn or (lambda module, _: module is not head)
     names: list[str] = []
+    left_out: list[tuple[str, str, int]] = []
 
     def visit(module: nn.Module, name: str) -> None:
         if recipe.takes(module) and selects(module, name):
-            names.append(name)
+            if (reason := exception(model, module, name)) is None:
+                names.append(name)
+            else:
+                left_out.append((reason, name, sum(p.numel() for p in module.parameters())))
         else:
             for part, child in module.named_children():
                 visit(child, f"{name}.{part}" if name else part)
 
     visit(model, "")
+    left_out += others(model, names, only_experts=filter_fn is not None)
     kind, model_kind = type(recipe).__name__, type(model).__name__
     require("" not in names, f"expected a model that contains layers, found a layer: {model_kind}")
-    require(bool(names), f"expected a layer for {kind} in {model_kind}, found none")
-    return names
+    alternative = summary(left_out) or "none"
+    message = f"expected a layer for {kind} in {model_kind}, found {alternative}"
+    require(bool(names), message)
+    return names, left_out
 
 
 def _require_unshared(model: nn.Module, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ Both patterns have equally many blocks: those of the ring nearest to the request
 The initial deviation is proportional to 1 / sqrt(fan-in) and the learning rate to 1 / fan-in, where
 fan-in counts the stored elements of a row. A rate that suits one width then suits all widths and
 sparsities (Dey et al. 2024, Sparse maximal update parameterization, arXiv 2405.15743). At a width
-of 512 both are equal to those of model.py and train.py.
+of 512 both are equal to those of model.py and training.py.
 """
 
 import math
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.models.train_lm.model import DEVIATION, Decoder, Sizes
+from sparsebench.harness.models.train_lm.training import BASE_WIDTH
 from sparsebench.harness.patterns.small_world import ring, ring_cells
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 
 WEIGHTS = "qkv", "out", "wg", "wu", "wd"
 RESIDUAL = "out", "wd"  # these add to the residual stream
 PATTERNS = "small_world", "uniform"
-BASE_WIDTH = 512  # the default of model.py
 META = torch.device("meta")
 TOLERANCE = 0.2  # relative, of the density
 MIN_NODES = 4  # smaller rings are complete graphs
@@ -117,15 +117,14 @@ def pattern(rows: int, columns: int, blocks: Blocks, draw: torch.Generator) -> T
     if max(rows, columns) % side:
         raise SuiteError(f"hidden: expected a multiple of the width; found {rows}x{columns} blocks")
     count = links(side, blocks.sparsity)
-    squares = [_square(side, count, blocks, draw) for _ in range(max(rows, columns) // side)]
+    squares = []
+    for _ in range(max(rows, columns) // side):
+        dice = torch.randint(2**31 - 1, (side, side), generator=draw)
+        if blocks.pattern == "small_world":
+            squares.append(torch.from_numpy(ring(dice.numpy(), count)))
+        else:
+            squares.append(dice.argsort(1).argsort(1) < 2 * count + 1)
     return torch.cat(squares, 0 if rows > columns else 1)
-
-
-def _square(side: int, count: int, blocks: Blocks, draw: torch.Generator) -> Tensor:
-    dice = torch.randint(2**31 - 1, (side, side), generator=draw)
-    if blocks.pattern == "small_world":
-        return torch.from_numpy(ring(dice.numpy(), count))
-    return dice.argsort(1).argsort(1) < 2 * count + 1
 
 
 def _blocked(

@@ -44,7 +44,6 @@ class Sizes:
     context: int = 256
 
     def __post_init__(self) -> None:
-        """Raise SuiteError if a head has an odd width, because the rotation pairs its halves."""
         if self.width % (2 * self.heads):
             expected = f"a multiple of {2 * self.heads}, twice the heads"
             raise SuiteError(f"width: expected {expected}; found {self.width}")
@@ -57,7 +56,6 @@ class Layer(nn.Module):
     """
 
     def __init__(self, sizes: Sizes, draw: torch.Generator | None) -> None:
-        """Draw the weights."""
         super().__init__()
         k, n, added = sizes.width, sizes.hidden, DEVIATION / math.sqrt(2 * sizes.layers)
         self.heads = sizes.heads

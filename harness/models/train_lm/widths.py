@@ -5,12 +5,11 @@
     dense, equal parameters    the narrowest with at least as many; MLP and heads in proportion
 
 All models train one after the other in one process, for every seed. With one seed, all models see
-the same bytes in the same order. A step is one CUDA graph (kernels/nn/captured_step.py) for dense
-and sparse models alike; its time is the median over windows of WINDOW steps, with a synchronization
-after each window. The file is written after each training, so that a failure keeps earlier results.
+the same bytes in the same order (training.py). The time of a step is the median over windows of
+WINDOW steps, with a synchronization after each window. The file is written after each training, so
+that a failure keeps earlier results.
 """
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,30 +20,20 @@ from statistics import fmean, median
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.models.reporting import allocated_bytes, require_folder, sheet
 from sparsebench.harness.models.train_lm.blocks import (
-    BASE_WIDTH,
     PATTERNS,
     Blocks,
     decoder,
     fan_ins,
     sparsity_of,
 )
-from sparsebench.harness.models.train_lm.model import BYTES, Decoder, Sizes
-from sparsebench.harness.models.train_lm.text import Text, evenly, standard_library
-from sparsebench.harness.models.train_lm.train import (
-    Settings,
-    Show,
-    batches,
-    device_name,
-    products,
-    rate,
-    require_folder,
-)
-from sparsebench.kernels.nn.captured_step import CapturedStep
+from sparsebench.harness.models.train_lm.model import BYTES, Sizes
+from sparsebench.harness.models.train_lm.text import Text, standard_library
+from sparsebench.harness.models.train_lm.training import Settings, Show, count, steps
 from sparsebench.results.model_files import DENSE, WIDTHS_SCHEMA, PatternTraining, PatternTrainings
 from sparsebench.results.store import write_json
 
@@ -111,70 +100,55 @@ def train_widths(
 ) -> PatternTrainings:
     """Train every model with every seed. Raises SuiteError."""
     require_folder(to)
-    text = standard_library()
-    decoders = models(settings.sizes, plan)
-    unseen = evenly(text.unseen, settings.held_out, settings.sizes.context)
+    text, decoders = standard_library(), models(settings.sizes, plan)
     conditions = {**asdict(settings), "models": len(decoders), "seeds": seeds}
-    counts = len(text.seen), unseen[:, 1:].numel()
-    source = text.name, text.sha256, *counts, device_name(device), conditions
+    source = *settings.source(text, device), conditions
     trained: list[PatternTraining] = []
     for seed, (sizes, blocks) in product(range(settings.seed, settings.seed + seeds), decoders):
         what = f"{blocks.pattern} {blocks.block} {blocks.sparsity:g}" if blocks else DENSE
         show(len(trained), seeds * len(decoders), f"{what} {sizes.width}, seed {seed}")
-        model_settings = replace(settings, sizes=sizes, seed=seed)
-        trained.append(train(text, unseen, blocks, model_settings, device))
+        trained.append(train(text, blocks, replace(settings, sizes=sizes, seed=seed), device))
         if to:
             write_json(to, asdict(PatternTrainings(WIDTHS_SCHEMA, *source, trained)))
     return PatternTrainings(WIDTHS_SCHEMA, *source, trained)
 
 
 def train(
-    text: Text, unseen: Tensor, blocks: Blocks | None, settings: Settings, device: torch.device
+    text: Text, blocks: Blocks | None, settings: Settings, device: torch.device
 ) -> PatternTraining:
     """Train one model. Raises SuiteError if the training diverged."""
-    start = time.perf_counter()
-    before = _allocated(device)
+    start, before = time.perf_counter(), allocated_bytes(device)
     model = decoder(settings.sizes, blocks, settings.seed, device)
-    stored, sparsity = parameters(model), sparsity_of(model, settings.sizes)
-    optimizer = _optimizer(model, settings, device)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, settings))
-    step = CapturedStep(model, optimizer, _loss)
     windows, began = [], time.perf_counter()
-    for number, tokens in enumerate(batches(text, settings, device)):
-        step(tokens)
-        schedule.step()
+    for number in steps(model, text, settings, fan_ins=fan_ins(model)):
         if number % WINDOW == WINDOW - 1 or number == settings.steps - 1:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             now = time.perf_counter()
             windows.append((now - began) / (number % WINDOW + 1))
             began = now
-    loss, peak = _held_out(model, unseen, settings), 0
-    if device.type == "cuda":
-        peak = max(0, torch.cuda.max_memory_allocated(device) - before)
-    if not math.isfinite(loss):
-        raise SuiteError(f"{blocks}: expected a finite loss after training, found {loss}")
+    loss, _ = count(model, settings.unseen(text), settings, str(blocks or DENSE))
+    on_gpu = device.type == "cuda"
     return PatternTraining(
-        blocks.pattern if blocks else DENSE,
-        blocks.block if blocks else 1,
-        round(sparsity, 6),
-        settings.sizes.width,
-        stored,
-        settings.seed,
-        loss,
-        1e6 * median(windows[1:] or windows),  # the first includes the capture
-        peak,
-        time.perf_counter() - start,
+        pattern=blocks.pattern if blocks else DENSE,
+        block=blocks.block if blocks else 1,
+        sparsity=round(sparsity_of(model, settings.sizes), 6),
+        width=settings.sizes.width,
+        parameters=parameters(model),
+        seed=settings.seed,
+        loss=loss,
+        step_us=1e6 * median(windows[1:] or windows),  # the first includes the capture
+        peak_bytes=max(0, torch.cuda.max_memory_allocated(device) - before) if on_gpu else 0,
+        seconds=time.perf_counter() - start,
     )
 
 
 def table(report: PatternTrainings) -> Table:
     """Return each model's means over seeds, and how its loss differs from the dense matches."""
-    rows = Table(box=None, title_justify="left", title_style="bold")
-    rows.title = f"{report.text}, {report.held_out} bytes held out, on {report.device}"
+    title = f"{report.text}, {report.held_out} bytes held out, on {report.device}"
     names = "weights", "block", "sparsity", "width", "parameters", "loss (nats)", "± range / 2"
-    for name in (*names, "to equal width", "to equal parameters", "ms a step", "GiB"):
-        rows.add_column(name, justify="right")
+    to_names = "to equal width", "to equal parameters", "ms a step", "GiB"
+    rows = sheet(title, (), (*names, *to_names))
     for model in dict.fromkeys(training.model for training in report.trained):
         group = [training for training in report.trained if training.model == model]
         losses = [training.loss for training in group]
@@ -192,54 +166,3 @@ def table(report: PatternTrainings) -> Table:
             f"{max(one.peak_bytes for one in group) / 2**30:.2f}",
         )
     return rows
-
-
-def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    with products(tokens.device):
-        logits, _ = model(tokens[:, :-1])
-    return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-@torch.no_grad()
-def _held_out(model: Decoder, unseen: Tensor, settings: Settings) -> float:
-    """Return the mean loss in nats per byte of contexts [contexts, context + 1]."""
-    parts = unseen.to(model.norm.device).split(settings.batch)
-    return float(sum(_loss(model, part).double() * len(part) for part in parts)) / len(unseen)
-
-
-def _optimizer(model: Decoder, settings: Settings, device: torch.device) -> torch.optim.Optimizer:
-    """Return AdamW that clips gradients, scales rates by fan-in, and does not decay norms."""
-    fan_in_of = fan_ins(model)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        scale = BASE_WIDTH / fan_in_of[parameter] if parameter in fan_in_of else 1.0
-        decay = settings.decay if parameter.dim() > 1 else 0.0
-        groups.setdefault((scale, decay), []).append(parameter)
-    on_gpu = device.type == "cuda"
-
-    def learning_rate(scale: float) -> float | Tensor:
-        value = settings.learning_rate * scale
-        return torch.tensor(value, device=device) if on_gpu else value  # a graph reads a tensor
-
-    options = [
-        {"params": parameters, "lr": learning_rate(scale), "weight_decay": decay}
-        for (scale, decay), parameters in groups.items()
-    ]
-    optimizer = torch.optim.AdamW(options, betas=settings.betas, fused=on_gpu, capturable=on_gpu)
-    clipped = [*model.parameters()]
-
-    def clip(*_: object) -> None:
-        torch.nn.utils.clip_grad_norm_(clipped, settings.clip)
-
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
-
-
-def _allocated(device: torch.device) -> int:
-    """Return the bytes allocated on the device, and reset its peak. Returns 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)

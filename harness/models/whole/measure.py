@@ -16,7 +16,6 @@ have their first turn before any has its second, so that the board is equally wa
 forward pass of the plain model has its energy measured only if no kernel is named.
 """
 
-import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +31,11 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import bound, one_line, synchronize
-from sparsebench.harness.bench.energy import pieces, require_meter_on
+from sparsebench.harness.bench.energy import pieces, require_meter
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.models.train_lm.train import Show, device_name, require_folder
+from sparsebench.harness.machine.device import identity
+from sparsebench.harness.models.reporting import allocated_bytes, device_name, require_folder, sheet
+from sparsebench.harness.models.train_lm.training import Show
 from sparsebench.harness.models.whole.model import (
     Pass,
     Shape,
@@ -79,7 +80,7 @@ def measure(
     """
     require_folder(to)
     if window_s:
-        require_meter_on(device)
+        require_meter(identity(device))
     torch.manual_seed(0)
     compiled = device.type == "cuda"
     weights = draw_weights(shape, device, DTYPES[dtype])
@@ -134,16 +135,16 @@ def _time_forward(
     show(0, "active units")
     calibrate(run, shape, weights, z)
     logits, units = count_units(run, weights, z)
-    expected, common = _last(logits), _allocated(device)
+    expected, common = _last(logits), allocated_bytes(device)
     del logits
     ready: dict[str, Callable[[], Tensor]] = {}
     timings: dict[str, MlpTiming] = {}
     for number, name in enumerate([PLAIN, *kernels]):
         show(number, f"forward, {name}")
-        timing, before = MlpTiming(FORWARD, name, tokens.numel()), _allocated(device)
+        timing, before = MlpTiming(FORWARD, name, tokens.numel()), allocated_bytes(device)
         try:
             launch = None if name == PLAIN else _launch(name, shape, weights, z)
-            plain = partial(mlp, z, weights.wg, weights.wu, weights.wd)
+            plain = partial(mlp, z, *weights.mlp)
             timing = _checked(timing, run, expected, launch, plain)
         except FAILURES as error:
             timing = replace(timing, detail=_reason(error))
@@ -241,7 +242,7 @@ def _time_step(
     window_s: float,
 ) -> tuple[MlpTiming, list[Tensor]]:
     """Time a training step; also return its loss and gradients. `expected` are the plain step's."""
-    _allocated(device)  # frees the previous model
+    allocated_bytes(device)  # frees the previous model
     result: list[Tensor] = []
     try:
         training = make()
@@ -278,26 +279,13 @@ def _peak(run: Callable[[], Tensor], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def _allocated(device: torch.device) -> int:
-    """Return the bytes allocated on a GPU after collecting garbage; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(device)
-
-
 def table(report: ModelTimings) -> Table:
     """Return a row per implementation; speedups are over the plain MLP."""
-    rows = Table(box=None, title_justify="left", title_style="bold")
     model = report.model
     sizes = f"{model['layers']} layers of {model['width']} and {model['hidden']}, {report.dtype}"
-    rows.title = f"{sizes}, {report.active_units}, {report.device}"
-    for name in ("what", "MLP"):
-        rows.add_column(name)
-    for name in ("tokens", "ms", "tokens/s", "speedup", "GiB", "mJ per token", "error"):
-        rows.add_column(name, justify="right")
-    rows.add_column("")
+    names = "tokens", "ms", "tokens/s", "speedup", "GiB", "mJ per token", "error"
+    title = f"{sizes}, {report.active_units}, {report.device}"
+    rows = sheet(title, ("what", "MLP"), names, ("",))
     plain = {way.what: way for way in report.ways if way.mlp == PLAIN and way.times_us}
     for way in report.ways:
         numbers = [""] * 6

@@ -65,6 +65,11 @@ class Weights:
     wd: Tensor
     gains: Tensor
 
+    @property
+    def mlp(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return wg, wu and wd."""
+        return self.wg, self.wu, self.wd
+
 
 def draw_weights(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Weights:
     """Draw the weights. Gains are 1 until `calibrate` sets them."""
@@ -151,7 +156,7 @@ def calibrate(run: Pass, shape: Shape, weights: Weights, z: Tensor) -> None:
         gain = torch.full_like(gains[0], (low + high) / 2)
         z[:, 0] = z[:, 0].float() * (gain / gains[0]).float()
         gains[0] = gain
-        return mlp(z, weights.wg, weights.wu, weights.wd)
+        return mlp(z, *weights.mlp)
 
     run(call)
 
@@ -162,7 +167,7 @@ def count_units(run: Pass, weights: Weights, z: Tensor) -> tuple[Tensor, list[fl
 
     def call() -> Tensor:
         counts.append(active_units(weights.wg, z))
-        return mlp(z, weights.wg, weights.wu, weights.wd)
+        return mlp(z, *weights.mlp)
 
     return run(call), counts
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
 
 from sparsebench.harness.models.train_lm.model import attention
-from sparsebench.harness.models.train_lm.train import products
+from sparsebench.harness.models.train_lm.training import products
 from sparsebench.harness.models.whole.model import Shape, Weights, mlp, norm
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
 
@@ -41,17 +41,6 @@ class Step:
         return [loss.float(), *gradients]
 
 
-class _Dense(nn.Module):
-    def __init__(self, weights: Weights) -> None:
-        super().__init__()
-        self.wg, self.wu, self.wd = (
-            nn.Parameter(w.float().clone()) for w in (weights.wg, weights.wu, weights.wd)
-        )
-
-    def forward(self, z: Tensor) -> Tensor:
-        return mlp(z, self.wg, self.wu, self.wd)
-
-
 class Model(nn.Module):
     """The model with separate weights in each layer."""
 
@@ -65,10 +54,9 @@ class Model(nn.Module):
 
         def layer() -> nn.Module:
             if self.sparse:
-                return SparseGatedMLP.from_dense(
-                    *(w.float() for w in (weights.wg, weights.wu, weights.wd))
-                )
-            return _Dense(weights)
+                return SparseGatedMLP.from_dense(*(w.float() for w in weights.mlp))
+            named = zip(("wg", "wu", "wd"), map(copied, weights.mlp), strict=True)
+            return nn.ParameterDict(dict(named))
 
         self.embedding, self.gains = copied(weights.embedding), copied(weights.gains)
         self.ones = nn.Parameter(torch.ones_like(self.gains))

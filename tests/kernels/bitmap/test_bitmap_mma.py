@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Operands
@@ -26,6 +25,7 @@ from sparsebench.kernels.bitmap.bitmap_mma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
 from tests.emulation.cuda_on_cpu import built, device_code
+from tests.kernels.contract import assert_device_refusal, captured, refusal
 from tests.tools.marks import sampled
 
 STAND_INS = """
@@ -190,9 +190,8 @@ def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def refused(x: Tensor, w: Bitmap) -> str:
-    with pytest.raises(Unsupported) as raised:
-        bitmap_mma.prepare(Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.matmul))
-    return str(raised.value)
+    operands = Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.matmul)
+    return refusal(lambda: bitmap_mma.prepare(operands))
 
 
 def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compiled() -> None:
@@ -211,27 +210,25 @@ def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compi
 
 
 @pytest.mark.parametrize(
-    ("capability", "m", "dtype", "reason"),
+    ("capability", "m", "dtype", "tokens"),
     [
-        ((9, 0), 256, "bf16", None),
-        ((9, 0), 1, "fp8", None),
-        ((9, 0), 257, "bf16", "found 257"),
-        ((8, 0), 1, "bf16", "found 8.0"),
-        ((9, 0), 1, "fp32", "found fp32"),
+        ((9, 0), 256, "bf16", ()),
+        ((9, 0), 1, "fp8", ()),
+        ((9, 0), 257, "bf16", ("found 257",)),
+        ((8, 0), 1, "bf16", ("found 8.0",)),
+        ((9, 0), 1, "fp32", ("found fp32",)),
     ],
 )
 def test_other_problems_are_unsupported(
     capability: tuple[int, int],
     m: int,
     dtype: str,
-    reason: str | None,
+    tokens: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
-    problem = Problem("linear", {"m": m, "dtype": dtype})
-    found = bitmap_mma.KERNEL.unsupported(problem, torch.device("cuda"))
-    assert (reason in found) if found and reason else found == reason
+    problem = {"m": m, "dtype": dtype}
+    kernel = bitmap_mma.KERNEL
+    assert_device_refusal(kernel, "cuda", capability, problem, tokens, monkeypatch)
 
 
 # ---- configurations, and the code ----
@@ -314,12 +311,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations() -> None
     x, w = example(9, 1024, 2048, 0.6)
     w, given = Bitmap.from_dense(w.to_dense().cuda()), torch.zeros_like(x, device="cuda")
     operands = Operands(Problem("linear", {"dtype": "bf16"}), {"w": w}, {"x": given}, torch.matmul)
-    launch = bitmap_mma.prepare(operands)
-    again = bitmap_mma.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
+    _, y, graph = captured(bitmap_mma.prepare, operands)
     given.copy_(x)
     y.fill_(float("nan"))
     graph.replay()

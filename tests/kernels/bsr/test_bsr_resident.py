@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_resident
 from sparsebench.kernels.bsr.bsr_resident import pack, pitch_of, turned, words_of
 from tests.kernels.bsr.cases import RESIDENT, SHAPES
 from tests.kernels.bsr.examples import example
+from tests.kernels.contract import refusal
 
 BLOCKS = [(10, 10), (8, 8), (24, 24), (20, 50), (2, 6), (64, 16)]
 
@@ -60,9 +60,7 @@ def test_unsupported_operands_are_refused_before_anything_is_built():
     half = replace(w, values=w.values.half())
 
     def refused(x: torch.Tensor, w: Bsr) -> str:
-        with pytest.raises(Unsupported) as raised:
-            bsr_resident.launch(x, w, RESIDENT[0])
-        return str(raised.value)
+        return refusal(lambda: bsr_resident.launch(x, w, RESIDENT[0]))
 
     assert "found torch.float32 and torch.float32" in refused(x, w)
     assert "of 96 columns, found shape [4, 90]" in refused(x[:, :90].half(), half)

@@ -6,7 +6,6 @@ has the tests that only one kernel needs: its work lists and what it refuses.
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -25,6 +24,7 @@ from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
 from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
+from tests.kernels.contract import captured
 from tests.tools.marks import sampled
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -178,12 +178,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(
     wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
     given = {"dy" if transposed else "x": wide}
     operands = Operands(Problem(op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch = kernel.prepare(operands)
-    again = kernel.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
+    launch, y, graph = captured(kernel.prepare, operands)
     wide.copy_(x)
     y.fill_(float("nan"))
     graph.replay()

@@ -27,13 +27,8 @@ from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
 from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_SMALL
-from tests.kernels.bsr.examples import (
-    Shape,
-    activations,
-    assert_right_gradient,
-    moved,
-    pattern_of,
-)
+from tests.kernels.bsr.examples import Shape, activations, assert_right_gradient, moved, pattern_of
+from tests.kernels.contract import captured
 from tests.tools.marks import sampled
 
 KERNELS = bsr_wgrad, bsr_wgrad_small
@@ -212,12 +207,7 @@ def test_a_prepared_launch_is_captured_and_sums_rewritten_activations(module: An
     pattern, dy, x = on_gpu((1000, 1536, 1280, BLOCK[module], 0.1), "bf16")
     wide = [a.new_zeros(len(a), a.shape[1] + 64)[:, : a.shape[1]] for a in (dy, x)]
     operands = operands_of(pattern, *wide)  # rows with a gap between them
-    launch = module.prepare(operands)
-    again = module.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        gradient = launch()
+    launch, gradient, graph = captured(module.prepare, operands)
     assert torch.equal(gradient.columns, pattern.columns)
     for factor in (1, 2, 3):
         wide[0].copy_(dy * factor)

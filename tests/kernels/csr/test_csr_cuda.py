@@ -25,6 +25,7 @@ from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly
 from tests.emulation.cuda_on_cpu import built
+from tests.kernels.contract import assert_device_refusal, captured
 from tests.kernels.csr.examples import (
     BF16,
     FP16,
@@ -44,8 +45,6 @@ def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> A
     """Build the kernel's source for this machine."""
     source = on_this_machine("csr_cuda.cu", dtype)
     source += """
-      static void** a;
-      template <class T> T& at(int i) { return *(T*)a[i]; }
       static void run() {
         multiply_rows(at<const Element*>(0), at<long long>(1), at<int>(2), at<int>(3),
                       at<const Pair*>(4), at<const u32*>(5), at<const Start*>(6), at<const int*>(7),
@@ -199,14 +198,19 @@ def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights() -> None
     assert torch.equal(asked.weights["w"].to_dense(), w.to_dense().t())
 
 
-def test_other_devices_and_dtypes_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8, fp32 = (Problem("linear", {"dtype": dtype}) for dtype in ("fp8", "fp32"))
-    device = torch.device("cuda")
-    assert "found cpu" in str(csr_cuda.unsupported(fp32, torch.device("cpu")))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "found 7.5" in str(csr_cuda.unsupported(fp32, device))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "found fp8" in str(csr_cuda.unsupported(fp8, device))
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "token"),
+    [
+        ("cpu", (8, 0), "fp32", "cpu"),
+        ("cuda", (7, 5), "fp32", "7.5"),
+        ("cuda", (8, 0), "fp8", "fp8"),
+    ],
+)
+def test_other_devices_and_dtypes_are_unsupported(
+    device: str, capability: Any, dtype: str, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, tokens = {"dtype": dtype}, (f"found {token}",)
+    assert_device_refusal(csr_cuda.KERNEL, device, capability, problem, tokens, monkeypatch)
 
 
 def test_a_panel_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,12 +255,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations() -> None
     x, w = on_gpu(example((100, 300, 260, 0.1), FP32))
     given = torch.zeros_like(x)
     operands = Operands(Problem("linear", {"dtype": "fp32"}), {"w": w}, {"x": given}, torch.matmul)
-    launch = csr_cuda.prepare(operands)
-    again = csr_cuda.prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = launch()
+    _, y, graph = captured(csr_cuda.prepare, operands)
     given.copy_(x)
     graph.replay()
     torch.testing.assert_close(y, x @ w.to_dense().T, rtol=0, atol=0)

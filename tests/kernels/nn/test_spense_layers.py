@@ -391,14 +391,6 @@ def test_a_second_derivative_is_refused():
         dx.sum().backward()
 
 
-def test_a_layer_has_no_weight_attribute():
-    layer = layer_of(200, 144, 0.0, "rows")[0]
-    assert not hasattr(layer, "weight")
-    with pytest.raises(AttributeError, match="to_dense"):
-        _ = layer.weight
-    assert layer.qweight.device == layer.sparse.device  # peft reads this
-
-
 # ---- plans ----
 
 

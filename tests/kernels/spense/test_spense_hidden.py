@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.spense import spense_wgmma
@@ -23,6 +22,7 @@ from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, par
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
+from tests.kernels.contract import captured, refusal
 from tests.kernels.spense.epilogue_on_cpu import KERNEL, Case, on_cpu
 from tests.tools.marks import sampled
 
@@ -194,9 +194,7 @@ def assert_same(out: Tensor, right: Tensor, activation: str | None) -> None:
 
 
 def refused(x: Tensor, w: Spense, activation: str) -> str:
-    with pytest.raises(Unsupported) as raised:
-        spense_wgmma.launch(x, w, Config(16, 1, 4), activation=activation)
-    return str(raised.value)
+    return refusal(lambda: spense_wgmma.launch(x, w, Config(16, 1, 4), activation=activation))
 
 
 def test_outputs_that_the_kernel_cannot_write_are_unsupported_before_it_is_compiled() -> None:
@@ -305,10 +303,7 @@ def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(name: str
         these = drawn(shape, name)
         x = torch.zeros_like(these.x)
         operands = Operands(Problem("ffn", {"dtype": name}), {"w": these.w}, {"x": x}, torch.mm)
-        launch = spense_wgmma.prepare(operands, "silu")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            h = launch()
+        _, h, graph = captured(lambda these: spense_wgmma.prepare(these, "silu"), operands)
         x.copy_(these.x)
         poison(h)
         graph.replay()

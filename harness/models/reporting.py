@@ -1,0 +1,53 @@
+"""What the commands about models share: output files, tables, and the memory of a device."""
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.table import Column, Table
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsebench._writing import replacing
+from sparsebench.errors import SuiteError
+
+
+def require_folder(path: Path | None) -> None:
+    """Raise SuiteError unless the folder of an output file exists."""
+    if path and not path.parent.is_dir():
+        raise SuiteError(f"{path}: expected a folder to write into; found no {path.parent}")
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a .safetensors file atomically. Raises SuiteError if it cannot be written."""
+    try:
+        with replacing(path) as fresh:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, fresh, metadata)
+    except (OSError, SafetensorError) as error:
+        raise SuiteError(f"{path}: expected a writable file; found {error}") from error
+
+
+def sheet(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:
+    """Return an empty table with columns aligned left, then right, then left again."""
+    aligned = (Column(name, justify="right") for name in right)
+    columns: list[str | Column] = [*left, *aligned, *last]
+    return Table(*columns, title=title, title_justify="left", title_style="bold", box=None)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Collect garbage, reset the peak, and return the bytes allocated on a GPU; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)

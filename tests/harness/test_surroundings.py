@@ -1,0 +1,320 @@
+"""sparsify_ on models that read weights, have experts or adapters; checkpoints in other heads."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.kernels.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
+from sparsebench.nn import BlockSparse, SparseActivations, TwoFour, Unstructured, sparsify_
+from tests.harness.tiny_models import tiny, transformers
+
+BF16 = torch.bfloat16
+BLOCKS = BlockSparse(16, 0.5)
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+IDS = torch.arange(3, 35).view(2, 16)
+
+
+# ---- code that reads `weight` ----
+
+
+def test_the_weight_of_a_packed_layer_tells_everything_but_values():
+    w = torch.zeros(64, 48, dtype=BF16)
+    layers = [
+        BlockSparseLinear(48, 64, block=16, sparsity=0.5, dtype=BF16),
+        SpenseLinear.from_dense(w),
+        SpenseLinear.from_dense(w, dtype=torch.float8_e4m3fn),
+        BitmapLinear.from_dense(w),
+    ]
+    for layer in layers:
+        weight = layer.weight
+        assert isinstance(layer, nn.Linear)
+        assert isinstance(weight, Tensor)
+        assert (weight.dtype, weight.device, weight.shape) == (BF16, torch.device("cpu"), (64, 48))
+        assert (weight.size(0), weight.dim(), weight.numel(), weight.is_cuda) == (
+            64,
+            2,
+            3072,
+            False,
+        )
+        for read in (lambda w: linear(torch.ones(1, 48), w), lambda w: w.data, lambda w: w[0]):
+            with pytest.raises(Unsupported, match=type(layer).__name__):
+                read(weight)
+    layers[0].weight.requires_grad = False
+    assert not layers[0].values.requires_grad
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([[False] * 5, [False] * 4 + [True]])])
+def test_the_fast_path_of_a_transformer_encoder_is_not_taken(padding):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    sparsify_(model, BLOCKS, lambda _, name: name.endswith(("linear1", "linear2")))
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        y = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(model(x, src_key_padding_mask=padding), y)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_t5_reads_the_dtype_of_its_weights(compiled):
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1}
+    config = transformers.T5Config(**sizes, num_heads=4)
+    model = transformers.T5EncoderModel(config).eval()
+    mlp = sparsify_(model, BLOCKS).encoder.block[0].layer[1].DenseReluDense
+    x = torch.randn(3, 64)
+    run = torch.compile(mlp, fullgraph=True, backend="eager") if compiled else mlp
+    torch.testing.assert_close(run(x), mlp.wo(mlp.wi(x).relu()))
+
+
+class Reads(nn.Module):
+    """A module around `proj` and `layers`, whose forward calls a function of this test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.layers = nn.ModuleList([nn.Linear(64, 64)])
+
+
+class Directly(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.proj.weight)
+
+
+class InAMethod(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._project(x)
+
+    def _project(self, x: Tensor) -> Tensor:
+        proj = self.proj
+        return x @ proj.weight.t()
+
+
+class InALoop(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        for _, layer in enumerate(self.layers):
+            x = x @ layer.weight
+        return x
+
+
+class Inherits(Directly):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class OnlyMetadata(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.proj.weight, Tensor) and self.proj.weight is not None:
+            x = x.to(self.proj.weight.device, self.proj.weight.dtype)
+        return self.proj(x)[:, : self.proj.weight.shape[0]]
+
+    def _init_weights(self) -> None:
+        nn.init.zeros_(self.proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [(Directly, "0.proj"), (InAMethod, "0.proj"), (InALoop, "0.layers.0"), (Inherits, "0.proj")],
+)
+def test_a_weight_that_other_code_computes_with_is_refused_by_name(kind, layer):
+    model = nn.Sequential(kind())
+    with pytest.raises(FormatError, match=rf"^{layer}: .*{kind.__name__} computes"):
+        sparsify_(model, BLOCKS)
+    assert not any(isinstance(m, BlockSparseLinear) for m in model.modules())
+    sparsify_(model, BLOCKS, lambda _, name: name == "0.other")
+
+
+def test_code_that_reads_only_metadata_runs():
+    model = sparsify_(nn.Sequential(OnlyMetadata()), BLOCKS)
+    assert model(torch.randn(2, 64, dtype=torch.float64)).dtype == torch.float32
+
+
+def test_layers_whose_weights_mamba_computes_with_are_refused():
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "state_size": 8}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval()
+    with pytest.raises(FormatError, match=r"MambaMixer computes with dt_proj.weight"):
+        sparsify_(model, BLOCKS)
+    sparsify_(model, BLOCKS, lambda _, name: name.endswith("in_proj"))
+    with torch.no_grad():
+        assert model(input_ids=IDS).logits.isfinite().all()
+
+
+# ---- what stays dense ----
+
+
+def qwen_moe() -> Any:
+    sizes = {"num_key_value_heads": 2, "num_experts": 16, "moe_intermediate_size": 32}
+    config = transformers.Qwen2MoeConfig(**SIZES, **sizes, shared_expert_intermediate_size=64)
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def test_experts_and_one_row_gates_stay_dense_and_are_counted():
+    model = qwen_moe()
+    gate = model.model.layers[0].mlp.shared_expert_gate.weight
+    with pytest.warns(UserWarning, match="sparsify_") as caught:
+        sparsify_(model, BLOCKS)
+    [message] = [str(warning.message) for warning in caught]
+    assert "98,304 weights in 2 tensors" in message
+    assert "shared_expert_gate" in message
+    assert model.model.layers[0].mlp.shared_expert_gate.weight is gate
+    assert "\n" not in message
+
+
+def test_a_filter_still_hears_of_experts_but_of_nothing_else():
+    with pytest.warns(UserWarning, match="Qwen2MoeExperts") as caught:
+        sparsify_(qwen_moe(), BLOCKS, lambda _, name: name.endswith("q_proj"))
+    assert "gate" not in str(caught[0].message).replace("gate_up_proj", "")
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
+    model = qwen_moe()
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning):
+        sparsify_(model, BLOCKS)
+    assert not any(isinstance(m, BlockSparseLinear) for m in model.modules())
+
+
+class Router(nn.Module):
+    """A layer with a row for each of 16 experts, in a model whose configuration has as many."""
+
+    class config:
+        @staticmethod
+        def to_dict() -> dict[str, int]:
+            return {"num_local_experts": 16}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up = nn.Linear(64, 16), nn.Linear(64, 64)
+
+
+def test_a_router_stays_dense():
+    with pytest.warns(UserWarning, match="routers"):
+        model = sparsify_(Router(), BLOCKS)
+    assert type(model.router) is nn.Linear
+    assert isinstance(model.up, BlockSparseLinear)
+
+
+def test_a_model_without_a_layer_says_what_it_has():
+    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2)
+    with pytest.raises(FormatError, match="Conv1D"):
+        sparsify_(transformers.GPT2LMHeadModel(config), BLOCKS)
+
+
+def test_unstructured_pruning_of_every_weight_is_refused():
+    with pytest.raises(FormatError, match=r"^0: .*rows of 32"):
+        sparsify_(nn.Sequential(nn.Linear(32, 16)).bfloat16(), Unstructured(0.99))
+
+
+# ---- adapters ----
+
+
+def adapted(model: Any, targets: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    with warnings.catch_warnings(action="ignore"):  # peft uses deprecated names of transformers
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+
+
+def trained(model: Any) -> set[str]:
+    """Train adapters for three steps; return the layers of block 0 that have one."""
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer, losses = torch.optim.Adam(weights.values(), lr=1e-2), []
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        assert all(p.grad is not None for p in weights.values())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[2] < losses[1] < losses[0]
+    names = {name.partition(".lora_")[0] for name in weights if ".layers.0." in name}
+    return {name.rpartition(".")[2] for name in names}
+
+
+def only_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and "layers" in name
+
+
+ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+ADAPTED: list[tuple[Any, Callable[..., bool] | None, Any, set[str]]] = [
+    (TwoFour(), None, "all-linear", ATTENTION | {"gate_up", "down"}),
+    (TwoFour(), only_linear, ["q_proj", "gate_proj"], {"q_proj", "gate_proj"}),
+    (Unstructured(), None, "all-linear", ATTENTION | MLP),
+    (BLOCKS, None, "all-linear", ATTENTION | MLP),
+]
+
+
+@pytest.mark.parametrize(("recipe", "filter_fn", "targets", "layers"), ADAPTED, ids=str)
+def test_adapters_train_on_every_layer(recipe, filter_fn, targets, layers):
+    model = adapted(sparsify_(tiny(dtype=BF16), recipe, filter_fn), targets)
+    assert trained(model) == layers
+    with pytest.raises(Unsupported, match="has no dense weight"):
+        model.merge_and_unload()
+
+
+def test_an_adapter_on_gate_and_up_starts_without_an_effect():
+    model = sparsify_(tiny(dtype=BF16), TwoFour())
+    before = model(IDS).logits
+    torch.testing.assert_close(adapted(model, ["gate_up"])(IDS).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "advice"), [(TwoFour(), "isinstance"), (SparseActivations(), "filter_fn")], ids=str
+)
+def test_an_adapter_for_a_part_of_a_whole_mlp_is_an_error_with_advice(recipe, advice):
+    dtype = torch.float32 if isinstance(recipe, SparseActivations) else BF16
+    act = {"hidden_act": "relu"} if isinstance(recipe, SparseActivations) else {}
+    model = sparsify_(tiny(dtype=dtype, **act), recipe)
+    with pytest.raises(ValueError, match=rf"a part of \w+: .*{advice}"):
+        adapted(model, ["q_proj", "gate_proj"])
+
+
+def test_adapters_on_a_layer_that_trains_its_own_weights_are_refused():
+    model = adapted(sparsify_(tiny(hidden_act="relu"), SparseActivations()), "all-linear")
+    with pytest.raises(Unsupported, match="filter_fn"):
+        model(IDS)
+
+
+def test_layers_under_adapters_become_sparse_and_the_adapters_do_not():
+    model = adapted(tiny(dtype=BF16), "all-linear")
+    with pytest.warns(UserWarning, match="adapters"):
+        sparsify_(model, TwoFour())
+    assert trained(model) == ATTENTION | MLP
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    assert isinstance(layer.base_layer, SpenseLinear)
+    assert type(layer.lora_A.default) is nn.Linear
+
+
+# ---- checkpoints in a model with another head ----
+
+
+HEADS: list[tuple[str, dict[str, Any], str, list[str]]] = [
+    ("Llama", SIZES, "LlamaForCausalLM", ["LlamaModel", "LlamaForSequenceClassification"]),
+    ("Llama", SIZES, "LlamaModel", ["LlamaForCausalLM"]),
+    ("Bert", SIZES, "BertModel", ["BertForSequenceClassification", "BertForMaskedLM"]),
+    ("Bert", SIZES, "BertForMaskedLM", ["BertModel"]),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "saved", "others"), HEADS, ids=[h[2] for h in HEADS])
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_loads_under_another_head(family, sizes, saved, others, tmp_path, capfd):
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, saved)(config).eval()
+    sparsify_(model, BLOCKS)
+    model.save_pretrained(tmp_path / "saved")
+    for other in others:
+        loaded = getattr(transformers, other).from_pretrained(tmp_path / "saved")
+        assert any(isinstance(m, BlockSparseLinear) for m in loaded.modules())
+        assert torch.equal(loaded.base_model(IDS)[0], model.base_model(IDS)[0])
+        loaded.save_pretrained(tmp_path / other)
+        again = getattr(transformers, other).from_pretrained(tmp_path / other)
+        assert torch.equal(again.base_model(IDS)[0], model.base_model(IDS)[0])

@@ -1,0 +1,99 @@
+"""A clock that a simulated worker advances by the seconds that the work takes on a GPU.
+
+    process   START_S for the first one, AGAIN_S for one that imported beside the one before
+    ceilings  CEILINGS_S
+    contest   CONTEST_S, LARGE_S more with LARGE tokens or more, and ROW_S for each contender
+    prepare   by kernel: a whole search in the first process of a run, or among finalists
+
+The seconds are medians of the published verdicts on an NVIDIA H100 and H200.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebench.harness.new_gpu import survey
+from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run import measure, run_json, runner, worker_process
+from sparsebench.harness.run.worker_process import ContestResult, Log
+from tests.simulated.in_process import Here
+
+START_S, AGAIN_S, CEILINGS_S = 10.0, 1.5, 8.0
+CONTEST_S, LARGE, LARGE_S, ROW_S = 0.08, 1024, 0.2, 0.06
+PREPARE_S = {  # a whole search, and one among finalists
+    "bsr_small": (0.51, 0.26),
+    "bsr_triton": (0.5, 0.05),
+    "bsr_wgmma": (0.05, 0.02),
+    "bsr_wgrad": (0.81, 0.12),
+    "bsr_wgrad_small": (1.26, 0.49),
+    "cublas": (0.3, 0.1),
+    "cusparselt": (1.27, 0.12),
+    "cusparselt_hybrid": (1.27, 0.13),
+    "ffn_few": (0.6, 0.03),
+    "ffn_sparse": (0.82, 0.88),
+    "spense_mma": (0.4, 0.05),
+    "spense_wgmma": (0.2, 0.06),
+    "torch_bsr": (2.0, 0.1),
+}
+OTHER_S = 0.5, 0.1
+BEGAN = datetime.fromisoformat("2026-01-01T00:00:00+00:00")
+
+
+class Clock:
+    """Seconds since some moment."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        """Return the time, as time.monotonic does."""
+        return self.seconds
+
+    def now(self) -> datetime:
+        """Return the time, as run_json.now does."""
+        return BEGAN + timedelta(seconds=self.seconds)
+
+
+def timed(patch: pytest.MonkeyPatch) -> Clock:
+    """Let surveys of a simulated GPU run in this process, on a clock of their own."""
+    clock, started = Clock(), list[object]()
+
+    class Timed(Here):
+        def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
+            super().__init__(device, data, log, **how)
+            if not started:
+                clock.seconds += START_S
+            started.append(self)
+
+        def wait_ready(self) -> None:
+            clock.seconds += AGAIN_S
+
+        def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
+            clock.seconds += CEILINGS_S
+            return super().ceilings(dtypes)
+
+        def measure(
+            self, contest: Contest, options: Mapping[str, Any], timeout_s: float
+        ) -> ContestResult:
+            result = super().measure(contest, options, timeout_s)
+            rows, spent = [], {"operands": CONTEST_S, "timing": ROW_S * len(result.rows)}
+            spent["check"] = LARGE_S if contest.problem["m"] >= LARGE else 0.0
+            for row in result.rows:
+                again = row.case.id in options["timed"] or row.case.contender.twin
+                prepare_s = PREPARE_S.get(row.case.contender.kernel, OTHER_S)[again]
+                rows.append(replace(row, prepare_s=prepare_s))
+                spent["prepare"] = spent.get("prepare", 0.0) + prepare_s
+            clock.seconds += sum(spent.values())
+            return ContestResult(rows, spent)
+
+    patch.setattr(worker_process, "Worker", Timed)
+    for module in (survey, measure, runner):
+        patch.setattr(module, "monotonic", clock)
+    for module in (measure, run_json):
+        patch.setattr(module, "now", clock.now)
+    return clock

@@ -1,0 +1,146 @@
+"""Fork worker processes from one that has imported torch: importing takes seconds of CPU each.
+
+    this process ── the command, environment and pipes of a worker ──> server, imports once
+                                                                         └ fork, fork ─> worker
+                 <── the worker's process id ───────────────────────────
+
+The worker is the child of this process, as if it had been started here: the process between it and
+the server ends, and this process adopts it. A worker with another environment, and one that runs
+anything but our two modules, starts as usual. So does the worker of a command in a process of its
+own (test_cli.py).
+"""
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from importlib import import_module
+from typing import Any
+
+from sparsebench.harness.run import early_start
+from sparsebench.harness.run.worker_process import SIMULATOR
+
+MODULES = early_start.COMMAND[-1], SIMULATOR
+PR_SET_CHILD_SUBREAPER = 36
+MESSAGE_BYTES = 65536
+
+_spawn = early_start.spawn
+
+
+class Server:
+    """The server's end here. It starts with the first worker."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment = environment()
+
+    def spawn(self, *command: str) -> early_start.Process:
+        """Do what `early_start.spawn` does."""
+        python, rest = command[:3], command[3:]
+        if python != early_start.PYTHON or rest[0] not in MODULES:
+            return _spawn(*command)
+        with self._lock:
+            if self._socket is None:
+                self._socket = self._start()
+            if environment() != self._environment:
+                return _spawn(*command)
+            return Forked(self._socket, [*rest])
+
+    def close(self) -> None:
+        """End the server."""
+        if self._socket and self._process:
+            self._socket.close()
+            self._process.wait()
+
+    def _start(self) -> socket.socket:
+        here, there = socket.socketpair()
+        command = sys.executable, "-P", __file__, str(there.fileno())
+        self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=self._environment)
+        there.close()
+        return here
+
+
+def environment() -> dict[str, str]:
+    """Return the environment that a worker can depend on."""
+    return {**os.environ, "PYTEST_CURRENT_TEST": ""}
+
+
+class Forked(subprocess.Popen[str]):
+    """A forked child; the caller holds the lock of the server."""
+
+    def __init__(self, server: socket.socket, command: list[str]) -> None:
+        """Let the server fork, and adopt the child."""
+        self.args, self.returncode = command, None
+        ends = os.pipe(), os.pipe(), os.pipe()
+        (read_in, write_in), (read_out, write_out), (read_err, write_err) = ends
+        request = json.dumps({"command": command, "folder": os.getcwd()}).encode()
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        socket.send_fds(server, [request], [read_in, write_out, write_err])
+        self.pid = int(server.recv(MESSAGE_BYTES))
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+        for end in read_in, write_out, write_err:
+            os.close(end)
+        self.stdin = os.fdopen(write_in, "w", errors="replace")
+        self.stdout = os.fdopen(read_out, errors="replace")
+        self.stderr = os.fdopen(read_err, errors="replace")
+        self._child_created = True  # what Popen's own methods need
+        self._waitpid_lock = threading.Lock()
+        self._communication_started, self._input = False, None
+
+
+def serve(number: int) -> None:
+    """Fork a worker for each request, until the socket closes."""
+    for module in *MODULES, "triton", "scipy.sparse":
+        import_module(module)
+    requests = socket.socket(fileno=number)
+    while True:
+        message, pipes, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        between = os.fork()
+        if not between:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == between:  # until the process of the tests has adopted this one
+                time.sleep(0.001)
+            requests.send(str(os.getpid()).encode())
+            requests.close()
+            work(json.loads(message), pipes)
+        for pipe in pipes:
+            os.close(pipe)
+        os.waitpid(between, 0)
+
+
+def work(request: dict[str, Any], pipes: list[int]) -> None:
+    """Be the worker, and end."""
+    os.setsid()
+    for place, pipe in enumerate(pipes):
+        os.dup2(pipe, place)
+        os.close(pipe)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    os.chdir(request["folder"])
+    module, *sys.argv[1:] = request["command"]
+    code: Any = 0
+    try:
+        import_module(module).main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
