@@ -253,7 +253,7 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(
     page = to / "compare" / "ffn-step.html"
     text = page.read_text()
     assert str(tmp_path) not in text
-    assert '<a href="../index.html">All runs</a>' in text
+    assert 'href="../runs.html">Runs</a>' in text
     assert "is faster than" in text
     for place in ("h200/ffn-step", "another-gpu/other"):
         assert f'href="../{place}/index.html"' in text
