@@ -21,7 +21,7 @@ from sparsebench.results.outcome import STYLES, outcome
 from sparsebench.results.sides import short_card
 
 PAGE = "history.html"
-WIDTH = 160  # of the drawing of an interval, in pixels
+WIDTH = 120  # of the drawing of an interval, in pixels
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _case(gpu: str, measured: Sequence[tuple[Card, Mapping[str, Any]]], is_headl
     most = max(line["high"] for _, line in measured)
 
     def place(gain: float) -> float:
-        return round(6 + (WIDTH - 12) * (gain - least) / ((most - least) or 1), 1)
+        return float(round(6 + (WIDTH - 12) * (gain - least) / ((most - least) or 1), 1))
 
     points = []
     for number, (card, line) in enumerate(measured):
@@ -108,7 +108,7 @@ def _change(
         if a != b
     ]
     differs += [] if same else ["another card"]
-    differs += [] if searched else ["configurations of the earlier run"]
+    differs += [] if searched else ["inherited configurations"]
     return text, STYLES[word], ", ".join(differs) or "nothing recorded"
 
 
