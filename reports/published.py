@@ -44,7 +44,7 @@ HOME = "results/published"
 ADVICE = "advice.json"
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
 LEVEL = 0.9  # the sparsity that the caption names
-BLOCK, COLUMNS = "64", 72  # the terminal example: its block size and its width
+BLOCK, COLUMNS, LINES = "64", 72, 16  # the terminal example: block size, width and lines
 BLOCKED = ("README.md",)  # pages with blocks between marks
 OPENING = re.compile(r"<!-- published: (\S+) -->\n")
 BLOCK_OF_PAGE = re.compile(r"(<!-- published: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -208,7 +208,7 @@ def terminal(runs: Runs) -> str:
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
     console.print(Answer(titled, Analysis(pd.DataFrame(), run.noise, cases)))
-    lines = text.getvalue().partition("\nFastest")[0].rstrip().splitlines()
+    lines = [*text.getvalue().splitlines()[:LINES], "..."]
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
 

@@ -34,8 +34,8 @@ def advise(
     from sparsebench.results.measured_layers import of_runs, packaged
     from sparsebench.results.model_shapes import read_shapes
 
-    own = [(one, analyse(one).cases, str(one.path)) for one in map(store.read, run or ())]
-    answer = answered(packaged() + of_runs(own), read_shapes(model), gpu, batch)
+    measured = [(one, analyse(one).cases, str(one.path)) for one in map(store.read, run or ())]
+    answer = answered(packaged() + of_runs(measured), read_shapes(model), gpu, batch)
     if as_json:
         print_json(asdict(answer))
     elif markdown:

@@ -313,20 +313,23 @@ def _contenders(
 
 
 def _known(
-    where: str, given: Mapping[str, Any], known: set[str], of_one: Collection[str] = ()
+    where: str, mapping: Mapping[str, Any], allowed: set[str], of_one: Collection[str] = ()
 ) -> None:
     """Raise SuiteError for an unknown name; `of_one` are parameters of single weights."""
-    for name in given.keys() - known - set(of_one):
-        takes, hint = ", ".join(sorted(known)) or "nothing", did_you_mean(name, {*known, *of_one})
+    for name in mapping.keys() - allowed - set(of_one):
+        takes, hint = (
+            ", ".join(sorted(allowed)) or "nothing",
+            did_you_mean(name, {*allowed, *of_one}),
+        )
         raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
 
 
-def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
+def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
     values_by_name = {**problem.fields, **derived(problem.fields)}
-    sweeps = [_sweep(f"{where}.{name}", value) for name, value in given.items()]
+    sweeps = [_sweep(f"{where}.{name}", value) for name, value in mapping.items()]
     for values in product(*sweeps):
-        point = dict(zip(given, values, strict=True))
+        point = dict(zip(mapping, values, strict=True))
         require_values(where, point)
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):

@@ -18,7 +18,6 @@ from sparsebench.reports import comparison
 from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import safe
 from sparsebench.results import store
-from sparsebench.results.answer import Badge
 from sparsebench.results.formatting import listed
 from sparsebench.results.sides import named_apart, side
 
@@ -44,7 +43,7 @@ class Devices:
 def compared(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
     best: dict[str, dict[str, Card]] = {}
-    real = [card for card in cards if not _simulated(card)]
+    real = [card for card in cards if not card.simulated]
     for card in sorted(real, key=lambda card: (card.processes, card.started, card.slug)):
         best.setdefault(card.suite, {})[card.gpu] = card
     suites = []
@@ -57,11 +56,11 @@ def compared(cards: Sequence[Card]) -> list[Devices]:
 
 
 def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each page and its JSON; `redone` are the slugs of new runs."""
+    """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
     for devices in every:
-        slugs = [f"runs/{card.slug}" for card in devices.cards]
+        slugs = [card.address for card in devices.cards]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
-        new = any(card.slug in redone for card in devices.cards)
+        new = any(card.address in redone for card in devices.cards)
         if not new and all(file.exists() for file in files):
             texts = [file.read_text("utf-8") for file in files]
             if [slug for run in json.loads(texts[1])["runs"].values() for slug in run] == slugs:
@@ -83,7 +82,3 @@ def _timed(card: Card) -> set[tuple[str, ...]]:
     """Return the sparse cases with a time: problem, name and cache state of each."""
     lines = [line for line in card.lines if line["side"] != "dense"]
     return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in lines}
-
-
-def _simulated(card: Card) -> bool:
-    return any(badge[0] == Badge.SIMULATED.name.lower() for badge in card.badges)

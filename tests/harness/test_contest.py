@@ -197,9 +197,9 @@ def test_earlier_garbage_does_not_lower_a_kernels_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: max(*peak, Held.allocated))
     Held()
     with _memory(torch.device("cuda")) as memory:
-        kept = Held()
+        owner = Held()
     assert (memory.held_bytes, memory.peak_bytes) == (100, 100)
-    assert kept.cycle is kept
+    assert owner.cycle is owner
 
 
 def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
