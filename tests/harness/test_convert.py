@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,13 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sparsebench import matmul
 from sparsebench.errors import FormatError, SparsebenchError, SuiteError
+from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.models.pruning import convert as conversion
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.convert import convert
 from sparsebench.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
 from tests.harness.tiny_models import generated, tiny, tokenizer, transformers
 from tests.tools.command_line import sparsebench
+from tests.tools.paths import ROOT
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
@@ -380,3 +384,26 @@ def test_what_compressed_tensors_wrote_is_read(
     assert len(weights) == 14
     for layer, weight in weights.items():
         assert torch.equal(model.get_submodule(layer).weight, weight), layer
+
+
+def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("llama-2of4"), TWO_FOUR)
+    tiny(dtype=BF16).save_pretrained("llama")
+    tokenizer().save_pretrained("llama")
+    Path("text.txt").write_text(models.python_reference()[:4000], encoding="utf-8")
+    page = (ROOT / "kernels/nn/MIGRATION.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        if language == "python":
+            exec(block, names)
+        else:
+            for command in block.splitlines():
+                done = sparsebench(*command.split()[1:], "--device", "cpu")
+                assert done.returncode == 0, done.stderr
+    for folder in ("llama-spense", "llama-two-four", "llama-pruned"):
+        kinds = {type(module) for module in loaded(Path(folder)).modules()}
+        assert SpenseGatedMLP in kinds
+    weight = torch.randn(64, 64, dtype=BF16) * torch.tensor([1, 0, 0, 1]).repeat(16)
+    assert SpenseLinear.from_dense(weight, dtype=E4M3)(weight).dtype == BF16
+    assert matmul(weight, Bsr.from_dense(weight, block=64)).shape == (64, 64)
