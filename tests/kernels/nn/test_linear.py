@@ -261,11 +261,14 @@ def test_loaded_state_moves_before_its_optimizer_has_stepped():
     resumed.load_state_dict(state)
     old = state["state"][0]["exp_avg"].clone()
     del optimizer
+    wrapper = torch.optim.SGD(layer.parameters())
+    wrapper.state = resumed.state  # as that of accelerate is
     gc.freeze()  # hides objects from the garbage collector
     source = layer.set_pattern(other.offsets, other.columns)
     gc.unfreeze()
     expected = torch.stack([old[at] if at >= 0 else torch.zeros(16, 16) for at in source])
     assert torch.equal(resumed.state[layer.values]["exp_avg"], expected)
+    assert wrapper.state is resumed.state
 
 
 @pytest.mark.parametrize("state", [torch.ones(7), torch.ones(6, 16, 16).byte(), [torch.ones(6, 2)]])
