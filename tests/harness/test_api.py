@@ -112,8 +112,17 @@ def test_bad_input_is_one_line_and_no_run(tmp_path: Path) -> None:
 def test_importing_sparsebench_imports_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import sparsebench; print(*sys.modules - before)"
     code = code.replace("sys.modules - before", "set(sys.modules) - before")
-    found = {name.partition(".")[0] for name in in_python(code).split()}
-    assert not found & {"torch", "numpy", "pandas", "scipy", "matplotlib", "typer", "rich", "yaml"}
+    packages = {name.partition(".")[0] for name in in_python(code).split()}
+    assert not packages & {
+        "torch",
+        "numpy",
+        "pandas",
+        "scipy",
+        "matplotlib",
+        "typer",
+        "rich",
+        "yaml",
+    }
 
 
 def test_listing_imports_no_library_that_computes() -> None:
@@ -124,8 +133,8 @@ def test_listing_imports_no_library_that_computes() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
-    found = {name.partition(".")[0] for name in done.stderr.split()}
-    assert not found & {"torch", "numpy", "pandas", "scipy", "matplotlib", "triton"}
+    packages = {name.partition(".")[0] for name in done.stderr.split()}
+    assert not packages & {"torch", "numpy", "pandas", "scipy", "matplotlib", "triton"}
     assert "bsr" in json.loads(done.stdout)["formats"]
 
 
@@ -139,10 +148,10 @@ def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) 
         code += f"sys.argv = {['sparsebench', *command]!r}; print('ended with', main())\n"
     code += f"run = sparsebench.load({run!r})\n"
     code += "print(run, len(run.summary()), run.plot('storage'), run._repr_html_()[:7])"
-    said = in_python(code, torch=False)
-    assert re.findall(r"ended with (\d)", said) == ["0", "0", "0", "5"]
-    assert re.search(r"plan: not checked.*No module named 'torch'", said)
-    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('storage', .*\) <iframe", said)
+    output = in_python(code, torch=False)
+    assert re.findall(r"ended with (\d)", output) == ["0", "0", "0", "5"]
+    assert re.search(r"plan: not checked.*No module named 'torch'", output)
+    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('storage', .*\) <iframe", output)
 
 
 def test_public_names_are_there_when_they_are_used() -> None:
