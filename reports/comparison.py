@@ -30,7 +30,7 @@ from sparsebench.results.formatting import (
     listed,
     significant,
 )
-from sparsebench.results.outcome import DIFFERENT
+from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
@@ -108,10 +108,10 @@ def markdown(result: Compared) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def html(result: Compared, root: str = "") -> str:
+def html(result: Compared, site: Any = None, root: str = "") -> str:
     """Return the comparison as one page that opens offline.
 
-    In a site, `root` is the path from the page to the folder that contains the runs.
+    On a page of a site (reports/site/pages.py), `root` is the path from it to the first page.
     """
     links = [
         (f"{side.name}: {run.path.name}", f"{root}{run.path.as_posix()}/index.html")
@@ -124,8 +124,9 @@ def html(result: Compared, root: str = "") -> str:
         parts=[
             (p.html(), "") if isinstance(p, Table) else (p.text, p.style) for p in parts(result)
         ],
+        site=site,
         root=root,
-        runs=links if root else [],
+        runs=links if site else [],
     )
 
 
@@ -208,6 +209,12 @@ def _notes(result: Compared) -> list[str]:
         notes.append(
             f"{listed(blind)} recorded no clocks or power, so a power limit would not show."
         )
+    schemas = {run.schema for side in result.sides for run in side.runs}
+    if len(schemas) > 1:
+        notes.append(
+            f"The rows have different schemas, {listed(sorted(schemas))}: fields that an older one "
+            "lacks are not compared."
+        )
     for other in result.others:
         for side, only in ((other.a, other.comparison.only_a), (other.b, other.comparison.only_b)):
             if len(only):
@@ -222,7 +229,7 @@ def _notes(result: Compared) -> list[str]:
             more = len(other.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
             notes.append(f"{other.a.name} and {other.b.name} differ in {facts}{rest}.")
-    return notes
+    return [*notes, f"results/outcome.py defines {listed([*Outcome])}."]
 
 
 def _runs(result: Compared) -> list[str]:
@@ -246,7 +253,7 @@ def _about(run: Run, analysis: Any) -> str:
 
 
 def _on_gpu(side: Side) -> bool:
-    return not side.simulated and any("gpu" in run.environment for run in side.runs)
+    return not side.simulated and any(run.environment.get("gpu") for run in side.runs)
 
 
 def _telemetry(side: Side) -> bool:

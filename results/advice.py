@@ -262,9 +262,9 @@ def _notes(
         inside, predicted = evidence.layers.coverage
         notes += [
             "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, "
-            f"against the measured ceilings of each GPU. Such intervals held {inside} of "
-            f"{predicted} measured layers whose shapes were left out. The dense part of a step is "
-            f"taken as known within a factor of {REST:g}."
+            "against the measured ceilings of each GPU; layers of other GPUs count as farther. "
+            f"Such intervals held {inside} of {predicted} measured layers whose shapes were left "
+            f"out. The dense part of a step is taken as known within a factor of {REST:g}."
         ]
     if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
         notes += ["A bound is the larger ratio of bytes or of FLOPs; no measured layer is near."]

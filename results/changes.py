@@ -155,6 +155,22 @@ def tested(
     return value, low, high, p
 
 
+def difference(
+    before: Sequence[float], now: Sequence[float], *, same_card: bool, searched: bool
+) -> tuple[float, float, float]:
+    """Return the ratio of two gains and its interval, from the intervals of both.
+
+    A gain is its value, its low end and its high end. Without the processes, this approximates
+    what `tested` returns.
+    """
+    ratio = float(np.log(now[0] / before[0]))
+    halves = [float(np.log(high / low)) / 2 for _, low, high in (before, now)]
+    runs = INHERITED if not searched else 0.0 if same_card else BETWEEN
+    half = float(np.sqrt(sum(half**2 for half in [*halves, NORMAL * runs])))
+    value, low, high = np.exp([ratio, ratio - half, ratio + half]).tolist()
+    return value, low, high
+
+
 def outcomes(tests: pd.DataFrame) -> list[str]:
     """Return the outcome of each test; "" without one."""
     known = tests.p.notna()

@@ -13,6 +13,7 @@
     contenders:
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: the problem's, or
                                      # $dense_fraction, $split of a spense pattern
+      - {format: bsr, params: {block: $block}}                      # what users of bsr get
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
       - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only at these values
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd alone
@@ -72,10 +73,13 @@ class AllowedError(_Model):
 
 
 class ContenderEntry(_Model):
-    """A contender as written: lists in `params` and `options` are sweeps."""
+    """A contender as written: lists in `params` and `options` are sweeps.
+
+    Without a kernel it is what users of the format get (kernels/nn/default.py).
+    """
 
     format: str
-    kernel: str
+    kernel: str = "default"
     op: str | None = None
     at: dict[str, Any] = {}
     params: dict[str, Any] = {}

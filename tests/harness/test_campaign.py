@@ -426,3 +426,9 @@ def test_a_campaign_replaces_the_published_runs_completely_or_not_at_all(
     for digest, entries in ((code, ["several", "other"]), ("0", [])):
         store.write_json(to / "alike.json", {"code_sha256": digest, "gpu.name": "simulated H200"})
         assert published_before(whole, to, into) == entries
+    (before.parent / "other" / "note.txt").write_text("another run of that name")
+    bundle.seal(before.parent / "other")
+    assert publish(whole, to, into, ["other"])
+    (earlier,) = before.parent.glob("earlier/*/*/run.json")
+    assert earlier.parent.name == "other"
+    assert (before.parent / "other" / "run.json").exists()

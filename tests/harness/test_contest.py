@@ -72,7 +72,7 @@ def test_a_refusal_is_a_row_with_its_reason() -> None:
         "ok", "unsupported", "unsupported", "failed", "out_of_memory",
     ]  # fmt: skip
     assert result[1].detail == "runs on cuda, not on cpu"
-    assert "expected a block of at least 1x1" in result[2].detail
+    assert "block: expected" in result[2].detail
     assert result[3].detail == "prepare: RuntimeError: no such instruction <b>here</b>"
     assert "4 EiB" in result[4].detail
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,13 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sparsebench import matmul
 from sparsebench.errors import FormatError, SparsebenchError, SuiteError
+from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.models.pruning import convert as conversion
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.convert import convert
 from sparsebench.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
 from tests.harness.tiny_models import generated, tiny, tokenizer, transformers
 from tests.tools.command_line import sparsebench
+from tests.tools.paths import ROOT
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
@@ -231,6 +235,30 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     assert restored(IDS).logits.isfinite().all()
 
 
+def test_experts_and_layers_whose_weight_is_read_stay_dense_and_are_counted(tmp_path):
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1}
+    mamba = transformers.MambaConfig(**sizes, state_size=8)
+    moe = transformers.MixtralConfig(
+        **sizes, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
+    )
+    for config, sparse, dense in ((mamba, 1, 3), (moe, 4, 25)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+        folder = tmp_path / config.model_type
+        model.save_pretrained(folder)
+        state = load_file(folder / "model.safetensors")
+        for name, weight in state.items():
+            if "layers" in name and weight.dim() == 2 and name.endswith("weight"):
+                state[name] = two_four(weight)
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        expected = loaded(folder)(IDS).logits
+        written = convert(folder, tmp_path / f"{config.model_type}-new")
+        assert written.layers == {"SpenseLinear": sparse}
+        assert sum(written.dense.values()) == dense
+        logits = loaded(tmp_path / f"{config.model_type}-new")(IDS).logits
+        assert torch.equal(logits, expected)
+
+
 def test_shards_are_read_and_written(tmp_path, monkeypatch):
     model = write(tmp_path / "old", TWO_FOUR)
     state = load_file(tmp_path / "old/model.safetensors")
@@ -380,3 +408,26 @@ def test_what_compressed_tensors_wrote_is_read(
     assert len(weights) == 14
     for layer, weight in weights.items():
         assert torch.equal(model.get_submodule(layer).weight, weight), layer
+
+
+def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("llama-2of4"), TWO_FOUR)
+    tiny(dtype=BF16).save_pretrained("llama")
+    tokenizer().save_pretrained("llama")
+    Path("text.txt").write_text(models.python_reference()[:4000], encoding="utf-8")
+    page = (ROOT / "kernels/nn/MIGRATION.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        if language == "python":
+            exec(block, names)
+        else:
+            for command in block.splitlines():
+                done = sparsebench(*command.split()[1:], "--device", "cpu")
+                assert done.returncode == 0, done.stderr
+    for folder in ("llama-spense", "llama-two-four", "llama-pruned"):
+        kinds = {type(module) for module in loaded(Path(folder)).modules()}
+        assert SpenseGatedMLP in kinds
+    weight = torch.randn(64, 64, dtype=BF16) * torch.tensor([1, 0, 0, 1]).repeat(16)
+    assert SpenseLinear.from_dense(weight, dtype=E4M3)(weight).dtype == BF16
+    assert matmul(weight, Bsr.from_dense(weight, block=64)).shape == (64, 64)

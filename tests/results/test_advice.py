@@ -19,6 +19,7 @@ from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
 
+SIMULATED = PUBLISHED / "sim" / "quick-sim"
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -171,6 +172,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["Lama-3-8B", "--gpu", "H200", "--batch", 1], "Llama-3-8B?"),
         (["Llama-3-8B", "--gpu", "NVIDIA", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", "H200", "--batch", 0], "--batch"),
+        (["Llama-3-8B", "--gpu", "H200", "--batch", 1, "--run", SIMULATED], "--run"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[Any], token: str) -> None:
