@@ -19,6 +19,7 @@ COPY kernels kernels
 COPY reports reports
 COPY results/*.py results/
 COPY results/claims results/claims
+COPY results/published/advice.json results/published/
 COPY src/sparsebench/*.py src/sparsebench/py.typed src/sparsebench/
 COPY suites suites
 RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,parquet,models]'

@@ -60,11 +60,30 @@ def require(condition: bool, message: str) -> None:
         raise FormatError(message)
 
 
-def require_matrix(dense: Tensor) -> None:
-    """Raise FormatError unless the tensor is a contiguous floating-point matrix."""
-    require(dense.dim() == 2, f"expected a matrix [n, k], found shape {list(dense.shape)}")
+def require_matrix(dense: object) -> None:
+    """Raise FormatError unless this is a contiguous floating-point matrix of at least 1x1."""
+    if not isinstance(dense, Tensor):
+        raise FormatError(f"expected a matrix as a torch.Tensor, found {type(dense).__name__}")
+    require(dense.layout is torch.strided, f"expected a dense matrix, found {dense.layout}")
+    shape = list(dense.shape)
+    require(dense.dim() == 2 and 0 not in shape, f"expected [n, k] of 1x1 or more, found {shape}")
     require(dense.is_floating_point(), f"expected a floating-point matrix, found {dense.dtype}")
     require(dense.is_contiguous(), f"expected a contiguous matrix, found strides {dense.stride()}")
+
+
+def require_whole(name: str, value: object) -> None:
+    """Raise FormatError unless the value of a parameter is an integer of at least 1."""
+    right = type(value) is int and value > 0
+    require(right, f"{name}: expected an integer of at least 1, found {value!r}")
+
+
+def sides_of(block: object) -> tuple[int, int]:
+    """Return the rows and columns of a block. Raises FormatError."""
+    sides = list(block) if isinstance(block, list | tuple) else [block, block]
+    right = len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
+    expected = "expected an integer of at least 1, or [rows, columns] of them"
+    require(right, f"block: {expected}; found {block!r}")
+    return sides[0], sides[1]
 
 
 def require_size(dense: Tensor, shape: tuple[int, int]) -> None:

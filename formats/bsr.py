@@ -24,10 +24,10 @@ from sparsebench.formats._format import (
     Format,
     is_stored,
     offsets_of,
-    require,
     require_matrix,
     require_size,
     rows_of,
+    sides_of,
 )
 
 
@@ -44,8 +44,7 @@ class Bsr(Format):
     def from_dense(cls, dense: Tensor, /, *, block: int | list[int] = 32) -> Self:
         """Convert to blocks of `block` rows and columns, or of [rows, columns]."""
         require_matrix(dense)
-        r, c = (block, block) if isinstance(block, int) else block
-        require(r > 0 and c > 0, f"expected a block of at least 1x1, found {r}x{c}")
+        r, c = sides_of(block)
         n, k = dense.shape
         blocks = _in_blocks(dense, r, c)
         rows, columns = is_stored(blocks).any(3).any(1).nonzero(as_tuple=True)

@@ -30,8 +30,8 @@ from sparsebench.formats._format import (
     Format,
     is_stored,
     offsets_of,
-    require,
     require_matrix,
+    require_whole,
     rows_of,
 )
 
@@ -51,7 +51,7 @@ class Cvse(Format):
     def from_dense(cls, dense: Tensor, /, *, height: int = 8) -> Self:
         """Convert a matrix [tokens, units]. Raises FormatError."""
         require_matrix(dense)
-        require(height > 0, f"expected a height of at least 1 token, found {height}")
+        require_whole("height", height)
         m, n = dense.shape
         groups = pad(dense, (0, 0, 0, -m % height)).view(-1, height, n)
         rows, columns = is_stored(groups).any(1).nonzero(as_tuple=True)

@@ -114,7 +114,8 @@ class Spense(Format):
 def sparse_shape_of(n: int, k: int, size: int, fraction: float, split: str) -> tuple[int, int]:
     """Return rows and columns of the sparse part."""
     require(split in SPLITS, f"expected a split by rows or columns, found {split!r}")
-    require(0 <= fraction <= 1, f"expected a dense_fraction of 0 to 1, found {fraction:g}")
+    right = isinstance(fraction, int | float) and 0 <= fraction <= 1
+    require(right, f"expected a dense_fraction of 0 to 1, found {fraction!r}")
     if fraction == 0:
         return n, k
     whole, step = (n, ROW_STEP) if split == "rows" else (k, SPAN_BYTES // size)

@@ -39,6 +39,7 @@ from sparsebench.formats._format import (
     offsets_of,
     require,
     require_matrix,
+    require_whole,
     rows_of,
 )
 
@@ -201,7 +202,8 @@ class Twell(Format):
 
 def _tiles(n: int, tile: int, capacity: int) -> int:
     """Return the number of tiles for n features. Raises FormatError."""
-    require(tile > 0, f"expected a tile of at least 1 column, found {tile}")
+    require_whole("tile", tile)
+    require_whole("capacity", capacity)
     require(
         0 < capacity <= tile,
         f"expected a capacity of 1 to {tile}, the columns of a tile, found {capacity}",

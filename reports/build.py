@@ -2,17 +2,17 @@
 
     run ─> analysis ─> figures/*.py (TITLE, ORDER, draw) ─> templates/report.html
 
-    ┌ badges, device, title              #top      the first screen shows the answer,
-    │ figure `answer`                    #answer   and the other figures are collapsed below it
-    │ how it was measured                #measured
-    └ every other figure, sorted by ORDER  #NAME
+    ┌ badges, device, title, evidence     #top      the first screen shows the answer,
+    │ figure `answer`                     #answer   and the other figures are collapsed below it
+    │ how it was measured                 #measured
+    └ every other figure, sorted by ORDER  #NAME    below the heads of GROUPS
 
 The page loads nothing: CSS, JavaScript, SVG and data are inlined. The only external links are to
 the run's files. The URL fragment stores the selected view: #m=16&block=64.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from markupsafe import Markup
 from sparsebench._discovery import load, modules
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.reports.figures._again import again_command
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.answer import badge_text, badges
+from sparsebench.results.answer import badge_text, badges, evidence, headline
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
@@ -37,6 +37,7 @@ from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the only figure that is not collapsed
+GROUPS = {0: "Results", 50: "Efficiency", 75: "Trust", 85: "Data"}  # from this ORDER on
 VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
 
 
@@ -52,10 +53,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Surrounding:
-    """HTML that a site adds to a report: in the head element, above the page and below it."""
+    """HTML that a site adds to a report: in its head element, above it, as evidence and below."""
 
     head: str = ""
     top: str = ""
+    evidence: str = ""
     foot: str = ""
 
 
@@ -64,25 +66,25 @@ def build(
     out_path: Path | None = None,
     pruning: Pruning | None = None,
     surrounding: Surrounding = Surrounding(),
-    analysis: Analysis | None = None,
+    frames: Frames | None = None,
     only: str = "",
 ) -> str:
     """Return the report, and write it if a path is given.
 
     pruning      errors that one figure draws against the run's speedups
     surrounding  what a site adds around the report
-    analysis     the analysis of the run, if it was made already
+    frames       the tables of the run, if they were made already
     only         the name of a figure to draw alone; ResultError if it does not apply to the run
     """
-    analysis = analysis or analyse(run)
-    frames = Frames(run, analysis.rows, analysis.cases, analysis.noise, pruning)
+    frames = frames or frames_of(run, pruning)
     chosen = [figure for figure in figures() if only in ("", figure.name)]
     drawn = [(figure, body) for figure in chosen if (body := _drawn(figure, frames))]
     if not drawn and only:
         raise ResultError(f"{run.path}: figure {only}: expected cases to draw, found none")
     page = rendered(
         first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
-        sections=[(figure, body) for figure, body in drawn if figure.name != (only or FIRST)],
+        groups=_grouped([part for part in drawn if part[0].name != (only or FIRST)]),
+        evidence=_evidence(frames),
         badges=_badges(frames),
         links=[] if only else _links(run.path, out_path),
         surrounding=surrounding,
@@ -97,9 +99,15 @@ def build(
     return page
 
 
+def frames_of(run: Run, pruning: Pruning | None = None, analysis: Analysis | None = None) -> Frames:
+    """Return the tables of a run, from which its card and its report are made."""
+    analysis = analysis or analyse(run)
+    return Frames(run, analysis.rows, analysis.cases, analysis.noise, pruning)
+
+
 def rendered(**parts: Any) -> str:
     """Fill templates/report.html with these parts."""
-    return distinct(render("report.html", **parts))
+    return render("report.html", **parts)
 
 
 def figures() -> list[Figure]:
@@ -126,6 +134,37 @@ def _drawn(figure: Figure, frames: Frames) -> Markup:
         kind = RuntimeError if place.startswith("sparsebench.") else SuiteError
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise kind(f"figure {figure.name} ({place}): {reason}") from error
+
+
+def _grouped(
+    drawn: Sequence[tuple[Figure, Markup]],
+) -> list[tuple[str, list[tuple[Figure, Markup]]]]:
+    """Put the figures below the head of their group, by ORDER."""
+    ends = [*list(GROUPS)[1:], 10**9]
+    groups = [
+        (title, [part for part in drawn if start <= part[0].order < end])
+        for (start, title), end in zip(GROUPS.items(), ends, strict=True)
+    ]
+    return [(title, parts) for title, parts in groups if parts]
+
+
+def _evidence(frames: Frames) -> dict[str, str]:
+    """Return the headline, the evidence for it, and the command that measures it again."""
+    run, cases, pairs = frames.run, frames.cases, frames.noise.pairs
+    line = headline(frames.views[0]) if frames.views else None
+    if line is None:
+        return {}
+    once = cases[~cases.twin.astype(bool)].drop_duplicates("case_id")
+    limited = int((once["mark"].fillna("") != "").sum())
+    different = int((pairs.different == True).sum())  # noqa: E712  (missing if unknown)
+    counts = [
+        amount(frames.rows.replicate.nunique(), "process"),
+        f"{different} of {amount(len(pairs), 'A/A pair')} differ",
+        f"{limited} of {amount(len(once), 'case')} timed while the GPU slowed down",
+    ]
+    gain, rest = evidence(frames.views[0])
+    again = again_command(run, cases, line.best_case_id)
+    return {"gain": gain, "rest": rest, "counts": " · ".join(counts), "again": again}
 
 
 def _badges(frames: Frames) -> list[tuple[str, str, str]]:

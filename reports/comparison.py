@@ -1,209 +1,111 @@
-"""Compare runs: a summary, then every case, the largest change first.
+"""Show sides of a comparison beside each other: in the terminal, as Markdown and as a page.
 
-    A, B, C ...   the runs; each is compared with A
-    warning       comes first if a run is simulated
-    summary       the number of faster, slower and equal cases; geometric mean; other differences
-    table         speedups over the local baseline, their ratio, parts of the local bound, times
+    sentences   how often each side takes less time, gains more, and what the changes come from
+    grid        two kinds of GPU: each format at its best, time first, then the gain over dense
+    cases       every case, the largest settled difference first
+    notes       what else differs, looks, what the parentheses hold
 
-A terminal shows the LINES largest changes, Markdown folds all cases away, and HTML shows them all.
+All three are written from the same `parts`, so they say the same words. The terminal shows the
+LINES largest differences, and Markdown folds the cases away.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
+from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
 from sparsebench.reports.page import render
-from sparsebench.reports.tables import Cell, Table
-from sparsebench.reports.terminal import PARTS, USUAL, labels, shown, split
-from sparsebench.results.analysis import analyse
-from sparsebench.results.changes import Change, Changes, changes
-from sparsebench.results.comparison import KEYS, Comparison
+from sparsebench.reports.tables import Table
+from sparsebench.reports.terminal import labels
+from sparsebench.results.changes import Changes, changes, mean
 from sparsebench.results.formatting import (
-    duration,
-    estimate,
-    kernel,
+    amount,
+    are,
     listed,
-    percent,
-    rounded,
     significant,
 )
-from sparsebench.results.provenance import device_name, flat
+from sparsebench.results.outcome import DIFFERENT
+from sparsebench.results.provenance import flat
+from sparsebench.results.sides import Side, short_card
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
+MOST = 26  # sides
 LINES = 30
 FACTS_SHOWN = 8
-ADDED = ("× baseline {}", "{} / A", "{} is", "of bound A, {}", "time A, {}", "why {}")
-WORDS = ("{} is", "why {}")
-SPARE = ("time A, {}", "of bound A, {}", "× baseline {}", "why {}")  # dropped in this order
-STYLES = {
-    Change.BROKEN: "bad",
-    Change.SLOWER: "bad",
-    Change.FASTER: "good",
-    Change.UNCLEAR: "unsure",
-}
-STYLES |= {Change.EQUAL: "quiet", Change.GONE: "unsure", Change.NEW: "good"}
-RANKS = {Change.EQUAL: 0, Change.UNCLEAR: 1, Change.NEW: 2, Change.GONE: 2}
-RANKS |= {Change.FASTER: 3, Change.SLOWER: 3, Change.BROKEN: 4}
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A text; `style` is `result`, `warning` or `note`."""
+
+    text: str
+    style: str = "note"
+
+
+Part = Paragraph | Table
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Runs by their letters; `others` holds the changes of every run except the first."""
+    """The sides, and the changes of every side but the first against the first."""
 
-    runs: Mapping[str, Run]
-    others: Mapping[str, Changes]
+    sides: Sequence[Side]
+    others: Sequence[Changes]
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Yield the runs, the summary and the largest changes."""
-        yield from (Text(line) for line in runs(self))
-        yield Text()
-        warned = warning(self)
-        yield from (Text(line, style="red") for line in warned)
-        yield from (Text(line, style="" if warned else "bold") for line in sentences(self))
-        yield summary(self)
-        yield from (Text(line) for line in notes(self))
-        yield Text()
-        yield table(self).shortened(LINES, "smaller changes are in --html and --markdown")
+        """Yield the parts, with the largest differences only."""
+        styles = {"result": "bold", "warning": "red", "note": ""}
+        for part in parts(self):
+            if isinstance(part, Table):
+                yield Text()
+                yield part.shortened(LINES, "smaller differences are in --html and --markdown")
+                yield Text()
+            else:
+                yield Text(part.text, style=styles[part.style])
 
 
-def compared(given: Sequence[Run]) -> Compared:
-    """Compare every run with the first; ResultError if two runs share no case."""
-    if not 2 <= len(given) <= len(ascii_uppercase):
-        raise ResultError(f"compare: expected 2 to 26 runs, found {len(given)}")
-    named = dict(zip(ascii_uppercase, given, strict=False))
-    others = {name: changes(given[0], named[name]) for name in [*named][1:]}
-    for name, change in others.items():
-        if not change.counts:
+def compared(sides: Sequence[Side]) -> Compared:
+    """Compare every side with the first; raises ResultError if two share no case with a time."""
+    if not 2 <= len(sides) <= MOST:
+        raise ResultError(f"compare: expected 2 to {MOST} runs or names, found {len(sides)}")
+    others = [changes(sides[0], side) for side in sides[1:]]
+    for other in others:
+        if other.contenders.empty:
             expected = "expected a shared case with a time that is not a baseline"
-            raise ResultError(f"{given[0].path} and {named[name].path}: {expected}, found none")
-    return Compared(named, others)
+            raise ResultError(f"{other.a.paths} and {other.b.paths}: {expected}, found none")
+    return Compared(sides, others)
 
 
-def runs(result: Compared) -> list[str]:
-    """Return a line per run: its letter, path, device, commit and badges."""
-    return [f"{name}: {_about(run)}" for name, run in result.runs.items()]
-
-
-def warning(result: Compared) -> list[str]:
-    """Return the sentence that precedes all results if runs are simulated."""
-    simulated = [name for name, run in result.runs.items() if "sim" in run.environment]
-    if not simulated:
-        return []
-    verb = "is" if len(simulated) == 1 else "are"
-    sentence = f"{listed(simulated)} {verb} simulated: a model computed these times, not a GPU."
-    if len(simulated) < len(result.runs):
-        sentence += " Differences from a measured run say nothing about a GPU."
-    return [sentence]
-
-
-def sentences(result: Compared) -> list[str]:
-    """Return the result, one sentence per run."""
-    return [f"{name} against A, {change.sentence}." for name, change in result.others.items()]
-
-
-def summary(result: Compared) -> Table:
-    """Return a line for each run except the first."""
-    words = [w for w in Change if w and any(str(w) in c.counts for c in result.others.values())]
-    lines: list[list[Cell]] = []
-    for name, change in result.others.items():
-        counted: list[Cell] = [
-            (
-                str(change.counts.get(str(word), 0)),
-                STYLES[word] if str(word) in change.counts else "",
-            )
-            for word in words
-        ]
-        base = change.baseline_mean
-        only = f"{len(change.comparison.only_a)} | {len(change.comparison.only_b)}"
-        mean, base_mean = significant(change.mean, 4), significant(base, 4)
-        lines.append(
-            [f"{name} / A", str(sum(change.counts.values())), *counted, mean, base_mean, only]
-        )
-    means = ("geometric mean", "baselines, by time", "only in one")
-    columns = ("", "cases", *map(str, words), *means)
-    return Table(columns=columns, lines=lines, words=("",), spare=("only in one",))
-
-
-def notes(result: Compared) -> list[str]:
-    """Return the caveats of the table."""
-    badges = {name: _badges(run) for name, run in result.runs.items()}
-    notes = []
-    looks = [name for name, texts in badges.items() if any(t.startswith("LOOK") for t in texts)]
-    if looks:
-        notes.append(
-            f"{listed(looks)} {'is a look' if len(looks) == 1 else 'are looks'}, not a verdict. "
-            "Ranges are compared, and a single slow process widens a range."
-        )
-    for name, change in result.others.items():
-        if not change.same_device:
-            devices = f"{change.comparison.name_a} and {change.comparison.name_b}"
-            notes.append(
-                f"{name} / A compares two devices, {devices}: it is a ratio of speedups over each "
-                "device's own baseline. Times are not compared."
-            )
-        if change.differences:
-            facts = ", ".join(
-                f"{n} {a[:12]} > {b[:12]}" for n, a, b in change.differences[:FACTS_SHOWN]
-            )
-            more = len(change.differences) - FACTS_SHOWN
-            rest = f", and {more} more" if more > 0 else ""
-            notes.append(f"A and {name} differ in {facts}{rest}.")
-    return notes
-
-
-def table(result: Compared, folded: bool = False) -> Table:
-    """Return all cases: first the broken ones, then the others by the size of their change.
-
-    `folded` puts the fields of the problem into one column, for a page.
-    """
-    ordered = sorted(_joined(result), key=lambda case: -max(map(_size, case.values())))
-    first = [next(iter(case.values())) for case in ordered]
-    frame = pd.DataFrame(first)
-    names = [n for n in ["op", *_fields(frame), "scope", "cache"] if n in frame]
-    varying, constant = split(frame, names)
-    columns = [*(["problem"] if folded else varying), "contender", "× baseline A"]
-    cells: list[list[Cell]] = []
-    for case, line in zip(ordered, first, strict=True):
-        base = " (baseline)" if line["is_baseline"] else ""
-        line_: list[Cell] = [shown(name, line[name]) for name in varying]
-        line_ = [_problem(varying, line)] if folded else line_
-        line_ += [kernel(line["label"]) + base, rounded(line["speedup_a"], line["uncertainty_a"])]
-        for name in result.others:
-            line_ += _of(case[name]) if name in case else [""] * len(ADDED)
-        cells.append(line_)
-    others = [*result.others]
-    columns += [text.format(name) for name in others for text in ADDED]
-    words = {"problem", "contender", "op", "pattern", "dtype"}
-    words |= {text.format(name) for name in others for text in ADDED if text in WORDS}
-    spare = [text.format(name) for text in SPARE for name in others]
-    title = ": ".join(filter(None, ["Largest changes first", constant]))
-    spare += ["× baseline A", *(f"{name} is" for name in others)]  # the ratio has a colour too
-    return Table(title=title, columns=columns, lines=cells, words=words, spare=spare)
+def parts(result: Compared) -> list[Part]:
+    """Return everything that is shown, in order."""
+    shown_parts: list[Part] = [Paragraph(text, "warning") for text in _warning(result)]
+    shown_parts += [Paragraph(text, "result") for other in result.others for text in _told(other)]
+    shown_parts.append(Paragraph(f"Problems: {problems(result.others)}."))
+    shown_parts += [grid(other) for other in result.others if not other.same_device]
+    shown_parts.append(cases(result.others))
+    return shown_parts + [Paragraph(text) for text in [*_notes(result), *_runs(result)]]
 
 
 def markdown(result: Compared) -> str:
-    """Return the comparison for a pull request: the summary and all cases folded away."""
-    head = [f"- {line}" for line in runs(result)]
-    parts = [
-        *warning(result),
-        "\n".join(sentences(result)),
-        "\n".join(head),
-        summary(result).markdown(),
-        *notes(result),
-    ]
-    whole = table(result).markdown()
-    parts.append(f"<details><summary>Every case</summary>\n\n{whole}\n\n</details>")
-    return "\n\n".join(parts) + "\n"
+    """Return the comparison for a pull request, with all cases folded away."""
+    texts = []
+    for part in parts(result):
+        if isinstance(part, Paragraph):
+            texts.append(f"**{part.text}**" if part.style == "result" else part.text)
+        else:
+            fold = part.title.startswith(EVERY)
+            head, foot = (f"<details><summary>{EVERY}</summary>\n\n", "\n\n</details>")
+            texts.append(f"{head}{part.markdown()}{foot}" if fold else part.markdown())
+    return "\n\n".join(texts) + "\n"
 
 
 def html(result: Compared, root: str = "") -> str:
@@ -211,120 +113,145 @@ def html(result: Compared, root: str = "") -> str:
 
     In a site, `root` is the path from the page to the folder that contains the runs.
     """
+    links = [
+        (f"{side.name}: {run.path.name}", f"{root}{run.path.as_posix()}/index.html")
+        for side in result.sides
+        for run in side.runs
+    ]
     return render(
         "comparison.html",
-        title=f"{len(result.runs)} runs compared",
-        warning=warning(result),
-        sentences=sentences(result),
-        root=root,
-        runs=[
-            (line, f"{root}{run.path.as_posix()}/index.html" if root else "")
-            for line, run in zip(runs(result), result.runs.values(), strict=True)
+        title=f"{listed([side.name for side in result.sides])} compared",
+        parts=[
+            (p.html(), "") if isinstance(p, Table) else (p.text, p.style) for p in parts(result)
         ],
-        summary=summary(result).html(),
-        notes=notes(result),
-        table=table(result, folded=True).html(),
+        root=root,
+        runs=links if root else [],
     )
-
-
-def disagreements(result: Comparison) -> Table:
-    """Return the cells in which two runs disagree, with the speedup in each run."""
-    apart = result.cases[result.cases.agree.eq(False).fillna(False)]
-    names = [n for n in ["op", *_fields(result.cases), "scope", "cache"] if n in apart]
-    varying, constant = split(apart, names)
-    lines = [
-        [
-            *(shown(name, line[name]) for name in varying),
-            kernel(line["label"]),
-            *(_side(line, side) for side in ("a", "b")),
-        ]
-        for line in apart.to_dict("records")
-    ]
-    columns = (*varying, "contender", "× baseline there", "× baseline here")
-    title = f"Cells that disagree: {constant}" if lines else "All cells agree"
-    words = ("contender", "× baseline there", "× baseline here", "op")
-    return Table(title=title, columns=columns if lines else (), lines=lines, words=words)
 
 
 def to_json(result: Compared) -> dict[str, Any]:
     """Return everything for a script."""
+    names = [side.name for side in result.sides]
+    dropped = ["times_a", "times_b", "codes_a", "codes_b", "cards_a", "cards_b"]
     return {
-        "runs": {name: str(run.path) for name, run in result.runs.items()},
+        "runs": {side.name: [str(run.path) for run in side.runs] for side in result.sides},
         "changes": {
             name: {
-                **change.counts,
-                "geometric_mean": None if np.isnan(change.mean) else change.mean,
-                "same_device": change.same_device,
-                "baselines_mean": None if np.isnan(change.baseline_mean) else change.baseline_mean,
-                "cases": json.loads(change.cases.to_json(orient="records")),
+                **other.counts,
+                "same_device": other.same_device,
+                "geometric_mean": _known(mean(other.contenders.ratio)),
+                "times_mean": _known(mean(other.contenders.time)),
+                "baselines_mean": _known(mean(other.cases[other.cases.is_baseline].time)),
+                "cases": json.loads(other.cases.drop(columns=dropped).to_json(orient="records")),
             }
-            for name, change in result.others.items()
+            for name, other in zip(names[1:], result.others, strict=True)
         },
     }
 
 
-def _problem(names: Sequence[str], line: Mapping[Any, Any]) -> str:
-    """Write the fields of a problem that vary: `linear, bf16, two_four, 50 %, m 16, n 4096`."""
-    values = [(name, shown(name, line[name])) for name in names]
-    values = [pair for pair in values if pair[1] != "-" and pair not in USUAL]
-    plain = (*PARTS, "sparsity")
-    first = [value for name, value in values if name in plain]
-    return ", ".join([*first, *(f"{name} {value}" for name, value in values if name not in plain)])
+def _warning(result: Compared) -> list[str]:
+    names = [side.name for side in result.sides if side.simulated]
+    if not names:
+        return []
+    verb = "is" if len(names) == 1 else "are"
+    text = f"{listed(names)} {verb} simulated: a model computed these times, not a GPU."
+    if len(names) < len(result.sides):
+        text += " Differences from a measured run say nothing about a GPU."
+    return [text]
 
 
-def _about(run: Run) -> str:
-    facts = flat(run.environment)
-    commit = f"commit {facts['commit'][:7]}" if "commit" in facts else ""
-    words = [str(run.path), device_name(run.environment), commit]
-    return ", ".join(filter(None, [*words, *_badges(run)]))
+def _told(other: Changes) -> list[str]:
+    """Write the result against the first side, in up to three sentences."""
+    a, b, counts = other.a.name, other.b.name, other.counts
+    of_cases = amount(len(other.contenders), "case")
+    first = f"{b} is faster than {a} in {counts.get('faster', 0)} of {of_cases}"
+    first += f" and slower in {counts.get('slower', 0)}"
+    rest = [f"{are(counts[w], 'case')} {w}" for w in ("equal", "not settled", "not measured")
+            if counts.get(w)]  # fmt: skip
+    texts = ["; ".join([first, *rest]) + "."]
+    compared_gains = other.contenders[other.contenders.gain != ""]
+    more, less = ((compared_gains.gain == word).sum() for word in DIFFERENT)
+    if more + less:
+        texts.append(
+            f"Over its own baseline, {b} gains more in {amount(int(more), 'case')} and less in "
+            f"{less}; its gains are {significant(mean(compared_gains.ratio))} times those of {a} "
+            "(geometric mean)."
+        )
+    causes = other.contenders.cause[other.contenders.cause != ""].value_counts()
+    if len(causes):
+        where = listed([f"{cause} in {amount(n, 'case')}" for cause, n in causes.items()])
+        texts.append(f"The changes come from {where}.")
+    elif other.same_device:
+        most = 100 * np.abs(np.log(other.contenders.time.dropna())).max()
+        texts.append(f"No change is settled; times differ by at most {significant(most, 2)} %.")
+    return texts
 
 
-def _badges(run: Run) -> list[str]:
-    analysis = analyse(run)
-    return [text for _, text in labels(run, analysis.cases, analysis.noise)]
+def _notes(result: Compared) -> list[str]:
+    first, notes = result.sides[0], []
+    columns = "time" if len(result.sides) == 2 else "each time"
+    notes.append(
+        f"Parentheses after {columns}: the 95 % interval of the time in percent of {first.name}'s. "
+        "Runs share no process, so the interval also holds what differs between cards."
+    )
+    looks = [
+        s.name for s in result.sides if any(r.state["flags"]["replicates"] < FEWEST for r in s.runs)
+    ]
+    if looks:
+        notes.append(
+            f"{listed(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer than "
+            f"{FEWEST} processes: its intervals are the tolerance within which equal cases of "
+            "published runs stay."
+        )
+    blind = [s.name for s in result.sides if _on_gpu(s) and not _telemetry(s)]
+    if blind:
+        notes.append(
+            f"{listed(blind)} recorded no clocks or power, so a power limit would not show."
+        )
+    for other in result.others:
+        for side, only in ((other.a, other.comparison.only_a), (other.b, other.comparison.only_b)):
+            if len(only):
+                against = other.b if side is other.a else other.a
+                notes.append(
+                    f"{side.name} has {amount(len(only), 'case')} that {against.name} lacks."
+                )
+        if other.differences:
+            facts = ", ".join(
+                f"{n} {a[:12]} > {b[:12]}" for n, a, b in other.differences[:FACTS_SHOWN]
+            )
+            more = len(other.differences) - FACTS_SHOWN
+            rest = f", and {more} more" if more > 0 else ""
+            notes.append(f"{other.a.name} and {other.b.name} differ in {facts}{rest}.")
+    return notes
 
 
-def _joined(result: Compared) -> list[dict[str, dict[Any, Any]]]:
-    """Return each case with a change: its lines by the letter of the run."""
-    cases: dict[tuple[Any, ...], dict[str, dict[Any, Any]]] = {}
-    for name, change in result.others.items():
-        for line in change.cases.to_dict("records"):
-            if line["word"]:
-                cases.setdefault(tuple(line[key] for key in KEYS), {})[name] = line
-    return list(cases.values())
-
-
-def _fields(cases: pd.DataFrame) -> list[str]:
-    """Return the names of the problems' fields in the cases of a comparison."""
-    names = list(cases.columns)
-    return names[names.index("op") + 1 : names.index("level")]
-
-
-def _size(line: Mapping[Any, Any]) -> float:
-    """Return the sort key of a change: broken, then decided, then undecided, each by size."""
-    size = 0.0 if np.isnan(line["ratio"]) else abs(float(np.log(line["ratio"])))
-    return 1e3 * RANKS[line["word"]] + size
-
-
-def _of(line: Mapping[Any, Any]) -> list[Cell]:
-    word = line["word"]
-    bounds = [percent(round(line[f"of_bound_{s}"], 2)) for s in "ab" if line[f"of_bound_{s}"] > 0]
-    times = [duration(line[f"median_us_{side}"]) for side in ("a", "b")]
-    ratio = estimate(line["ratio"], line["low"], line["high"], line["uncertainty"])
+def _runs(result: Compared) -> list[str]:
     return [
-        rounded(line["speedup_b"], line["uncertainty_b"]),
-        (ratio, STYLES.get(word, "")),
-        (str(word), STYLES.get(word, "")),
-        ", ".join(bounds) or "-",
-        ", ".join(times),
-        line["why"],
+        f"{side.name}: {_about(run, *badges)}."
+        for side in result.sides
+        for run, *badges in zip(side.runs, side.analyses, strict=True)
     ]
 
 
-def _side(line: Mapping[Any, Any], side: str) -> str:
-    names = "speedup", "speedup_low", "speedup_high", "uncertainty"
-    ends = [line[f"{name}_{side}"] for name in names]
-    outcome = line[f"outcome_{side}"].replace("_", " ")
-    if pd.isna(ends[0]):
-        return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
-    return f"{estimate(*ends)} {outcome}".rstrip()
+def _about(run: Run, analysis: Any) -> str:
+    """Describe a run: its path, device, card, commit, date and badges."""
+    facts = flat(run.environment)
+    cards = sorted({short_card(row.device) for row in run.rows if row.device.startswith("GPU-")})
+    words = [str(run.path), facts.get("gpu.name") or facts.get("cpu.name") or ""]
+    words += [f"card {listed(cards)}"] if cards else []
+    words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
+    words += [str(run.state.get("started", ""))[:10]]
+    words += [text for _, text in labels(run, analysis.cases, analysis.noise)]
+    return ", ".join(filter(None, words))
+
+
+def _on_gpu(side: Side) -> bool:
+    return not side.simulated and any("gpu" in run.environment for run in side.runs)
+
+
+def _telemetry(side: Side) -> bool:
+    return any(row.telemetry for run in side.runs for row in run.rows)
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else value

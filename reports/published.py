@@ -1,6 +1,7 @@
 """Write the Markdown that shows published results: python -m sparsebench.reports.published.
 
     results/published/GPU/RUN ─> results/published/README.md   headline, list of runs, digests
+                              ─> results/published/advice.json rows of `sparsebench advise`
                               ─> README.md                     the text between two marks:
 
         <!-- published: figure -->
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
+from sparsebench.reports import advice
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import drawn, picture
 from sparsebench.reports.tables import markdown_table
@@ -39,9 +41,10 @@ Runs = Mapping[str, PublishedRun]
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout: wheels hold no bundles
 HOME = "results/published"
+ADVICE = "advice.json"
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
 LEVEL = 0.9  # the sparsity that the caption names
-BLOCK, COLUMNS = "64", 72  # the terminal example: its block size and its width
+BLOCK, COLUMNS, LINES = "64", 72, 16  # the terminal example: block size, width and lines
 BLOCKED = ("README.md",)  # pages with blocks between marks
 OPENING = re.compile(r"<!-- published: (\S+) -->\n")
 BLOCK_OF_PAGE = re.compile(r"(<!-- published: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -95,9 +98,9 @@ def main() -> int:
     except ResultError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    advice = "differs from the published bundles; run python -m sparsebench.reports.published"
+    command = "differs from the published bundles; run python -m sparsebench.reports.published"
     for path in changed:
-        print(f"{path.relative_to(ROOT)}: {advice if check else 'written'}")
+        print(f"{path.relative_to(ROOT)}: {command if check else 'written'}")
     return int(check and bool(changed))
 
 
@@ -133,6 +136,10 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     pages = {root / HOME / "README.md": PAGE.format(**texts)}
     pages |= {path: _filled(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
+    of_runs = (
+        (run.run, run.cases, f"{run.run.path.parent.name}/{name}") for name, run in runs.items()
+    )
+    linked[root / HOME / ADVICE] = advice.text_of(advice.collected(of_runs, root / HOME))
     return {
         path: text
         for path, text in linked.items()
@@ -201,7 +208,7 @@ def terminal(runs: Runs) -> str:
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
     console.print(Answer(titled, Analysis(pd.DataFrame(), run.noise, cases)))
-    lines = text.getvalue().partition("\nFastest")[0].rstrip().splitlines()
+    lines = [*text.getvalue().splitlines()[:LINES], "..."]
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
 

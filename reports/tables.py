@@ -64,8 +64,9 @@ class Table:
                 justify="left" if left else "right",
                 no_wrap=not left,
                 overflow="fold",
-                width=None if last else self._width(name),
-                min_width=LEAST if last else None,
+                width=None if left else self._width(name),
+                max_width=self._width(name) if left and not last else None,
+                min_width=LEAST if last else self._longest_word(name) if left else None,
             )
         for line in self.lines:
             cells = dict(zip(self.columns, map(split_style, line), strict=True))
@@ -89,11 +90,21 @@ class Table:
     def _fitting(self, window: int) -> list[str]:
         shown = list(self.columns)
         for name in self.spare:
-            if sum(map(self._width, shown)) + GAP * (len(shown) - 1) <= window:
+            if sum(map(self._needed, shown)) + GAP * (len(shown) - 1) <= window:
                 break
             if name in shown:
                 shown.remove(name)
         return shown
+
+    def _needed(self, name: str) -> int:
+        """Return the width that a column should have: words may wrap, but not into one each."""
+        width = self._width(name)
+        return max(2 * width // 3, self._longest_word(name)) if name in self.words else width
+
+    def _longest_word(self, name: str) -> int:
+        place = list(self.columns).index(name)
+        words = [word for line in self.lines for word in split_style(line[place])[0].split()]
+        return min(max(map(cell_len, [name, *words])), LONGEST)
 
     def _width(self, name: str) -> int:
         place = list(self.columns).index(name)

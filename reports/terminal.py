@@ -1,18 +1,18 @@
 """The answer of a run, for a terminal, as Markdown and as JSON.
 
     device, suite, badges    needed to read any number
-    sentences                those of the report (results/answer.py)
-    formats                  each format once, or the reason that it has no time
-    fastest                  the fastest case of each problem; a table per op, pattern and dtype
-    break-even               each format's, by its first contender
-    not measured             every reason, with its cases
+    findings                 for each op and pattern: the break-even in a sentence, then
+        bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the bound
+          1.12× faster than torch_bsr tuned=True     linear, m = 64, 90 %, 64 × 64 blocks
+    table                    the fastest kernel of each format in each problem
+    not measured             every reason, with its kernels
     trust                    noise floor, reliability, marks, state of the machine
 
-Tables fit the window, but the name of a winner is never cut.
+The table fits the window, but the name of a kernel is never cut.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +21,28 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.analysis import Analysis, NoCrossing, break_even, winners
+from sparsebench.results.analysis import Analysis, break_even, winners
 from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
 from sparsebench.results.contests import with_gains
 from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import (
     FORMATS,
+    amount,
     are,
+    between,
     blocks_text,
     duration,
     estimate,
     kernel,
     percent,
+    times,
 )
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
-from sparsebench.results.outcome import STYLES
+from sparsebench.results.outcome import STYLES, Outcome
 from sparsebench.results.provenance import devices_named
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics import FEWEST, ratio_over
 from sparsebench.results.store import Run
 
 VERDICT = 8  # recommended processes for a verdict; FEWEST is the minimum
@@ -47,9 +50,20 @@ LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
 LINES = 30  # lines of a table on a terminal; the report and Markdown show all
 MORE = "more lines are in the report and in --markdown"
 REASONS = 12  # shown at most
-PARTS = ["op", "pattern", "dtype"]  # one table for each combination
+MOST = 4  # winners above the table
+LEAST = 0.01  # uncertainty that a lead shows
+PARTS = ["op", "pattern", "dtype"]  # fields that need no name beside their values
 CONTEST = ["problem_id", "scope", "cache"]
-USUAL = {("scope", "kernel"), ("cache", "cold"), ("block", "1"), ("skew", "iid"), ("block", "")}
+EMPTY = ("", "-", "–")
+USUAL = {
+    ("sparsity", "0 %"),
+    ("activation", "relu"),
+    ("scope", "kernel"),
+    ("cache", "cold"),
+    ("block", "1"),
+    ("skew", "iid"),
+    ("block", ""),
+}
 GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
@@ -66,26 +80,25 @@ class Answer:
         """Yield every part from top to bottom."""
         cases = by_size(self.analysis.cases)
         yield _title(self.run, cases, self.analysis)
-        for about, lines in answers(cases):
-            yield from (Text(line, style="bold") for line in lines)
-            yield Text(f"({about})")
-        if not (cases.status == Status.OK).any():
-            yield Text("Nothing was measured.", style=BAD)
-        for table in tables(cases):
+        for line in findings(cases):
+            yield Text(line, style="" if line.startswith(" ") else "bold")
+        if (cases.status == Status.OK).any():
             yield Text()
-            yield table.shortened(LINES, MORE)
+            yield results(cases).shortened(LINES, MORE)
+        else:
+            yield Text("Nothing was measured.", style=BAD)
         yield Text()
-        yield from (Text(line) for line in trust(self.run, cases, self.analysis))
+        for line in [*missing(cases), *trust(self.run, cases, self.analysis)]:
+            yield Text(line)
 
 
 def answer_markdown(run: Run, analysis: Analysis) -> str:
-    """Return the answer as Markdown with every line of every table."""
+    """Return the answer as Markdown with every line of the table."""
     cases = by_size(analysis.cases)
     badge_texts = [text for _, text in labels(run, cases, analysis.noise)]
-    sentences = ["\n".join([*sentences, f"({about})"]) for about, sentences in answers(cases)]
-    parts = [f"**{_heading(run)}** ({'; '.join(badge_texts)})", *sentences]
-    parts += [table.markdown() for table in tables(cases)]
-    return "\n\n".join([*parts, *trust(run, cases, analysis)]) + "\n"
+    parts = [f"**{_heading(run)}** ({'; '.join(badge_texts)})", "\n".join(findings(cases))]
+    parts += [results(cases).markdown()] if (cases.status == Status.OK).any() else []
+    return "\n\n".join([*parts, *missing(cases), *trust(run, cases, analysis)]) + "\n"
 
 
 def answer_json(run: Run, analysis: Analysis) -> dict[str, Any]:
@@ -120,20 +133,36 @@ def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
-def tables(cases: pd.DataFrame) -> list[Table]:
-    """Return the tables of an answer."""
-    answer_tables = []
-    if (cases.status == Status.OK).any():
-        answer_tables.append(_formats(cases))
-        timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-        contested = timed[timed.groupby(CONTEST).label.transform("nunique") > 1]
-        parts = winners(contested).groupby(PARTS, sort=False, dropna=False)
-        answer_tables += [_fastest(part) for _, part in parts]
-        even = break_even(cases[cases["format"] != "dense"])
-        even = even[even.first_level < even.last_level]
-        answer_tables += [] if even.empty else [_crossings(even)]
-    missing = _missing(cases)
-    return answer_tables + ([missing] if missing.lines else [])
+def findings(cases: pd.DataFrame) -> list[str]:
+    """Return break-evens and winners, the winner of each op and pattern near LEVEL, in lines."""
+    general = [line for _, lines in answers(cases) for line in lines if ": " not in line]
+    timed = with_gains(cases)
+    if timed.empty:
+        return general
+    groups = timed[timed.side != "dense"].groupby(["op", "pattern"], sort=False)
+    best = [_nearest(group) for _, group in groups]
+    return [*general, *(line for case in best[:MOST] for line in _winner(case, timed))]
+
+
+def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
+    """Write a winner with its interval and share of the bound, and its lead over the next."""
+    contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
+    dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
+    words = [f"{who(best)} {duration(best['median_us'])}"]
+    if pd.notna(best["gain"]) and dense is not None:
+        low, high, half = (best[name] for name in ("low", "high", "half"))
+        ends = between(best["gain"], low, high, half)
+        words.append(ends.replace("×", f"× {dense['name']}", 1))
+    if best["of_bound"] > 0:
+        words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
+    place, lead = _place(best), "no other sparse kernel has a time"
+    others = rivals[(rivals.label != best["label"])].sort_values("median_us")
+    if len(others):
+        following = dict(others.iloc[0])
+        ahead = ratio_over(best["blocks"], following["blocks"])
+        ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
+        lead = f"{times(ratio, LEAST)} faster than {who(following)}"
+    return [", ".join(words), f"  {lead}; {place}"]
 
 
 def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
@@ -190,7 +219,7 @@ def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
     varying = [name for name, distinct in values.items() if len(distinct) > 1]
     constant = {name: distinct[0] for name, distinct in values.items() if len(distinct) == 1}
     texts = {name: shown(name, value) for name, value in constant.items()}
-    words = [value for name, value in texts.items() if name in PARTS]
+    words = [text for name, text in texts.items() if name in PARTS and text != "dense"]
     words += [f"{n} {v}" for n, v in texts.items() if n not in PARTS and (n, v) not in USUAL]
     return varying, ", ".join(word for word in words if not word.endswith("-"))
 
@@ -220,32 +249,6 @@ def _title(run: Run, cases: pd.DataFrame, analysis: Analysis) -> Text:
     return line
 
 
-def _formats(cases: pd.DataFrame) -> Table:
-    """Return each format at the sparsity nearest to LEVEL, over the fastest dense contender."""
-    timed = with_gains(cases)
-    sparse = timed[timed.side != "dense"]
-    best = {name: _nearest(group) for name, group in sparse.groupby("kind", sort=False)}
-    top = max(best.values(), key=lambda case: case["gain"], default=None)
-    dense = _dense(timed, top)
-    lines: list[list[Cell]] = []
-    for name, group in cases[~cases.twin.astype(bool)].groupby("format", sort=False):
-        case, word = dense if name == "dense" else best.get(name), FORMATS.get(str(name), str(name))
-        if case is None:
-            reasons = group.detail[group.status != Status.OK].mode()
-            why = str(reasons.iloc[0]) if len(reasons) else "no time"
-            lines.append([word, "-", "", "", (f"not measured: {why}", "quiet")])
-            continue
-        lines.append([word, who(case), duration(case["median_us"]), _gain(case), _place(case)])
-    lines.sort(key=lambda line: line[0] != "dense")
-    columns: tuple[str, ...] = ("format", "fastest kernel", "time", "× dense", "where")
-    title, places = "Each format at its best", {_text(line[-1]) for line in lines}
-    if len(places) == 1:
-        columns, lines = columns[:-1], [line[:-1] for line in lines]
-        title = f"{title}: {places.pop()}"
-    words = ("format", "fastest kernel", "where")
-    return Table(title=title, columns=columns, lines=lines, words=words)
-
-
 def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
     """Return the fastest case at the sparsity nearest to LEVEL."""
     away = (group.level - LEVEL).abs().fillna(1).round(6)
@@ -253,11 +256,9 @@ def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
     return dict(near.sort_values(["gain", "haste"], na_position="first").iloc[-1])
 
 
-def _dense(timed: pd.DataFrame, top: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
-    """Return the fastest dense case in the contest of `top`, or overall without one."""
-    dense = timed[(timed.side == "dense") & (timed.gain == 1)]
-    if top is not None:
-        dense = dense[(dense[CONTEST] == pd.Series(top)[CONTEST]).all(axis=1)]
+def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
+    """Return the fastest dense case of a contest; None without one."""
+    dense = contest[(contest.side == "dense") & (contest.gain == 1)]
     return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
 
 
@@ -294,89 +295,80 @@ def who(case: Mapping[Any, Any]) -> str:
     return f"{chosen} (by {case['kernel']})"
 
 
-def _fastest(best: pd.DataFrame) -> Table:
-    """Return the fastest case of each problem with the interval and outcome of its speedup."""
-    names = ["op", *fields(best), "source", "seed", "scope", "cache"]
-    varying, constant = split(best, [n for n in names if n != "seed" or best.seed.nunique() > 1])
-    bases = best.baseline_label.dropna().unique()
-    against = f"× {kernel(bases[0])}" if len(bases) == 1 else "× baseline"
-    columns = [*varying, "fastest", "time", against, "outcome", "not settled against", "accuracy"]
+def results(cases: pd.DataFrame) -> Table:
+    """Return the fastest kernel of each format in each problem, beside dense."""
+    timed = with_gains(cases)
+    dense = timed[timed.gain == 1].groupby(CONTEST).median_us.min()
+    over_dense, bases = timed.gain.notna().any(), timed.baseline_label.dropna().unique()
+    against = "× dense" if over_dense else f"× {kernel(bases[0])}" if len(bases) else "× baseline"
+    best = timed.sort_values("median_us", kind="stable").drop_duplicates([*CONTEST, "kind"])
+    alone = best.groupby(CONTEST).kind.transform("nunique") == 1
+    best = best[(best.kind != "dense") | alone | ~over_dense].sort_index()
+    names = ["op", *fields(timed), "source", "seed", "scope", "cache"]
+    names = [name for name in names if name != "seed" or timed.seed.nunique() > 1]
+    varying, titles = {}, []
+    for op, group in best.groupby("op", sort=False):
+        varying[op], constant = split(group, names)
+        titles.append(constant)
     lines: list[list[Cell]] = [
         [
-            *(shown(name, line[name]) for name in varying),
+            " ".join([op, text] if len(titles) > 1 else [text]),
+            FORMATS.get(line["kind"], line["kind"]),
             who(line),
             duration(line["median_us"]),
-            _ratio(line),
-            outcome(line),
-            kernel(line["runner_up"]) if line["tied"] else "",
+            duration(dense.get(tuple(line[name] for name in CONTEST))),
+            _gain(line) if over_dense else _ratio(line),
+            percent(round(line["of_bound"], 2)) if line["of_bound"] > 0 else "",
+            outcome(line) if line["side"] != "dense" else "",
             str(line["marks"] or ""),
         ]
         for line in best.to_dict("records")
+        for op, text in [(str(line["op"]), _problem(line, varying[line["op"]]))]
     ]
-    empty = {"outcome": "-", "not settled against": "", "accuracy": ""}
-    used = [n for n in columns if any(_text(x[columns.index(n)]) != empty.get(n) for x in lines)]
+    sparse = cases[(cases["format"] != "dense") & ~cases["format"].isin(best.kind)]
+    lines += [
+        ["-", FORMATS.get(str(name), str(name)), (Outcome.NOT_MEASURED, "quiet")]
+        for name in sparse["format"].unique()
+    ]
+    columns = ["problem", "format", "kernel", "time", "dense", against, "of bound", "outcome"]
+    columns += ["accuracy"]
+    lines = [line + [""] * (len(columns) - len(line)) for line in lines]
+    used = [n for i, n in enumerate(columns) if any(_text(x[i]) not in EMPTY for x in lines)]
     kept = [[line[columns.index(name)] for name in used] for line in lines]
-    interval = " and ".join(sorted({str(kind) for kind in best.interval.dropna()}))
-    title = f"Fastest: {constant} ({interval})"
-    words = {
-        "fastest",
-        "outcome",
-        "not settled against",
-        "accuracy",
-        "op",
-        "pattern",
-        "dtype",
-        "source",
-    }
-    spare = ("not settled against", "outcome")
+    kinds = " and ".join(sorted({str(kind) for kind in timed.interval.dropna()}))
+    title = "; ".join(filter(None, [*titles, kinds]))
+    words = {"problem", "format", "kernel", "outcome", "accuracy"}
+    spare = ("outcome", "of bound", "dense", "format")
     return Table(title=title, columns=used, lines=kept, words=words, spare=spare)
 
 
-def _crossings(even: pd.DataFrame) -> Table:
-    """Return the sparsity at which each format overtakes the baseline, by its first contender."""
-    even = even.assign(
-        ran_as=[FORMATS.get(kind, kind) for kind in even["format"]],
-        order=even.break_even.mask(even.note == NoCrossing.BELOW, 0.0).fillna(2.0),
-    )
-    names = list(even.columns)
-    names = names[names.index("op") : names.index("format")]
-    first = (
-        even.sort_values("order", kind="stable").drop_duplicates([*names, "ran_as"]).sort_index()
-    )
-    varying, _ = split(first, names)
-    lines = []
-    for line in first.to_dict("records"):
-        level = f"from {percent(round(line['break_even'], 2))}" if not line["note"] else ""
-        if line["note"] == NoCrossing.BELOW:
-            level = f"below {percent(line['first_level'])}"
-        elif line["note"]:
-            level = f"not up to {percent(line['last_level'])}"
-        fields_ = [shown(name, line[name]) for name in varying]
-        lines.append([*fields_, line["ran_as"], kernel(line["label"]), level])
-    columns = (*varying, "format", "first contender", "faster than the baseline")
-    words = ("format", "first contender", "op", "pattern", "dtype")
-    return Table(title="Break-even, by sparsity", columns=columns, lines=lines, words=words)
+def _problem(line: Mapping[Any, Any], varying: Sequence[str]) -> str:
+    """Name a problem by the fields that vary: `m 16, 90 %, block 64`."""
+    words = []
+    for name in varying:
+        value = line[name]
+        if pd.isna(value) or (name, str(value)) in USUAL or (name == "pattern" and "block" in line):
+            continue
+        bare = name in (*PARTS, "sparsity", "source")
+        words.append(shown(name, value) if bare else f"{name} {shown(name, value)}")
+    return ", ".join(words)
 
 
-def _missing(cases: pd.DataFrame) -> Table:
-    """Return why cases have no time: first the failures, then the unsupported cases."""
+def missing(cases: pd.DataFrame) -> list[str]:
+    """Return why cases have no time, in lines: failures first, then the unsupported cases."""
     each_once = _once(cases)
     bad = each_once[each_once.status != Status.OK]
-    groups = bad.groupby(["status", "detail"], sort=False)
-    counted = sorted(
-        ((status == Status.UNSUPPORTED, -len(group), str(status), str(why), group)
-         for (status, why), group in groups),
-        key=lambda entry: entry[:4],
-    )  # fmt: skip
-    lines: list[list[Cell]] = []
-    for fine, count, status, why, group in counted[:REASONS]:
+    groups = sorted(
+        bad.groupby(["status", "detail"], sort=False),
+        key=lambda entry: (entry[0][0] == Status.UNSUPPORTED, -len(entry[1]), entry[0]),
+    )
+    lines = []
+    for (status, why), group in groups[:REASONS]:
         kernels = ", ".join(dict.fromkeys(map(kernel, group.label)))
-        style = "quiet" if fine else "bad"
-        lines.append([str(-count), (status.replace("_", " "), style), f"{why}: {kernels}"])
-    if left := len(counted) - REASONS:
-        lines += [[str(left), "", "more reasons are in the report"]] if left > 0 else []
-    columns = ("cases", "status", "reason and contenders")
-    return Table(title="Not measured", columns=columns, lines=lines, words=columns[1:])
+        word = str(status).replace("_", " ")
+        lines.append(f"{amount(len(group), 'case')} {word}: {why}: {kernels}")
+    left = len(groups) - REASONS
+    return lines + ([f"{amount(left, 'more reason')} in the report."] if left > 0 else [])
 
 
 def _ratio(line: Mapping[Any, Any]) -> Cell:

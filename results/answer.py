@@ -38,6 +38,7 @@ from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 
+USUAL = 0.9  # sparsity of a headline, if it was measured
 MOST = 4  # answers of a run, each for its own op or pattern
 EXAMPLES = {"level": (0.5, 0.9), "m": (16, 4096)}  # values to report, if they were measured
 
@@ -190,10 +191,49 @@ def variants(view: View, cases: pd.DataFrame) -> str:
 
 
 def place(view: View, line: Any) -> str:
-    """Write the place of a cell: `at 90 %, m 16`."""
-    column = field_text(view.x, line.x) + view.units
+    """Write the place of a cell: `at 90 %, m 16`, or `at m 64, 99.5 % of units off`."""
     row = field_text(view.y, line.y) if view.y not in ("", "block") else ""
-    return ", ".join(filter(None, [column if view.x == "level" else f"at {column}", row]))
+    return ", ".join(filter(None, [column_text(view, line), row]))
+
+
+def column_text(view: View, line: Any) -> str:
+    """Write the column of a cell; a share of units off is named even if it is not the column."""
+    column = field_text(view.x, line.x)
+    if view.x == "level":
+        return column + view.units
+    if view.x == "block":
+        return f"with {column}"
+    return f"at {column}" + (f", {percent(line.level)}{view.units}" if view.units else "")
+
+
+def headline(view: View) -> "pd.Series[Any] | None":
+    """Return the cell with the largest gain, at 90 % sparsity if it was measured."""
+    cells = view.cells[view.cells.best_gain.notna()]
+    if cells.empty:
+        return None
+    chosen = cells[cells.x == USUAL] if view.x == "level" else cells
+    return (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
+
+
+def evidence(view: View) -> tuple[str, str]:
+    """Return the headline's gain, and its place, kernels, times and share of the bound."""
+    line = headline(view)
+    if line is None:
+        return "", ""
+    blocks = blocks_text(line.best_tile) if line.best_tile not in ("", "1") else ""
+    who = " with ".join(filter(None, [FORMATS.get(line.best_kind, line.best_kind), blocks]))
+    wins = line.best_gain > 1
+    gain = _gain(line) if wins else f"Dense wins, best sparse {_gain(line)}"
+    text = f"{place(view, line)}: {who}, {line.best_name}, {duration(line.best_median_us)}"
+    if not pd.isna(line.best_of_bound):
+        text += f", {100 * line.best_of_bound:.0f} % of the bound"
+    text += f". Dense: {line.dense_name}, {duration(line.dense_median_us)}."
+    other = "peer" if line.best_label == line.ours_label else "ours"
+    if not pd.isna(line[f"{other}_gain"]):
+        side = "Best other sparse kernel" if other == "peer" else "Best of ours"
+        theirs = times(line[f"{other}_gain"], line[f"{other}_half"])
+        text += f" {side}: {line[f'{other}_name']}, {theirs}."
+    return gain, text
 
 
 def contender(line: Any, side: str) -> str:

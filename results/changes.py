@@ -1,22 +1,26 @@
-"""Changes between a run and other runs, case by case: another version, or another device.
+"""What changed between two sides of a comparison, case by case, and where the change comes from.
 
-    ratio        speedup there / speedup here, each over the baseline of its own run; for
-                 baselines, and without one, the ratio of times if both ran on one kind of device
-    low, high    from the ends of both intervals, so the test for a change is conservative
-    uncertainty  of the ratio: the distance to the farther end, and at least that of the two
-                 speedups combined
+    time       time of a / time of b; above 1, b takes less time. `word` is its outcome.
+    ratio      gain of b / gain of a, each over the baseline of its own run; `gain` is its outcome
 
-    slower           equal                 faster
-   [======]     |    [====|===]     |     [======]      anything else is unclear
-   -------------+---------+---------+-----------------> ratio
-          1/(1+floor)     1     1+floor                 floor: the larger one, or LEAST
+Both are differences of means over processes, in logs, which no contest shares. The half of their
+95 % interval is
 
-A case that was ok and no longer is counts as `broken`; one that became unsupported is `gone`, and
-one that became ok is `new`.
+    h = sqrt( (t s)^2 + (1.96 between)^2 )      s, t: Welch 1947; 6 processes or more on both sides
+    h = tolerance                               fewer processes (comparison.py)
 
-`other_devices` finds the cases of a survey in published runs on other devices. Problems with equal
-ids have the same operands on every device. Only shared problems are analysed, which takes seconds.
-Two devices never share a process, so every comparison is between runs.
+`between` is the standard deviation between runs that processes of one run cannot show: BETWEEN on
+two cards, INHERITED if a run took its configurations from another one, else 0. In the published
+runs that measured a case again, on another card, 198 of 203 intervals contain 0
+(tests/results/test_changes.py). Faster and slower also need q <= 5 % over all cases.
+
+The baseline is the control: it ran beside the kernel, so if its library and its search are the
+same, a change of its time comes from the card, and a change of the gain from the kernel.
+
+    gain changed, the baseline is a control            ─> the kernel: our code, its configuration,
+    time changed, the baseline is none                 ─> or the version of its library
+    only the baseline changed, and it is no control    ─> the baseline
+    kernel and baseline changed together               ─> the card, or its clock
 """
 
 import re
@@ -28,42 +32,56 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.analysis import Analysis, analyse, crossing
-from sparsebench.results.comparison import KEYS, Comparison, compare
-from sparsebench.results.formatting import amount
-from sparsebench.results.noise import LEAST
+from sparsebench.results.analysis import Analysis, crossing
+from sparsebench.results.comparison import Comparison, compare
+from sparsebench.results.families import OURS, family
+from sparsebench.results.outcome import DIFFERENT, Outcome, outcome
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
+from sparsebench.results.sides import Side, bundles, short_card, side
+from sparsebench.results.statistics import FALSE_DISCOVERIES, FEWEST, q_values, welch
 from sparsebench.results.store import Run
 
+BETWEEN = 0.0075  # sd between cards of one kind, of log times and log gains
+INHERITED = 0.03  # the same if a run reused configurations; both from the published runs on H200s
+NORMAL = 1.96  # 95 % of a normal distribution
 FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "plugins.", "tuned", "switches."
+LIBRARIES = "versions.", "gpu.driver"
 GATE = re.compile(r"slower:(\d+(?:\.\d+)?) ?%")
 
+Line = Mapping[Any, Any]
 
-class Change(StrEnum):
-    """What happened to a case between two runs."""
 
-    BROKEN = "broken"
-    SLOWER = "slower"
-    FASTER = "faster"
-    UNCLEAR = "unclear"
-    EQUAL = "equal"
-    GONE = "gone"
-    NEW = "new"
-    NONE = ""  # neither run has a time to compare
+class Cause(StrEnum):
+    """What a change comes from, as far as the runs record it."""
+
+    KERNEL = "our kernel"
+    CONFIGURATION = "the configuration"
+    LIBRARY = "the library's version"
+    BASELINE = "the baseline"
+    CARD = "the card"
+    UNKNOWN = "nothing recorded"
+    NONE = ""
+
+
+OUTSIDE = (Cause.BASELINE, Cause.CARD)
+"""Causes for which no kernel is to blame."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """A run against another one. `cases` are the comparison's, with ratio, low, high, word, why.
+    """Side b against side a. `cases` are the comparison's, with the columns of this module.
 
-    same_device  both ran on the same kind of device, so times can be compared
-    differences  other differences between the runs: name, here, there
+    same_device  both ran on one kind of device
+    differences  what else differs between the runs: name, in a, in b
     """
 
+    a: Side
+    b: Side
     comparison: Comparison
     cases: pd.DataFrame
     same_device: bool
@@ -71,31 +89,15 @@ class Changes:
 
     @property
     def contenders(self) -> pd.DataFrame:
-        """Return the lines that are not baselines."""
-        return self.cases[~self.cases.is_baseline]
+        """Return the lines that are not baselines, without those that neither side measured."""
+        return self.cases[~self.cases.is_baseline & self.cases.word.ne("")]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Count the contenders by change, in the order of Change."""
-        counts = self.contenders.word.value_counts()
-        return {str(word): int(counts[word]) for word in Change if word and word in counts}
-
-    @property
-    def sentence(self) -> str:
-        """Write the result: `57 cases: 16 slower, 41 equal; geometric mean of ratios 0.996`."""
-        counts = ", ".join(f"{count} {word}" for word, count in self.counts.items())
-        cases = amount(sum(self.counts.values()), "case")
-        return f"{cases}: {counts}; geometric mean of ratios {self.mean:.4g}"
-
-    @property
-    def mean(self) -> float:
-        """Return the geometric mean of the ratios; NaN if there is none."""
-        return _mean(self.contenders.ratio)
-
-    @property
-    def baseline_mean(self) -> float:
-        """Return the geometric mean ratio of baseline times; NaN between kinds of devices."""
-        return _mean(self.cases[self.cases.is_baseline].ratio)
+        """Count the contenders by outcome, and those that broke."""
+        words, broken = self.contenders.word.value_counts(), int(self.contenders.broken.sum())
+        counts = {str(word): int(words[word]) for word in Outcome if word in words}
+        return counts | ({"broken": broken} if broken else {})
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,14 @@ class OtherDevice:
 
     @property
     def ratios(self) -> pd.DataFrame:
-        """Return the lines with a ratio of speedups, the largest ratio first."""
-        known = self.cases[self.cases.by_speedup & self.cases.ratio.notna()]
+        """Return the lines with a ratio of gains, the largest ratio first."""
+        known = self.cases[self.cases.ratio.notna()]
         return known.sort_values("ratio", ascending=False, kind="stable")
 
     @property
     def mean(self) -> float:
-        """Return the geometric mean of the ratios, speedup there over speedup here."""
-        return _mean(self.ratios.ratio)
+        """Return the geometric mean of the ratios, gain there over gain here."""
+        return mean(self.ratios.ratio)
 
     @property
     def break_evens(self) -> pd.DataFrame:
@@ -141,18 +143,74 @@ class OtherDevice:
         return pd.DataFrame(lines, columns=[*keys, "here", "there"])
 
 
-def changes(here: Run, there: Run, analyses: tuple[Analysis, Analysis] | None = None) -> Changes:
-    """Compare two runs, whose analyses may be given; raises ResultError if no case has a ratio."""
-    comparison = compare(here, there, analyses)
-    same = device_name(here.environment) == device_name(there.environment)
-    cases = _with_ratios(comparison.cases, same)
-    cases = cases.assign(word=[_change(line) for line in cases.to_dict("records")])
-    if cases.word.eq(Change.NONE).all():
-        expected = "a case with a time in either run"
-        raise ResultError(f"{here.path} and {there.path}: expected {expected}, found none")
-    moved = _mean(cases[cases.is_baseline].ratio)
-    cases = cases.assign(why=[_why(line, moved) for line in cases.to_dict("records")])
-    return Changes(comparison, cases, same, _differences(here, there))
+def changes(a: Side, b: Side) -> Changes:
+    """Compare two sides; raises ResultError if no case has a time on either."""
+    comparison, same = compare(a, b), a.device == b.device
+    cases = comparison.cases.reset_index(drop=True)
+    if not (cases.status_a.eq(Status.OK) | cases.status_b.eq(Status.OK)).any():
+        expected = "expected a case with a time on either side"
+        raise ResultError(f"{a.paths} and {b.paths}: {expected}, found none")
+    cases["is_baseline"] = cases.label == cases.baseline_label_a
+    cases["by_speedup"] = cases.speedup_b_over_a.notna() & ~cases.is_baseline
+    lines = cases.to_dict("records")
+    times = [tested(line["times_b"], line["times_a"], line) for line in lines]
+    gains = [
+        tested(_log(line["speedups_a"]), _log(line["speedups_b"]), line)
+        if line["by_speedup"]
+        else (np.nan,) * 4
+        for line in lines
+    ]
+    for (name, word), tests in ((("time", "word"), times), (("ratio", "gain"), gains)):
+        table = pd.DataFrame(tests, cases.index, ["ratio", "low", "high", "p"], dtype="float64")
+        cases[name] = table.ratio
+        ends = ("time_low", "time_high") if name == "time" else ("low", "high")
+        cases[[*ends]] = table[["low", "high"]]
+        cases[word] = outcomes(table)
+    cases["uncertainty"] = np.maximum(cases.ratio - cases.low, cases.high - cases.ratio)
+    lost = cases.status_a.eq(Status.OK) & cases.status_b.ne(Status.OK)
+    cases["broken"] = lost & cases.status_b.ne(Status.UNSUPPORTED)
+    cases.loc[lost | (cases.status_b.eq(Status.OK) & cases.status_a.ne(Status.OK)), "word"] = str(
+        Outcome.NOT_MEASURED
+    )
+    facts = [[flat(run.environment) for run in each.runs] for each in (a, b)]
+    found = [_cause(line, facts, same) for line in cases.to_dict("records")]
+    cases["control"] = [control for control, _, _ in found]
+    cases["cause"] = [str(cause) for _, cause, _ in found]
+    cases["why"] = [why for _, _, why in found]
+    return Changes(a, b, comparison, cases, same, _differences(facts[0][0], facts[1][0]))
+
+
+def tested(
+    under: Sequence[float], over: Sequence[float], line: Line
+) -> tuple[float, float, float, float]:
+    """Return exp(mean over - mean under) with its 95 % interval and p; NaN without both."""
+    if not under or not over or np.isnan([*under, *over]).any():
+        return (np.nan,) * 4
+    ratio, half = welch(under, over)
+    if min(len(under), len(over)) < FEWEST:
+        half = float(np.log1p(line["tolerance"]))
+    elif not (line["searched_a"] and line["searched_b"]):
+        half = float(np.hypot(half, NORMAL * INHERITED))
+    elif line["cards_a"] != line["cards_b"]:
+        half = float(np.hypot(half, NORMAL * BETWEEN))
+    p = 2 * float(scipy.stats.norm.sf(NORMAL * abs(ratio) / max(half, 1e-9)))
+    value, low, high = np.exp([ratio, ratio - half, ratio + half]).tolist()
+    return value, low, high, p
+
+
+def outcomes(tests: pd.DataFrame) -> list[str]:
+    """Return the outcome of each test; "" without one."""
+    known = tests.p.notna()
+    q = pd.Series(np.nan, tests.index)
+    q[known] = q_values(tests.p[known])
+    words = [outcome(low, high) for low, high in zip(tests.low, tests.high, strict=True)]
+    settled = [
+        w not in DIFFERENT or at <= FALSE_DISCOVERIES for w, at in zip(words, q, strict=True)
+    ]
+    return [
+        str(word if is_settled else Outcome.NOT_SETTLED) if is_known else ""
+        for word, is_settled, is_known in zip(words, settled, known, strict=True)
+    ]
 
 
 def threshold(text: str) -> float:
@@ -164,10 +222,16 @@ def threshold(text: str) -> float:
 
 
 def failing(changes: Changes, limit: float) -> pd.DataFrame:
-    """Return the cases that are broken, or slower beyond the noise and by more than `limit`."""
+    """Return the cases that broke, or whose kernel is slower by more than `limit`.
+
+    A kernel is judged by its gain if the baseline is a control, or on another kind of device, and
+    by its time if not. A change that comes from the card or the baseline fails no gate.
+    """
     cases = changes.contenders
-    slower = (cases.word == Change.SLOWER) & (cases.ratio < 1 / (1 + limit))
-    return cases[slower | (cases.word == Change.BROKEN)]
+    by_gain = cases.control | (not changes.same_device)
+    word, value = cases.gain.where(by_gain, cases.word), cases.ratio.where(by_gain, cases.time)
+    slower = word.eq(Outcome.SLOWER) & (value < 1 / (1 + limit)) & ~cases.cause.isin(OUTSIDE)
+    return cases[slower | cases.broken]
 
 
 def other_devices(
@@ -175,32 +239,32 @@ def other_devices(
 ) -> tuple[list[OtherDevice], list[str]]:
     """Return the other devices, and an error line for each bundle that cannot be compared.
 
-    `surveyed` are the runs of the survey and their analyses, the verdict before the look.
+    `surveyed` are the runs of the survey and their analyses.
     """
-    ids = {row.case.problem.id for run, _ in surveyed for row in run.rows}
-    ours = {run.path.resolve() for run, _ in surveyed}
-    by_device: dict[str, list[tuple[Run, list[Changes]]]] = {}
+    here = side(*(r for r, _ in surveyed), name="here", analyses=[known for _, known in surveyed])
+    problems = {row.case.problem.id for run in here.runs for row in run.rows}
+    cases = {row.case.id for run in here.runs for row in run.rows}
+    ours = {run.path.resolve() for run in here.runs}
+    by_device: dict[str, list[Run]] = {}
     errors = []
     for path in bundles(paths):
         if path.resolve() in ours:
             continue
         try:
             run = store.read(path)
-            there = replace(run, rows=[row for row in run.rows if row.case.problem.id in ids])
-            sharing = [(here, known) for here, known in surveyed if _share_a_case(here, there)]
-            analysis = analyse(there) if sharing else None
-            found = [changes(here, there, (known, analysis)) for here, known in sharing if analysis]
         except ResultError as error:
             errors.append(str(error))
             continue
-        if found:
-            by_device.setdefault(device_name(there.environment), []).append((there, found))
-    return [_joined(device, found) for device, found in by_device.items()], errors
-
-
-def bundles(paths: Iterable[Path]) -> list[Path]:
-    """Return the run directories at or below some paths."""
-    return [file.parent for path in paths for file in sorted(path.rglob("run.json"))]
+        rows = [row for row in run.rows if row.case.problem.id in problems]
+        if not cases.isdisjoint(row.case.id for row in rows):
+            by_device.setdefault(device_name(run.environment), []).append(replace(run, rows=rows))
+    others = []
+    for device, runs in by_device.items():
+        try:
+            others.append(_other(changes(here, side(*runs, name=device))))
+        except ResultError as error:
+            errors.append(str(error))
+    return others, errors
 
 
 def problem_fields(cases: pd.DataFrame) -> list[str]:
@@ -209,100 +273,99 @@ def problem_fields(cases: pd.DataFrame) -> list[str]:
     return [str(name) for name in names[names.index("op") : names.index("level")]]
 
 
-def _with_ratios(cases: pd.DataFrame, same_device: bool) -> pd.DataFrame:
-    is_baseline = cases.label == cases.baseline_label_a
-    speed = cases.speedup_b_over_a.notna() & ~is_baseline
-    columns = {}
-    ends = {"ratio": ("", ""), "low": ("_low", "_high"), "high": ("_high", "_low")}
-    times = {"ratio": ("median", "median"), "low": ("low", "high"), "high": ("high", "low")}
-    for name, (upper, lower) in ends.items():
-        ratio = cases[f"speedup{upper}_b"] / cases[f"speedup{lower}_a"]
-        over, under = times[name]
-        of_times = cases[f"{over}_us_a"] / cases[f"{under}_us_b"]
-        columns[name] = ratio.where(speed, of_times if same_device else np.nan)
-    floor = cases[["floor_a", "floor_b"]].max(axis=1).fillna(LEAST)
-    part_a, part_b = (cases[f"uncertainty_{s}"] / cases[f"speedup_{s}"] for s in ("a", "b"))
-    ratio = columns["ratio"]
-    least = (ratio * (part_a**2 + part_b**2) ** 0.5).where(speed)
-    half = pd.concat([ratio - columns["low"], columns["high"] - ratio, least], axis=1).max(axis=1)
-    columns |= {"is_baseline": is_baseline, "by_speedup": speed, "larger_floor": floor}
-    return cases.assign(**columns, uncertainty=half)
+def mean(ratios: "pd.Series[Any]") -> float:
+    """Return the geometric mean of the ratios that are known; NaN if none is."""
+    logs = np.log(ratios.dropna())
+    return float(np.exp(logs.mean())) if len(logs) else float("nan")
 
 
-def _change(line: Mapping[Any, Any]) -> Change:
-    before, now = line["status_a"], line["status_b"]
-    if before == Status.OK != now:
-        return Change.GONE if now == Status.UNSUPPORTED else Change.BROKEN
-    if now == Status.OK != before:
-        return Change.NEW
-    if np.isnan(line["ratio"]):
-        return Change.NONE
-    edge = 1 + line["larger_floor"]
-    if line["high"] < 1 / edge:
-        return Change.SLOWER
-    if line["low"] > edge:
-        return Change.FASTER
-    close = 1 / edge <= line["ratio"] <= edge
-    return Change.EQUAL if close else Change.UNCLEAR
+def _other(found: Changes) -> OtherDevice:
+    names = [run.path.name for run in found.b.runs]
+    cases = found.cases.assign(run=[names[number] for number in found.cases.run_b])
+    runs = [name for name in names if name in set(cases.run)]
+    ceilings: dict[str, Any] = found.b.runs[0].environment.get("ceilings", {})
+    return OtherDevice(found.b.device, runs, found.same_device, cases, ceilings)
 
 
-def _why(line: Mapping[Any, Any], moved: float) -> str:
-    """Name the possible reasons of a change: what is known to differ in this case."""
-    if line["word"] in (Change.BROKEN, Change.GONE):
-        return f"{line['status_b']}: {line['detail_b']}".replace("_", " ")
-    if line["word"] in (Change.EQUAL, Change.NONE, Change.NEW):
-        return ""
-    reasons = []
-    if _differs(line["code_a"], line["code_b"]):
-        reasons.append("other compiled code")
-    if _differs(line["choice_a"], line["choice_b"]):
-        reasons.append("another choice")
-    marks = [line[f"mark_{side}"] or "not marked" for side in ("a", "b")]
-    if marks[0] != marks[1]:
-        reasons.append(f"{marks[0]}, then {marks[1]}")
-    if line["by_speedup"] and abs(np.log(moved)) > np.log1p(line["larger_floor"]):
-        reasons.append(f"baselines are {moved:.3g} times as fast")
-    return "; ".join(reasons) or "unknown"
+def _log(speedups: Any) -> list[float]:
+    return np.log(speedups).tolist() if isinstance(speedups, tuple) else []
 
 
-def _differs(before: Any, now: Any) -> bool:
-    return bool(pd.notna(before) and pd.notna(now) and before != now)
+def _cause(
+    line: Line, facts: Sequence[Sequence[dict[str, str]]], same: bool
+) -> tuple[bool, Cause, str]:
+    """Return whether the baseline is a control, the cause of a change, and the reason for it."""
+    for mine, other in (("b", "a"), ("a", "b")):
+        if line[f"status_{mine}"] != Status.OK == line[f"status_{other}"]:
+            status = str(line[f"status_{mine}"]).replace("_", " ")
+            return False, Cause.NONE, f"{status}: {line[f'detail_{mine}']}"
+    before, now = facts[0][line["run_a"]], facts[1][line["run_b"]]
+    differ = _differences(before, now, LIBRARIES)
+    libraries = ", ".join(f"{name} {was} > {now}" for name, was, now in differ)
+    searched = line["searched_a"] and line["searched_b"]
+    source = before.get("code_sha256") != now.get("code_sha256")
+    control = bool(same and line["by_speedup"] and searched and not libraries)
+    time, gain = line["word"] in DIFFERENT, line["gain"] in DIFFERENT
+    cause, why = Cause.NONE, ""
+    if not same:
+        pass
+    elif line["is_baseline"] and time:
+        cause, why = _of_baseline(line, libraries, searched)
+    elif gain if control else time:
+        cause, why = _of_kernel(line, libraries, searched, source)
+    elif gain:
+        cause, why = _of_baseline(line, libraries, searched)
+        cause = Cause.LIBRARY if libraries else Cause.BASELINE
+    elif time:
+        cause, why = Cause.CARD, _cards(line)
+    marks = [line[f"mark_{end}"] or "not marked" for end in "ab"]
+    marked = f"; {marks[0]}, then {marks[1]}" if cause and marks[0] != marks[1] else ""
+    return control, cause, why + marked
 
 
-def _differences(here: Run, there: Run) -> list[tuple[str, str, str]]:
-    before, now = flat(here.environment), flat(there.environment)
-    names = [name for name in {**before, **now} if name.startswith(FACTS)]
+def _of_baseline(line: Line, libraries: str, searched: bool) -> tuple[Cause, str]:
+    if libraries:
+        return Cause.LIBRARY, libraries
+    if not searched:
+        return Cause.CONFIGURATION, "taken from another run"
+    return Cause.CARD, _cards(line)
+
+
+def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tuple[Cause, str]:
+    known = bool(line["codes_a"] and line["codes_b"])
+    compiled = known and line["codes_a"] != line["codes_b"]
+    if source and family(line["kernel"]) in OURS and (compiled or not known):
+        what = "other compiled code" if compiled else "other source"
+        return Cause.KERNEL, what + (f", or {libraries}" if libraries else "")
+    if libraries:
+        return Cause.LIBRARY, libraries
+    if not searched or line["choice_a"] != line["choice_b"]:
+        return Cause.CONFIGURATION, "another choice" if searched else "taken from another run"
+    if source:
+        return Cause.UNKNOWN, "other source, the same compiled code"
+    return (Cause.CARD if _moved(line) else Cause.UNKNOWN), _cards(line)
+
+
+def _moved(line: Line) -> bool:
+    return bool(line["cards_a"] != line["cards_b"])
+
+
+def _cards(line: Line) -> str:
+    if not _moved(line):
+        return "the same card"
+    ends = ("+".join(sorted(map(short_card, line[f"cards_{end}"]))) for end in "ab")
+    return f"another card, {' > '.join(ends)}"
+
+
+def _differences(
+    before: Mapping[str, str], now: Mapping[str, str], of: tuple[str, ...] = FACTS
+) -> list[tuple[str, str, str]]:
     return [
         (name.removeprefix("versions."), before.get(name, "none"), now.get(name, "none"))
-        for name in names
-        if before.get(name) != now.get(name)
+        for name in {**before, **now}
+        if name.startswith(of) and before.get(name) != now.get(name)
     ]
-
-
-def _joined(device: str, found: list[tuple[Run, list[Changes]]]) -> OtherDevice:
-    """Keep one line per case: the survey's verdict first, then the bundle of most processes."""
-    lines = [
-        each.cases.assign(run=there.path.name, rank=rank)
-        for there, by_run in found
-        for rank, each in enumerate(by_run)
-    ]
-    cases = pd.concat(lines, ignore_index=True)
-    cases = cases.sort_values(["rank", "processes_b"], ascending=[True, False], kind="stable")
-    cases = cases.drop_duplicates(KEYS)
-    runs = [there.path.name for there, _ in found if there.path.name in set(cases.run)]
-    first, by_run = found[0]
-    ceilings: dict[str, Any] = first.environment.get("ceilings", {})
-    return OtherDevice(device, runs, by_run[0].same_device, cases, ceilings)
-
-
-def _share_a_case(run: Run, there: Run) -> bool:
-    return not {row.case.id for row in run.rows}.isdisjoint(row.case.id for row in there.rows)
 
 
 def _logs(speedups: "pd.Series[Any]", levels: "pd.Series[Any]") -> "pd.Series[Any]":
     return pd.Series(np.log(speedups), speedups.index).groupby(levels.round(6)).mean()
-
-
-def _mean(ratios: pd.Series) -> float:
-    logs = np.log(ratios.dropna())
-    return float(np.exp(logs.mean())) if len(logs) else float("nan")

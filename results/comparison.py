@@ -1,4 +1,4 @@
-"""Two runs of one plan, joined case by case, and whether they agree.
+"""Two sides joined case by case (sides.py), and whether a second run repeats the first.
 
 Cases are joined on their ids; equal ids have equal operands.
 
@@ -15,8 +15,8 @@ Cases are joined on their ids; equal ids have equal operands.
 runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells (harness/NOTES.md).
 
 A cell is a case against its baseline, in one scope and cache state. A run is reproduced if at least
-95 % of the cells agree, or if chance alone explains how many disagree. What this shows depends on
-the machines:
+95 % of the cells agree, or if chance alone explains how many disagree, and no verdict is reversed
+from faster to slower or back. What this shows depends on the machines:
 
     the same machine   equal UUIDs of the GPUs: the machine repeats its results
     the same kind      equal names of the devices: the results hold for more than one unit
@@ -33,13 +33,14 @@ import pandas as pd
 import scipy
 
 from sparsebench.errors import ResultError
-from sparsebench.results.analysis import Analysis, analyse, compared
+from sparsebench.results.analysis import compared
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
-from sparsebench.results.outcome import VERDICTS, Outcome
+from sparsebench.results.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.record import Status
+from sparsebench.results.sides import KEYS, Side, side
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
@@ -48,28 +49,25 @@ from sparsebench.results.store import Run
 # (harness/NOTES.md).
 APART = {"below 8 µs": 0.08, "8 to 20 µs": 0.07, "20 to 100 µs": 0.07, "above 100 µs": 0.05}
 OF_FLOOR = 1.31  # a normal distribution's 99th percentile over its 95th, of absolute values
-OPPOSITE = {(Outcome.FASTER, Outcome.SLOWER), (Outcome.SLOWER, Outcome.FASTER)}
 ENOUGH = 0.95  # share of cells that agree
 FALSE_ALARM = 0.01  # share of equal cells whose distance exceeds the tolerance
 CHANCE = 0.05  # probability that a good run with few cells counts as not reproduced
 
-KEYS = ["case_id", "scope", "cache"]
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
 SIDES += ["speedup", "speedup_low", "speedup_high", "uncertainty", "baseline_label"]
 SIDES += ["processes", "outcome", "floor", "q", "more_processes"]
-SIDES += ["of_bound", "detail", "choice", "code", "mark"]
+SIDES += ["of_bound", "detail", "choice", "mark", "speedups"]
+SIDES += ["run", "times", "codes", "cards", "searched"]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, joined.
+    """Two sides, joined.
 
     cases   one line per case, scope and cache state of both; columns end in _a and _b
-    only_a  lines of a's summary that b lacks, and `only_b` the reverse
+    only_a  lines of a's cases that b lacks, and `only_b` the reverse
     """
 
-    name_a: str
-    name_b: str
     cases: pd.DataFrame
     only_a: pd.DataFrame
     only_b: pd.DataFrame
@@ -87,9 +85,11 @@ class Place(StrEnum):
 class Agreement:
     """Two runs compared; `comparison.cases.agree` is a bool for each cell, NA for other lines.
 
+    device     the second run's
     cells      number of cells compared
     agreed     cells that agree
     close      cells whose speedups are within the tolerance
+    reversed   cells that are faster in one run and slower in the other
     looks      cells without an outcome in one of the runs
     one_sided  cases that are unsupported in one run only
     choices    which process chose the configurations of the second run
@@ -98,10 +98,12 @@ class Agreement:
     """
 
     place: Place
+    device: str
     comparison: Comparison
     cells: int
     agreed: int
     close: int
+    reversed: int
     looks: int
     one_sided: int
     choices: Choices
@@ -110,7 +112,9 @@ class Agreement:
 
     @property
     def reproduced(self) -> bool:
-        """Return whether at least 95 % of the cells agree, or as many as chance alone allows."""
+        """Return whether enough cells agree, and none is reversed."""
+        if self.reversed:
+            return False
         missed = self.cells - self.agreed
         unlikely = scipy.stats.binom.sf(missed - 1, self.cells, FALSE_ALARM) < CHANCE
         return self.agreed >= ENOUGH * self.cells or not unlikely
@@ -124,6 +128,7 @@ class Agreement:
             "cells": self.cells,
             "agreed": self.agreed,
             "close": self.close,
+            "reversed": self.reversed,
             "looks": self.looks,
             "one_sided": self.one_sided,
             "choices": str(self.choices),
@@ -136,9 +141,9 @@ class Agreement:
         word = "Reproduced" if self.reproduced else "Not reproduced"
         if self.looks == self.cells:
             word = f"A look, {'consistent' if self.reproduced else 'not consistent'}"
-        where = f"{self.place}, {self.comparison.name_b}"
+        where = f"{self.place}, {self.device}"
         if self.place is Place.ANOTHER:
-            where += f" after {self.comparison.name_a}: only ratios to the local baseline"
+            where += ": only ratios to the local baseline"
         agree = "agrees" if self.cells == 1 else "agree"
         counts = f"{self.agreed} of {amount(self.cells, 'cell')} {agree}"
         lines = [f"{word}: {counts} ({100 * self.agreed / self.cells:.1f} %) on {where}."]
@@ -146,6 +151,9 @@ class Agreement:
         least, most = 100 * cells.tolerance.min(), 100 * cells.tolerance.max()
         within = f"within the tolerance ({least:.2g} to {most:.2g} %, by length and processes)"
         lines.append(f"Speedups {within}: {self.close} of {self.cells}.")
+        if self.reversed:
+            changed = f"{amount(self.reversed, 'cell')} changed from faster to slower or back"
+            lines.append(f"{changed}, which no run may that reproduces another.")
         lines.append(self.choices.sentence)
         if self.looks:
             few = f"Fewer than {FEWEST} processes give a look, not a verdict"
@@ -160,30 +168,18 @@ class Agreement:
         return lines + [f"The code of a plug-in differs: {which}." for which in self.plugins]
 
 
-def compare(a: Run, b: Run, analyses: tuple[Analysis, Analysis] | None = None) -> Comparison:
-    """Join two runs, whose analyses may be given.
-
-    Raises ResultError if they share no case, or if the operands of a shared problem differ.
-    """
-    both = analyses or (analyse(a), analyse(b))
-    in_a, in_b = (each.cases[~each.cases.twin.astype(bool)] for each in both)
+def compare(a: Side, b: Side) -> Comparison:
+    """Join two sides; raises ResultError if they share no case, or operands of a problem differ."""
+    in_a, in_b = a.cases, b.cases
     shared = in_a[KEYS].merge(in_b[KEYS])
     if shared.empty:
         counts = f"{len(in_a)} and {len(in_b)} with none in common"
-        raise ResultError(f"{a.path} and {b.path}: expected cases of both runs, found {counts}")
+        raise ResultError(
+            f"{a.paths} and {b.paths}: expected a case that both have, found {counts}"
+        )
     _require_equal_operands(a, b)
-    columns = [
-        "op",
-        *fields(in_a),
-        "source",
-        "seed",
-        "level",
-        "format",
-        "kernel",
-        "label",
-        "baseline",
-        "twin",
-    ]
+    columns = ["problem_id", "op", *fields(in_a), "source", "seed", "level", "format", "kernel"]
+    columns += ["label", "baseline", "twin"]
     cases = in_a[[*KEYS, *columns, *SIDES]].merge(
         in_b[[*KEYS, *SIDES]], on=KEYS, suffixes=("_a", "_b"), validate="one_to_one"
     )
@@ -194,13 +190,13 @@ def compare(a: Run, b: Run, analyses: tuple[Analysis, Analysis] | None = None) -
     cases["tolerance"] = _tolerance(cases)
     cases["close"] = np.log(cases.speedup_b_over_a).abs() <= np.log1p(cases.tolerance)
     cases["agree"] = _agree(cases)
-    names = device_name(a.environment), device_name(b.environment)
-    return Comparison(*names, cases, _without(in_a, shared), _without(in_b, shared))
+    return Comparison(cases, _without(in_a, shared), _without(in_b, shared))
 
 
 def agreement(first: Run, second: Run) -> Agreement:
     """Compare two runs; raises ResultError if they have no cell in common."""
-    comparison = compare(first, second)
+    one, other = side(first), side(second)
+    comparison = compare(one, other)
     cases = comparison.cases.copy()
     in_both = cases.agree.notna()
     if not in_both.any():
@@ -212,14 +208,16 @@ def agreement(first: Run, second: Run) -> Agreement:
     one_sided = (cases.status_a == Status.UNSUPPORTED) != (cases.status_b == Status.UNSUPPORTED)
     return Agreement(
         place=place,
+        device=other.device,
         comparison=replace(comparison, cases=cases),
         cells=int(in_both.sum()),
         agreed=int(cases.agree.sum()),
         close=int((in_both & cases.close).sum()),
+        reversed=int((in_both & _reversed(cases)).sum()),
         looks=int((in_both & looks(cases)).sum()),
         one_sided=int(one_sided.sum()),
         choices=choices_of(second.state),
-        same_code=_same_code(first, second),
+        same_code=_same_code(one, other),
         plugins=_plugins(first, second),
     )
 
@@ -249,8 +247,7 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
     That is so for baselines and twins, and for lines without a speedup in both runs, with
     different baselines, or unsupported in one run. A speedup in one run only is a disagreement.
     """
-    pairs = pd.Series(zip(cases.outcome_a, cases.outcome_b, strict=True), cases.index, dtype=object)
-    agree = cases.close & ~pairs.isin(OPPOSITE)
+    agree = cases.close & ~_reversed(cases)
     agree |= ~looks(cases) & (cases.outcome_a == cases.outcome_b)
     agree = agree.astype("boolean")
     base = cases.baseline_label_a.fillna(cases.baseline_label_b)
@@ -261,13 +258,19 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
     return agree.where(comparable, pd.NA)
 
 
-def _require_equal_operands(a: Run, b: Run) -> None:
+def _reversed(cases: pd.DataFrame) -> pd.Series:
+    pairs = zip(cases.outcome_a, cases.outcome_b, strict=True)
+    return pd.Series([set(pair) == set(DIFFERENT) for pair in pairs], cases.index, dtype=bool)
+
+
+def _require_equal_operands(a: Side, b: Side) -> None:
     """Raise if a problem has different digests; simulated runs draw no operands to compare."""
-    digests = {row.case.problem.id: row.digest for row in a.rows if _drawn(row.digest)}
-    for row in b.rows:
+    rows_a, rows_b = ([row for run in each.runs for row in run.rows] for each in (a, b))
+    digests = {row.case.problem.id: row.digest for row in rows_a if _drawn(row.digest)}
+    for row in rows_b:
         expected = digests.get(row.case.problem.id)
         if _drawn(row.digest) and expected and row.digest != expected:
-            where = f"{a.path} and {b.path}: problem {row.case.problem.id}"
+            where = f"{a.paths} and {b.paths}: problem {row.case.problem.id}"
             raise ResultError(f"{where}: expected operands {expected}, found {row.digest}")
 
 
@@ -288,25 +291,18 @@ def _place(first: Run, second: Run) -> Place:
     return Place.SAME_KIND if same else Place.ANOTHER
 
 
-def _same_code(first: Run, second: Run) -> tuple[int, int]:
+def _same_code(first: Side, second: Side) -> tuple[int, int]:
     """Count the cases with equal compiled code in both runs, and those with comparable digests.
 
     A case has several digests if its processes searched. A prefix (`sass:`) names what a digest
     covers; only digests with equal prefixes are comparable.
     """
-    before, now = _codes(first), _codes(second)
-    pairs = [(before[case], now[case]) for case in before.keys() & now.keys()]
-    known = [(a, b) for a, b in pairs if _prefixes(a) == _prefixes(b)]
+    before, now = (
+        each.cases.drop_duplicates("case_id").set_index("case_id") for each in (first, second)
+    )
+    pairs = [(before.codes[case], now.codes[case]) for case in before.index.intersection(now.index)]
+    known = [(a, b) for a, b in pairs if a and b and _prefixes(a) == _prefixes(b)]
     return sum(a == b for a, b in known), len(known)
-
-
-def _codes(run: Run) -> dict[str, set[str]]:
-    """Return the digests of each case, over its processes."""
-    codes: dict[str, set[str]] = {}
-    for row in run.rows:
-        if row.code:
-            codes.setdefault(row.case.id, set()).add(row.code)
-    return codes
 
 
 def _prefixes(codes: set[str]) -> set[str]:

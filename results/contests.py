@@ -39,7 +39,9 @@ from sparsebench.results.statistics import ratio_over
 
 SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
-OF_SIDE += ["decided", "median_us", "outcome", "case_id"]
+OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id"]
+NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
+NEEDED += ["speedup_high", "blocks", "median_us"]  # columns from which a gain is computed
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
 ANY = "any"
@@ -90,10 +92,12 @@ def contests(cases: pd.DataFrame) -> pd.DataFrame:
 
     `best` is the fastest sparse case, ours or a peer's. A side without a case has NaN.
     """
-    timed = with_gains(cases).assign(rate=lambda table: -table.median_us)
+    timed = cases if "gain" in cases else with_gains(cases)
+    places = ["op", *(n for n in fields(timed) if n != "sparsity"), "source", "level"]
+    columns = dict.fromkeys([*CONTEST, "side", *places, *OF_SIDE])
+    timed = timed[[*columns]].assign(rate=-timed.median_us)
     timed = timed.sort_values(["gain", "rate"], ascending=False, kind="stable", na_position="last")
-    places = ["op", *(n for n in fields(cases) if n != "sparsity"), "source"]
-    lines = timed.groupby(CONTEST, sort=False)[[*places, "level"]].first()
+    lines = timed.groupby(CONTEST, sort=False)[places].first()
     sides = {side: timed[timed.side == side] for side in ("ours", "peer")}
     sides |= {"best": timed[timed.side != "dense"], "dense": timed[timed.side == "dense"]}
     for side in SIDES:
@@ -124,11 +128,12 @@ def views(cases: pd.DataFrame) -> list[View]:
 
 def all_views(cases: pd.DataFrame) -> list[View]:
     """Return the views for all choices of a summary's fields, the one to show first in front."""
-    if with_gains(cases).empty:
+    timed = with_gains(cases)
+    if timed.empty:
         return []
-    lines = with_shapes(contests(cases))
+    lines = with_shapes(contests(timed))
     x, names = across(lines), _selectors(lines)
-    by_format = _best_of_formats(cases)
+    by_format = _best_of_formats(timed)
     all_views = [
         View(
             choice,
@@ -177,11 +182,11 @@ def _with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     """Add gain, low, high, half and decided, over the fastest dense case of each contest."""
     dense = cases[cases.side == "dense"]
     dense = dense.assign(rank=dense.speedup.fillna(0), rate=-dense.median_us)
-    dense = dense.sort_values(["rank", "rate"], ascending=False, kind="stable")
+    dense = dense.sort_values(["rank", "rate"], ascending=False, kind="stable")[NEEDED]
     fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(dense.to_dict("records"))}
     lines = [
         _gain(line, fastest.get(tuple(line[name] for name in CONTEST)))
-        for line in cases.to_dict("records")
+        for line in cases[NEEDED].to_dict("records")
     ]
     table = pd.DataFrame(lines, cases.index, ["gain", "low", "high", "decided"])
     half = uncertainty(table.gain, table.low, table.high, cases.floor, cases.processes)
@@ -276,9 +281,8 @@ def _cells(lines: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFram
     return cells.reset_index(drop=True)
 
 
-def _best_of_formats(cases: pd.DataFrame) -> pd.DataFrame:
+def _best_of_formats(timed: pd.DataFrame) -> pd.DataFrame:
     """Return the best case of each sparse format in each contest."""
-    timed = with_gains(cases)
     timed = timed[(timed.side != "dense") & timed.gain.notna()]
     best = timed.sort_values("gain", ascending=False, kind="stable")
     best = best.drop_duplicates([*CONTEST, "kind"])

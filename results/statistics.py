@@ -147,6 +147,24 @@ def student(logs: ArrayLike) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def welch(a: ArrayLike, b: ArrayLike) -> tuple[float, float]:
+    """Return mean(b) - mean(a) and the half of its 95 % interval; NaN with one process.
+
+    Welch 1947: the two sides are independent and may scatter differently.
+    """
+    sides = [np.asarray(logs, dtype=float) for logs in (a, b)]
+    difference = float(sides[1].mean() - sides[0].mean())
+    if min(side.size for side in sides) < 2:
+        return difference, float("nan")
+    parts = [side.var(ddof=1) / side.size for side in sides]
+    if not sum(parts):
+        return difference, 0.0
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (side.size - 1) for part, side in zip(parts, sides, strict=True)
+    )
+    return difference, float(scipy.stats.t.ppf(1 - TAIL, freedom) * np.sqrt(sum(parts)))
+
+
 def p_value(logs: ArrayLike) -> Floats:
     """Return the p-value of the two-sided t-test that the ratio is 1."""
     values = _enough(logs)

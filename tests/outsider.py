@@ -309,93 +309,49 @@ def captions(page: str) -> Iterator[str]:
         yield from stated(text, cases(swept))
 
 
-def index(page: str) -> Iterator[str]:
-    """Yield each figure of a site's index that no run gives: its grids and its list of runs."""
-    yield from break_evens(page)
-    yield from grids(page)
-    for line in re.findall(r'<tr id="([^"]*"><td><a href="runs/.*?)</tr>', page):
-        (run,) = (each for each in runs() if digest(each)[:10] in line)
-        yield from (f"{run} {each}" for each in stated(html.unescape(line), cases(run)))
+def listed_runs(page: str) -> Iterator[str]:
+    """Yield each figure of a site's list of runs that the runs do not give."""
+    row = r'<tr id="[^"]*"><td class="wrap"><a href="(.*?)/index.html">(.*?)</tr>'
+    for name, line in re.findall(row, page):
+        run = at_address(name)
+        text = re.sub(r"<[^>]*>", " ", line)
+        yield from (f"{run} {each}" for each in stated(html.unescape(text), cases(run)))
+
+
+def at_address(address: str) -> str:
+    """Return the run at an address of a site, such as h200/sparsity-4096; a name is enough."""
+    name = address.rpartition("/")[2]
+    (run,) = (run for run in runs() if run.endswith(f"/{name}"))
+    return run
 
 
 def answer(file: Path) -> Iterator[str]:
     """Yield each figure of the answer at the top of a run's page that the run does not give."""
-    (run,) = (each for each in runs() if digest(each)[:10] in file.parent.name)
+    run = at_address(file.parent.name)
     page = re.sub(r"<(style|script).*?</\1>", "", file.read_text(), flags=re.DOTALL)
+    top = page.partition('<p class="headline">')[2].partition("</p>")[0]
     answer = page.partition('<section id="answer">')[2].partition('<section id="measured">')[0]
-    yield from stated(html.unescape(re.sub(r"<[^>]*>", " ", answer)), cases(run))
-
-
-def break_evens(page: str) -> Iterator[str]:
-    """Yield each cell of the index's grids of break-evens that no sweep of a run gives."""
-    every = every_case()
-    for gpu, grid, op, dtype in captioned(page, "pays"):
-        found = usual(every[(every.device == gpu) & (every.op == op) & (every.dtype == dtype)])
-        known = crossings(found)
-        tokens = re.findall(r'scope="col">m (\d+)<', grid)
-        for head, line in re.findall(r'scope="row">(.*?)</th>(.*?)</tr>', grid):
-            name, _, block = head.partition(" ")
-            for m, cell in zip(tokens, re.findall(r"<td>(.*?)</td>", line), strict=True):
-                title = "".join(re.findall(r'title="(.*?)"', html.unescape(cell)))
-                for shape, text in re.findall(r"n × k (\d+ × \d+): (.*?), \d+ process", title):
-                    levels = tuple(re.findall(r"[\d.]+", text))
-                    if levels not in known.get((FORMATS[name], block, m, shape), ()):
-                        yield f"{head}, m {m}, {shape}: {text}"
-                shown = re.findall(r"[\d.]+", re.sub(r"<.*?>", "", html.unescape(cell)))
-                own = [v for key, v in known.items() if key[:3] == (FORMATS[name], block, m)]
-                if not {*shown} <= {level for sweeps in own for each in sweeps for level in each}:
-                    yield f"{head}, m {m}: {shown}"
-
-
-def captioned(page: str, kind: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the GPU, the grid, the op and the dtype of each grid of a kind on a page."""
-    names = " ".join(f'data-{name}="([^"]*)"' for name in ("gpu", "op", "dtype"))
-    found = re.findall(f'data-grid="{kind}" {names}>(.*?)</table>', page, re.DOTALL)
-    for gpu, op, dtype, grid in found:
-        yield html.unescape(gpu), grid, op, dtype
-
-
-def crossings(found: pd.DataFrame) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-    """Return the break-evens of all sweeps by format, block, tokens and shape.
-
-    A break-even is the last level that is slower and the first that is faster, or only one of them.
-    """
-    logs: dict[tuple, dict[float, list[float]]] = {}  # a level of several files has their mean
-    for _, contest in found[found.zeros.notna()].groupby("place"):
-        base = fastest(contest, contest.format == "dense")
-        for kind in FORMATS.values():
-            top = fastest(contest, contest.format == kind)
-            if base is not None and top is not None:
-                block = str(top.block) if kind == "bsr" else ""
-                sweep = logs.setdefault((kind, block, top.tokens, top["n × k"], top.sweep), {})
-                gain = np.log(ratio(top.blocks, base.blocks)[0])
-                sweep.setdefault(top.zeros, []).append(gain)
-    known: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-    for (*key, _), sweep in logs.items():
-        levels = sorted(sweep)
-        shown = [f"{round(100 * level, 2):g}" for level in levels]
-        last = max((i for i, level in enumerate(levels) if np.mean(sweep[level]) < 0), default=-1)
-        if len(levels) > 1:
-            ends = tuple(shown[max(last, 0) : last + 2])
-            known.setdefault(tuple(key), set()).add(ends)
-    return known
+    answer = re.sub(r"<svg.*?</svg>", "", answer, flags=re.DOTALL)
+    yield from stated(html.unescape(re.sub(r"<[^>]*>", " ", top + answer)), cases(run))
 
 
 def grids(page: str) -> Iterator[str]:
-    """Yield each gain of a page's grids, by m and sparsity, that no run gives."""
+    """Yield each gain of a page's grids, by tokens and sparsity, that no run gives."""
     every = every_case()
-    for gpu, grid, op, dtype in captioned(page, "gains"):
-        own = every[(every.device == gpu) & (every.op == op) & (every.dtype == dtype)]
-        for tokens, line in re.findall(r'<th scope="row">m (\d+)</th>(.*?)</tr>', grid):
-            for kind, level, lines in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', line):
-                for shape, name, gain in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", lines):
-                    here = own[(own.sparsity == level) | (own.level == level)]  # 94.68 % is 95 %
-                    here = here[(here.tokens == tokens) & (here["n × k"] == shape)]
-                    here = usual(here[here.label.str.partition("/")[2] == name])
-                    block = kind.removeprefix("BSR ") if kind.startswith("BSR ") else ""
-                    here = here[[str(params.get("block", "")) == block for params in here.params]]
-                    if not any(over_dense(gain, case, every) for _, case in here.iterrows()):
-                        yield f"m {tokens} {level} {shape} {name} {gain}"
+    names = " ".join(f'data-{name}="([^"]*)"' for name in ("gpu", "op", "dtype", "tokens"))
+    found = re.findall(f'data-grid="gains" {names}>(.*?)</table>', page, re.DOTALL)
+    for gpu, op, dtype, tokens, grid in found:
+        own = every[(every.device == html.unescape(gpu)) & (every.op == op)]
+        own = own[(own.dtype == dtype) & (own.tokens == tokens)]
+        for head, level, lines in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', grid):
+            for shape, name, gain in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", lines):
+                here = own[(own.sparsity == level) | (own.level == level)]  # 94.68 % is 95 %
+                here = usual(here[(here["n × k"] == shape)])
+                here = here[here.label.str.partition("/")[2] == name]
+                block = head.rpartition("blocks of ")[2] if "blocks of " in head else ""
+                here = here[[str(params.get("block", "")) == block for params in here.params]]
+                if not any(over_dense(gain, case, every) for _, case in here.iterrows()):
+                    yield f"m {tokens} {level} {shape} {head} {name} {gain}"
 
 
 def over_dense(text: str, case: pd.Series, found: pd.DataFrame) -> bool:
@@ -427,7 +383,7 @@ def holds(metric: str, line: list[str]) -> bool:
     files = [file for kind in ("training", "whole") for file in HOME.glob(f"{kind}/{name}.json")]
     if files:
         return in_file(metric, json.loads(files[0].read_text()), line)
-    (run,) = (r for r in runs() if r.split("/")[1] == name or digest(r)[:10] in name)
+    run = at_address(name)
     found = labelled(cases(run), label)
     found = found[found.cache == "cold"]
     subject, baseline = (
@@ -448,7 +404,7 @@ def beside_op(line: list[str]) -> bool:
     """Return whether a speedup over dense, divided by that of another op, is the cell's value."""
     label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
     names, _, processes = line[-1].rpartition(", ")
-    places = [run for name in names.split(" over ") for run in runs() if digest(run)[:10] in name]
+    places = [at_address(name) for name in names.split(" over ")]
     sides: list[list[dict[int, np.ndarray]]] = []
     for run, where, who in (
         (places[0], label, subject),
@@ -521,14 +477,14 @@ def main() -> int:
     """Print what the rows do not give, on the pages of a checkout and of a site."""
     page, readme = (HOME / "README.md").read_text(), (ROOT / "README.md").read_text()
     wrong = [*published(page), *captions(page), *captions(readme)]
-    readers = {"index.html": None, "runs/*/index.html": answer, "formats/*": grids}
-    readers |= {"kernels/*": grids, "claims/*.html": claimed}
+    readers = {"index.html": grids, "runs.html": listed_runs, "formats/*": grids}
+    readers |= {"kernels/*": grids, "claims/*.html": claimed, "*/*/index.html": answer}
     for site in map(Path, sys.argv[2:]):
-        wrong += index((site / "index.html").read_text())
         for pattern, reader in readers.items():
-            for file in sorted(site.glob(pattern)) if reader else ():
-                given = file if reader is answer else file.read_text()
-                wrong += [f"{file.relative_to(site)}: {each}" for each in reader(given)]
+            for file in sorted(site.glob(pattern)):
+                if file.parent.parent.name != "runs":  # these lead to the runs
+                    given = file if reader is answer else file.read_text()
+                    wrong += [f"{file.relative_to(site)}: {each}" for each in reader(given)]
     print("\n".join(wrong) or "every figure is found")
     return bool(wrong)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench._writing import replacing, write_file
+from sparsebench._writing import replacing, require_apart, write_file
+from sparsebench.errors import SparsebenchError
 from sparsebench.results import store
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED, ROOT
@@ -123,6 +124,16 @@ def test_a_full_disk_leaves_the_old_file_and_the_error_names_it(tmp_path: Path) 
     assert str(keep) in done.stderr
     assert keep.read_text() == "the old report"
     assert os.listdir(tmp_path) == ["keep.html"]
+
+
+def test_no_output_replaces_an_input_or_another_output(tmp_path: Path) -> None:
+    run, page, table = tmp_path / "run", tmp_path / "page.html", tmp_path / "table.csv"
+    run.mkdir()
+    (run / "rows.jsonl").touch()
+    require_apart([page, table, None], [*run.rglob("*"), None])
+    for outputs in ([page, tmp_path / "run" / ".." / "page.html"], [run / "rows.jsonl"]):
+        with pytest.raises(SparsebenchError, match="of its own"):
+            require_apart(outputs, run.rglob("*"))
 
 
 def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path) -> None:

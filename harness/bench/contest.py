@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from sparsebench.errors import SparsebenchError, Unsupported
 from sparsebench.harness.bench import operands
 from sparsebench.harness.bench.contest_state import (
     Announce,
@@ -45,7 +46,7 @@ from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.operands import Layer
 from sparsebench.harness.bench.output_checks import check_all, of_layer, redraw
 from sparsebench.harness.bench.prepare import prepare, prepare_chain, unsupported
-from sparsebench.harness.bench.sampling import CHAIN, LAYERS, layers_of, possible
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS, Measure, layers_of, possible
 from sparsebench.harness.bench.spot_checks import A, Outputs, Spots
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
 from sparsebench.harness.bench.timing import Samples, ready, time_together
@@ -84,18 +85,29 @@ def run(
     try:
         contest = start(problem, entries, device, data, options, announce, on_failure)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        for entry in entries:
-            entry.end(Status.OUT_OF_MEMORY, f"operands: {one_line(error)}")
-        return [row for entry in entries for row in entry.rows(measures)], spent_s
+        status, reason = Status.OUT_OF_MEMORY, one_line(error)
+    except Unsupported as error:  # the values of a file
+        status, reason = Status.UNSUPPORTED, str(error)
+    except SparsebenchError as error:  # a file that is missing or has changed
+        status, reason = Status.FAILED, str(error)
+    else:
+        return _measured(contest, measures), contest.spent_s
+    for entry in entries:
+        entry.end(status, f"operands: {reason}")
+    return [row for entry in entries for row in entry.rows(measures)], spent_s
+
+
+def _measured(contest: RunningContest, measures: tuple[Measure, ...]) -> list[Row]:
+    """Time the contest's contenders, and check them again; return their rows."""
     try:
         for measure in measures:
             _time(contest, *measure)
-        if options.energy:
+        if contest.options.energy:
             _energy(contest)
         check_all(contest, "after timing")
     finally:
         contest.guard.watched.clear()  # breaks a reference cycle that would keep all memory
-    return [row for entry in entries for row in entry.rows(measures)], contest.spent_s
+    return [row for entry in contest.entries for row in entry.rows(measures)]
 
 
 def start(
@@ -294,7 +306,6 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
 
 
 def _energy(contest: RunningContest) -> None:
-    """Measure the energy of a call of each correct contender, one after the other."""
     for entry in contest.entries:
         if entry.timed_call:
             with contest.at(entry, "energy"):

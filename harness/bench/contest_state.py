@@ -9,7 +9,7 @@ After a CUDA error no result can be trusted: Fatal.
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,6 +76,10 @@ class ContestOptions:
     timed: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     energy: bool = False
+
+    def after(self, rows: Iterable[Row]) -> Self:
+        """Return the options after these rows: a reference among them may raise the ceilings."""
+        return replace(self, ceilings=self.ceilings and self.ceilings.after(rows)[0])
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

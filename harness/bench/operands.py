@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import BITS, is_stored
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
@@ -38,6 +38,7 @@ from sparsebench.results.record import Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
 SEEDS_APART = 2**31  # between layers: above any seed of a suite (plan/_limits.py)
+CPU = torch.device("cpu")
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -68,8 +69,13 @@ class Layer:
 
 
 def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
-    """Build the operands on the device, with sources below `data`. Raises SuiteError."""
+    """Build the operands on the device, with sources below `data`.
+
+    Raises SuiteError, or Unsupported if a file's values do not fit the dtype or are all zero.
+    """
     weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
+    if problem.source:
+        _require_values(problem, weights)
     for name, weight in weights.items():
         op.adjust(problem, name, weight, 0)
     activations = {
@@ -86,6 +92,32 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     return DenseOperands(
         weights, activations, recorded, nnz, sparsity, digest({**weights, **activations})
     )
+
+
+def unusable(problem: Problem, op: Op, data: Path | None) -> str:
+    """Return why the values of a problem's file cannot be measured; "" if they can.
+
+    Reads the file. Without one, or if it is missing or has changed, nothing is known yet.
+    """
+    if problem.source is None:
+        return ""
+    try:
+        _require_values(problem, {n: _weight(problem, op, n, CPU, data) for n in op.weights})
+    except Unsupported as error:
+        return str(error)
+    except SuiteError:
+        return ""
+    return ""
+
+
+def _require_values(problem: Problem, weights: Mapping[str, Tensor]) -> None:
+    """Raise Unsupported if a weight from a file is zero everywhere."""
+    assert problem.source
+    for name, weight in weights.items():
+        if not bool(is_stored(weight).any()):
+            of = f"{problem.source.label}, weight {name}"
+            expected = f"expected a value that is not zero in {problem['dtype']}"
+            raise Unsupported(f"{of}: {expected}, found none")
 
 
 def further(
@@ -167,7 +199,7 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     tensor = sources.member(source, name) if op.recorded else source.tensor
     stored = _fitting(problem, op, name, path, sources.load_weights(path, tensor))
     weight = stored.to(device, _dtype(problem, op, name), copy=True)
-    weight = _finite(problem, path, weight)
+    weight = _finite(problem, f"{source.path}:{tensor}", weight, stored)
     return _pruned(problem, op, name, weight, partial(magnitudes, weight))
 
 
@@ -185,7 +217,8 @@ def _recording(
     if tokens < max(m, 2) or stored.shape[1] != k:
         expected = f"at least {max(m, 2)} tokens of {k} features"
         raise SuiteError(f"{path}: expected {expected}, found {list(stored.shape)}")
-    return _finite(problem, path, stored.to(device, _dtype(problem, op, name)))
+    where = f"{problem.source.path}:{sources.member(problem.source, name)}"
+    return _finite(problem, where, stored.to(device, _dtype(problem, op, name)), stored)
 
 
 def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
@@ -200,13 +233,15 @@ def _place(draw: int, tokens: int) -> int:
     return int((draw + 1) * GOLDEN * tokens) % tokens
 
 
-def _finite(problem: Problem, path: Path, values: Tensor) -> Tensor:
+def _finite(problem: Problem, where: str, values: Tensor, stored: Tensor) -> Tensor:
+    """Return the values; raise Unsupported if one of those stored does not fit the dtype."""
     bad = int((~values.isfinite()).sum())
-    if bad:
-        raise SuiteError(
-            f"{path}: expected values finite in {problem['dtype']}, found {bad} others"
-        )
-    return values
+    if not bad:
+        return values
+    largest = float(stored.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+    most = torch.finfo(values.dtype).max
+    expected = f"expected values finite in {problem['dtype']}, up to {most:.4g}"
+    raise Unsupported(f"{where}: {expected}; found {bad} others; the largest is {largest:.4g}")
 
 
 def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ def check_all(contest: RunningContest, when: str) -> None:
         if when == "before timing":
             contest.keep(B)
         expected = _expected_with_room(contest, when)
-        if expected is None:
+        if expected is None or not _fit(contest, expected):
             return
         pattern = contest.op.pattern
         size = contest.dense.nnz[pattern] if pattern else expected[0].reference.numel()
@@ -153,6 +153,20 @@ def _expected_with_room(contest: RunningContest, when: str) -> list[Expected] | 
         if contest.device.type == "cuda":
             torch.cuda.empty_cache()
     return None
+
+
+def _fit(contest: RunningContest, expected: Sequence[Expected]) -> bool:
+    """Return whether the right answers fit their dtype; if not, every contender ends."""
+    for right in expected:
+        largest = float(right.reference.abs().max()) if right.reference.numel() else 0.0
+        most = torch.finfo(right.dtype).max
+        if largest > most:
+            fits = f"expected an answer that fits {right.dtype}, up to {most:.4g}"
+            for entry in contest.entries:
+                if entry.running:
+                    entry.end(Status.UNSUPPORTED, f"{fits}; found {largest:.4g}")
+            return False
+    return True
 
 
 def _expected(op: Op, layer: Layer) -> Expected:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from sparsebench.harness.bench.contest_state import (
 from sparsebench.harness.bench.operands import DenseOperands, Layer
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
-from sparsebench.harness.catalog import load_kernel, weights_format
+from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Status
@@ -101,7 +102,6 @@ def prepare_chain(contest: RunningContest, entry: Entry) -> None:
 
 
 def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
-    """Return the launch of a further layer, after its first run."""
     contender = entry.row.case.contender
     operands = Operands(
         layer.problem,
@@ -165,7 +165,32 @@ def _memory(device: torch.device) -> Iterator[Memory]:
 
 def unsupported(problem: Problem, contender: Contender, device: torch.device) -> str | None:
     """Return why a contender cannot run a problem on a device, or None; build nothing."""
-    return _kernel.unsupported(load_kernel(contender.kernel), problem, device)
+    reason = _kernel.unsupported(load_kernel(contender.kernel), problem, device)
+    return reason or _refused_by_format(problem, contender)
+
+
+def _refused_by_format(problem: Problem, contender: Contender) -> str | None:
+    """Return why a format of ours refuses the parameters or the dtype; None if it does not."""
+    op = load_op(problem.op)
+    for name in op.weights:
+        dtype = op.operands[name].dtypes[problem["dtype"]]
+        params = json.dumps(contender.params_of(name), sort_keys=True)
+        if reason := _refusal(contender.format, params, dtype):
+            return reason
+    return None
+
+
+@cache
+def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
+    """Convert zeros, which every format of ours holds in any size."""
+    format_ = weights_format(format_name)
+    if not format_.__module__.startswith("sparsebench."):
+        return None
+    try:
+        format_.from_dense(torch.zeros(4, 4, dtype=dtype), **json.loads(params))
+    except FormatError as refusal:
+        return str(refusal)
+    return None
 
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:

@@ -11,9 +11,10 @@ reversed. A call finds the right answer for the other activations in its output,
 nothing, or that returns a stored result, is wrong. Writing the activations changes no version
 counter of torch. A spot is called by the same line of code as a sample, with the same arguments.
 
-An inspection sums the output's rows and columns on the stream behind the call, without waiting. The
-sums may be 4 times as far from the right ones as those of the call that was compared in full, plus
-one eps of the dtype. In a chain, every layer's output is inspected, and the furthest one counts.
+An inspection sums the output's rows and columns on the stream behind the call, without waiting, in
+fp64: in fp32, squares of sums of 1e-30 would be zero, and sums of 1e38 infinite. The sums may be 4
+times as far from the right ones as those of the call that was compared in full, plus one eps of the
+dtype. In a chain, every layer's output is inspected, and the furthest one counts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ Outputs = Output | tuple[Output, ...]
 class Print:
     """The sums of each right output's rows and columns, and the largest distance from them."""
 
-    sums: Tensor  # fp32 [outputs, rows + columns]
+    sums: Tensor  # fp64 [outputs, rows + columns]
     sizes: Tensor  # norms [outputs]
     limit: float
 
@@ -74,8 +75,7 @@ def sums_of(out: object) -> Tensor | None:
         if type(values) is not Tensor or not values.numel():
             return None
         table = values.detach().reshape(len(values), -1)
-        wide = torch.promote_types(table.dtype, torch.float32)
-        sums.append(torch.cat([table.sum(dim, dtype=wide) for dim in (1, 0)]))
+        sums.append(torch.cat([table.sum(dim, dtype=torch.float64) for dim in (1, 0)]))
     return torch.stack(sums) if len({s.shape for s in sums}) == 1 else None
 
 
@@ -85,7 +85,7 @@ def print_of(references: Sequence[Tensor], out: Outputs) -> Print | None:
     sizes = [float(reference.norm()) for reference in references]
     if right is None or sums is None or not all(sizes):
         return None
-    result = Print(right.to(sums.dtype), sums.new_tensor(sizes), 0.0)
+    result = Print(right, sums.new_tensor(sizes), 0.0)
     values = values_of(as_tuple(out)[0])
     assert isinstance(values, Tensor)
     limit = FURTHER * float(result.distance(out)) + torch.finfo(values.dtype).eps

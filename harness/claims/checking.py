@@ -201,7 +201,6 @@ class _Check:
         return [run for run in runs if "confirms" not in store.read(run).state]
 
     def _resumed(self, path: Path) -> Path:
-        """Resume a stopped run if there is time."""
         if monotonic() < self.options.until:
             run = store.read(path)
             before = run.state["flags"]
@@ -211,7 +210,6 @@ class _Check:
         return path
 
     def _measured(self, gaps: list[Gap]) -> Path:
-        """Measure the missing cases of one suite."""
         suite = gaps[0][0].suite
         ids = dict.fromkeys(case for part, problems in gaps for case in part.cases(problems))
         energy = measures_energy(gaps[0][0])

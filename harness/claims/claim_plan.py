@@ -237,7 +237,6 @@ def _narrowed(part: Part, number: int, measure: Measure) -> Part:
 
 
 def _matching(chosen: Chosen, contest: Contest) -> list[Contender]:
-    """Return the contenders of a contest that match a choice."""
     return [
         each
         for each in contest.contenders

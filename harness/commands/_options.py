@@ -25,9 +25,7 @@ Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory to write. Default: runs/…")]
 Device = Annotated[
     str | None,
-    typer.Option(
-        help="cpu, cuda, cuda:N, or (run only) sim or sim:FILE.yaml. Default: the best available."
-    ),
+    typer.Option(help="cpu, cuda, cuda:N, or for run sim or sim:FILE.yaml. Default: the best."),
 ]
 Data = Annotated[Path | None, typer.Option(help="Folder with the source files that a suite names.")]
 Peers = Annotated[
@@ -42,46 +40,24 @@ Peers = Annotated[
 ]
 Only = Annotated[str, typer.Option(help="Select cases, such as 'block=64 sparsity=0.8|0.9'.")]
 Timeout = Annotated[
-    float,
-    typer.Option(
-        help="Seconds without a response before a contender is marked as timed out.",
-        min=0.1,
-        max=86400,
-    ),
+    float, typer.Option(help="Seconds until a silent contender times out.", min=0.1, max=86400)
 ]
 Replicates = Annotated[
-    int,
-    typer.Option(
-        help="Fresh processes: 3 for a provisional result (a look), 8 for a verdict.",
-        min=1,
-        max=1000,
-    ),
+    int, typer.Option(help="Fresh processes: 3 for a look, 8 for a verdict.", min=1, max=1000)
 ]
-Energy = Annotated[
-    bool, typer.Option(help="Also measure the energy of a call, which adds 2 s per case.")
-]
+Energy = Annotated[bool, typer.Option(help="Also measure the energy of a call: 2 s per case.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of every failure.")]
-Profile = Annotated[
-    str, typer.Option(help="Run each case once under ncu or nsys, in an NVTX range with its name.")
-]
+Profile = Annotated[str, typer.Option(help="Run each case once under ncu or nsys, by its name.")]
 Repeat = Annotated[
-    int,
-    typer.Option(
-        help="Check each case, then call it this many times without timing, for a profiler.", min=0
-    ),
+    int, typer.Option(help="Check each case, then call it this often, for a profiler.", min=0)
 ]
 Plugins = Annotated[
-    bool,
-    typer.Option("--allow-plugins", help="Allow the suite to import modules of other packages."),
+    bool, typer.Option("--allow-plugins", help="Allow suites that import other packages.")
 ]
-Budget = Annotated[
-    str | None, typer.Option(help="Time limit, such as 90s, 10m or 2h. Default: no limit.")
-]
+Budget = Annotated[str | None, typer.Option(help="Time limit: 90s, 10m or 2h. Default: none.")]
 PublishedRuns = Annotated[
     Path | None,
-    typer.Option(
-        help="Base the estimate on the times in these runs, such as results/published/nvidia-h200."
-    ),
+    typer.Option(help="Estimate by the times of these runs: results/published/nvidia-h200."),
 ]
 
 

@@ -14,18 +14,11 @@ if TYPE_CHECKING:
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.run_json import Flags
 
-Devices = Annotated[
-    str, typer.Option(help="GPUs of this host to split the plan across, such as cuda:0,cuda:1.")
-]
-Slurm = Annotated[
-    str,
-    typer.Option(help="Split the plan across single-GPU Slurm jobs: 'partition=gpu time=60'."),
-]
+Devices = Annotated[str, typer.Option(help="GPUs of this host that share the plan: cuda:0,cuda:1.")]
+Slurm = Annotated[str, typer.Option(help="Slurm jobs share the plan: 'partition=gpu time=60'.")]
 Submit = Annotated[str, typer.Option(help="'local' runs the jobs of --slurm on this host.")]
 Shards = Annotated[int, typer.Option(help="Number of jobs that share the plan.", min=0)]
-Shard = Annotated[
-    str, typer.Option(help="Measure one part of the plan, such as 2/4; `merge` joins the parts.")
-]
+Shard = Annotated[str, typer.Option(help="Measure a part of the plan, 2/4; `merge` joins them.")]
 
 
 @dataclass(frozen=True)

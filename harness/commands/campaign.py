@@ -35,9 +35,7 @@ GPU = PUBLISHED / "nvidia-h200"
 
 File = Annotated[str, typer.Argument(help="A campaign's name, or a file.yaml.")]
 Folder = Annotated[Path, typer.Option("--out", help="Folder of its runs, new or to be resumed.")]
-Names = Annotated[
-    list[str] | None, typer.Option("--entry", help="Only this entry; may be given repeatedly.")
-]
+Names = Annotated[list[str] | None, typer.Option("--entry", help="Only this entry; repeatable.")]
 
 
 @campaign.command()

@@ -1,8 +1,6 @@
 """`sparsebench check`: what a suite would measure, and how long it would take."""
 
 from datetime import timedelta
-from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -17,13 +15,7 @@ def check(
     data: opt.Data = None,
     only: opt.Only = "",
     replicates: opt.Replicates = 3,
-    gpu: Annotated[
-        Path | None,
-        typer.Option(
-            help="Estimate run time on the GPU that these runs were measured on, such as "
-            "results/published/nvidia-h200."
-        ),
-    ] = None,
+    gpu: opt.PublishedRuns = None,
     peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -41,7 +33,7 @@ def check(
     if gpu:
         planned = preview(requested, times_on(gpu), only, replicates)
     else:
-        planned = plan(requested, named(device), only, replicates)
+        planned = plan(requested, named(device), only, replicates, data)
     if as_json:
         print_json(planned)
         return

@@ -27,28 +27,19 @@ if TYPE_CHECKING:
     from sparsebench.results.model_files import Pruning
 
 claims = typer.Typer(
-    help="Test published claims about sparse formats.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="Test published claims about sparse formats.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Names = Annotated[
-    list[str] | None,
-    typer.Argument(help="Claims, by name or as file.yaml. Default: all in the package."),
+    list[str] | None, typer.Argument(help="Claims, by name or as file.yaml. Default: all.")
 ]
 Runs = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--from",
-        help="Existing results to base the verdicts on: runs, folders of runs, or JSON written by "
-        "train-lm or whole.",
-    ),
+    typer.Option("--from", help="Runs, folders of runs, or JSON of train-lm or whole to judge by."),
 ]
 Losses = Annotated[
     Path | None,
-    typer.Option(
-        help="JSON written by prune, or a Gemma 3 .gguf file, to show loss alongside speed."
-    ),
+    typer.Option(help="JSON of prune, or a Gemma 3 .gguf file, to show loss beside speed."),
 ]
 
 
@@ -100,10 +91,7 @@ def lint(names: Names = None, data: opt.Data = None) -> None:
 @claims.command()
 def bound(
     names: Names = None,
-    gpu: Annotated[
-        Path | None,
-        typer.Option(help="A run whose ceilings are the bounds, such as results/published/…"),
-    ] = None,
+    gpu: Annotated[Path | None, typer.Option(help="A run whose ceilings are the bounds.")] = None,
     data: opt.Data = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -134,20 +122,11 @@ def check(
     device: opt.Device = None,
     runs: Runs = None,
     data: opt.Data = None,
-    replicates: Annotated[
-        int,
-        typer.Option(
-            help="Fresh processes: 8 for a verdict; fewer than 6 give only a look.", min=1, max=1000
-        ),
-    ] = 8,
+    replicates: opt.Replicates = 8,
     timeout: opt.Timeout = 120.0,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to write. Default: runs/…")] = (
-        None
-    ),
+    out: opt.Out = None,
     budget: opt.Budget = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Only print the missing runs and their estimated time.")
-    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Only print the missing runs.")] = False,
     gpu: opt.PublishedRuns = None,
     losses: Losses = None,
     peers: opt.Peers = None,
@@ -203,9 +182,7 @@ def check(
 def report(
     names: Names = None,
     runs: Runs = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for a page and a badge per claim.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for pages and badges.")] = None,
     data: opt.Data = None,
     losses: Losses = None,
     as_json: opt.Json = False,

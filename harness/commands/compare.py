@@ -1,38 +1,53 @@
-"""`sparsebench compare`: runs beside the first one, and a gate for CI."""
+"""`sparsebench compare`: runs, GPUs, commits or libraries side by side, and a gate for CI."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparsebench._writing import write_file
+from sparsebench._writing import require_apart, write_file
 from sparsebench.harness.commands._console import GATE_FAILED, print_json, stderr, stdout, wide
 from sparsebench.harness.commands._options import Json, Markdown
 
+AMONG = Path("results/published"), Path("runs")
+
 
 def compare(
-    paths: Annotated[list[Path], typer.Argument(help="Two or more run directories.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            help="Two or more run directories, or names: a GPU (H100), a commit (84a765b), a card, "
+            "LIBRARY==VERSION, or several of these joined by @ (H200@84a765b)."
+        ),
+    ],
+    among: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--among", help="Folders in which to look names up. Default: results/published, runs."
+        ),
+    ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
     markdown: Markdown = False,
     fail_on: Annotated[
-        str,
-        typer.Option(
-            help="A condition such as slower:3%, which exits with 1 if a case is slower by more."
-        ),
+        str, typer.Option(help="slower:3% exits with 1 if a kernel is slower by more.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Compare runs, using the first one given as the reference.
+    """Compare runs, GPUs, commits or library versions; the first one is the reference.
 
-    Speedups over the local baseline come before times.
+    Times come first, then the gain over the own baseline, then what a change comes from: our
+    kernel, its configuration, a library's version, the baseline or the card.
     """
     from sparsebench.reports import comparison
-    from sparsebench.results import store
     from sparsebench.results.changes import failing, threshold
     from sparsebench.results.formatting import are
+    from sparsebench.results.sides import find
 
     limit = threshold(fail_on) if fail_on else None
-    compared = comparison.compared([store.read(path) for path in paths])
+    sides = find(names, among or AMONG)
+    compared = comparison.compared(sides)
+    runs = [run.path for side in sides for run in side.runs]
+    require_apart([page], [file for path in runs for file in path.rglob("*")])
     if page:
         write_file(page, comparison.html(compared))
     if as_json:
@@ -43,9 +58,12 @@ def compare(
         wide().print(compared)
     if limit is None:
         return
-    slower = {name: len(failing(run, limit)) for name, run in compared.others.items()}
-    for name, count in slower.items():
-        cases = are(count, "case")
-        stderr.say(f"{name}: {cases} slower than in A by more than {100 * limit:g} %, or broken")
-    if any(slower.values()):
+    failed = {other.b.name: failing(other, limit) for other in compared.others}
+    for name, cases in failed.items():
+        allowed = f"more than {100 * limit:g} % slower than in {compared.sides[0].name}, or broken"
+        stderr.say(f"{name}: {are(len(cases), 'case')} {allowed}")
+        for line in cases.to_dict("records"):
+            cause = ": ".join(filter(None, [line["cause"], line["why"]]))
+            stderr.say(f"  {line['label']}: {cause or 'another kind of GPU'}")
+    if any(map(len, failed.values())):
         raise typer.Exit(GATE_FAILED)

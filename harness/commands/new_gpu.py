@@ -1,13 +1,15 @@
 """`sparsebench new-gpu`: survey a GPU that has no published runs."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.commands._console import measuring, stdout
+from sparsebench.harness.commands._console import measuring, stdout, wide
 from sparsebench.harness.commands._options import Device, budget_s
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
@@ -34,10 +36,10 @@ def new_gpu(
     resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
     devices: Devices = "",
 ) -> None:
-    """Survey a GPU: is it fit to benchmark, which kernels run, and which formats are fastest?"""
+    """Survey a GPU within a time budget: is sparsity worth it here?"""
     from sparsebench.harness.machine.device import pick, simulated, slug
     from sparsebench.harness.new_gpu import survey as surveys
-    from sparsebench.reports.survey import write
+    from sparsebench.reports.survey_page import write
 
     seconds = None if budget is None else budget_s(budget)
     for path in against or []:
@@ -45,18 +47,23 @@ def new_gpu(
             raise SuiteError(f"--against {path}: expected a run or a folder of runs, found none")
     others = against or [path for path in [PUBLISHED] if path.is_dir()]
     with measuring(RESUME) as show:
+
+        def of_step(step: str) -> Callable[[int, int, str], None]:
+            return partial(show, step=step)
+
         if resume:
-            survey = surveys.resume(resume, seconds, lambda step: show)
+            survey = surveys.resume(resume, seconds, of_step)
         else:
             sharing = Sharing(devices)
             name = sharing.first(device)
             shared = sharing.device_names if sharing else []
             kind = "sim" if simulated(name) else slug(pick(name))
             path = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{kind}"
-            survey = surveys.survey(name, seconds or BUDGET_S, path, lambda step: show, shared)
-        page = write(survey.path, others)
+            survey = surveys.survey(name, seconds or BUDGET_S, path, of_step, shared)
+        summary = write(survey.path, others)
+    wide().print(summary)
     for step, text in [*survey.notes.items(), *survey.left.items()]:
         stdout.say(f"{step}: {text}")
     if survey.left:
         stdout.say(f"`sparsebench {RESUME} {survey.path}` measures the rest")
-    stdout.say(f"report: {page}")
+    stdout.say(f"report: {survey.path / 'report.html'}")

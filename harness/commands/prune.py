@@ -12,40 +12,26 @@ from sparsebench.harness.commands._options import Device, Json
 
 def prune(
     weights: Annotated[
-        Path, typer.Argument(help="A .safetensors or .gguf file, or a Hugging Face directory.")
+        Path, typer.Argument(help="A .safetensors or .gguf file, or a model's folder.")
     ],
     tensors: Annotated[
-        str,
-        typer.Option(help="Tensors of a .safetensors file: 'gate,up,down', or one linear layer."),
+        str, typer.Option(help="Tensors of a .safetensors file: 'gate,up,down', or one layer.")
     ] = "",
     calibration: Annotated[
-        Path | None,
-        typer.Option(help="Activations [tokens, k] as .safetensors; for a model, a text file."),
+        Path | None, typer.Option(help="Activations as .safetensors; for a model, a text file.")
     ] = None,
     method: Annotated[str, typer.Option(help="magnitude, wanda or spensegpt.")] = "spensegpt",
     dense: Annotated[str, typer.Option(help="Fraction of features that stays dense.")] = "0.5",
-    region: Annotated[
-        str, typer.Option(help="Which features stay dense: last or scored.")
-    ] = "scored",
+    region: Annotated[str, typer.Option(help="Which stay dense: last or scored.")] = "scored",
     pattern: Annotated[
-        str,
-        typer.Option(
-            help="Pattern of the other features: 2:4, or a fraction of zeros such as 0.5."
-        ),
+        str, typer.Option(help="Of the others: 2:4, or a fraction such as 0.5.")
     ] = "2:4",
-    activation: Annotated[
-        str, typer.Option(help="Activation of an MLP: silu, gelu_tanh or relu.")
-    ] = "silu",
-    split: Annotated[
-        str, typer.Option(help="Dimension of a linear layer that is split: rows or columns.")
-    ] = "columns",
-    tokens: Annotated[
-        int, typer.Option(help="Number of tokens of the text to calibrate on.", min=1024)
-    ] = 8192,
+    activation: Annotated[str, typer.Option(help="silu, gelu_tanh or relu, for an MLP.")] = "silu",
+    split: Annotated[str, typer.Option(help="rows or columns, for a linear layer.")] = "columns",
+    tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.", min=1024)] = 8192,
     device: Device = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="A .safetensors file to write; for a model, a directory."),
+        Path | None, typer.Option("--out", help="A .safetensors file, or a model's new folder.")
     ] = None,
     as_json: Json = False,
 ) -> None:

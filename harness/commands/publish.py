@@ -1,6 +1,7 @@
 """`sparsebench publish`: a static site of runs and claims."""
 
 import re
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,12 @@ def publish(
     base_url: Annotated[
         str, typer.Option(help="Address of the site, for its sitemap, feed and link previews.")
     ] = "",
+    source: Annotated[
+        str,
+        typer.Option(
+            envvar="SPARSEBENCH_REPOSITORY", help="Address of the source code, for a link."
+        ),
+    ] = "",
     files: Annotated[
         list[Path] | None,
         typer.Option(help="JSON of train-lm --pattern or whole, for claims that it decides."),
@@ -32,30 +39,38 @@ def publish(
     from sparsebench.harness.catalog import listing
     from sparsebench.harness.claims.checking import evidence
     from sparsebench.harness.claims.claim_catalog import chosen
-    from sparsebench.harness.run.validation import validate
     from sparsebench.reports.site.pages import Site
     from sparsebench.reports.site.publish import publish as add
     from sparsebench.results.formatting import amount
 
-    def check(run: Path) -> None:
-        for _ in validate(run, data):
-            pass
-
     names = listing()
     claims = evidence(chosen([]), files or ()).planned()
     site = Site(
-        address(base_url), names["formats"], names["kernels"], version("sparsebench"), claims
+        address(base_url, "--base-url"),
+        address(source, "--source").rstrip("/"),
+        names["formats"],
+        names["kernels"],
+        version("sparsebench"),
+        claims,
     )
-    added = add(runs, out, site, check)
+    added = add(runs, out, site, partial(check, data))
     for note in added.notes:
         stdout.say(note)
     counts = f"{amount(len(added.slugs), 'run')}, {len(added.written)} of them new"
     stdout.say(f"{counts}: {out / 'index.html'}")
 
 
-def address(text: str) -> str:
+def check(data: Path | None, run: Path) -> None:
+    """Validate a run. Raises ResultError at the first failure."""
+    from sparsebench.harness.run.validation import validate
+
+    for _ in validate(run, data):
+        pass
+
+
+def address(text: str, option: str = "--base-url") -> str:
     """Return a site's address with one slash at its end. Raises ResultError if it is not one."""
     if text and not re.fullmatch(r"https?://[^\s/?#\"'<>]+[^\s?#\"'<>]*", text):
         expected = "expected an address such as https://name.example/path/"
-        raise ResultError(f"--base-url: {expected}; found {text!r}")
+        raise ResultError(f"{option}: {expected}; found {text!r}")
     return text.rstrip("/") + "/" if text else ""

@@ -18,13 +18,13 @@ def report(
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
     errors: Annotated[
-        Path | None,
-        typer.Option(help="Output of prune --json, to plot its error against the speedup."),
+        Path | None, typer.Option(help="JSON of prune, to plot its error against the speedup.")
     ] = None,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
     """Write a run's report as one HTML file, and print its answer."""
+    from sparsebench._writing import require_apart
     from sparsebench.reports.build import build
     from sparsebench.reports.terminal import Answer, answer_markdown
     from sparsebench.results import bundle, store
@@ -37,6 +37,8 @@ def report(
         text = f"[yellow]warning:[/] {escape(changed)}; the report shows the files as they are now"
         stderr.print(text, soft_wrap=True, highlight=False)
     out = out or path / "report.html"
+    others = (file for file in path.rglob("*") if file.name != "report.html")
+    require_apart([out, csv, parquet], [*others, errors])
     build(measured, out, read_pruning(errors) if errors else None)
     if csv:
         to_csv(frame(measured.rows), csv)

@@ -4,13 +4,7 @@ import json
 
 import typer
 
-from sparsebench.harness.commands._console import (
-    GATE_FAILED,
-    measuring,
-    print_json,
-    stdout,
-    wide,
-)
+from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout, wide
 from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
@@ -27,7 +21,7 @@ def reproduce(
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build
-    from sparsebench.reports.comparison import disagreements
+    from sparsebench.reports.comparison_tables import disagreements
     from sparsebench.results import store
     from sparsebench.results.comparison import agreement
 

@@ -16,14 +16,7 @@ from sparsebench.harness.commands._console import (
     warn,
     wide,
 )
-from sparsebench.harness.commands._sharing import (
-    Devices,
-    Shard,
-    Shards,
-    Sharing,
-    Slurm,
-    Submit,
-)
+from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm, Submit
 from sparsebench.harness.run import early_start
 
 if TYPE_CHECKING:
@@ -162,7 +155,7 @@ def _profiled(
 
 def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
-    from sparsebench.reports.build import build
+    from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
     from sparsebench.results.analysis import analyse
@@ -179,7 +172,8 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     else:
         wide().print(Answer(measured, analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-    build(measured, page, analysis=analysis)  # after the answer, which need not wait for the page
+    frames = frames_of(measured, analysis=analysis)
+    build(measured, page, frames=frames)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
     if browse:

@@ -22,19 +22,14 @@ def train_lm(
     heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 8,
     context: Annotated[int, typer.Option(help="Bytes per context.", min=16, max=8192)] = 256,
     batch: Annotated[int, typer.Option(help="Contexts per step.", min=1)] = 64,
-    pattern: Annotated[
-        str, typer.Option(help="Train block-sparse weights instead: small_world,uniform.")
-    ] = "",
+    pattern: Annotated[str, typer.Option(help="Block-sparse: small_world,uniform.")] = "",
     block: Annotated[str, typer.Option(help="Block sizes for --pattern.")] = "32,64",
     sparsity: Annotated[str, typer.Option(help="Sparsities for --pattern.")] = "0.8,0.9",
     seeds: Annotated[int, typer.Option(help="Models per block-sparse setting.", min=1)] = 3,
     device: Device = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            help="A .safetensors file for an MLP and its inputs; with --pattern, a JSON file.",
-        ),
+        typer.Option("--out", help=".safetensors for an MLP and its inputs; JSON with --pattern."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -80,7 +80,6 @@ class MeasuredTimes:
     searching: Mapping[str, KernelTimes]
 
     def contest_and_row_s(self, size: float) -> tuple[float, float]:
-        """Return what a contest of about this size takes, and each of its rows."""
         near = sorted(self.sizes, key=lambda run: abs(run[0] - size))[:NEAR]
         return median(run[1] for run in near), median(run[2] for run in near)
 

@@ -24,10 +24,7 @@ HARMFUL = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0
 HARMLESS = {0x02: "application clocks", 0x04: "power limit", 0x10: "sync boost", 0x100: "display"}
 
 # What a finding means, and what to do.
-OTHERS = (
-    "It shares the GPU with the measurement, and heats it.",
-    "End it, or wait until it ends.",
-)
+OTHERS = ("It shares the GPU with the measurement, and heats it.", "End it, or wait until it ends.")
 HEAT = "Times depend on heat, air flow and power supply.", "Let it cool; check air flow and cables."
 CAPPED = "Work of seconds slows down; short samples taken in turn hardly do. Such rows are marked."
 BROKEN = "Memory fails, so results may be wrong.", "Reset the GPU, or have it replaced."

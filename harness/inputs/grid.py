@@ -48,7 +48,8 @@ def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
     """Return the L1 norm of each block of a finite weight, as integers.
 
     Elements are rounded to 2^-40 of the largest before they are summed: a sum of integers is the
-    same in any order and so on any device.
+    same in any order and so on any device. No element but zero is rounded to 0, so a block that
+    has a value scores above one that has none.
     """
     size = weight.abs().float()
     if grid.r == grid.c == 1:
@@ -56,6 +57,7 @@ def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
     bits = min(40, 62 - (grid.r * grid.c).bit_length())  # so that no sum leaves an int64
     _, exponent = size.max().frexp()
     whole = (size.double() * 2.0 ** (bits - int(exponent))).round().long()
+    whole.masked_fill_((whole == 0) & (size > 0), 1)
     edge = (0, grid.columns * grid.c - grid.k, 0, grid.rows * grid.r - grid.n)
     return pad(whole, edge).view(grid.rows, grid.r, grid.columns, grid.c).sum((1, 3)).flatten()
 

@@ -15,6 +15,7 @@ A bad file raises a SuiteError with the file, what was expected and what was fou
 import gzip
 import hashlib
 import re
+from codecs import BOM_UTF8
 from collections.abc import Collection
 from functools import cache
 from io import BytesIO
@@ -34,7 +35,9 @@ from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
 
 MTX_BYTES = 2**30  # unzipped
-HEAD = re.compile(rb"\A(?:%.*\n|\s*\n)*")  # of Matrix Market: banner and comments
+HEAD = re.compile(rb"\A(?:[ \t]*%.*\n|\s*\n)*")  # of Matrix Market: banner and comments
+PLUS = re.compile(rb"(?<![eEdD])\+")  # a sign that scipy 1.17 does not read
+NO_NUMBERS = re.compile(rb"(?:nan|inf(?:inity)?)*", re.IGNORECASE)
 
 FILE = "file"
 """The name of the pattern that a source determines."""
@@ -210,16 +213,25 @@ def _mtx(path: Path) -> Any:
     """Read Matrix Market.
 
     scipy 1.17 crashes if a file ends in something that is no number. So below the head only
-    characters of numbers are allowed, and a line end is added to the last line.
+    characters of numbers are allowed, and a line end is added to the last line. Blanks before the
+    banner and plus signs are left out. A symmetric matrix must be square, which scipy takes for
+    granted.
     """
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         content = file.read(MTX_BYTES + 1)
     if len(content) > MTX_BYTES:
         raise ValueError(f"more than {MTX_BYTES} bytes (MTX_BYTES)")
-    other = HEAD.sub(b"", content).translate(None, b"0123456789+-.eE \t\r\n")
-    if other:
+    content = content.strip().removeprefix(BOM_UTF8) + b"\n"
+    head = HEAD.match(content)
+    numbers = PLUS.sub(b"", content[head.end() if head else 0 :])
+    other = numbers.translate(None, b"0123456789+-.eEdD \t\r\n")
+    if not NO_NUMBERS.fullmatch(other):
         raise ValueError(f"expected numbers, found {other[:20]!r}")
-    return scipy.io.mmread(BytesIO(content.rstrip() + b"\n"), spmatrix=False)
+    readable = (head[0] if head else b"") + numbers
+    rows, columns, _, _, _, symmetry = scipy.io.mminfo(BytesIO(readable))
+    if symmetry != "general" and rows != columns:
+        raise ValueError(f"expected a square matrix that is {symmetry}, found {rows} x {columns}")
+    return scipy.io.mmread(BytesIO(readable), spmatrix=False)
 
 
 def _npz(path: Path) -> Any:

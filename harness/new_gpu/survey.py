@@ -215,9 +215,9 @@ def _screen(survey: Survey, end: float, progress: Progress) -> str:
 def _decide(survey: Survey, end: float, progress: Progress) -> str:
     """Measure the deciding problems in run after run, while there is time for one more problem."""
     screened = store.read(survey.path / "screen")
-    candidates = deciding(analyse(screened).cases)
     if not screened.rows:
         raise SuiteError(_too_small(survey, end))
+    candidates = deciding(analyse(screened).cases)
     if not candidates:
         return "expected a case with a time in screen/, found none"
     runs: list[Run] = []

@@ -29,10 +29,9 @@ by up to 3 %. Wd is scaled up by a power of two, because few units add little.
     fp8     Wqkv, Wo, Wg, Wu, Wd as in ffn.py; all else in bf16. A kernel rounds what it multiplies
             with them to e4m3, at a scale of 1
 
-Errors are carried from layer to layer (`spread`). Those of a correct kernel in bf16 are 1.2 % of
-the logits after 8 layers of Qwen3-32B, and for a small model 0.5 % after 2 and 1.6 % after 64; the
-bound is 4 to 5 times that. In fp8 they are 9 % there, 3 and 4 % in the small model, and the bound
-is 1.3 to 2.3 times that. So an omission in one layer of many is found in bf16, or with few layers.
+Errors are carried from layer to layer (`spread`). In bf16 the bound is 4 to 5 times the error of a
+correct kernel, in fp8 1.3 to 2.3 times (harness/NOTES.md). So an omission in one layer of many is
+found in bf16, or with few layers.
 """
 
 from collections.abc import Mapping

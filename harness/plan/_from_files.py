@@ -22,6 +22,9 @@ from sparsebench.harness.ops._op import Op
 from sparsebench.results import files
 from sparsebench.results.record import Source
 
+HIGHEST = 1 - 1e-6
+"""The highest level of a problem: a pattern of a few entries, or of none, rounds to 1."""
+
 
 def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
     """Yield a Source for each file and tensor that match, or None if there is no source."""
@@ -84,7 +87,9 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
     rows, columns, level = sources.shape_and_level(path, source.tensor)
     names = op.operands[op.weights[0]].shape
     from_source: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
-    return from_source if level is None else from_source | {"sparsity": round(level, 6)}
+    if level is None:
+        return from_source
+    return from_source | {"sparsity": min(round(level, 6), HIGHEST)}
 
 
 def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Preview a suite on a device: counts, run-time estimate, and unsupported cases."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsebench.harness.bench.operands import unusable
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Suite
@@ -21,10 +24,17 @@ SEARCH_S = {"cuda": 0.3, "cpu": 0.0, "sim": 0.0}
 AGAIN_S = {"cuda": 0.1, "cpu": 0.0, "sim": 0.0}  # a search among finalists (harness/NOTES.md)
 
 
-def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) -> dict[str, Any]:
+def plan(
+    suite: Suite,
+    device: str,
+    condition: str = "",
+    replicates: int = 3,
+    data: Path | None = None,
+) -> dict[str, Any]:
     """Return counts, an estimate in seconds, and the unsupported contenders with reasons.
 
-    The counts are of the suite's own cases; the estimate includes the A/A pairs.
+    The counts are of the suite's own cases; the estimate includes the A/A pairs. The values of
+    source files below `data` are read.
     """
     contests, kind = only(suite.contests, condition), device.partition(":")[0]
     running = sum(
@@ -37,8 +47,9 @@ def plan(suite: Suite, device: str, condition: str = "", replicates: int = 3) ->
     search_s = running * (SEARCH_S[kind] + again * AGAIN_S[kind])
     reasons: Counter[tuple[str, str]] = Counter()
     for contest in contests:
+        of_file = unusable(contest.problem, load_op(contest.problem.op), data) if data else ""
         for contender in contest.contenders:
-            reason = _unsupported(contest.problem, contender, device)
+            reason = _unsupported(contest.problem, contender, device) or of_file
             if reason:
                 reasons[contender.label, reason] += 1
     cases = sum(len(contest.contenders) for contest in contests)

@@ -40,12 +40,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparsebench._discovery import did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.catalog import (
-    keywords,
-    load_kernel,
-    load_op,
-    weights_format,
-)
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
@@ -194,7 +189,6 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
 
 
 def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:
-    """Expand one entry of `problems`."""
     where = f"problems[{number}]"
     axes = dict(entry)
     name = axes.pop("op", None)
@@ -225,12 +219,8 @@ def _sweep(where: str, value: Any) -> list[Any]:
 
 
 def _fields(
-    where: str,
-    op: Op,
-    settings: tuple[dict[str, Any], ...],
-    source: Source | None,
+    where: str, op: Op, settings: tuple[dict[str, Any], ...], source: Source | None
 ) -> dict[str, Any]:
-    """Merge one point of the sweep and check it. Raises SuiteError."""
     merged: dict[str, Any] = {}
     for setting in settings:
         both = merged.keys() & setting.keys()
@@ -305,7 +295,6 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
 def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
-    """Expand one entry of `contenders` or `baselines` for one problem."""
     if not _competes(entry, problem):
         return
     kernel = load_kernel(entry.kernel)

@@ -21,12 +21,13 @@ import numpy as np
 
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.energy import require_meter
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.telemetry import telemetry
+from sparsebench.harness.machine.telemetry import Window, telemetry
 from sparsebench.harness.plan.selection import planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import early_start
@@ -38,9 +39,10 @@ from sparsebench.harness.run.recorded_plan import (
     require_same_machine,
 )
 from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
-from sparsebench.harness.run.runner import Pinned, Runner, Settings
+from sparsebench.harness.run.runner import Pinned, Runner
 from sparsebench.harness.run.worker_process import require_plan
 from sparsebench.results import bundle, provenance, store
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.files import utf8
 from sparsebench.results.formatting import rounded
 from sparsebench.results.frame import logs_over
@@ -166,13 +168,17 @@ def measure(
         early_start.wait_for_imports()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
-        settings = Settings(possible(suite.measures, flags.device), ceilings, flags.energy)
+        contest_options = ContestOptions(
+            measures=possible(suite.measures, flags.device),
+            ceilings=Ceilings.from_json(ceilings),
+            energy=flags.energy,
+        )
         session = _Session(
             runner=runner,
             path=path,
             record=record,
             contests=contests,
-            settings=settings,
+            contest_options=contest_options,
             rows=done,
             watch=watch,
             options=options,
@@ -211,7 +217,6 @@ def require_new(out: Path) -> None:
 def _created(
     out: Path | None, suite: Suite, environment: Mapping[str, Any], record: Record, slug: str
 ) -> Path:
-    """Make the run directory; without `out`, under a new name in runs/."""
     state = record.at("running", Counts(), {})
     named = Path("runs") / f"{record.since:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
     for number in count(1):
@@ -233,7 +238,7 @@ class _Session:
     path: Path
     record: Record
     contests: list[Contest]
-    settings: Settings
+    contest_options: ContestOptions
     rows: list[Row]  # those of an earlier session at first
     watch: Watch
     options: RunOptions
@@ -268,16 +273,11 @@ class _Session:
             self.runner.kill()
             self.watch.end()
 
-    def _process(
-        self,
-        replicate: int,
-        contests: Iterable[Contest],
-        window: Callable[[], dict[str, float]],
-    ) -> None:
+    def _process(self, replicate: int, contests: Iterable[Contest], window: Window) -> None:
         """Measure the contests of one process; `window` returns telemetry since its last call."""
         window()  # drop what happened before the first contest
-        settings = self.settings.after(self.rows)
-        for result in self.runner.run(contests, replicate, settings):
+        options = replace(self.contest_options.after(self.rows), replicate=replicate)
+        for result in self.runner.run(contests, options):
             seen = window()
             rows = [replace(row, telemetry=row.telemetry or seen) for row in result.rows]
             store.append(self.path, rows)

@@ -111,22 +111,24 @@ def headlines(run: Run) -> list[Headline]:
     cells = [tuple(cell[key] for key in KEYS) for cell in run.state["confirms"]["cells"]]
     reliable = analysis.noise.reliability[0] is not Reliability.UNRELIABLE
     names = [name for name in [*fields(analysis.cases), "source"] if name != "pattern"]
-    return [_headline(run, lines.loc[cell].to_dict(), names, reliable) for cell in cells]
-
-
-def _headline(run: Run, cell: dict[str, Any], names: list[str], reliable: bool) -> Headline:
-    confirmed = reliable and cell["outcome"] == Outcome.FASTER
-    why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
-    verdict = "Confirmed" if confirmed else f"Not confirmed ({why.replace('_', ' ')})"
-    if cell["status"] == Status.OK:
-        interval = f"{cell['speedup_low']:.3g} to {cell['speedup_high']:.3g}, {cell['interval']}"
-        outcome = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']} ({interval})"
-    else:
+    headline = []
+    for cell in (lines.loc[keys].to_dict() for keys in cells):
+        confirmed = reliable and cell["outcome"] == Outcome.FASTER
+        why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
+        verdict = "Confirmed" if confirmed else f"Not confirmed ({why.replace('_', ' ')})"
         outcome = f"has no time: {cell['detail']}"
-    values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
-    place = f"{cell['scope']} time, {cell['cache']} cache, {device_name(run.environment)}"
-    problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
-    return Headline(cell["case_id"], confirmed, f"{verdict}: {cell['label']} {outcome}: {problem}.")
+        if cell["status"] == Status.OK:
+            interval = (
+                f"{cell['speedup_low']:.3g} to {cell['speedup_high']:.3g}, {cell['interval']}"
+            )
+            faster = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']}"
+            outcome = f"{faster} ({interval})"
+        values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
+        place = f"{cell['scope']} time, {cell['cache']} cache, {device_name(run.environment)}"
+        problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
+        sentence = f"{verdict}: {cell['label']} {outcome}: {problem}."
+        headline.append(Headline(cell["case_id"], confirmed, sentence))
+    return headline
 
 
 def whole(path: Path) -> Run:

@@ -15,14 +15,15 @@ seconds. They then idle without a device: nothing is imported while a contest ru
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 from sparsebench.errors import WorkerError
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
@@ -35,7 +36,7 @@ from sparsebench.harness.run.worker_process import (
     start_spare,
     start_worker,
 )
-from sparsebench.results.ceilings import FP32, TF32, Ceilings
+from sparsebench.results.ceilings import FP32, TF32
 from sparsebench.results.record import Case, Row, Status
 
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
@@ -55,22 +56,6 @@ def pinned_by_process(rows: Sequence[Row]) -> list[Pinned]:
     numbers = sorted({row.replicate for row in rows})
     every = pinned_in(rows)
     return [{**every, **pinned_in(r for r in rows if r.replicate == n)} for n in numbers]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How every contest of a run is measured; see ContestOptions (bench/contest_state.py)."""
-
-    measures: tuple[tuple[str, str], ...] = (("kernel", "cold"),)
-    ceilings: Mapping[str, Any] | None = None
-    energy: bool = False
-
-    def after(self, rows: Iterable[Row]) -> Self:
-        """Return the settings after these rows: a reference among them may raise the ceilings."""
-        if self.ceilings is None:
-            return self
-        ceilings, _ = Ceilings.from_json(self.ceilings).after(rows)
-        return replace(self, ceilings=asdict(ceilings))
 
 
 class Runner:
@@ -131,14 +116,14 @@ class Runner:
         return ceilings
 
     def run(
-        self, contests: Iterable[Contest], replicate: int = 0, settings: Settings | None = None
+        self, contests: Iterable[Contest], options: ContestOptions | None = None
     ) -> Iterator[ContestResult]:
-        """Yield every contest's rows, complete, in order."""
-        settings = settings or Settings()
+        """Yield every contest's rows, complete, in order; a reference may raise the ceilings."""
+        options = options or ContestOptions()
         for contest in contests:
-            result = self._complete(contest, replicate, settings)
+            result = self._complete(contest, options)
             self.pin(result.rows)
-            settings = settings.after(result.rows)
+            options = options.after(result.rows)
             yield result
 
     def pin(self, rows: Iterable[Row]) -> None:
@@ -187,7 +172,6 @@ class Runner:
         return worker
 
     def _succeeds(self, step: Callable[[], None]) -> bool:
-        """Run a step of a spare worker; if it fails, log why and return False."""
         try:
             step()
         except WorkerError as error:
@@ -195,26 +179,26 @@ class Runner:
             return False
         return True
 
-    def _complete(self, contest: Contest, replicate: int, settings: Settings) -> ContestResult:
+    def _complete(self, contest: Contest, options: ContestOptions) -> ContestResult:
         """Run a contest until every contender has its rows."""
         left = list(contest.contenders)
         lost_rows: list[Row] = []
         blameless = attempt = 0
         while left:
             part = Contest(contest.problem, tuple(left))
-            options = asdict(settings) | {
-                "measures": possible(settings.measures, self._device),
-                "replicate": replicate,
-                "attempt": attempt,
-                "reference": contest.reference,
-                "pinned": self._choices(part, replicate),
-                "timed": {
+            options = replace(
+                options,
+                attempt=attempt,
+                reference=contest.reference,
+                measures=possible(options.measures, self._device),
+                pinned=self._choices(part, options.replicate),
+                timed={
                     case: self._timed[case].candidates
                     for contender in left
                     if (case := Case(contest.problem, contender).id) in self._timed
                 },
-            }
-            result = self._measure(part, options)
+            )
+            result = self._measure(part, asdict(options))
             if isinstance(result, ContestResult):
                 return ContestResult(_in_order(contest, lost_rows + result.rows), result.spent_s)
             self._worker = None
@@ -226,13 +210,13 @@ class Runner:
                 blank = Row(
                     Case(contest.problem, offender),
                     result.status,
-                    replicate=replicate,
+                    replicate=options.replicate,
                     attempt=attempt,
                     reference=contest.reference,
                     device=self.about["identity"],
                     detail=result.detail,
                 )
-                lost_rows += [replace(blank, scope=s, cache=c) for s, c in options["measures"]]
+                lost_rows += [replace(blank, scope=s, cache=c) for s, c in options.measures]
                 left.remove(offender)
             attempt += 1
         return ContestResult(_in_order(contest, lost_rows), {})

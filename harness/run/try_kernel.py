@@ -188,10 +188,12 @@ def report(result: TrialResult) -> Group:
     shown = Table(title=f"{problem.op} {fields}", title_justify="left", box=None, pad_edge=False)
     for heading in ("", *HEADINGS):
         shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    reasons: list[str] = []  # below the table, which cuts long texts off
     for row, (_, line) in zip(rows, table.iterrows(), strict=True):
         label = escape(row.case.contender.label)
         if row.status is not Status.OK:
-            shown.add_row(label, f"[red]{row.status}[/]: {escape(row.detail)}")
+            shown.add_row(label, f"[red]{row.status}[/]")
+            reasons.append(f"{label}: {row.status}: {escape(row.detail)}")
             continue
         faster = "baseline" if row.case.contender.baseline else f"{line.speedup:.2f}"
         of_bound = f"{line.of_bound:.0%}" if row.bound_us else ""
@@ -199,11 +201,10 @@ def report(result: TrialResult) -> Group:
         errors = f"{row.error or 0:.1e}", f"{line.error_of_usual:.2f}"
         allowed = f"{row.error_of_bound or 0:.2f}"
         shown.add_row(label, f"{line.median_us:.2f}", quartiles, faster, of_bound, *errors, allowed)
-    return Group(shown, *_notes(rows[0], table.iloc[0], result.device))
+    return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result.device))
 
 
 def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
-    """Return further facts of the kernel's row, one per line."""
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
     weights = ""
     if row.stored_bytes and row.dense_bytes:

@@ -148,7 +148,6 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
 
 
 def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[Entry], list[str]]:
-    """Return the entries of a contest, and a line for each search that failed."""
     entries, failed = [], []
     for wide, default in zip(rows[::2], rows[1::2], strict=True):
         if wide.status is Status.OK:

@@ -46,11 +46,7 @@ class CheckResult:
 
 
 def validate(
-    path: Path,
-    data: Path | None = None,
-    beside: Iterable[Path] = (),
-    *,
-    plugins: bool = False,
+    path: Path, data: Path | None = None, beside: Iterable[Path] = (), *, plugins: bool = False
 ) -> Iterator[CheckResult]:
     """Check a bundle and yield a line for each check. Raises ResultError at the first failure.
 

@@ -105,7 +105,6 @@ class Log:
 
 
 def _append(path: Path, lines: list[str]) -> None:
-    """Move lines to the end of a file."""
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write("".join(lines))
     lines.clear()
@@ -328,8 +327,6 @@ def _require_all(
 
 
 def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Thread:
-    """Read a stream to its end in the background."""
-
     def read() -> None:
         assert stream
         with suppress(OSError, ValueError), stream:

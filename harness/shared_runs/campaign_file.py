@@ -67,7 +67,6 @@ class Entry(BaseModel):
         return self.reproduce or self.apart
 
     def read(self, data: Path | None) -> Suite:
-        """Read its suite. Raises SuiteError."""
         assert self.suite
         return read(self.suite, self.folder(data))
 
@@ -77,7 +76,6 @@ class Entry(BaseModel):
         return bool(self.suite) and (not self.data or (folder is not None and folder.is_dir()))
 
     def folder(self, data: Path | None) -> Path | None:
-        """Return the folder of its source files below --data."""
         return data / self.data if data and self.data else None
 
 

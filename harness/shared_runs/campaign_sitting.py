@@ -29,13 +29,8 @@ from sparsebench.harness.run.repeat import confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
-from sparsebench.harness.shared_runs.campaign_pieces import (
-    Pieces,
-    Unfinished,
-    contests_in,
-    pieces,
-)
-from sparsebench.harness.shared_runs.local_gpus import on_each_device
+from sparsebench.harness.shared_runs.campaign_pieces import Pieces, Unfinished, contests_in, pieces
+from sparsebench.harness.shared_runs.sharing import on_each_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import KIND, device_id_at, require_equal_facts, shared_facts
 
@@ -116,7 +111,6 @@ class Sitting:
     refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Collect the entries that are not whole."""
         self._changed = Condition()
         self._parts: list[Part] = []
         self._left = [e for e in self.entries if state(self.out, e).status != "whole"]
@@ -153,7 +147,6 @@ class Sitting:
             self._changed.notify_all()
 
     def _serve(self, device: str, card: str, progress: Progress) -> None:
-        """Measure entries until none is left that can begin on this card."""
         tried: set[str] = set()
         while entry := self._next(card, tried):
             tried.add(entry.name)

@@ -128,7 +128,6 @@ def send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:
 
 
 def _executor(plan: Plan, folder: Path) -> Any:
-    """Return submitit's executor. Raises SuiteError if there is no such cluster or option."""
     try:
         import submitit
     except ModuleNotFoundError as error:
@@ -199,7 +198,6 @@ def _describe(alive: Mapping[int, str] | None) -> str:
 
 
 def _given_up(folder: Path, part: Progress) -> str:
-    """Return the error for a part whose jobs end without a new contest, with the last words."""
     job = jobs(folder)[str(part.number)][-1]
     logs = sorted((folder / "jobs").glob(f"{job}_*_log.err"))
     lines = logs[-1].read_text("utf-8", "replace").splitlines() if logs else []

@@ -13,7 +13,7 @@ from one GPU. If processes of a problem ran on two GPUs, the report says so (rep
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from sparsebench._discovery import own_code_only
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.harness.plan.selection import planned
-from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.recorded_plan import own_suite, require_planned
 from sparsebench.harness.run.run_json import Counts
 from sparsebench.results import bundle, files, store
@@ -67,19 +66,24 @@ def merge(
     for run in runs[1:]:
         _of_one_plan(runs[0], run)
     _each_contest_once(runs)
-    _readable(paths)
+    size = sum(len(bundle.content(path, bundle.ROWS)) for path in paths)
+    if size > files.ROWS_BYTES:
+        limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
+        raise ResultError(f"merge: expected at most {limit}, found {size}; --only makes two runs")
     joined = _joined(runs, out)
+    counts, flags = Counts([*joined.reference, *joined.rows]), joined.state["flags"]
     with nullcontext() if plugins else own_code_only():
         suite = own_suite(joined, data)
-        missing = _missing(joined, suite)
+        problems = [c.problem.id for c in planned(suite, flags["device"], flags["only"])]
+        plan = [(n, problem) for n in range(flags["replicates"]) for problem in problems]
+        missing = [contest for contest in plan if contest not in counts.done]
         if not missing:
             require_planned(joined, suite)
     if missing and whole:
-        raise ResultError(_lacking(runs, missing, joined))
+        raise ResultError(_lacking(runs, missing, len(counts.done)))
     if not missing:
         for _ in check_consistency(joined):
             pass
-    counts = Counts([*joined.reference, *joined.rows])
     status = "interrupted" if missing else "finished"
     done = {"done": len(counts.done), "of": len(counts.done) + len(missing)}
     with store.new_directory(out) as fresh:
@@ -123,7 +127,6 @@ def _of_one_plan(first: Run, other: Run) -> None:
 
 
 def _each_contest_once(runs: Iterable[Run]) -> None:
-    """Raise ResultError for a contest that two runs have."""
     seen: dict[tuple[int, str], Run] = {}
     for run in runs:
         rows = [*run.reference, *run.rows]
@@ -134,16 +137,7 @@ def _each_contest_once(runs: Iterable[Run]) -> None:
                 raise ResultError(f"{run.path}: expected {what} once, found it in {other.path} too")
 
 
-def _readable(paths: Iterable[Path]) -> None:
-    """Raise ResultError for more rows than a run may have to be readable."""
-    count = sum(len(bundle.content(path, bundle.ROWS)) for path in paths)
-    if count > files.ROWS_BYTES:
-        limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
-        raise ResultError(f"merge: expected at most {limit}, found {count}; --only makes two runs")
-
-
 def _joined(runs: Sequence[Run], out: Path) -> Run:
-    """Return the merged run as it will be read."""
     hosts = {host: number for number, host in enumerate(dict.fromkeys(map(_host, runs)), start=1)}
     common = _shared([run.environment for run in runs])
     devices: dict[str, dict[str, Any]] = {}
@@ -198,27 +192,16 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _missing(joined: Run, suite: Suite) -> list[tuple[int, str]]:
-    """Return the contests that no run has, as process and problem."""
-    flags = joined.state["flags"]
-    contests = planned(suite, flags["device"], flags["only"])
-    measured = {(row.replicate, row.case.problem.id) for row in [*joined.reference, *joined.rows]}
-    keys = [(n, c.problem.id) for n in range(flags["replicates"]) for c in contests]
-    return [key for key in keys if key not in measured]
-
-
-def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], joined: Run) -> str:
+def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], done: int) -> str:
     """Return the error for missing contests, with the missing shards if runs have numbers."""
     shards = {str(run.state["flags"].get("shard", "")) for run in runs} - {""}
     of = {int(shard.partition("/")[2]) for shard in shards}
     lost = [f"{n}/{max(of)}" for n in range(1, max(of, default=0) + 1)]
     lost = [shard for shard in lost if shard not in shards]
     replicate, problem = missing[0]
-    rows = [*joined.reference, *joined.rows]
-    total = len(missing) + len({(row.replicate, row.case.problem.id) for row in rows})
     what = f"{len(missing)} missing, such as problem {problem} in replicate {replicate}"
     which = f" (no shard {', '.join(lost[:5])})" if lost else ""
-    return f"merge: expected all {total} contests of the plan, found {what}{which}"
+    return f"merge: expected all {done + len(missing)} contests of the plan, found {what}{which}"
 
 
 def _host(run: Run) -> str:
@@ -251,16 +234,11 @@ def _without(facts: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 
 def _highest(ceilings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the highest ceilings of several GPUs, which bound the rows of each of them."""
-    every = [Ceilings.from_json(each) for each in ceilings]
-    names = sorted({name for each in every for name in each.matrix_tflops})
-    written = [each.write_gb_per_s for each in every if each.write_gb_per_s is not None]
-    highest = replace(
-        every[0],
-        read_gb_per_s=max(each.read_gb_per_s for each in every),
-        copy_gb_per_s=max(each.copy_gb_per_s for each in every),
-        write_gb_per_s=max(written) if written else None,
-        matrix_tflops={n: max(e.matrix_tflops.get(n, 0.0) for e in every) for n in names},
-        launch_us=min(each.launch_us for each in every),
-        age_s=max(each.age_s for each in every),
-    )
-    return asdict(highest)
+    every = [asdict(Ceilings.from_json(each)) for each in ceilings]
+    highest = every[0] | {"launch_us": min(each["launch_us"] for each in every)}
+    for name in ("read_gb_per_s", "copy_gb_per_s", "write_gb_per_s", "age_s"):
+        values = [each[name] for each in every if each[name] is not None]
+        highest[name] = max(values, default=None)
+    rates = [each["matrix_tflops"] for each in every]
+    names = sorted({name for each in rates for name in each})
+    return highest | {"matrix_tflops": {n: max(e.get(n, 0.0) for e in rates) for n in names}}

@@ -1,24 +1,33 @@
 """A suite shared out over several GPUs, and resumed: the entrance to this folder.
 
-    suite, Plan ─> RUN.shards ─> threads for the GPUs of this host   (local_gpus.py)   ┐
-                              ─> jobs of a cluster, one GPU each     (cluster_jobs.py) ┴─> RUN
+    suite, Plan ─> RUN.shards ─> a thread for each GPU of this host: workers near it    ┐
+                              ─> jobs of a cluster, one GPU each (cluster_jobs.py)      ┴─> RUN
 
-A run that was stopped, or whose process ended, is resumed from RUN.shards alone.
+A run that was stopped, or whose process ended, is resumed from RUN.shards alone. Threads and jobs
+take contests from one plan as they go (run/plan_part.py), so no GPU waits for another until the
+last contest. Threads start at the same time, so imports and ceilings take no longer.
 """
 
+import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.machine.cpu_placement import apart
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.measure import RunOptions, require_new
-from sparsebench.harness.shared_runs import cluster_jobs, local_gpus, shared_folder
+from sparsebench.harness.run.measure import RunOptions, Stopped, require_new
+from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.part_work import seal_all
-from sparsebench.harness.shared_runs.shared_folder import Plan
+from sparsebench.harness.shared_runs.part_work import seal_all, work
+from sparsebench.harness.shared_runs.shared_folder import Plan, merged_at
+
+STOP_S = 0.5  # between two checks of threads that are to end
 
 
 def share(
@@ -51,14 +60,13 @@ def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008
     """Measure the rest of a run that is shared out, and return the merged run."""
     folder = shared_folder.beside(run)
     plan, suite = shared_folder.read(folder)
-    module = local_gpus if plan.by == "devices" else cluster_jobs
-    module.measure_parts(folder, suite, plan, options)
-    runs, out = seal_all(folder, plan, suite), shared_folder.merged_at(folder)
-    return merge(runs, out, plan.flags.data, plugins=True, whole=options.until == inf)
+    measure = _measure_on_this_host if plan.by == "devices" else cluster_jobs.measure_parts
+    measure(folder, suite, plan, options)
+    runs = seal_all(folder, plan, suite)
+    return merge(runs, merged_at(folder), plan.flags.data, plugins=True, whole=options.until == inf)
 
 
 def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
-    """Raise SuiteError for repeated devices, too many parts, or a directory that exists."""
     twice = [name for name, count in Counter(plan.devices).items() if count > 1]
     if plan.by == "devices" and twice:
         raise SuiteError(f"--devices: expected each device once, found {twice[0]} twice")
@@ -67,3 +75,61 @@ def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
     if parts > count:
         expected = f"at most {count} parts, one for each problem"
         raise SuiteError(f"{suite.name}: expected {expected}; found {parts}")
+
+
+def _measure_on_this_host(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -> None:
+    """Measure the rest of a plan on the devices of this host."""
+    done: Counter[int] = Counter()  # contests, by part
+    total = len(plan.contests(suite)) * plan.flags.replicates
+    parts: list[Part] = []
+
+    def measure_part(index: int) -> None:
+        def show(count: int, _: int, problem: str) -> None:
+            done[index] = count
+            options.progress(done.total(), total, problem)
+
+        shown = replace(options, progress=show)
+        work(folder, plan, suite, index + 1, shown, begun=parts.append)
+
+    on_each_device(plan.devices, measure_part, parts, merged_at(folder))
+
+
+def on_each_device(
+    devices: Sequence[str],
+    call: Callable[[int], None],
+    parts: Sequence[Part],
+    path: Path,
+    stopping: Callable[[], None] = lambda: None,
+) -> None:
+    """Call with the index of each device, in threads with CPUs of their own.
+
+    On Ctrl-C or the first error, call `stopping` and end all `parts`. Raises that error, or Stopped
+    with the path.
+    """
+    cpus = apart(devices)
+
+    def pinned_call(index: int) -> None:
+        os.sched_setaffinity(0, cpus[index])  # for this thread, and for the workers it starts
+        call(index)
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        running = [threads.submit(pinned_call, index) for index in range(len(devices))]
+        try:
+            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+            errors = [error for future in ended if (error := future.exception())]
+        except KeyboardInterrupt as stop:
+            errors = [Stopped(path)]
+            errors[0].__cause__ = stop
+        if errors:
+            stopping()
+            _end(parts, running)
+            raise errors[0]
+
+
+def _end(parts: Sequence[Part], running: Sequence[Future[None]]) -> None:
+    """Stop all parts, and wait until their threads have ended."""
+    left: set[Future[None]] = set(running)
+    while left:
+        for part in parts:
+            part.stop()
+        _, left = wait(left, timeout=STOP_S)

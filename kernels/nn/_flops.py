@@ -4,6 +4,7 @@ block-sparse      stored blocks only
 sparse gated MLP  the gate is dense; up, down and all of backward count every slot as filled, since
                   only the device knows how many are
 Spense            stored elements of W: half of the 2:4 part and all of the rest
+bitmap            every element of W, because only the device knows how many are stored
 """
 
 from math import prod
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from sparsebench.kernels.nn import _bitmap_op as _bitmap_op
 from sparsebench.kernels.nn import _spense_op as _spense_op
 from sparsebench.kernels.nn._bsr_autograd import linear as linear
 from sparsebench.kernels.twell._autograd import gated_mlp as gated_mlp
@@ -53,3 +55,8 @@ def _(x: Shape, sparse: Shape, dense: Shape, *layout: Any, **_: Any) -> int:
 def _(dy: Shape, x: Shape | None, sparse: Shape, dense: Shape, *layout: Any, **_: Any) -> int:
     n, k = layout[:2]
     return int(2 * dy[0] * n * k * (1 if x is None else 2))
+
+
+@register_flop_formula([OPS.bitmap_linear, OPS.bitmap_dgrad])
+def _(a: Shape, records: Shape, offsets: Shape, n: int, k: int, **_: Any) -> int:
+    return 2 * a[0] * n * k

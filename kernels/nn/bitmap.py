@@ -2,7 +2,8 @@
 
     records, offsets    buffers: W as in formats/bitmap.py
     forward             sparsebench.matmul: bitmap_mma if it was measured faster than dense, else
-                        torch's own product with a dense copy of W, which the first such call makes
+                        torch's own product with a dense copy of W, which the first such call makes;
+                        torch.compile and torch.export see an operator (_bitmap_op.py)
 
 X has a gradient, from the dense copy. X has the dtype of W, which cannot change.
 """
@@ -13,8 +14,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
+from sparsebench.kernels._common.transforms import batched, watched
+from sparsebench.kernels.nn import _bitmap_op
 from sparsebench.kernels.nn._packed import (
     dense_linear,
     frozen,
@@ -60,7 +64,7 @@ class BitmapLinear(nn.Linear):
         self.register_buffer("offsets", offsets)
         zeros = torch.zeros(out_features, device=device, dtype=dtype)
         self.bias = frozen(zeros) if bias else None
-        self._bitmap: Bitmap | None = None
+        self._bitmap: tuple[Tensor, Tensor, Bitmap] | None = None
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
@@ -83,11 +87,12 @@ class BitmapLinear(nn.Linear):
     @property
     def bitmap(self) -> Bitmap:
         """Return W in the memory of the buffers; the same object until the buffers are replaced."""
-        w = self._bitmap
-        if w is None or w.records is not self.records or w.offsets is not self.offsets:
-            shape = self.out_features, self.in_features
-            w = self._bitmap = Bitmap(shape, self.dtype, self.offsets, self.records)
-        return w
+        known = self._bitmap
+        if known is None or known[0] is not self.records or known[1] is not self.offsets:
+            sizes = self.out_features, self.in_features
+            w = _bitmap_op.bitmap_of(self.records, self.offsets, *sizes, self.dtype)
+            known = self._bitmap = self.records, self.offsets, w
+        return known[2]
 
     def to_dense(self) -> nn.Linear:
         """Return the layer as nn.Linear."""
@@ -117,8 +122,17 @@ class BitmapLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
-        y = matmul(x, self.bitmap)
+        y = self._traced(x) if watched() else matmul(x, self.bitmap)
         return y if self.bias is None else y + self.bias
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """Return X @ W.T by the operator, after the checks that a trace can make."""
+        n, k = self.out_features, self.in_features
+        if x.dim() == 0 or x.shape[-1] != k or x.dtype != self.dtype:
+            expected = f"expected {self.dtype} [..., {k}]"
+            raise Unsupported(f"{expected}, found {x.dtype} {list(x.shape)}")
+        flat = x if x.dim() == 2 else x.reshape(-1, k)
+        return batched(_bitmap_op.linear(flat, self.records, self.offsets, n, k), x)
 
     def extra_repr(self) -> str:
         """Return the sizes, and the bytes as a fraction of dense."""

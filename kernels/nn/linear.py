@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import offsets_of, require, rows_of
+from sparsebench.formats._format import offsets_of, require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.transforms import batched
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_pattern import replan
 from sparsebench.kernels.nn._bsr_plans import require_index
+from sparsebench.kernels.nn._moves import repacked, require_same_moves, state_moves
 from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
 from sparsebench.kernels.nn._weight import PackedWeight
 
@@ -72,7 +73,7 @@ class BlockSparseLinear(nn.Linear):
         """Draw the values, and also the pattern if there is none."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.block = _block(block)
+        self.block = sides_of(block)
         self._shape = out_features, in_features
         self._grid = grid = _grid(self._shape, self.block)
         require((sparsity is None) != (pattern is None), "expected either sparsity or pattern")
@@ -118,11 +119,13 @@ class BlockSparseLinear(nn.Linear):
 
         `sparsity` is the fraction of blocks that are dropped. Raises FormatError.
         """
-        r, c = _block(block)
+        r, c = sides_of(block)
         n, k = linear.weight.shape
         rows, columns = _grid((n, k), (r, c))
         weight = linear.weight.detach()
         padded = nn.functional.pad(weight.float(), (0, columns * c - k, 0, rows * r - n))
+        if padded.numel():  # the squares of 1e-30 would be zero
+            padded = padded.ldexp(-padded.abs().max().frexp().exponent)
         norms = padded.square().view(rows, r, columns, c).sum((1, 3)).flatten()
         largest = norms.argsort(descending=True, stable=True)[: _count(sparsity, rows * columns)]
         pattern = torch.zeros_like(norms, dtype=torch.bool)
@@ -164,11 +167,12 @@ class BlockSparseLinear(nn.Linear):
         offsets, columns  the new index, int32 (formats/bsr.py)
         values            [blocks, r, c], if all values are to be replaced
 
-        Return int64 [blocks]: the old position of each block, or -1. `repack` takes this to move
-        an optimizer's state. The parameter remains the same object and loses its gradient. The
-        kernels are planned for the new pattern at once, so that no later call waits. A CUDA graph
-        must be captured again. Under fully_shard, all ranks must call this with the same index.
-        Raises FormatError, and then leaves the layer as it was.
+        Return int64 [blocks]: the old position of each block, or -1. The parameter remains the same
+        object and loses its gradient, and the state that optimizers have for it moves with the
+        blocks (_moves.py). The kernels are planned for the new pattern at once, so that no later
+        call waits. A CUDA graph must be captured again. Under fully_shard and
+        DistributedDataParallel, all ranks must call this with the same index. Raises FormatError,
+        and then leaves the layer as it was.
         """
         old = self._unwritten or (self.offsets, self.columns)
         on_meta = offsets.is_meta or columns.is_meta
@@ -176,6 +180,8 @@ class BlockSparseLinear(nn.Linear):
         new = _copy(offsets, columns, old[0].device)
         require_index(*new, self._shape, self.block)
         source = _source(old, new, self._grid[1])
+        move_state = state_moves(self.values, source)
+        require_same_moves(self, *new, values)
         if values is not None:
             expected = self.values.dtype, (len(new[1]), *self.block)
             layout = values.dtype, (*values.shape,)
@@ -184,9 +190,10 @@ class BlockSparseLinear(nn.Linear):
         elif self.values.is_meta:
             values = self.values.new_empty(len(source), *self.block)
         else:
-            values = repack(unsharded(self.values.detach()), source)
+            values = repacked(unsharded(self.values.detach()), source)
         before = self.offsets, self.columns
         self._store(new, values)
+        move_state()
         replan(before, (self.offsets, self.columns))
         return source
 
@@ -294,17 +301,6 @@ def index_of(pattern: Tensor) -> Index:
     return offsets_of(rows, len(pattern)), columns.to(torch.int32)
 
 
-def repack(blocks: Tensor, source: Tensor) -> Tensor:
-    """Return [new blocks, r, c]: block i is the old block source[i], or zeros if source[i] is -1.
-
-    set_pattern returns `source`. An optimizer's state moves the same way:
-    state["exp_avg"] = repack(state["exp_avg"], source).
-    """
-    if not len(blocks):
-        return blocks.new_zeros(len(source), *blocks.shape[1:])
-    return blocks[source.clamp(min=0)].masked_fill_(source[:, None, None] < 0, 0)
-
-
 def _copy(offsets: Tensor, columns: Tensor, device: torch.device) -> Index:
     with torch.inference_mode(False):  # torch does not count writes into inference tensors
         return offsets.detach().to(device, copy=True), columns.detach().to(device, copy=True)
@@ -354,12 +350,6 @@ def _count(sparsity: float, blocks: int) -> int:
     """Return the number of blocks to store."""
     require(0 <= sparsity <= 1, f"sparsity: expected 0 to 1, found {sparsity}")
     return round((1 - sparsity) * blocks)
-
-
-def _block(block: int | tuple[int, int]) -> tuple[int, int]:
-    r, c = (block, block) if isinstance(block, int) else block
-    require(r > 0 and c > 0, f"block: expected at least 1x1, found {r}x{c}")
-    return r, c
 
 
 def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

@@ -77,6 +77,13 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
     it, alive. The caller must keep X, as for any torch op, and must call a named kernel once before
     each capture. Raises Unsupported, FormatError.
     """
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        raise Unsupported(f"matmul: expected X as a dense torch.Tensor, found {_kind(x)}")
+    if not isinstance(w, Format):
+        expected = "expected W in a format, such as Bsr.from_dense(weight, block=64)"
+        raise Unsupported(f"matmul: {expected}; found {_kind(w)}")
+    if kernel is not None and not isinstance(kernel, str):
+        raise Unsupported(f"matmul: expected the name of a kernel, found {_kind(kernel)}")
     n, k = w.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise Unsupported(f"matmul: expected X [..., {k}], found {list(x.shape)}")
@@ -87,6 +94,10 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
     with torch.cuda.device_of(flat), torch.autocast(x.device.type, enabled=False):
         y = _by_format(flat, w) if kernel is None else _by_name(flat, w, kernel, options)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of {value.layout}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _by_format(x: Tensor, w: Format) -> Tensor:
@@ -112,7 +123,7 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         training = torch.is_grad_enabled() and x.requires_grad
         if hopper and not training and bits_are_faster(len(x), w):
             return _by_name(x, w, "bitmap_mma", {})
-        return linear(x, _dense_copy(w))
+        return linear(x, dense_copy(w))
     raise Unsupported(f"matmul: expected kernel=NAME for the format {type(w).__name__}, found none")
 
 
@@ -143,7 +154,7 @@ def _unpack(w: Bitmap) -> Tensor:
     return weight.dense
 
 
-_dense_copy: Callable[[Bitmap], Tensor] = torch.compiler.disable(_unpack)  # looks up the copy
+dense_copy: Callable[[Bitmap], Tensor] = torch.compiler.disable(_unpack)  # looks up the copy
 
 
 # ---- a kernel by its name ----

@@ -7,16 +7,13 @@ All cells: linear, bf16           what the labels share, because they must fit a
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._html import note
-from sparsebench.reports.figures._svg import INK, OURS, PAPER, PEER, canvas, style, svg
-from sparsebench.results.claims.cells import Cell, largest_value
+from sparsebench.reports.figures._svg import INK, OURS, PEER, Look
+from sparsebench.results.claims.cells import Cell, largest_value, value_text
 from sparsebench.results.claims.decision import cell_state
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
@@ -25,12 +22,11 @@ from sparsebench.results.formatting import amount
 MOST = 24  # cells drawn; the table lists the others
 LINE = 17  # CSS pixels per cell
 WIDTH = 480
-LONGEST = 48  # characters of a label
 APART = 8.0  # the axis is logarithmic if the largest value is more than this times the least
-LOOKS: dict[str, dict[str, Any]] = {
-    "met": {"marker": "o", "color": OURS},
-    "missed": {"marker": "o", "color": PEER, "markerfacecolor": PAPER},
-    "not settled": {"marker": "s", "color": INK, "markerfacecolor": PAPER},
+LOOKS = {
+    "met": Look(OURS, "o", None, 1.4, 5),
+    "missed": Look(PEER, "o", None, 1.4, 5, hollow=True),
+    "not settled": Look(INK, "s", None, 1.4, 5, hollow=True),
 }
 
 
@@ -41,28 +37,25 @@ def forest(test: Test, cells: Sequence[Cell]) -> Markup:
         return Markup("")
     valued.sort(key=lambda cell: cell.value, reverse=test.at_least is not None)
     shown = _sample(valued)
-    with style():
-        figure, axes = canvas((WIDTH, 60 + LINE * len(shown)), fitted=True)
-        for place, cell in enumerate(reversed(shown)):
-            look = LOOKS[cell_state(test, cell)]
-            if cell.processes > 1:
-                axes.hlines(place, cell.low, cell.high, color=look["color"], linewidth=1.4)
-            axes.plot([cell.value], [place], linestyle="none", markersize=5, **look)
-            if test.at_least is not None and (bound := largest_value(test, cell)):
-                axes.plot([bound], [place], "|", color=INK, markersize=9)
-        axes.axvline(test.limit, color=INK, linewidth=1.1, linestyle=(0, (2, 2)))
-        none = METRICS[test.metric].none
-        if none is not None:
-            axes.axvline(none, color=INK, linewidth=0.7, alpha=0.5)
-        shared, labels = _labels(shown)
-        axes.set_yticks(np.arange(len(shown)), labels[::-1])
-        axes.set_ylim(-0.7, len(shown) - 0.3)
-        axes.tick_params(axis="y", length=0, labelsize=10)
-        _across(axes, [*(c.value for c in shown), test.limit])
-        axes.set_xlabel(f"{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}")
-        axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
-        limit = f"{test.limit:g}{SIGNS[test.unit]}"
-        drawn = svg(figure, f"{test.name}: {amount(len(shown), 'cell')}, threshold {limit}")
+    shared, labels = _labels(shown)
+    metric = f"{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}"
+    least, most = min(c.value for c in shown), max(c.value for c in shown)
+    apart = least > 0 and max(most, test.limit) / min(least, test.limit) > APART
+    chart = Chart((WIDTH, 60 + LINE * len(shown)), metric, log="x" if apart else "")
+    chart.limits["y"] = (-0.7, len(shown) - 0.3)
+    chart.ticks["y"] = [*enumerate(labels[::-1])]
+    chart.rule("x", test.limit, Look(dash="2 2", width=1.1))
+    if (none := METRICS[test.metric].none) is not None:
+        chart.rule("x", none, Look(width=0.7, alpha=0.5))
+    for place, cell in enumerate(reversed(shown)):
+        look = LOOKS[cell_state(test, cell)]
+        if cell.processes > 1:
+            chart.spans([place], [cell.low], [cell.high], look, across=True)
+        chart.line([cell.value], [place], look, [f"{cell.label}: {value_text(test, cell)}"])
+        if test.at_least is not None and (bound := largest_value(test, cell)):
+            chart.line([bound], [place], Look(marker="|", size=9))
+    limit = f"{test.limit:g}{SIGNS[test.unit]}"
+    drawn = chart.svg(f"{test.name}: {amount(len(shown), 'cell')}, threshold {limit}")
     left = len(valued) - len(shown)
     words = "The dotted line is the threshold, and lines are intervals. "
     if test.at_least is not None and any(cell.bound for cell in shown):
@@ -86,20 +79,9 @@ def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
     parts = [[*cell.label.split(", "), f"run {cell.run}", where(cell)] for cell in cells]
     shared = [part for part in parts[0] if all(part in each for each in parts)]
     labels = [", ".join(part for part in each if part not in shared) for each in parts]
-    return ", ".join(shared), [label[:LONGEST] for label in labels]
+    return ", ".join(shared), labels
 
 
 def where(cell: Cell) -> str:
     """Name the device of a cell, and whether it is simulated."""
     return cell.device.removeprefix("NVIDIA ") + (" (simulated)" if cell.simulated else "")
-
-
-def _across(axes: Axes, values: list[float]) -> None:
-    """Make the axis logarithmic if the values are far apart."""
-    low, high = min(values), max(values)
-    if low > 0 and high / low > APART:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(7))

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._html import folded, note
-from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
-from sparsebench.reports.figures.pareto import front
+from sparsebench.reports.figures._svg import Look, series
+from sparsebench.reports.figures.pareto import front, steps
 from sparsebench.reports.tables import html_table
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.formatting import between, percent
@@ -37,26 +37,21 @@ def losses(cells: Sequence[Cell], pruning: Pruning) -> Markup:
     if not points or pruning.loss is None:
         return note(f"No cell has a dense fraction to which {pruning.weights} was pruned.")
     methods = list(dict.fromkeys(_method(outcome) for _, outcome in points))
-    with style():
-        figure, axes = canvas(SIZE)
-        for number, method in enumerate(methods):
-            chosen = [(c, o) for c, o in points if _method(o) == method]
-            look = series(number) | {"linestyle": "none", "label": method}
-            axes.plot([c.value for c, _ in chosen], [o.loss or 0.0 for _, o in chosen], **look)
-            for cell, outcome in chosen:
-                axes.hlines(outcome.loss or 0.0, cell.low, cell.high, color=look["color"])
-        for cell, outcome in {(o.dense, o.method, o.region): (c, o) for c, o in points}.values():
-            place, text = (cell.value, outcome.loss or 0.0), f"{100 * outcome.dense:g}"
-            axes.annotate(text, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
-        worth = [(cell.value, (outcome.loss or 0.0) - pruning.loss) for cell, outcome in points]
-        steps = front(pd.DataFrame(worth, columns=["speedup", "error"]))
-        axes.step(steps.speedup, steps.error + pruning.loss, where="pre", color=INK, linewidth=1)
-        axes.axhline(pruning.loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
-        axes.axvline(1, color=INK, linewidth=0.7, alpha=0.5)
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel("speedup, ×")
-        axes.set_ylabel("loss on held-out text, nats a token")
-        drawn = svg(figure, "loss on held-out text against speedup")
+    chart = Chart(SIZE, "speedup, ×", "loss on held-out text, nats a token")
+    chart.rule("y", pruning.loss, Look(dash="2 2", width=1), "dense")
+    chart.rule("x", 1, Look(width=0.7))
+    for number, method in enumerate(methods):
+        chosen = [(c, o.loss or 0.0) for c, o in points if _method(o) == method]
+        look = series(number).but(dash=None)
+        values, heights = [c.value for c, _ in chosen], [loss for _, loss in chosen]
+        chart.spans(heights, [c.low for c, _ in chosen], [c.high for c, _ in chosen], look, True)
+        chart.line(values, heights, look, [f"{method}: {c.label}" for c, _ in chosen])
+    for cell, outcome in {(o.dense, o.method, o.region): (c, o) for c, o in points}.values():
+        chart.text(cell.value, outcome.loss or 0.0, f"{100 * outcome.dense:g}")
+    worth = [(cell.value, (outcome.loss or 0.0) - pruning.loss) for cell, outcome in points]
+    best = front(pd.DataFrame(worth, columns=["speedup", "error"]))
+    steps(chart, best.assign(error=best.error + pruning.loss))
+    drawn = chart.svg("loss on held-out text against speedup")
     words = (
         f"{pruning.weights}: {pruning.held_out:,} tokens held out of {pruning.tokens_from}. "
         f"The dotted line is the dense model ({pruning.loss:.3f}). Numbers are the percentage left "

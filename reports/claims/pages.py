@@ -8,7 +8,7 @@ The strongest verdict comes first, so that title, badge and tables agree. Simula
 if there are no measured ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
 from sparsebench.reports.figures._html import folded
-from sparsebench.reports.figures._svg import distinct
 from sparsebench.reports.page import render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
@@ -34,7 +33,7 @@ from sparsebench.results.model_files import Pruning
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 BADGE = {
     Word.REPRODUCED: "#00694c",
-    Word.PARTLY: "#5a6b00",
+    Word.PARTLY: "#8a5a00",
     Word.REFUTED: "#a3261c",
     Word.NOT_CARRIED_OVER: "#8a4b00",
     Word.NOT_SETTLED: "#0a58a8",
@@ -68,9 +67,12 @@ def entries(
     ]
 
 
-def pages(judged: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of every page and badge."""
-    yield "claims/index.html", render("claims.html", site=site, lines=lines(judged))
+def pages(
+    judged: Sequence[Entry], site: Site, gpus: Collection[str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of every page and badge; `gpus` are as for `lines`."""
+    table = lines(judged, gpus)
+    yield "claims/index.html", render("claims.html", site=site, lines=table, tally=tally(table))
     for entry in judged:
         page = render(
             "claim.html",
@@ -87,13 +89,13 @@ def pages(judged: Sequence[Entry], site: Site) -> Iterator[tuple[str, str]]:
                 {(cell.run, cell.commit, amount(cell.processes, "process")) for cell in entry.cells}
             ),
         )
-        yield f"claims/{entry.planned.name}.html", distinct(page)
+        yield f"claims/{entry.planned.name}.html", page
         yield f"claims/{entry.planned.name}.svg", badge(entry)
 
 
 def alone(judged: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
     """Yield the pages and their style sheet, for a separate folder."""
-    site = Site(version=version, feed=False)
+    site = Site(version=version, whole=False)
     yield "style.css", stylesheet()
     yield from pages(judged, site)
 
@@ -105,8 +107,11 @@ def prose(text: str) -> Markup:
     return Markup("").join(code % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
-def lines(judged: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return a line per claim and device, for the tables of all claims."""
+def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Return a line per claim and device, for the tables of all claims.
+
+    With `gpus`, devices that are none of them are left out, because claims are about GPUs.
+    """
     return [
         {
             "name": entry.planned.name,
@@ -119,10 +124,33 @@ def lines(judged: Sequence[Entry]) -> list[dict[str, Any]]:
             "basis": str(verdict.basis),
             "tendency": str(verdict.tendency or ""),
             "why": verdict.why,
+            **_numbers(verdict),
         }
         for entry in judged
         for verdict in entry.verdicts
+        if gpus is None or not verdict.device or verdict.device in gpus
     ]
+
+
+def tally(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
+    """Count the claims by their first verdict: its word, its style and the number."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for line in table:
+        first.setdefault(line["name"], line)
+    words = [line["word"] for line in first.values()]
+    return [(str(w), STYLES[w], words.count(str(w))) for w in Word if str(w) in words]
+
+
+def _numbers(verdict: Verdict) -> dict[str, str]:
+    """Return the claimed and the measured value of the test that decides a verdict."""
+    tests = [test for test in verdict.tests if test.word is verdict.word] or verdict.tests
+    for judged in tests:
+        test, cells = judged.test, [cell for cell in judged.deciding if not cell.reason]
+        if cells:
+            sign = "" if test.at_least is not None else "at most "
+            return {"claimed": sign + test.limit_text, "measured": value_text(test, cells[0])}
+    claimed = tests[0].test.limit_text if tests else "–"
+    return {"claimed": claimed, "measured": "–"}
 
 
 def badge(entry: Entry) -> str:

@@ -12,11 +12,11 @@ from sparsebench.results.formatting import rounded
 
 STYLES = {
     Word.REPRODUCED: "good",
-    Word.PARTLY: "good",
+    Word.PARTLY: "unsure",
     Word.REFUTED: "bad",
     Word.NOT_CARRIED_OVER: "bad",
-    Word.NOT_SETTLED: "unsure",
-    Word.NOT_MEASURED: "unsure",
+    Word.NOT_SETTLED: "quiet",
+    Word.NOT_MEASURED: "quiet",
     Word.NOT_TESTABLE: "quiet",
 }
 NOTHING = "Nothing was measured here; use `--from results/published/GPU` to judge published runs"

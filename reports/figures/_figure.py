@@ -19,7 +19,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, undecided
-from sparsebench.results.contests import with_gains
+from sparsebench.results.contests import View, all_views, with_gains
 from sparsebench.results.formatting import percent, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.model_files import Pruning
@@ -66,6 +66,11 @@ class Frames:
         """
         cases = with_gains(self.cases)
         return cases.assign(clear=clear(cases), undecided=undecided(cases))
+
+    @cached_property
+    def views(self) -> list[View]:
+        """Return the grids of contests for all choices of fields, the first to show in front."""
+        return all_views(self.cases)
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
         """Return the contenders of these cases with their numbers on the whole page."""

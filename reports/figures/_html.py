@@ -29,6 +29,7 @@ def wide(drawing: Markup, title: str = "") -> Markup:
 
 def download(name: str, data: pd.DataFrame) -> Markup:
     """Return a link that holds these lines as CSV, because the page is a single file."""
+    data = data.drop(columns="blocks", errors="ignore")  # arrays, which no spreadsheet reads
     content, kind, name = as_csv(data).encode(), "text/csv", f"{name}.csv"
     if len(content) > PLAIN_BYTES:
         content, kind, name = gzip.compress(content, mtime=0), "application/gzip", f"{name}.gz"

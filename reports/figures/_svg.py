@@ -1,66 +1,56 @@
-"""matplotlib drawings as inline SVG with the font, ink and colours of the page.
+"""The colours, markers and dashes of drawings, their legends, and the colours of cells.
 
-matplotlib draws placeholder colours that become CSS afterwards, so that one drawing suits light and
-dark pages: INK becomes currentColor, PAPER the page's colour, series i var(--series-i).
+Every colour is a CSS variable of templates/report.css, so that one drawing suits light and dark
+pages: --series-0 to --series-7 for contenders, --ours and --peer for roles, currentColor for ink.
 """
 
 import hashlib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
-from io import StringIO
-from itertools import count
-from typing import Any
 
-import matplotlib
 import numpy as np
 import seaborn
-from markupsafe import Markup, escape
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from markupsafe import Markup
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.markers import MarkerStyle
 
-INK = "#000001"
-PAPER = "#000002"
-OURS, PEER = "#000003", "#000004"  # lines that show the best of several kernels
-ROLES: dict[str, dict[str, Any]] = {
-    "ours": {"color": OURS, "marker": "o", "linestyle": "-"},
-    "peer": {"color": PEER, "marker": "^", "linestyle": (0, (5, 1.5))},
-    "dense": {"color": INK, "marker": "s", "linestyle": "-"},
-}
+INK = "currentColor"
+PAPER = "var(--paper)"
+OURS, PEER = "var(--ours)", "var(--peer)"  # lines that show the best of several kernels
 COLOURS = 8  # the palette in templates/report.css
 SALT = 14893  # gives kernels that share a panel different colours
 MARKERS = "os^DvPX*"
-HOLLOW: dict[str, Any] = {"linestyle": "none", "markerfacecolor": PAPER, "markeredgewidth": 1.2}
-DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))]
+DASHES = ["", "5 1.5", "1.5 1.2", "6 1.5 1.5 1.5"]
 OCTAVES = 3  # the colours of cells saturate at 8× and 1/8×
 PALETTE = seaborn.diverging_palette(25, 245, s=80, l=50, as_cmap=True)
-SIZE = (270, 200)  # CSS pixels, before the page scales it
-MARGINS = (48, 38, 10, 8)  # pixels left, below, right and above the axes
 
-COLOURED: list[tuple[str, Any]] = [
-    (r"#0000(1[0-7])", lambda match: f"var(--series-{int(match[1], 16) - 0x10})"),
-    (OURS, "var(--ours)"),
-    (PEER, "var(--peer)"),
-    (INK, "currentColor"),
-    (PAPER, "var(--paper)"),
-]
 
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "sparsebench",  # the same run gives the same bytes
-    "text.parse_math": False,  # a label may contain any text, and $ is a dollar
-    "font.size": 10,
-    "axes.linewidth": 0.8,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+@dataclass(frozen=True)
+class Look:
+    """How a line and its markers are drawn.
+
+    marker  a letter of MARKERS, `|` for a tick, or "" for none
+    dash    SVG dash lengths; "" draws a solid line, and None no line
+    hollow  whether markers show the paper inside
+    """
+
+    color: str = INK
+    marker: str = ""
+    dash: str | None = ""
+    width: float = 1.2
+    size: float = 4.2
+    alpha: float = 1.0
+    hollow: bool = False
+
+    def but(self, **changes: object) -> "Look":
+        """Return this look with other values."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+ROLES = {
+    "ours": Look(OURS, "o", width=1.6, size=4.6),
+    "peer": Look(PEER, "^", "5 1.5", width=1.6, size=4.6),
+    "dense": Look(INK, "s", width=1.6, size=4.6),
 }
 
 
@@ -75,28 +65,11 @@ def looks(kernel: str, options: str = "") -> int:
     return colour % COLOURS + COLOURS * (marker % len(MARKERS) + len(MARKERS) * (dash % 4))
 
 
-def series(number: int) -> dict[str, Any]:
+def series(number: int) -> Look:
     """Return the look of a contender's line; colour, marker and dashes all differ."""
     rest = number // COLOURS
-    return {
-        "color": f"#0000{number % COLOURS + 0x10:02x}",
-        "marker": MARKERS[rest % len(MARKERS)],
-        "linestyle": DASHES[rest // len(MARKERS) % len(DASHES)],
-        "markersize": 4.2,
-        "linewidth": 1.3,
-        "markeredgewidth": 0,
-    }
-
-
-def distinct(page: str) -> str:
-    """Make the ids of a page's drawings unique: matplotlib gives equal markers the same id."""
-    counted = count(1)
-
-    def unique(drawing: re.Match[str]) -> str:
-        number = next(counted)
-        return re.sub(r'(id="|#)([mpC][0-9a-f]{8,})', rf"\1\2-{number}", drawing[0])
-
-    return re.sub(r"<svg.*?</svg>", unique, page, flags=re.DOTALL)
+    dash = DASHES[rest // len(MARKERS) % len(DASHES)]
+    return Look(f"var(--series-{number % COLOURS})", MARKERS[rest % len(MARKERS)], dash, 1.3)
 
 
 def shade(ratio: float) -> tuple[str, str]:
@@ -111,106 +84,49 @@ def shade(ratio: float) -> tuple[str, str]:
     return to_hex(colour), "#000" if bright else "#fff"
 
 
-def canvas(size: tuple[int, int] = SIZE, fitted: bool = False) -> tuple[Figure, Axes]:
-    """Return an empty drawing, to be used inside `style()`.
-
-    `fitted` makes room for long labels and doubles the time to draw.
-    """
-    figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained" if fitted else None)
-    FigureCanvasSVG(figure)
-    axes = figure.add_subplot()
-    if not fitted:
-        left, bottom, right, top = MARGINS
-        ends = left / size[0], bottom / size[1], 1 - right / size[0], 1 - top / size[1]
-        figure.subplots_adjust(*ends)
-    return figure, axes
-
-
-def style() -> Any:
-    """Return the context in which drawings are made and written."""
-    return matplotlib.rc_context(STYLE)
+SHAPES = {  # corners of the markers, in half sizes
+    "s": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+    "^": [(0, -1.1), (1.05, 0.9), (-1.05, 0.9)],
+    "v": [(0, 1.1), (1.05, -0.9), (-1.05, -0.9)],
+    "D": [(0, -1.2), (1.2, 0), (0, 1.2), (-1.2, 0)],
+    "P": [(x * s, y * s) for s in (1.1,) for x, y in (
+        (-.35, -1), (.35, -1), (.35, -.35), (1, -.35), (1, .35), (.35, .35),
+        (.35, 1), (-.35, 1), (-.35, .35), (-1, .35), (-1, -.35), (-.35, -.35))],
+    "X": [(x * s, y * s) for s in (1.0,) for x, y in (
+        (-1, -.5), (-.5, -1), (0, -.5), (.5, -1), (1, -.5), (.5, 0),
+        (1, .5), (.5, 1), (0, .5), (-.5, 1), (-1, .5), (-.5, 0))],
+    "*": [(r * np.sin(i * np.pi / 5), -r * np.cos(i * np.pi / 5))
+          for i in range(10) for r in (1.35 if i % 2 == 0 else 0.55,)],
+    "|": [(-0.14, -1.1), (0.14, -1.1), (0.14, 1.1), (-0.14, 1.1)],
+}  # fmt: skip
 
 
-def svg(figure: Figure, label: str, titles: Mapping[str, Sequence[str]] | None = None) -> Markup:
-    """Return a drawing as an SVG element with a label for screen readers.
+def mark(marker: str, x: float, y: float, size: float) -> str:
+    """Return the SVG shape of a marker, without the end of its tag."""
+    half = size / 2
+    if marker == "o":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{half:g}"'
+    corners = (f"{x + half * dx:.1f} {y + half * dy:.1f}" for dx, dy in SHAPES[marker])
+    return f'<path d="M{"L".join(corners)}z"'
 
-    titles  by the gid of a line, the tooltips of its markers
-    """
-    file = StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = _titled(file.getvalue(), titles or {})
-    body = text[text.index("</defs>") + len("</defs>") : text.rindex("</svg>")]  # without the style
-    changes = [
-        (r'<g id="(?:of )([^"]*)">', r'<g class="\1">'),
-        (r' id="(?![mpC][0-9a-f_]{8,}")[^"]*"', ""),
-        (r'<path d="[^"]*" style="fill: none"/>', ""),  # empty backgrounds
-        (r" font-family: [^;]*;", ""),  # the page's
-        (r' transform="rotate\(-?0 [^"]*"', ""),
-        (r"\n *", "\n"),
-    ]
-    for pattern, new in changes:
-        body = re.sub(pattern, new, body)
-    body = _coloured(body)
-    box = re.search(r'viewBox="([\d. ]*)"', text)
-    head = Markup('<svg viewBox="{}" role="img" aria-label="{}">')
-    return head.format(box[1] if box else "", label) + Markup(body + "</svg>")
+
+def swatch(look: Look) -> Markup:
+    """Return a sample of a line for a legend, 30 × 12 pixels."""
+    line = "" if look.dash is None else f'<path d="M2 6H28" stroke-dasharray="{look.dash}"/>'
+    fill = PAPER if look.hollow else look.color
+    shape = f'{mark(look.marker, 15, 6, 2.4 * look.size)} fill="{fill}"/>' if look.marker else ""
+    body = f'<svg viewBox="0 0 30 12" aria-hidden="true" stroke="{look.color}" fill="none" '
+    return Markup(f'{body}stroke-width="{look.width}">{line}{shape}</svg>')
 
 
 @cache
-def swatch(number: int | None) -> Markup:
-    """Return a sample of a contender's line for a legend; None is the baseline."""
-    return _swatch({"color": INK, "linewidth": 1.2} if number is None else series(number))
-
-
-@cache
-def role(name: str) -> Markup:
-    """Return a sample of a role's line for a legend."""
-    return _swatch({"markersize": 4.2, "linewidth": 1.5, **ROLES[name]})
+def contender_swatch(number: int | None) -> Markup:
+    """Return a sample of a contender's line; None is the baseline."""
+    return swatch(Look() if number is None else series(number))
 
 
 def roles(names: Mapping[str, str]) -> Markup:
     """Return a legend of roles with their names."""
-    items = (Markup("<li>{}{}</li>").format(role(key), name) for key, name in names.items())
+    item = Markup("<li>{}{}</li>")
+    items = (item.format(swatch(ROLES[key]), name) for key, name in names.items())
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))
-
-
-@cache
-def hollow() -> Markup:
-    """Return the marker of an undecided case for a legend."""
-    return _swatch({"color": INK, "marker": "o", "markersize": 5} | HOLLOW)
-
-
-def _titled(text: str, titles: Mapping[str, Sequence[str]]) -> str:
-    """Put a title into each marker of these lines."""
-    for gid, texts in titles.items():
-        head, mark, rest = text.partition(f'<g id="{gid}">')
-        for title in texts:
-            before, use, after = rest.partition("<use ")
-            inside, _, after = after.partition("/>")
-            head += mark + before + use + inside + f"><title>{escape(title)}</title></use>"
-            mark, rest = "", after
-        text = head + rest
-    return text
-
-
-def _swatch(look: dict[str, Any]) -> Markup:
-    """Draw 30 × 12 pixels by hand: legends have many samples, and these need no ids."""
-    marker, pattern = MarkerStyle(look.get("marker", "")), look.get("linestyle", "-")
-    path = marker.get_path().transformed(marker.get_transform())
-    shape: Any = path.to_polygons()
-    points = [f"{15 + 5 * x:.1f} {6 - 5 * y:.1f}" for x, y in shape[0]] if shape else []
-    dashes = (
-        " ".join(f"{1.5 * step:g}" for step in pattern[1]) if pattern not in ("-", "none") else ""
-    )
-    line = f'<path d="M2 6H28" stroke-dasharray="{dashes}"/>' if pattern != "none" else ""
-    mark = f'<path d="M{"L".join(points)}z" fill="{look.get("markerfacecolor", look["color"])}"/>'
-    body = f'<svg viewBox="0 0 30 12" aria-hidden="true" stroke="{look["color"]}" fill="none" '
-    body += f'stroke-width="{look.get("linewidth", 1.2)}">{line}{mark if points else ""}</svg>'
-    return Markup(_coloured(body))
-
-
-def _coloured(text: str) -> str:
-    """Replace the placeholder colours by those of the page."""
-    for pattern, new in COLOURED:
-        text = re.sub(pattern, new, text)
-    return text

@@ -14,23 +14,39 @@ from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._svg import INK, ROLES, canvas, role, shade, style, svg
-from sparsebench.reports.figures._sweep import log_ticks
+from sparsebench.reports.figures._svg import ROLES, roles, shade
 from sparsebench.reports.tables import html_table
-from sparsebench.results.answer import against, field_text, sentences, variants, where, winner
-from sparsebench.results.contests import ANY, MOST, View, all_views, ordered
-from sparsebench.results.formatting import FORMATS, between, duration, percent, plain, times
+from sparsebench.results.answer import (
+    USUAL,
+    against,
+    column_text,
+    field_text,
+    sentences,
+    variants,
+    where,
+    winner,
+)
+from sparsebench.results.contests import ANY, MOST, View, ordered
+from sparsebench.results.formatting import (
+    FORMATS,
+    between,
+    capital,
+    duration,
+    percent,
+    plain,
+    times,
+)
 
 TITLE = "Which format wins"
 ORDER = 10
 
-SIZE = (400, 235)
+SIZE, ROW = (400, 235), 24  # pixels of the figure, and of a row of named dots
 HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
-LINES = {"ours": "best of ours", "peer": "best sparse peer", "dense": "dense"}
+LINES = {"ours": "best of ours", "peer": "best sparse peer"}
 DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_decided"]
 DATA += ["best_median_us", "ours_label", "ours_gain", "ours_low", "ours_high", "peer_label"]
 DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us", "best_case_id"]
@@ -38,7 +54,7 @@ DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us",
 
 def draw(frames: Frames) -> Markup:
     """Draw every view with selectors; all views but the first are hidden."""
-    views = all_views(frames.cases)
+    views = frames.views
     if not views:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
     drawn = [_view(i, view, frames.cases) for i, view in enumerate(views[:MOST])]
@@ -122,7 +138,8 @@ def _map(view: View) -> Markup:
     words = [text.removeprefix("n × k ") for text in words]
     read = Markup(
         "Each cell shows the winner and the speedup of the fastest sparse contender over the "
-        'fastest dense one. Hatched: <a href="#words">not settled</a>. A cell links to its case.'
+        'fastest dense one. Hatched: <a href="#words">not settled</a>. Select a cell to see its '
+        "rivals and how to run it."
     )
     if (view.cells["count"] > 1).any():
         read += (
@@ -137,14 +154,14 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
     if line is None or pd.isna(line.best_gain):
         return Markup('<span class="cell none">–</span>')
     paint, ink = shade(line.best_gain)
-    look = '<a class="cell{}" href="#case-{}" style="background-color:{};color:{}" title="{}">'
-    look += "<b>{}</b>{}</a>"
+    look = '<a class="cell{}" href="#case-{}" data-cell style="background-color:{};color:{}" '
+    look += 'title="{}"><b>{}</b>{}</a>'
     return Markup(look).format(
         "" if line.best_decided else " undecided",
         line.best_case_id,
         paint,
         ink,
-        f"{field_text(view.x, line.x)}{view.units}: {winner(line)}",
+        f"{column_text(view, line)}: {winner(line)}",
         times(line.best_gain, line.best_half),
         Markup("_<wbr>").join(_who(view, line).split("_")),
     )
@@ -171,61 +188,61 @@ def _along(view: View) -> tuple[str, pd.DataFrame, str]:
         best = cells.sort_values("best_gain").drop_duplicates("x", keep="last")
         return view.x, best.assign(at=best.x), "the best block" if view.y else ""
     values = ordered(cells.x)
-    usual = {"level": 0.9, "m": 16}.get(view.x)
+    usual = {"level": USUAL, "m": 16}.get(view.x)
     chosen = usual if usual in values else values[-1 if view.x == "level" else 0]
     at = cells[cells.x == chosen]
-    column = field_text(view.x, chosen) + view.units
-    return view.y, at.assign(at=at.y), column if view.x == "level" else f"at {column}"
+    return view.y, at.assign(at=at.y), column_text(view, at.iloc[0])
 
 
 def _figure(number: int, view: View) -> Markup:
+    """Draw the best of each side: lines if x is a number, and rows of dots if x is a name."""
     name, cells, shared = _along(view)
     if len(cells) < 2:
         return NOTHING
     places = {value: i for i, value in enumerate(ordered(cells["at"]))}
     cells = cells.assign(place=cells["at"].map(places)).sort_values("place")
-    titles = {}
-    with style():
-        figure, axes = canvas(SIZE, fitted=name == "shape")
-        for side in ("peer", "ours"):
-            titles[f"of {side}"] = _line(axes, cells[cells[f"{side}_gain"].notna()], side, name)
-        axes.axhline(1, color=INK, linewidth=1.2)
-        labels = [percent(value) if name == "level" else plain(value) for value in places]
-        axes.set_xticks(range(len(places)), labels, rotation=20 if name == "shape" else 0)
-        level = view.units.removeprefix(" of ") or "sparsity"
-        axes.set_xlabel({"level": level, "shape": "n × k"}.get(name, name))
-        axes.set_ylabel("speedup over dense, ×")
-        log_ticks(axes)
-        drawing = svg(figure, f"Speedup over dense by {HEADS.get(name, name)}", titles)
-    sides = ["ours", "peer"] if cells.peer_gain.notna().any() else ["ours"]
-    legend = Markup("").join(Markup("<li>{}{}</li>").format(role(s), LINES[s]) for s in sides)
-    caption = '<ul class="legend">{}<li>line at 1: {}</li></ul><p>{} {}</p>'
+    labels = [percent(value) if name == "level" else plain(value) for value in places]
+    axis = {"level": view.units.removeprefix(" of ") or "sparsity", "shape": ""}.get(name, name)
+    across = name in ("shape", "block")
+    if across:
+        chart = Chart((SIZE[0], 48 + ROW * len(places)), "speedup over dense, ×", log="x")
+        chart.limits["y"] = len(places) - 0.4, -0.6
+        chart.ticks["y"] = [*enumerate(labels)]
+    else:
+        chart = Chart(SIZE, axis, "speedup over dense, ×", log="y")
+        chart.ticks["x"] = [*enumerate(labels)]
+    chart.rule("x" if across else "y", 1, name="dense")
+    for side in ("peer", "ours"):
+        _line(chart, cells[cells[f"{side}_gain"].notna()], side, name, across)
+    sides = {side: words for side, words in LINES.items() if cells[f"{side}_gain"].notna().any()}
     data = view.cells[[column for column in DATA if column in view.cells]]
-    return Markup('<figure class="wide">{}<figcaption>{}</figcaption></figure>').format(
-        drawing,
-        Markup(caption).format(
-            legend,
-            against(view).removeprefix("against "),
-            f"{shared[:1].upper()}{shared[1:]}." if shared else "",
-            download(f"answer-{number}", data),
-        ),
+    words = f"{capital(shared)}. " if shared else ""
+    caption = Markup("{}<p>{} Line at 1: {}. {}</p>").format(
+        roles(sides),
+        words,
+        against(view).removeprefix("against "),
+        download(f"answer-{number}", data),
     )
+    figure = '<figure class="wide">{}<figcaption>{}</figcaption></figure>'
+    drawing = chart.svg(f"Speedup over dense by {HEADS.get(name, name)}")
+    return Markup(figure).format(drawing, caption)
 
 
-def _line(axes: Axes, cells: pd.DataFrame, side: str, name: str) -> list[str]:
-    """Draw one role with its interval, and return the tooltips of its markers."""
-    columns = [cells[f"{side}_{part}"].to_numpy(dtype=float) for part in ("gain", "low", "high")]
-    gain, low, high = columns
-    look = {"markersize": 5, "linewidth": 1.6, "markeredgewidth": 0, **ROLES[side]}
-    if name == "shape":
-        look["linestyle"] = "none"  # shapes have no order
-    axes.plot(cells.place, gain, gid=f"of {side}", **look)
-    if name != "shape":
-        axes.fill_between(cells.place, low, high, color=look["color"], alpha=0.18, linewidth=0)
-    axes.vlines(cells.place, low, high, color=look["color"], linewidth=1.4, alpha=0.7)
-    return [
+def _line(chart: Chart, cells: pd.DataFrame, side: str, name: str, across: bool) -> None:
+    """Draw one side with its intervals and tooltips; names have no order, so none is joined."""
+    if cells.empty:
+        return
+    gain, low, high = (cells[f"{side}_{part}"] for part in ("gain", "low", "high"))
+    look = ROLES[side].but(dash=None) if across else ROLES[side]
+    titles = [
         f"{field_text(name, line['at'])}: {line[f'{side}_label']} "
         f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
-        for _, line in cells.iterrows()
+        for line in cells.to_dict("records")
     ]
+    chart.spans(cells.place, low, high, look.but(width=1.4, alpha=0.7), across)
+    if across:
+        chart.line(gain, cells.place, look, titles)
+    else:
+        chart.band(cells.place, low, high, look.color)
+        chart.line(cells.place, gain, look, titles, side)

@@ -1,20 +1,27 @@
 """Every case in one table that sorts and filters, and the same data as CSV."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench.reports.figures._again import selected_fields, suite_name
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._verdict import above_floor, outcome
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.formatting import percent, plain, significant, times
+from sparsebench.results.formatting import between, percent, plain, significant
 from sparsebench.results.frame import fields
 
 TITLE = "Every case"
 ORDER = 100
+
+TIME = ["median_us", "low_us", "high_us"]
+SPEEDUP = ["label", "baseline_label", "speedup", "speedup_low", "speedup_high", "uncertainty"]
+LONG = {"version", "chosen"}  # parts of a choice that other columns show
+MOST = 90  # characters of a configuration
 
 
 def draw(frames: Frames) -> Markup:
@@ -27,6 +34,9 @@ def draw(frames: Frames) -> Markup:
     names = [n for n in names if cases[n].nunique(dropna=False) > 1]
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
     written = cases.assign(
+        time=[_time(*ends) for ends in cases[TIME].itertuples(index=False)],
+        gain=[_speedup(line) for line in cases[SPEEDUP].itertuples()],
+        configuration=cases.choice.map(configuration),
         outcome=[outcome(line) for _, line in cases.iterrows()],
         above=[above_floor(line) for _, line in cases.iterrows()],
     )
@@ -37,13 +47,39 @@ def draw(frames: Frames) -> Markup:
     lines = [list(line) for line in zip(*columns, strict=True)]
     same = ["op", *fields(cases), "source", *MEASURE]
     same = [n for n in same if n not in [*names, "sparsity"]]
-    constant = " ".join(_text(cases[name].iloc[0]) for name in same)
+    constant = {n: _text(cases[n].iloc[0]) for n in same if pd.notna(cases[n].iloc[0])}
+    run = {
+        "suite": suite_name(frames.run),
+        "same": constant,
+        "select": selected_fields(frames.run, cases),
+        "fields": ["op", *fields(cases)],
+    }
     whole = Markup("All columns of these {} lines as CSV: {}.")
     return (
         note(whole.format(len(cases), download("cases", cases)))
-        + Markup(TOOL).format(named(cases.iloc[0], same), constant)
+        + Markup(TOOL).format(named(cases.iloc[0], same), json.dumps(run))
         + html_table(*without_dashes(heads, lines), "sortable", _ids(cases))
     )
+
+
+def configuration(choice: str) -> str:
+    """Write the choice of a kernel in the first process: `tokens 128, cluster 1, by search`."""
+    chosen = json.loads(choice) if choice else {}
+    parts = (f"{name} {value}" for name, value in chosen.items() if name not in LONG)
+    words = ", ".join(part for part in parts if "{" not in part)
+    return words if len(words) <= MOST else words[: words.rindex(", ", 0, MOST)] + ", …"
+
+
+def _time(median: float, low: float, high: float) -> str:
+    """Write a time with its range: `29.5 [29.4, 29.6]`."""
+    span = f" [{significant(low)}, {significant(high)}]" if high > low else ""
+    return significant(median) + span
+
+
+def _speedup(line: Any) -> str:
+    if line.label == line.baseline_label:
+        return "1"
+    return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)
 
 
 def _ids(cases: pd.DataFrame) -> list[str]:
@@ -69,7 +105,7 @@ TOOL = (
     '<p class="note">The same in every line: {}. Type words to find the lines that contain all of '
     "them. m:16, speedup:&gt;2 and time:10..50 search a single column, as the fields below the "
     "heads do.</p>"
-    '<form class="filter" data-same="{}"><input type="search" name="q" aria-label="find lines" '
+    '<form class="filter" data-run="{}"><input type="search" name="q" aria-label="find lines" '
     'placeholder="e.g. bsr ok speedup:&gt;2"> <output></output> '
     '<button type="reset">show all</button></form>'
 )
@@ -78,12 +114,8 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format
     ("contender", "label", _text),
     ("chosen", "chosen", _text),
     ("status", "status", lambda status: status.replace("_", " ")),
-    (">time, µs", "median_us", significant),
-    (">time low", "low_us", significant),
-    (">time high", "high_us", significant),
-    (">speedup", "speedup", times),
-    (">speedup low", "speedup_low", times),
-    (">speedup high", "speedup_high", times),
+    (">time, µs", "time", _text),
+    (">speedup", "gain", _text),
     ("outcome", "outcome", _text),
     (">q", "q", _rate),
     (">above launch", "above", _text),
@@ -102,5 +134,6 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format
     (">error, of bound", "error_of_bound", lambda error: significant(error, 2)),
     (">error, of usual", "error_of_usual", lambda error: significant(error, 2)),
     (">processes", "processes", _text),
+    ("configuration", "configuration", _text),
     ("case", "case_id", _code),
 ]

@@ -8,14 +8,13 @@ The run measures bandwidth and matrix rates, or takes those of an earlier run of
 contests that follow (results/ceilings.py).
 """
 
-from typing import Any
-
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import note, wide
-from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
+from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.formatting import significant
@@ -83,30 +82,19 @@ def _ceilings(run: Run) -> str:
 
 
 def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
-    with style():
-        figure, axes = canvas((WIDTH_PX, 50 + LINE_PX * len(labels)), fitted=True)
-        for y, label in enumerate(labels):
-            number = frames.series.get(label)
-            color = INK if number is None else series(number)["color"]
-            for name, group in cases[cases.label == label].groupby("bounded"):
-                kind = str(name) if name in CLASSES else "launch"
-                look: dict[str, Any] = {
-                    "color": color,
-                    "marker": CLASSES[kind],
-                    "linestyle": "none",
-                }
-                look |= HOLLOW if kind == "launch" else {"markeredgewidth": 0}
-                x = 100 * group.of_bound
-                axes.plot(x, [y + SHIFT[kind]] * len(x), markersize=4, alpha=0.6, **look)
-        axes.axvline(100, color=INK, linewidth=1.2)
-        axes.set_xlim(0, 105)
-        axes.set_ylim(-0.6, len(labels) - 0.4)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.set_xlabel("of the bound, %")
-        axes.grid(axis="x", color=INK, alpha=0.12, linewidth=0.8)
-        axes.tick_params(length=3)
-        drawing = svg(figure, "fraction of the bound by contender")
-    return wide(drawing)
+    chart = Chart((WIDTH_PX, 50 + LINE_PX * len(labels)), "of the bound, %")
+    chart.limits = {"x": (0, 105), "y": (-0.6, len(labels) - 0.4)}
+    chart.ticks["y"] = [*enumerate(labels)]
+    chart.rule("x", 100)
+    for y, label in enumerate(labels):
+        number = frames.series.get(label)
+        look = Look() if number is None else series(number)
+        for name, group in cases[cases.label == label].groupby("bounded"):
+            kind = str(name) if name in CLASSES else "launch"
+            dots = Look(look.color, CLASSES[kind], None, 1, 4, 0.6, hollow=kind == "launch")
+            x = 100 * group.of_bound
+            chart.line(x, [y + SHIFT[kind]] * len(x), dots)
+    return wide(chart.svg("fraction of the bound by contender"))
 
 
 def _line(label: str, cases: pd.DataFrame) -> list[str | Markup]:

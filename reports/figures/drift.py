@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import download, note, wide
-from sparsebench.reports.figures._svg import INK, canvas, series, style, svg
+from sparsebench.reports.figures._svg import Look, series
 from sparsebench.results.record import Status
 
 TITLE = "Drift and throttling"
@@ -42,8 +43,7 @@ def draw(frames: Frames) -> Markup:
         f"The GPU slowed down during {marked} of {len(taken)} contests (diamonds). Each vertical "
     )
     words += "line starts a new process. Both times of a speedup come from the same contest."
-    with style():
-        panels = [_panel(taken, name, title) for name, title in drawn]
+    panels = [_panel(taken, name, title) for name, title in drawn]
     columns = ["contest", "replicate", "problem_id", "median_us", "drift", *TELEMETRY, "mark"]
     return note(words) + Markup("").join(panels) + download("drift", taken[columns])
 
@@ -62,28 +62,23 @@ def _contests(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _panel(taken: pd.DataFrame, name: str, title: str) -> Markup:
     known = taken[taken[name].notna()]
-    figure, axes = canvas(SIZE)
-    texts = {}
-    for gid, chosen, look in (
-        ("of calm", known["mark"] == "", series(0) | {"marker": "o"}),
-        ("of marked", known["mark"] != "", series(6) | {"marker": "D"}),
+    chart = Chart(SIZE, "contest", title)
+    for start in taken.contest[taken.replicate.diff().fillna(0) != 0]:
+        chart.rule("x", start - 0.5, Look(width=0.6, alpha=0.35))
+    for chosen, look in (
+        (known["mark"] == "", series(0).but(marker="o")),
+        (known["mark"] != "", series(6).but(marker="D")),
     ):
         points = known[chosen]
-        texts[gid] = [_text(line, name) for _, line in points.iterrows()]
-        axes.plot(points.contest, points[name], gid=gid, **look | {"linestyle": "none"})
-    starts = taken.contest[taken.replicate.diff().fillna(0) != 0]
-    for start in starts:
-        axes.axvline(start - 0.5, color=INK, linewidth=0.6, alpha=0.35)
+        texts = [_text(line, name) for line in points.to_dict("records")]
+        chart.line(points.contest, points[name], look.but(dash=None), texts)
     low, high = known[name].min(), known[name].max()
     least = 100 * LEAST if name == "drift" else LEAST * abs(high)
     margin = max(0.08 * (high - low), (least - (high - low)) / 2)
-    axes.set_ylim(low - margin, high + margin)
-    axes.set_xlabel("contest")
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    drawing = svg(figure, title, texts)
-    return wide(drawing, title)
+    chart.limits["y"] = float(low - margin), float(high + margin)
+    return wide(chart.svg(title))
 
 
-def _text(line: "pd.Series[Any]", name: str) -> str:
+def _text(line: dict[Any, Any], name: str) -> str:
     marked = f", {line['mark']}" if line["mark"] else ""
-    return f"contest {line.contest}, process {line.replicate}: {line[name]:.4g}{marked}"
+    return f"contest {line['contest']}, process {line['replicate']}: {line[name]:.4g}{marked}"

@@ -11,10 +11,11 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import download, note, wide
-from sparsebench.reports.figures._svg import INK, canvas, roles, style, svg
-from sparsebench.reports.figures._sweep import log_scale, scatter
+from sparsebench.reports.figures._svg import Look, roles
+from sparsebench.reports.figures._sweep import scatter
 from sparsebench.results.formatting import times
 
 TITLE = "Energy"
@@ -45,21 +46,17 @@ def draw(frames: Frames) -> Markup:
 
 
 def _drawn(cases: pd.DataFrame) -> Markup:
-    with style():
-        figure, axes = canvas((420, 300))
-        both = np.concatenate([cases.speedup, cases.saved, [1.0]])
-        ends = both.min() / 1.15, both.max() * 1.15
-        axes.plot(ends, ends, ":", color=INK, linewidth=1)
-        axes.set_ylim(*ends)
-        texts = cases.apply(
-            lambda line: (
-                f"{line.label}: {times(line.speedup, line.uncertainty)} as fast, "
-                f"energy {times(line.saved)}"
-            ),
-            axis=1,
-        )
-        titles = scatter(axes, cases, ("speedup", "saved"), texts)
-        log_scale(axes, *ends)
-        axes.set_xlabel("speedup over the baseline, ×")
-        axes.set_ylabel("energy saved, ×")
-        return svg(figure, "energy against speedup", titles)
+    chart = Chart((420, 300), "speedup over the baseline, ×", "energy saved, ×", log="xy")
+    both = np.concatenate([cases.speedup, cases.saved, [1.0]])
+    ends = float(both.min() / 1.15), float(both.max() * 1.15)
+    chart.limits = {"x": ends, "y": ends}
+    chart.line(ends, ends, Look(dash="1 2", width=1))
+    texts = cases.apply(
+        lambda line: (
+            f"{line.label}: {times(line.speedup, line.uncertainty)} as fast, "
+            f"energy {times(line.saved)}"
+        ),
+        axis=1,
+    )
+    scatter(chart, cases, ("speedup", "saved"), texts)
+    return chart.svg("energy against speedup")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
 
+from sparsebench.reports.figures._chart import SIZE, Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import folded, note
-from sparsebench.reports.figures._svg import INK, SIZE, canvas, series, style, svg
+from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import significant
 
@@ -41,11 +41,10 @@ def draw(frames: Frames) -> Markup:
         return NOTHING
     floors = frames.noise.floors
     most = max(*pairs.logs.explode().abs(), *floors.values(), *_width(pairs))
-    with style():
-        figures = [
-            _forest(str(name), group.sort_values("ratio"), floors[str(name)], 110 * most)
-            for name, group in pairs.sort_values("median_us").groupby("class", sort=False)
-        ]
+    figures = [
+        _forest(str(name), group.sort_values("ratio"), floors[str(name)], 110 * most)
+        for name, group in pairs.sort_values("median_us").groupby("class", sort=False)
+    ]
     body = Markup('<div class="panels">{}</div>').format(Markup("").join(figures))
     lines = [_line(pair) for _, pair in pairs.sort_values("median_us").iterrows()]
     listed = folded(f"All {len(lines)} pairs", html_table(*without_dashes(HEADS, lines)))
@@ -53,32 +52,28 @@ def draw(frames: Frames) -> Markup:
 
 
 def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Markup:
-    figure, axes = canvas((SIZE[0], 60 + min(PAIR_PX * len(pairs), MOST_PX)), fitted=True)
-    axes.axvspan(-100 * floor, 100 * floor, color=INK, alpha=0.08, linewidth=0)
-    axes.axvline(0, color=INK, linewidth=0.8)
+    height = 60 + min(PAIR_PX * len(pairs), MOST_PX)
+    chart = Chart((SIZE[0], height), "difference, %")
+    chart.limits, chart.ticks["y"] = {"x": (-limit, limit), "y": (-1, len(pairs))}, [(-1, "")]
+    chart.area(-100 * floor, 100 * floor)
+    chart.rule("x", 0, Look(width=0.8))
     for y, (_, pair) in enumerate(pairs.iterrows()):
-        _pair(axes, y, pair)
-    axes.set_xlim(-limit, limit)
-    axes.set_ylim(-1, len(pairs))
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel("difference, %")
+        _pair(chart, y, pair)
     known = pairs.different.dropna()
     called = f"{known.sum()} of {len(known)}" if len(known) else "unknown, too few processes"
     words = f"floor {100 * floor:.2g} %; different: {called}"
-    drawing = svg(figure, f"A/A pairs, {name}")
+    drawing = chart.svg(f"A/A pairs, {name}")
     text = "<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>"
     return Markup(text).format(name, drawing, words)
 
 
-def _pair(axes: Axes, y: int, pair: "pd.Series[Any]") -> None:
+def _pair(chart: Chart, y: int, pair: "pd.Series[Any]") -> None:
     called = not pd.isna(pair.different) and pair.different
-    color = series(int(called))["color"]
-    marker = "D" if called else "s" if pair.reference else "o"
+    look = Look(series(int(called)).color, "D" if called else "s" if pair.reference else "o", None)
     ticks = [_percent(np.exp(log)) for log in pair.logs]
-    axes.plot(ticks, [y] * len(ticks), "|", color=color, alpha=0.45, markersize=4)
-    axes.hlines(y, _percent(pair.low), _percent(pair.high), color=color, linewidth=1.2)
-    axes.plot([_percent(pair.ratio)], [y], marker, color=color, markersize=4, markeredgewidth=0)
+    chart.line(ticks, [y] * len(ticks), look.but(marker="|", alpha=0.45))
+    chart.spans([y], [_percent(pair.low)], [_percent(pair.high)], look, across=True)
+    chart.line([_percent(pair.ratio)], [y], look)
 
 
 def _width(pairs: pd.DataFrame) -> list[float]:

@@ -16,12 +16,11 @@ without them the figure is not drawn.
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, ordered, panels
 from sparsebench.reports.figures._html import folded, note
-from sparsebench.reports.figures._svg import HOLLOW, INK, canvas, series, style, svg
+from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.figures._sweep import legend, side_by_side
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
@@ -109,16 +108,15 @@ def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
     most = max(100 * points.error.max(), LOWEST)
 
     def panel(title: str, group: pd.DataFrame) -> tuple[str, Markup, Markup]:
-        figure, axes = canvas()
-        axes.set_xlim(low - margin, high + margin)
-        axes.set_ylim(-0.05 * most, 1.15 * most)
-        _dress(axes)
-        steps = front(group)
-        axes.step(steps.speedup, 100 * steps.error, where="pre", color=INK, linewidth=1)
+        chart = Chart(x="speedup, ×", y="error of the output, %")
+        ends = low - margin, high + margin
+        chart.limits = {"x": ends, "y": (-0.05 * most, 1.15 * most)}
+        chart.rule("x", 1)
+        steps(chart, front(group).assign(error=lambda table: 100 * table.error))
         for method, line in group.groupby("method", sort=False):
-            _line(axes, line.sort_values(["dense", "level"]), numbers[str(method)])
-        _name(axes, group)
-        return title, svg(figure, f"{TITLE}, {title}"), NOTHING
+            _line(chart, line.sort_values(["dense", "level"]), numbers[str(method)])
+        _name(chart, group)
+        return title, chart.svg(f"{TITLE}, {title}"), NOTHING
 
     parts = []
     beside = points[points.anywhere]
@@ -127,46 +125,35 @@ def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
         same, groups = panels(shown, "level", ["pattern"] * (not beside.empty))
         contender = " and ".join([str(contender), *beside.contender.unique()])
         baselines = " or ".join(shown.baseline_label.unique())
-        with style():
-            drawn = [panel(*group) for group in groups]
+        drawn = [panel(*group) for group in groups]
         parts.append(note(f"{contender} over {baselines}: {same}.") + side_by_side(drawn))
     return Markup("").join(parts)
 
 
-def _dress(axes: Axes) -> None:
-    axes.axvline(1, color=INK, linewidth=1.2)
-    axes.set_xlabel("speedup, ×")
-    axes.set_ylabel("error of the output, %")
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    axes.tick_params(length=3)
+def steps(chart: Chart, points: pd.DataFrame) -> None:
+    """Draw the front as steps: up to each speedup, the error of the next point holds."""
+    x = np.repeat(points.speedup.to_numpy(dtype=float), 2)[:-1]
+    y = np.repeat(points.error.to_numpy(dtype=float), 2)[1:]
+    chart.line(x, y, Look(width=1))
 
 
-def _line(axes: Axes, points: pd.DataFrame, number: int) -> None:
+def _line(chart: Chart, points: pd.DataFrame, number: int) -> None:
     look = series(number)
     x, y = points.speedup.to_numpy(), 100 * points.error.to_numpy()
-    axes.plot(x, y, **look)
+    interval = look.but(width=1.2, alpha=0.7)
+    chart.spans(y, points.speedup_low, points.speedup_high, interval, across=True)
+    chart.line(x, y, look)
     empty = points.undecided.to_numpy(dtype=bool)
-    axes.plot(x[empty], y[empty], **look | HOLLOW)
-    low, high = points.speedup_low.to_numpy(), points.speedup_high.to_numpy()
-    axes.hlines(y, low, high, color=look["color"], linewidth=1.2, alpha=0.7)
+    chart.line(x[empty], y[empty], look.but(dash=None, hollow=True))
 
 
-def _name(axes: Axes, points: pd.DataFrame) -> None:
+def _name(chart: Chart, points: pd.DataFrame) -> None:
     """Write the dense fraction, or the sparsity of zeros anywhere, left of its highest point."""
     keys = points.level.where(points.anywhere, points.dense)
     tops = points.sort_values("error").groupby([points.anywhere, keys]).tail(1)
     for _, top in tops.iterrows():
-        place = (top.speedup, 100 * top.error)
-        axes.annotate(
-            percent(top.level) if top.anywhere else f"{100 * top.dense:g}",
-            place,
-            xytext=(-3, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-        )
+        name = percent(top.level) if top.anywhere else f"{100 * top.dense:g}"
+        chart.text(top.speedup, 100 * top.error, name)
 
 
 def _words(pruning: Pruning) -> str:

@@ -16,15 +16,17 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._svg import INK, canvas, roles, style, svg
-from sparsebench.reports.figures._sweep import log_scale, scatter, side_by_side
+from sparsebench.reports.figures._svg import Look, roles
+from sparsebench.reports.figures._sweep import scatter
 from sparsebench.results.formatting import percent, plain, significant
 
 TITLE = "Roofline"
 ORDER = 66
 
+SIZE = (420, 270)
 DATA = ["op", "m", "n", "k", "dtype", "block", "level", "label", "side", "intensity", "tflops"]
 
 
@@ -36,27 +38,29 @@ def draw(frames: Frames) -> Markup:
         return NOTHING
     first = measures(cases)[0]
     first = first.assign(intensity=1e3 * first.tflops / first.gb_per_s)
-    with style():
-        drawn = [_panel(str(dtype), group, ceilings) for dtype, group in first.groupby("dtype")]
+    drawn = [_panel(str(dtype), group, ceilings) for dtype, group in first.groupby("dtype")]
     words = f"{named(first.iloc[0], MEASURE).capitalize()}. FLOPs count only non-zeros, and bytes "
     words += "count each operand once. The lines are the ceilings measured on this device. Black "
     words += "points are dense."
     key = roles({"ours": "ours", "peer": "peers"})
-    return note(words) + key + side_by_side(drawn) + download("roofline", first[DATA])
+    figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
+    body = Markup("").join(figure.format(*panel) for panel in drawn)
+    body = Markup('<div class="maps">{}</div>').format(body)
+    return note(words) + key + body + download("roofline", first[DATA])
 
 
 def _panel(
     dtype: str, cases: pd.DataFrame, ceilings: Mapping[str, Any]
 ) -> tuple[str, Markup, Markup]:
-    figure, axes = canvas((300, 230))
+    chart = Chart(SIZE, "FLOP/byte", "TFLOP/s of non-zeros", log="xy")
     x, y = cases.intensity, cases.tflops
     ends = float(x.min()) / 1.5, float(x.max()) * 1.5
     peak = float(ceilings["matrix_tflops"].get(dtype, np.inf))
     gb_per_s = ceilings["read_gb_per_s"]
     roof = np.geomspace(*ends, 60)
     bound = np.minimum(roof * gb_per_s / 1e3, peak)
-    axes.plot(roof, bound, color=INK, linewidth=1.2)
-    axes.set_ylim(y.min() / 1.3, max(y.max(), bound.max()) * 1.3)
+    chart.limits = {"x": ends, "y": (y.min() / 1.3, max(y.max(), bound.max()) * 1.3)}
+    chart.line(roof, bound, Look(), name="bound")
     texts = cases.apply(
         lambda line: (
             f"{line.label}: {significant(line.tflops)} TFLOP/s, m {plain(line.m)}, n × k "
@@ -64,10 +68,7 @@ def _panel(
         ),
         axis=1,
     )
-    titles = scatter(axes, cases, ("intensity", "tflops"), texts)
-    log_scale(axes, *ends)
-    axes.set_xlabel("FLOP/byte")
-    axes.set_ylabel("TFLOP/s of non-zeros")
+    scatter(chart, cases, ("intensity", "tflops"), texts)
     rate = f"{significant(peak)} TFLOP/s" if np.isfinite(peak) else "no matrix rate measured"
     caption = Markup("<p>{}; {} GB/s</p>").format(rate, significant(gb_per_s))
-    return dtype, svg(figure, f"{TITLE}, {dtype}", titles), caption
+    return dtype, chart.svg(f"{TITLE}, {dtype}"), caption

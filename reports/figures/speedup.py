@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import (
     FIELDS,
     NOTHING,
@@ -17,7 +17,7 @@ from sparsebench.reports.figures._figure import (
     swept,
 )
 from sparsebench.reports.figures._html import download, folded, note
-from sparsebench.reports.figures._svg import INK
+from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
@@ -46,9 +46,9 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     axis = sweep(drawn, swept(drawn))
     same, groups = panels(drawn, axis.name)
 
-    def dress(axes: Axes, group: pd.DataFrame) -> Markup:
+    def dress(chart: Chart, group: pd.DataFrame) -> Markup:
         if axis.name == "level":
-            _ideal(axes, axis)
+            _ideal(chart, axis)
         return _baseline(group, raced)
 
     words = f"{same}. The horizontal line is the baseline.{left_out(groups, axis.name)}"
@@ -63,10 +63,11 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     )
 
 
-def _ideal(axes: Axes, axis: Sweep) -> None:
+def _ideal(chart: Chart, axis: Sweep) -> None:
     levels = np.linspace(axis.values[0], axis.values[-1], 50)
     ideal = 1 / np.maximum(1 - levels, 1e-6)
-    axes.plot(axis.place(levels), ideal, ":", color=INK, alpha=0.6, linewidth=1)
+    seen = (ideal >= chart.limits["y"][0]) & (ideal <= chart.limits["y"][1])
+    chart.line(axis.place(levels[seen]), ideal[seen], Look(dash="1 2", width=1, alpha=0.6))
 
 
 def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:

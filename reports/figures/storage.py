@@ -3,11 +3,11 @@
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
 
+from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import NOTHING, Frames, panels
 from sparsebench.reports.figures._html import note
-from sparsebench.reports.figures._svg import INK
+from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sweep
 from sparsebench.results.families import OF_ACTIVATIONS
 
@@ -31,9 +31,10 @@ def draw(frames: Frames) -> Markup:
     axis = sweep(stored, "level")
     same, groups = panels(stored, "level", together=["m", "scope", "cache"])
 
-    def dress(axes: Axes, group: pd.DataFrame) -> Markup:
+    def dress(chart: Chart, group: pd.DataFrame) -> Markup:
         levels = np.linspace(axis.values[0], axis.values[-1], 50)
-        axes.plot(axis.place(levels), 100 * (1 - levels), ":", color=INK, alpha=0.6, linewidth=1)
+        dotted = Look(dash="1 2", width=1, alpha=0.6)
+        chart.line(axis.place(levels), 100 * (1 - levels), dotted)
         return NOTHING
 
     words = f"{same}. Bytes of values and indices as a percentage of the dense matrix. "

@@ -1,12 +1,12 @@
 """The card of a run: everything that a site shows about it, read from rows once (summary.json).
 
-    run ─> card    device, date, badges, sentences, a line per case, the break-even of each format
-    cards ─> lines, pays    tables over all runs, for the index and the pages of formats and kernels
-          ─> cells          the cells of claims, by the claim's name
+    frames ─> card    device, date, badges, headline, sentences, and a line per case
+    cards  ─> lines   the lines of all runs in one table, for the index and the pages of formats
+           ─> cells   the cells of claims, by the claim's name
 
 A card holds the times of one measure: kernel time with a cold cache, or the run's first measure.
 `place` of a line numbers its contest. `wins` is true if nothing in the contest was faster, dense
-contenders included. In the tables each line has the processes and the day of its run, and whether
+contenders included. In the table each line has the processes and the day of its run, and whether
 the run is a verdict.
 """
 
@@ -17,12 +17,14 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.analysis import CONTEST, Analysis
 from sparsebench.results.answer import (
     Badge,
     badges,
-    break_evens,
+    evidence,
     field_text,
+    headline,
     place,
     sentences,
     variants,
@@ -30,41 +32,47 @@ from sparsebench.results.answer import (
 )
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.contests import ANY, View, views, with_gains, with_shapes
-from sparsebench.results.formatting import plain, selection, times
+from sparsebench.results.contests import View, with_shapes
+from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
-from sparsebench.results.store import Run
 
-SCHEMA = "sparsebench/card@6"
+SCHEMA = "sparsebench/card@7"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
-LINE = ["kind", "tile", "kernel", "name", "side", "cache"]
+LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
 LINE += ["median_us", "gain", "low", "high", "decided"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
 }
-PAYS = ["op", "dtype", "m", "shape", "kind", "block", "slower", "faster", "decided"]
-OF_RUN = ["run", "gpu", "suite", "name_of_run", "processes", "day", "verdict"]
+OF_RUN = ["run", "gpu", "simulated", "suite", "name_of_run", "processes", "day", "verdict"]
 
 
 @dataclass(frozen=True)
 class Card:
     """A run in a site.
 
-    slug      its folder, which never changes
-    identity  the SHA-256 of the manifest of its bundle
+    address   its folder in the site, such as h200/sparsity-4096
+    slug      its permanent name, from its GPU, its suite and the digest of its manifest
+    identity  the SHA-256 of the manifest of its bundle, and `origin` that of the run as measured
     name      the name of the folder that it was published from
     role      the purpose of a run that was made from another one (ROLES), or ""
+    source    the origin of the run that it was made from, or ""
+    units     the UUIDs of its GPUs
+    headline  the largest gain: its text, the rest of its sentence, and its case
     """
 
     schema: str
+    address: str
     slug: str
     identity: str
+    origin: str
     name: str
     gpu: str
     suite: str
     title: str
     role: str
+    source: str
+    units: list[str]
     only: str
     started: str
     commit: str
@@ -74,8 +82,8 @@ class Card:
     where: str
     sentences: list[str]
     gain: str
+    headline: dict[str, str]
     lines: list[dict[str, Any]]
-    pays: list[dict[str, Any]]
     cells: dict[str, list[dict[str, Any]]]
 
     @property
@@ -83,48 +91,69 @@ class Card:
         """Return whether the run has enough processes for verdicts."""
         return any(name == Badge.VERDICT.name.lower() for name, *_ in self.badges)
 
+    @property
+    def simulated(self) -> bool:
+        """Return whether a model of a GPU gave the times."""
+        return any(name == Badge.SIMULATED.name.lower() for name, *_ in self.badges)
+
+    @property
+    def about(self) -> str:
+        """Describe the run in a sentence: its device, the number, and whether it is a verdict."""
+        number = " ".join(self.headline.get(part, "") for part in ("gain", "rest")).strip()
+        return f"{self.gpu}, {self.badges[0][1].lower()}: {number or self.sentences[0]}"
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)
 
 
-def card(
-    run: Run,
-    analysis: Analysis,
-    slug: str,
-    identity: str,
-    claims: Sequence[PlannedClaim] = (),
-    name: str = "",
-) -> Card:
-    """Read a run's card from its analysis, with the cells of these claims."""
-    run_views = views(analysis.cases)
-    about = (where(run_views[0]), variants(run_views[0], analysis.cases)) if run_views else ()
-    lines = _lines(analysis.cases)
+@dataclass(frozen=True)
+class Place:
+    """Where a run is in a site, and its names (Card)."""
+
+    address: str
+    slug: str
+    identity: str
+    origin: str
+    name: str
+
+
+def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card:
+    """Return a run's card, with the cells of these claims."""
+    run, cases = frames.run, frames.cases
+    first = frames.views[0] if frames.views else None
+    table, facts = _lines(frames), flat(run.environment)
+    source = next((run.state[name] for name in ROLES if run.state.get(name)), {})
+    analysis = Analysis(frames.rows, frames.noise, cases)
     return Card(
         schema=SCHEMA,
-        slug=slug,
-        identity=identity,
-        name=name or str(run.state["suite"]),
+        address=at.address,
+        slug=at.slug,
+        identity=at.identity,
+        origin=at.origin,
+        name=at.name or str(run.state["suite"]),
         gpu=device_name(run.environment),
         suite=str(run.state["suite"]),
         title=str(run.suite.get("title", run.state["suite"])),
         role=next((words for name, words in ROLES.items() if run.state.get(name)), ""),
+        source=str(source.get("manifest_sha256", "")),
+        units=sorted({value for name, value in facts.items() if name.endswith("gpu.uuid")}),
         only=selection(run.state["flags"]["only"]),
         started=str(run.state["started"]),
-        commit=flat(run.environment).get("commit", ""),
+        commit=facts.get("commit", ""),
         processes=int(run.state["flags"]["replicates"]),
-        cases=int(analysis.cases[~analysis.cases.twin.astype(bool)].case_id.nunique()),
+        cases=int(cases[~cases.twin.astype(bool)].case_id.nunique()),
         badges=[
             [badge.name.lower(), badge.value, why]
-            for badge, why in badges(analysis.cases, analysis.noise, run.environment, run.state)
+            for badge, why in badges(cases, frames.noise, run.environment, run.state)
         ],
-        where=" · ".join(filter(None, about)),
-        sentences=sentences(run_views[0]) if run_views else ["No case of this run has a time."],
-        gain=_gain(run_views[0]) if run_views else "no times",
-        lines=[] if lines.empty else _plain(lines[["place", *PLACE, *LINE, "wins"]]),
-        pays=_plain(_pays(run_views)),
+        where=" · ".join(filter(None, [where(first), variants(first, cases)])) if first else "",
+        sentences=sentences(first) if first else ["No case of this run has a time."],
+        gain=_gain(first) if first else "no times",
+        headline=_headline(first) if first else {},
+        lines=[] if table.empty else _plain(table[["place", *PLACE, *LINE, "wins"]]),
         cells={
-            claim.name: [cell.to_json() | {"run": slug} for cell in claim_cells]
+            claim.name: [cell.to_json() | {"run": at.address} for cell in claim_cells]
             for claim in claims
             if (claim_cells := claim.cells(run, analysis))
         },
@@ -133,13 +162,12 @@ def card(
 
 def lines(cards: Iterable[Card]) -> pd.DataFrame:
     """Return every line of every card with the columns of OF_RUN."""
-    return _table(cards, "lines", ["place", *PLACE, *LINE, "wins"])
-
-
-def pays(cards: Iterable[Card]) -> pd.DataFrame:
-    """Return the levels between which each format overtakes dense (BreakEven), by card."""
-    table = _table(cards, "pays", PAYS)
-    return table.astype({"slower": "float64", "faster": "float64"})
+    records = [
+        dict(line, **dict(zip(OF_RUN, _of_run(card), strict=True)))
+        for card in cards
+        for line in card.lines
+    ]
+    return pd.DataFrame(records, columns=[*OF_RUN, "place", *PLACE, *LINE, "wins"])
 
 
 def cells(cards: Iterable[Card]) -> dict[str, list[Cell]]:
@@ -151,8 +179,15 @@ def cells(cards: Iterable[Card]) -> dict[str, list[Cell]]:
     return by_claim
 
 
-def _lines(cases: pd.DataFrame) -> pd.DataFrame:
-    raced = with_gains(cases)
+def confirmation(screened: Card, other: Card) -> str:
+    """Return the gain in another run of the case that is a run's headline; "" if it has none."""
+    case = screened.headline.get("case")
+    lines = [line for line in other.lines if line["case_id"] == case and line["gain"] is not None]
+    return between(lines[0]["gain"], lines[0]["low"], lines[0]["high"]) if lines else ""
+
+
+def _lines(frames: Frames) -> pd.DataFrame:
+    raced = frames.raced
     if raced.empty:
         return raced
     measures = raced[["scope", "cache"]].drop_duplicates().to_records(index=False).tolist()
@@ -165,40 +200,22 @@ def _lines(cases: pd.DataFrame) -> pd.DataFrame:
     return raced.assign(wins=raced.index.isin(best), place=pd.factorize(keys)[0], **texts)
 
 
-def _pays(run_views: list[View]) -> pd.DataFrame:
-    """Return the break-evens of the views that have one block, one shape and one m."""
-    records = []
-    for view in run_views:
-        same = {n: _one(view, n) for n in ("op", "dtype", "m", "shape", "block")}
-        if view.units or ANY in view.choice.values():
-            continue
-        levels = view.formats.groupby(["kind", "y"]).x.nunique()
-        for even in break_evens(view):
-            if levels[even.kind, even.row] < 2:
-                continue  # a single level is not a sweep
-            fields = {**same, **({view.y: even.row} if view.y else {}), **vars(even)}
-            if all(fields[name] is not None for name in ("m", "shape", "block")):
-                records.append({name: fields[name] for name in PAYS})
-    table = pd.DataFrame(records, columns=PAYS)
-    return table.drop_duplicates(["op", "dtype", "m", "shape", "kind", "block"])
-
-
-def _one(view: View, name: str) -> Any:
-    values = set(view.cells[name].dropna()) if name in view.cells else set()
-    return values.pop() if len(values) == 1 else None
+def _headline(view: View) -> dict[str, str]:
+    line, (gain, rest) = headline(view), evidence(view)
+    return {} if line is None else {"gain": gain, "rest": rest, "case": line.best_case_id}
 
 
 def _gain(view: View) -> str:
-    """Return a view's largest gain and its place, for a badge: 5.58× at 90 %, 64 × 64 blocks."""
-    cells = view.cells[view.cells.best_gain.notna()]
-    if cells.empty:
+    """Return a view's headline for a badge: 5.52× at 90 %, 64 × 64 blocks."""
+    top = headline(view)
+    if top is None:
         return "no dense contender"
-    chosen = cells[cells.x == 0.9] if view.x == "level" else cells
-    top = (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
     names = [n for n in view.choice if n not in (view.x, view.y, "block", "pattern")]
     rest = [field_text(n, view.choice[n]) for n in names if view.choice[n] != "linear"]
-    at = ", ".join(filter(None, [place(view, top), field_text("block", top.best_tile), *rest]))
-    return f"{times(top.best_gain, top.best_half) if top.best_gain > 1 else 'dense wins'} {at}"
+    blocks = "" if view.x == "block" else field_text("block", top.best_tile)
+    at = ", ".join(filter(None, [place(view, top), blocks, *rest]))
+    gain = times(top.best_gain, top.best_half)
+    return f"{gain if top.best_gain > 1 else f'dense wins, best sparse {gain}'} {at}"
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -208,15 +225,6 @@ def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
     return records
 
 
-def _table(cards: Iterable[Card], what: str, columns: list[str]) -> pd.DataFrame:
-    records = [
-        dict(line, **dict(zip(OF_RUN, _of_run(card), strict=True)))
-        for card in cards
-        for line in getattr(card, what)
-    ]
-    return pd.DataFrame(records, columns=[*OF_RUN, *columns])
-
-
 def _of_run(card: Card) -> list[Any]:
-    day = card.started[:10]
-    return [card.slug, card.gpu, card.suite, card.name, card.processes, day, card.verdict]
+    run = [card.address, card.gpu, card.simulated, card.suite, card.name]
+    return [*run, card.processes, card.started[:10], card.verdict]

@@ -1,12 +1,12 @@
 """Compare devices: one page for each suite that ran on several of them.
 
-    compare/SUITE.html    A is the device with the most cases; B, C, ... are the others
+    compare/SUITE.html    the device with the most cases comes first
     compare/SUITE.json    the same for a script, with the names of the runs
 
 Each device is represented by its run with the most processes, and by the newest if several have as
-many. Simulated devices come last. A device that shares no sparse case with A is left out; this
-holds for a CPU, which is timed with a warm cache. Runs are read again only if one of them is new or
-the code has changed.
+many. Simulated devices never stand beside real ones. A device that shares no sparse case with the
+first is left out; this holds for a CPU, which is timed with a warm cache. Runs are read again only
+if one of them is new or the code has changed.
 """
 
 import json
@@ -18,10 +18,8 @@ from sparsebench.reports import comparison
 from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import safe
 from sparsebench.results import store
-from sparsebench.results.answer import Badge
 from sparsebench.results.formatting import listed
-
-MOST = 26  # runs in one comparison, A to Z
+from sparsebench.results.sides import named_apart, side
 
 
 @dataclass(frozen=True)
@@ -45,42 +43,42 @@ class Devices:
 def compared(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
     best: dict[str, dict[str, Card]] = {}
-    for card in sorted(cards, key=lambda card: (card.processes, card.started, card.slug)):
+    real = [card for card in cards if not card.simulated]
+    for card in sorted(real, key=lambda card: (card.processes, card.started, card.slug)):
         best.setdefault(card.suite, {})[card.gpu] = card
     suites = []
     for suite, of_device in sorted(best.items()):
         first, *others = sorted(of_device.values(), key=_rank)
         shared = [card for card in others if _timed(card) & _timed(first)]
         if shared:
-            suites.append(Devices(suite, [first, *shared][:MOST]))
+            suites.append(Devices(suite, [first, *shared][: comparison.MOST]))
     return suites
 
 
 def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each page and its JSON; `redone` are the slugs of new runs."""
+    """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
     for devices in every:
-        slugs = [f"runs/{card.slug}" for card in devices.cards]
+        slugs = [card.address for card in devices.cards]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
-        new = any(card.slug in redone for card in devices.cards)
+        new = any(card.address in redone for card in devices.cards)
         if not new and all(file.exists() for file in files):
             texts = [file.read_text("utf-8") for file in files]
-            if [*json.loads(texts[1])["runs"].values()] == slugs:
+            if [slug for run in json.loads(texts[1])["runs"].values() for slug in run] == slugs:
                 yield from zip([f"{devices.name}.html", f"{devices.name}.json"], texts, strict=True)
                 continue
-        result = comparison.compared([replace(store.read(to / s), path=Path(s)) for s in slugs])
+        runs = [replace(store.read(to / slug), path=Path(slug)) for slug in slugs]
+        names = named_apart(runs)
+        sides = [side(run, name=name) for run, name in zip(runs, names, strict=True)]
+        result = comparison.compared(sides)
         yield f"{devices.name}.html", comparison.html(result, root="../")
         yield f"{devices.name}.json", json.dumps(comparison.to_json(result)) + "\n"
 
 
-def _rank(card: Card) -> tuple[bool, int, str]:
-    return _simulated(card), -len(card.lines), card.gpu
+def _rank(card: Card) -> tuple[int, str]:
+    return -len(card.lines), card.gpu
 
 
 def _timed(card: Card) -> set[tuple[str, ...]]:
     """Return the sparse cases with a time: problem, name and cache state of each."""
     lines = [line for line in card.lines if line["side"] != "dense"]
     return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in lines}
-
-
-def _simulated(card: Card) -> bool:
-    return any(badge[0] == Badge.SIMULATED.name.lower() for badge in card.badges)

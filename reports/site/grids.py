@@ -1,25 +1,29 @@
-"""The tables of a site: how fast each format is, and from which sparsity on it beats dense.
+"""The grid of a site: how fast each format is over dense, by sparsity, and what follows from it.
 
-    gains   m × sparsity: each format over dense, with the block that gains most, for one GPU
-    pays    format and block × m: the levels of sparsity between which it overtakes dense
-    cases   every case of a format or a kernel, over all runs
+                    50 %    80 %    90 %     best other        a cell: the gain of the fastest
+    blocks of 128   1.71×   3.66×   5.52×    torch_bsr 3.53×   kernel of the format, or its range
+    2:4             1.5–1.6×                                   over shapes and patterns
+    CSR             0.02×   0.05×   0.08×
 
-Contests with the same m, sparsity and block share a cell, which shows the range over shapes and
-runs. Each format is compared with dense and not with other formats, because most formats have
-different problems. A cell shows only verdicts if there are any; otherwise it is marked as a look.
+A row is a format, with its block size if it stores blocks; the row with the largest gain comes
+first. In each problem, the run counts that has the most contenders, then the most processes, then
+the latest date. A cell shows only verdicts if there are any; otherwise it is marked as a look.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from sparsebench.reports.figures._svg import shade
 from sparsebench.results.contests import ordered
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
     between,
     blocks_text,
+    capital,
     duration,
     interval,
     listed,
@@ -29,41 +33,89 @@ from sparsebench.results.formatting import (
     times,
 )
 
-LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the columns of the first page, if they were measured
-COLUMNS = 6
-MOST_M = 8  # rows of the first page
+LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
+COLUMNS = 7
+TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
 SHOWN = 4  # contests in the tooltip of a cell
-OP, DTYPE = "linear", "bf16"  # of the first page, if they were measured
-ANYWHERE = "with zeros anywhere"  # the block of patterns without blocks
+OP, DTYPE = "linear", "bf16"  # of a grid, if they were measured
+USUAL = 0.9  # the sparsity at which the best other kernel is named
+HALF = "half 2:4"  # of each weight, half is 2:4 and half is dense
+PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A line in a cell: its text, its tooltip and its run.
+    """The gain of a row at a sparsity: its text and interval, its tooltip and its run.
 
-    `span` is the interval of `text`. `lost`: dense is faster. `look`: there is no verdict.
+    colours  of the cell and of its text         look  there is no verdict
+    wins     whether every gain in it is above 1, beyond the noise; `loses` is the reverse
     """
 
-    head: str
     text: str
+    span: str
     title: str
     run: str
-    span: str = ""
-    lost: bool = False
-    decided: bool = True
-    look: bool = False
+    colours: tuple[str, str]
+    wins: bool
+    loses: bool
+    decided: bool
+    look: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row: its head, its cells by column, and the best competing kernel with its gain."""
+
+    head: str
+    kind: str
+    tile: str
+    cells: list[Cell | None]
+    rival: str
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table; each row is a heading and the lines of each of its cells."""
+    """A table, what its cells share, and the run of its largest gain."""
 
-    kind: str
     op: str
     dtype: str
+    tokens: int
     about: str
-    columns: list[str]
-    rows: list[tuple[str, list[list[Cell]]]]
+    columns: list[float]
+    lines: list[Line]
+    best: str
+
+    @property
+    def heads(self) -> list[str]:
+        """Return the heads of the columns."""
+        return [percent(level) for level in self.columns]
+
+    @property
+    def finding(self) -> str:
+        """Answer in a sentence from which sparsity on each row is faster than dense."""
+        wins: dict[str, list[Line]] = {}
+        lost = []
+        for line in self.lines:
+            level = self._wins_from(line)
+            if level is None:
+                lost.append(line.head)
+            else:
+                wins.setdefault(level, []).append(line)
+        parts = [f"{_heads(lines)}{level}" for level, lines in wins.items()]
+        looks = all(cell.look for line in self.lines for cell in line.cells if cell)
+        yes = f"{'Probably' if looks else 'Yes'}: {'; '.join(parts)}." if parts else ""
+        no = f"No: {listed([*dict.fromkeys(lost)])}." if lost else ""
+        return " ".join(filter(None, [yes, no]))
+
+    def _wins_from(self, line: Line) -> str | None:
+        """Return from which measured level on a row wins: ` from 50 % on`; None if it does not."""
+        cells = [(at, cell) for at, cell in zip(self.columns, line.cells, strict=True) if cell]
+        first = len(cells)
+        while first and cells[first - 1][1].wins:
+            first -= 1
+        if first == len(cells):
+            return None
+        return f" from {percent(cells[first][0])} sparsity on" if len(cells) > 1 else ""
 
 
 def named(kind: str) -> str:
@@ -72,7 +124,7 @@ def named(kind: str) -> str:
 
 
 def chosen(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return the lines with the op and the dtype of the first page."""
+    """Return the lines with the op and the dtype of a grid."""
     for column, wanted in (("op", OP), ("dtype", DTYPE)):
         values = lines[column].value_counts()
         if len(values):
@@ -80,74 +132,15 @@ def chosen(lines: pd.DataFrame) -> pd.DataFrame:
     return lines
 
 
-def trusted(lines: pd.DataFrame, place: list[str]) -> pd.DataFrame:
-    """Drop the looks of each place that has a verdict."""
-    has_verdict = lines.groupby(place, dropna=False).verdict.transform("any")
-    return lines[lines.verdict | ~has_verdict.astype(bool)]
-
-
-def gains(lines: pd.DataFrame) -> Grid | None:
-    """Return each format's speedup over dense at each m and sparsity; None if there is none.
-
-    Formats that are never faster are only named, unless no format is ever faster.
-    """
+def grids(lines: pd.DataFrame) -> list[Grid]:
+    """Return a grid for each of the usual numbers of tokens that was measured, most tokens last."""
     sparse = chosen(lines[lines.side != "dense"])
     sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
     if sparse.empty:
-        return None
-    won = sparse.kind.isin(sparse.kind[sparse.gain > 1])
-    lost = [named(str(kind)) for kind in sparse.kind[~won].unique()] if won.any() else []
-    sparse = sparse[won] if won.any() else sparse
-    sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int))
-    contests = sparse.drop_duplicates(["run", "place"])
-    levels = _most(contests.level, [x for x in LEVELS if x in set(contests.level)], COLUMNS)
-    tokens = _most(contests.m, [m for m in (16, 4096) if m in set(contests.m)], MOST_M)
-    place = ["m", "level", "kind"]
-    sparse = trusted(sparse[sparse.level.isin(levels) & sparse.m.isin(tokens)], place)
-    cells: dict[tuple[Any, Any], list[Cell]] = {}
-    for (m, level, _), group in sparse.groupby(place, sort=False):
-        cells.setdefault((m, level), []).append(_gain(group))
-    rows = [(f"m {m}", [cells.get((m, level), []) for level in levels]) for m in tokens]
-    about = f"{', '.join(_same(sparse))}, kernel time. {dated(sparse)}"
-    if lost:
-        about += f" Never faster than dense: {listed(lost)}."
-    return Grid("gains", *_same(sparse), about, [percent(level) for level in levels], rows)
-
-
-def pays(evens: pd.DataFrame) -> Grid | None:
-    """Return the sparsity at which each format and block overtakes dense, by m."""
-    evens = chosen(evens)
-    if evens.empty:
-        return None
-    tokens = _most(evens.m.astype(float), [], COLUMNS)
-    sizes = pd.to_numeric(evens.block, errors="coerce").where(evens.kind == "bsr")
-    evens = evens.assign(m=evens.m.astype(int), size=sizes)
-    evens = evens.assign(block=evens.block.where(evens.kind == "bsr", ""))
-    place = ["kind", "size", "block"]
-    evens = trusted(evens[evens.m.isin(tokens)], [*place, "m"])
-    rows, never = [], []
-    for (kind, _, block), group in evens.groupby(place, dropna=False):
-        head = f"{named(str(kind))} {ANYWHERE if block == '1' else block}".strip()
-        if group.faster.isna().all():
-            never.append(head)
-            continue
-        cells = [[_pays(cell, head)] if len(cell := group[group.m == m]) else [] for m in tokens]
-        rows.append((head, cells))
-    about = f"{', '.join(_same(evens))}. {dated(evens)}"
-    if never:
-        about += f" Not faster at any measured sparsity: {listed(never)}."
-    return Grid("pays", *_same(evens), about, [f"m {m:g}" for m in tokens], rows)
-
-
-def dated(lines: pd.DataFrame) -> str:
-    """Name the processes and the days: `Verdicts: 8 processes, 2026-11-23 to 2026-11-24.`."""
-    parts = []
-    for name, group in (("Verdicts", lines[lines.verdict]), ("Looks", lines[~lines.verdict])):
-        if len(group):
-            count = _span(group.processes)
-            days = " to ".join(dict.fromkeys([group.day.min(), group.day.max()]))
-            parts.append(f"{name}: {count} process{'' if count == '1' else 'es'}, {days}.")
-    return " ".join(parts)
+        return []
+    sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int), head=_head(sparse))
+    tokens = _most(sparse.m, [m for m in TOKENS if m in set(sparse.m)], len(TOKENS))
+    return [_grid(sparse[sparse.m == m], int(m)) for m in tokens]
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
@@ -157,7 +150,8 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
     return [
         {
             **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name")},
-            "problem": _problem(line),
+            **{name: _text(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")},
+            "m": "" if pd.isna(line["m"]) else str(int(line["m"])),
             "level": percent(line["level"]),
             "time": duration(line["median_us"]),
             "gain": between(line["gain"], line["low"], line["high"]),
@@ -169,59 +163,128 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
 
 
 def best_places(lines: pd.DataFrame) -> list[str]:
-    """Return a sentence per GPU: the contests that these lines win, and the largest gain."""
+    """Return a sentence per GPU, simulated ones last: the contests won, and the largest gain."""
     sentences = []
-    for gpu, group in lines.groupby("gpu", sort=False):
+    ranked = lines.sort_values("simulated", kind="stable")
+    for gpu, group in ranked.groupby("gpu", sort=False):
         contests = len(group.drop_duplicates(["run", "place"]))
         won = group[group.wins]
         line = f"{gpu}: the fastest in {len(won)} of {amount(contests, 'contest')}"
         if len(won) and won.gain.notna().any():
             top = won.sort_values("gain", kind="stable", na_position="first").iloc[-1]
-            line += f"; at most {times(top.gain)}, for {_problem(top)}, {percent(top.level)}"
+            gain = between(top.gain, top.low, top.high)
+            line += f"; at most {gain}, for {_problem(top)}, {percent(top.level)}"
         sentences.append(f"{line}.")
     return sentences
 
 
-def _problem(line: Any) -> str:
-    """Write the fields of a line for a reader: linear, bf16, m 16, n × k 4096 × 4096."""
-    fields = {name: plain(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
-    fields = {name: "" if text in ("nan", "None") else text for name, text in fields.items()}
-    tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
-    block = blocks_text(fields["block"]) if fields["block"] not in ("", "1") else ""
-    pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
-    shape = f"n × k {fields['shape']}" if fields["shape"] else ""
-    return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))
+def whole_models(lines: pd.DataFrame) -> tuple[str, str]:
+    """Return the gain of a decoding step of a whole model, and its run; "" if there is none."""
+    steps = lines[(lines.op == "decoder") & (lines.side != "dense") & (lines.gain > 1)]
+    steps = steps[steps.verdict] if steps.verdict.any() else steps
+    if steps.empty:
+        return "", ""
+    first = steps.sort_values(["verdict", "day", "run"], kind="stable").iloc[-1]
+    steps = steps[(steps.run == first.run) & (steps.kind == first.kind)]
+    steps = steps[(steps["dtype"] == first["dtype"]) & (steps.pattern == first["pattern"])]
+    best = steps.sort_values("gain").drop_duplicates("m", keep="last").sort_values("m")
+    gains = [
+        f"{between(line.gain, line.low, line.high)} at {amount(int(line.m), 'sequence')}"
+        for line in best.itertuples()
+    ]
+    look = "" if first.verdict else "; a look"
+    return f"{capital(_head(steps).iloc[0])} {listed(gains)} ({first['dtype']}{look})", first.run
 
 
-def _gain(records: pd.DataFrame) -> Cell:
-    """Return the cell of a format, for the block with the largest median gain."""
-    ranked = records.sort_values("gain", ascending=False, kind="stable")
-    best = ranked.drop_duplicates(["run", "place", "tile"])
-    tile = best.groupby("tile", sort=False).gain.median().idxmax()
-    shown: list[dict[str, Any]] = [*best[best.tile == tile].to_dict("records")]  # type: ignore[list-item]
-    top = shown[0]
-    head = f"{named(top['kind'])} {tile}".strip()
+def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
+    levels = _most(sparse.level, [x for x in LEVELS if x in set(sparse.level)], COLUMNS)
+    best = _one_run_each(sparse[sparse.level.isin(levels)])
+    place = ["head", "level"]
+    has_verdict = best.groupby(place).verdict.transform("any")
+    best = best[best.verdict | ~has_verdict.astype(bool)]
+    order = best.groupby("head").gain.max().sort_values(ascending=False, kind="stable")
+    lines = []
+    for head in order.index:
+        own = best[best["head"] == head]
+        cells = [_cell(own[own.level == level]) for level in levels]
+        kind, tile = own[["kind", "tile"]].iloc[0]
+        lines.append(Line(head, str(kind), str(tile), cells, _rival(own, sparse)))
+    top = best.sort_values("gain").iloc[-1]
+    op, dtype = (str(top[name]) for name in ("op", "dtype"))
+    processes = _span(best[best.verdict].processes if best.verdict.any() else best.processes)
+    shapes = ordered(best["shape"])
+    shape = f"n × k {shapes[0]}" if len(shapes) == 1 else amount(len(shapes), "shape")
+    about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
+    return Grid(op, dtype, tokens, " · ".join(about), levels, lines, str(top["run"]))
+
+
+def _head(lines: pd.DataFrame) -> "pd.Series[str]":
+    """Name the row of each line: blocks of 64, 2:4, half 2:4, CSR."""
+    heads = [
+        _row(str(kind), _text(tile), _text(block), str(pattern))
+        for kind, tile, block, pattern in lines[["kind", "tile", "block", "pattern"]].values
+    ]
+    return pd.Series(heads, lines.index, dtype="str")
+
+
+def _row(kind: str, tile: str, block: str, pattern: str) -> str:
+    if tile not in ("", "1"):
+        return f"blocks of {tile}" if tile == block else f"zeros anywhere in blocks of {tile}"
+    return HALF if pattern.startswith("spense_") else named(kind)
+
+
+def _one_run_each(sparse: pd.DataFrame) -> pd.DataFrame:
+    """Keep the best kernel of each row in each problem, from the run that counts."""
+    sparse = sparse.assign(rivals=sparse.groupby(["run", "place"]).name.transform("size"))
+    ranks = ["verdict", "rivals", "processes", "day", "gain"]
+    ranked = sparse.sort_values(ranks, ascending=False, kind="stable")
+    return ranked.drop_duplicates(["head", *PROBLEM])
+
+
+def _cell(lines: pd.DataFrame) -> Cell | None:
+    if lines.empty:
+        return None
+    ranked = lines.sort_values("gain", ascending=False, kind="stable")
+    shown: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
+    top, last = shown[0], shown[-1]
     tooltips = [
         f"n × k {line['shape']}: {line['name']}, "
         f"{between(line['gain'], line['low'], line['high'])}, {_of(line)}"
         for line in shown[:SHOWN]
     ]
-    decided = all(line["decided"] for line in shown)
-    title = f"{head} at {percent(top['level'])}: {_few(tooltips, len(shown))}"
     text, span = _range(shown)
+    decided = all(line["decided"] for line in shown)
+    more = [f"{len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
     return Cell(
-        head,
         text,
-        title + ("" if decided else "; not settled"),
-        str(top["run"]),
         span,
-        lost=top["gain"] <= 1,
+        f"{top['head']} at {percent(top['level'])}: {'; '.join([*tooltips, *more])}",
+        str(top["run"]),
+        shade(float(ranked.gain.median())),
+        wins=last["gain"] > 1 and decided,
+        loses=top["gain"] < 1,
         decided=decided,
         look=not top["verdict"],
     )
 
 
-def _range(records: list[dict[str, Any]]) -> tuple[str, str]:
+def _rival(own: pd.DataFrame, sparse: pd.DataFrame) -> str:
+    """Return the best kernel of the other side in the problem of the row's usual cell."""
+    levels = sorted(own.level.unique(), key=lambda level: (abs(level - USUAL), level))
+    top = own[own.level == levels[0]].sort_values("gain").iloc[-1]
+    contest = sparse[(sparse.run == top["run"]) & (sparse.place == top["place"])]
+    others = contest[(contest.side != top["side"]) & (contest["head"] == top["head"])]
+    if others.empty:
+        return ""
+    rival = others.sort_values("gain").iloc[-1]
+    return f"{rival['name']} {times(rival.gain, _half(rival))} at {percent(levels[0])}"
+
+
+def _half(line: Any) -> float:
+    return float(max(line["high"] - line["gain"], line["gain"] - line["low"]))
+
+
+def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """Return the range of several gains, or a single gain and its interval."""
     gain, low, high = (records[0][name] for name in ("gain", "low", "high"))
     if len(records) > 1:
@@ -233,52 +296,39 @@ def _range(records: list[dict[str, Any]]) -> tuple[str, str]:
     return times(gain, min(half, gain / 10)), f"[{interval(low, high, half)}]"
 
 
+def _problem(line: Any) -> str:
+    """Write the fields of a line for a reader: linear, bf16, m 16, n × k 4096 × 4096."""
+    fields = {name: _text(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
+    tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
+    block = blocks_text(fields["block"]) if fields["block"] not in ("", "1") else ""
+    pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
+    shape = f"n × k {fields['shape']}" if fields["shape"] else ""
+    return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))
+
+
+def _text(value: Any) -> str:
+    text = plain(value)
+    return "" if text in ("nan", "None") else text
+
+
 def _of(line: dict[str, Any]) -> str:
     return f"{amount(line['processes'], 'process')}, {line['day']}"
 
 
-def _same(lines: pd.DataFrame) -> tuple[str, str]:
-    op, dtype = lines[["op", "dtype"]].iloc[0]
-    return str(op), str(dtype)
-
-
 def _span(values: "pd.Series[Any]") -> str:
-    return " to ".join(dict.fromkeys([f"{values.min():g}", f"{values.max():g}"]))
+    ends = dict.fromkeys([f"{values.min():g}", f"{values.max():g}"])
+    return f"{' to '.join(ends)} process{'' if values.max() == 1 else 'es'}"
 
 
-def _few(shown: list[str], count: int) -> str:
-    return "; ".join([*shown, *([f"{count - len(shown)} more"] if count > len(shown) else [])])
-
-
-def _pays(evens: pd.DataFrame, name: str) -> Cell:
-    """Return a cell of `pays`: the measured levels between which the format overtakes dense.
-
-    50–80 %   slower at 50 %, faster from 80 % on
-    ≤ 80 %    faster from 80 % on in all problems, and in some at every level
-    > 80 %    not faster up to 80 %, the last level, in some problems
-    """
-    low = None if evens.slower.isna().any() else percent(evens.slower.min())
-    high = None if evens.faster.isna().any() else percent(evens.faster.max())
-    if low and high:
-        text = f"{low.removesuffix(' %')}–{high}"
-    else:
-        text = f"> {low}" if low else f"≤ {high}" if high else "varies"
-    lines: list[dict[str, Any]] = [*evens.to_dict("records")]  # type: ignore[list-item]
-    tooltips = [f"n × k {line['shape']}: {_between(line)}, {_of(line)}" for line in lines[:SHOWN]]
-    title = f"{name} against dense: {_few(tooltips, len(lines))}"
-    decided, verdict = bool(evens.decided.all()), bool(evens.verdict.all())
-    return Cell(text, "", title, str(evens.run.iloc[0]), decided=decided, look=not verdict)
-
-
-def _between(line: dict[str, Any]) -> str:
-    if pd.isna(line["slower"]):
-        return f"already faster at {percent(line['faster'])}"
-    if pd.isna(line["faster"]):
-        return f"not faster up to {percent(line['slower'])}"
-    return f"overtakes between {percent(line['slower'])} and {percent(line['faster'])}"
+def _heads(lines: Sequence[Line]) -> str:
+    """Name rows together: blocks of 32, 64 and 128; 2:4."""
+    sizes = [line.tile for line in lines if line.head == f"blocks of {line.tile}"]
+    others = [line.head for line in lines if line.head != f"blocks of {line.tile}"]
+    blocks = [f"blocks of {listed(ordered(pd.Series(sizes)))}"] if sizes else []
+    return listed([*blocks, *others])
 
 
 def _most(values: "pd.Series[Any]", wanted: list[float], count: int) -> list[float]:
-    """Return the preferred values and the most frequent others, up to a count, in order."""
-    often = [value for value in values.value_counts().index if value not in wanted]
+    """Return the preferred values, or if there is none the most frequent ones, in order."""
+    often = [] if wanted else list(values.value_counts().index)
     return ordered(pd.Series([*wanted, *often][:count]))

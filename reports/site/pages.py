@@ -1,16 +1,22 @@
 """The pages of a site, written from the cards of its runs without reading rows.
 
-index.html            which format beats dense for which sizes, and from which sparsity on
+index.html            the finding for each GPU and number of tokens, with a grid of formats
+runs.html             every run with its question, its number and its state
+kernels.html          the formats and the kernels
 glossary.html         the words for outcomes (results/outcome.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
-feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css
+runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
+feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css, report.js
+
+Simulated runs have sections of their own, below every measured one.
 """
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -19,7 +25,7 @@ import yaml
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids
-from sparsebench.reports.site.cards import Card, lines, pays
+from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
@@ -32,47 +38,44 @@ class Site:
     """The settings of a site.
 
     base      address of the site with a final slash, or ""; feeds and link previews need it
+    source    address of the source code, or ""
     formats   first line of each format's docstring, by name; the same for kernels
     version   of sparsebench
     claims    the claims to judge
-    feed      whether the site has a feed and a page to cite
+    whole     whether the site has runs; pages of claims alone have no index
     """
 
     base: str = ""
+    source: str = ""
     formats: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
     claims: Sequence[PlannedClaim] = ()
-    feed: bool = True
+    whole: bool = True
 
 
 def pages(
     cards: Sequence[Card],
     site: Site,
-    verdicts: Sequence[Mapping[str, Any]] = (),
-    compared: Mapping[str, str] | None = None,
+    compared: Mapping[str, str] = MappingProxyType({}),
+    doors: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
-    `verdicts` are the lines of the table of claims, and `compared` the comparison pages by title.
-    The newest run comes first; runs that were made from another one come last.
+    `compared` are the comparison pages by title, `doors` the pages that the first one leads to.
     """
-    cards = sorted(cards, key=lambda card: (not card.role, card.started, card.slug), reverse=True)
+    cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
+    measured = every[~every.simulated.astype(bool)]
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
-    shared = {"site": site, "cards": cards, "kinds": kinds, "kernels": kernels}
-    shared |= {"page_of": page_of, "named": grids.named}
+    shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.named}
+    shared |= {"compared": compared, "doors": doors}
     yield "style.css", stylesheet()
-    yield (
-        "index.html",
-        render(
-            "site_index.html",
-            **shared,
-            gpus=_gpus(cards, every),
-            claims=verdicts,
-            compared=compared or {},
-        ),
-    )
+    yield "report.js", content("report.js")
+    findings = _findings(measured if len(measured) else every, cards)
+    yield "index.html", render("site_index.html", **shared, gpus=findings)
+    yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards))
+    yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
     for what, names, docs in (
         ("format", kinds, site.formats),
         ("kernel", kernels, site.kernels),
@@ -84,23 +87,41 @@ def pages(
     for card in cards:
         yield f"badges/{card.slug}.svg", _badge(card)
         yield f"badges/{card.slug}.json", _shields(card)
+        if card.address != f"runs/{card.slug}":
+            yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)
     yield "glossary.html", render("site_glossary.html", site=site)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "glossary.html", *(f"claims/{claim.name}.html" for claim in site.claims)]
-        paths += [*(compared or {}).values(), *(f"runs/{card.slug}/" for card in cards)]
+        paths = ["", "runs.html", "kernels.html", "glossary.html"]
+        paths += [f"claims/{claim.name}.html" for claim in site.claims]
+        paths += [*compared.values(), *doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
     yield "CITATION.cff", _citation(cards, site)
 
 
-def around(card: Card, site: Site, removed: Removed, downloads: Sequence[str]) -> Surrounding:
-    """Return what a site adds to the report of a run."""
+def around(
+    card: Card,
+    site: Site,
+    removed: Removed,
+    downloads: Sequence[str],
+    others: Sequence[Card] = (),
+    made_from: str = "",
+) -> Surrounding:
+    """Return what a site adds to the report of a run.
+
+    `others` confirm or repeat it; `made_from` is the address of the run that it confirms itself.
+    """
     values = {"card": card, "site": site, "removed": removed, "downloads": downloads}
-    parts = ["head", "top", "foot"]
-    head, top, foot = (render(f"site_{part}.html", **values, cite=cited(card)) for part in parts)
-    return Surrounding(head, top, foot)
+    values |= {"others": [_related(card, other) for other in others], "made_from": made_from}
+    values["cite"] = cited(card)
+    return Surrounding(
+        **{
+            part: render(f"site_{part}.html", **values)
+            for part in ("head", "top", "evidence", "foot")
+        }
+    )
 
 
 def cited(card: Card) -> str:
@@ -126,27 +147,64 @@ def stylesheet() -> str:
     return content("report.css") + content("site.css")
 
 
-def _gpus(cards: Sequence[Card], every: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the parts of the first page, one per GPU; simulated ones come last."""
-    evens, gpus = pays(cards), []
+def _related(card: Card, other: Card) -> dict[str, str]:
+    """Say how another run confirms or repeats a run, and the gain that it found there."""
+    same = set(card.units) & set(other.units)
+    where = " on the same card" if same else " on another card" if card.units else ""
+    how = f"{'Confirmed alone' if 'alone' in other.role else 'Measured again'}{where}"
+    return {"address": other.address, "how": how, "gain": confirmation(card, other)}
+
+
+def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]]:
+    """Return the GPUs of the first page with their grids; the one with the most runs is first."""
+    by_address = {card.address: card for card in cards}
+    gpus = []
+    for gpu, own in every.groupby("gpu", sort=False):
+        drawn = grids.grids(own)
+        steps, run = grids.whole_models(own)
+        if drawn:
+            views = [
+                {"grid": grid, "confirmed": _confirmed(by_address[grid.best], cards)}
+                for grid in drawn
+            ]
+            simulated = bool(own.simulated.any())
+            gpus.append(
+                {
+                    "name": str(gpu),
+                    "runs": own.run.nunique(),
+                    "simulated": simulated,
+                    "views": views,
+                }
+                | {"steps": steps, "steps_run": run}
+            )
+    return sorted(gpus, key=lambda gpu: -gpu["runs"])
+
+
+def _confirmed(card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
+    """Return the run that confirms a run's headline, on another card if there is one."""
+    others = [_related(card, other) for other in cards if other.source == card.origin]
+    found = [other for other in others if other["gain"]]
+    return max(found, key=lambda other: "another" in other["how"], default=None)
+
+
+def _groups(cards: Sequence[Card]) -> list[dict[str, Any]]:
+    """Return the runs by GPU, measured ones first; those of one question lie together."""
+    groups = []
     for gpu in dict.fromkeys(card.gpu for card in cards):
-        shown = [card for card in cards if card.gpu == gpu]
-        simulated = all(any(badge[0] == "simulated" for badge in card.badges) for card in shown)
-        gpus.append(
-            {
-                "name": gpu,
-                "simulated": simulated,
-                "cards": shown,
-                "gains": grids.gains(every[every.gpu == gpu]),
-                "pays": grids.pays(evens[evens.gpu == gpu]),
-            }
-        )
-    return sorted(gpus, key=lambda gpu: (gpu["simulated"], -len(gpu["cards"])))
+        own = [card for card in cards if card.gpu == gpu]
+        own.sort(key=lambda card: (bool(card.role), not card.verdict, card.suite, card.name))
+        groups.append({"name": gpu, "cards": own, "simulated": all(c.simulated for c in own)})
+    return sorted(groups, key=lambda group: (group["simulated"], -len(group["cards"])))
 
 
 def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict[str, Any]) -> str:
-    tables = [
-        (gpu, grid) for gpu, of in cases.groupby("gpu", sort=False) if (grid := grids.gains(of))
+    simulated = cases.simulated.astype(bool)
+    parts = [
+        {
+            "cases": grids.cases(part),
+            "grids": [(gpu, grids.grids(own)) for gpu, own in part.groupby("gpu", sort=False)],
+        }
+        for part in (cases[~simulated], cases[simulated])
     ]
     return render(
         "site_name.html",
@@ -157,9 +215,9 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
         doc=doc,
         family="" if what == "format" else family(name),
         best=grids.best_places(cases),
-        grids=tables,
+        measured=parts[0],
+        modelled=parts[1],
         others=sorted(cases.kernel.unique() if what == "format" else cases.kind.unique()),
-        cases=grids.cases(cases),
     )
 
 
@@ -196,7 +254,7 @@ def _citation(cards: Sequence[Card], site: Site) -> str:
                 "authors": authors,
                 "date-released": card.started[:10],
                 "notes": f"manifest SHA-256 {card.identity}",
-                **({"url": f"{site.base}runs/{card.slug}/"} if site.base else {}),
+                **({"url": f"{site.base}{card.address}/"} if site.base else {}),
             }
             for card in cards
         ],

@@ -1,46 +1,56 @@
 """Add runs to a static site; existing runs stay, and only changed files are written again.
 
-    DIR/index.html, formats/, kernels/, badges/, feed.xml, ...      from the cards (pages.py)
-    DIR/runs/SLUG/     a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yaml, ...
+    DIR/index.html, runs.html, formats/, kernels/, feed.xml, ...    from the cards (pages.py)
+    DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yaml, ...
                        removed.json     what is not in it (results/bundle.py)
                        name.txt         the name of the folder that the run came from
                        index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
-                       summary.json     its card
+                       summary.json     its card            picture.png    for links to it
+    DIR/runs/SLUG/     leads to GPU/NAME, for links from before runs had short addresses
+    DIR/prune.html     is pruning worth it for a model? (prune.py)
     DIR/claims/        a page per claim, judged by all runs of the site (reports/claims)
     DIR/compare/       a page per suite that ran on several devices (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
-Links to a run stay valid because its SLUG comes from the GPU, the suite and the manifest. A run is
-written again if the code of results/ or reports/, the address of the site or the claims change, or
-if pyarrow was installed or removed. To remove a run, delete its folder and publish again.
+A run keeps the first address that it got: its GPU and the name of its folder, with a number if
+another run has that address. Its SLUG, from the GPU, the suite and the manifest, leads there. A run
+is written again if the code of results/ or reports/, the address of the site or the claims change,
+if pyarrow was installed or removed, or if a run that confirms it was added. Runs that confirm
+others are written first. To remove a run, delete its folder and publish again.
 """
 
 import gzip
 import hashlib
 import json
+import os
+import re
 import shutil
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
-from sparsebench.reports.build import build
+from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.claims import pages as claims
-from sparsebench.reports.site import devices
-from sparsebench.reports.site.cards import SCHEMA, Card, card, cells
-from sparsebench.reports.site.pages import Site, around, pages
+from sparsebench.reports.site import devices, prune
+from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, Place, card, cells
+from sparsebench.reports.site.pages import Site, around, pages, safe
+from sparsebench.reports.site.preview import preview
 from sparsebench.results import bundle, store
-from sparsebench.results.analysis import analyse
 from sparsebench.results.frame import to_csv, to_parquet
 from sparsebench.results.provenance import device_name
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 NAME = "name.txt"
+FEW = 4  # fewer items than these are handled in this process
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
 PAGES = ("formats", "kernels", "badges", "claims", "compare")  # written from cards
 
@@ -57,35 +67,51 @@ class Published:
 def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]) -> Published:
     """Add runs to a site, or create one.
 
-    `check` is called for each new run and raises if it must not be published. Raises ResultError
-    before anything is written.
+    `check` is called for each new run and raises if it must not be published; with many runs,
+    other processes call it, so it must be a function of a module. Raises ResultError before
+    anything is written.
     """
-    state = _state(to)
-    named = _named(runs)
-    there = _slugs(to)
-    for slug, path in named.items():
-        if slug not in there:
-            check(path)
+    state, named = _state(to), _named(runs)
+    there = _folders(to)
+    written = [slug for slug in named if slug not in there]
+    _each(check, [named[slug] for slug in written])
     site = replace(site, base=site.base or state.get("base", ""))
-    made = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "claims": _asked(site)}
-    made["parquet"] = str(find_spec("pyarrow") is not None)
+    site = replace(site, source=site.source or state.get("source", ""))
+    made = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "source": site.source}
+    made |= {"claims": _asked(site), "parquet": str(find_spec("pyarrow") is not None)}
     to.mkdir(parents=True, exist_ok=True)
     write_file(to / STATE, json.dumps({**made, "code": ""}, indent=1) + "\n")
-    written = [slug for slug in named if slug not in there]
+    _shorten(to, there)
     for slug in written:
-        _add(named[slug], to / "runs" / slug)
-    redone = [*there, *written] if made != state else written
-    for slug in redone:
-        _redo(to / "runs" / slug, site)
-    cards = [_card(to / "runs" / slug) for slug in _slugs(to)]
+        _add(named[slug], to)
+    there = _folders(to)
+    redone = [*there] if made != state else _affected(there, written)
+    _redo(to, there, redone, site)
+    cards = [_card(folder) for folder in there.values()]
     judged = claims.entries(site.claims, cells(cards))
-    texts = dict(claims.pages(judged, site)) if judged else {}
+    gpus = {card.gpu for card in cards if card.units}
+    texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.compared(cards)
-    texts |= devices.pages(to, suites, redone)
+    texts |= devices.pages(to, suites, [there[slug].relative_to(to).as_posix() for slug in redone])
+    answers = dict(prune.pages(cards, site))
     compared = {entry.title: f"{entry.name}.html" for entry in suites}
-    _write_pages(to, {**texts, **dict(pages(cards, site, claims.lines(judged), compared))})
+    doors = {"Should I prune?": prune.PAGE} if answers else {}
+    doors |= {"Which GPU?": next(iter(compared.values()))} if compared else {}
+    _write_pages(to, {**texts, **answers, **dict(pages(cards, site, compared, doors))})
     write_file(to / STATE, json.dumps(made, indent=1) + "\n")
-    return Published([entry.slug for entry in cards], redone, _notes(to, written, site))
+    return Published([*there], redone, _notes(there, written, site))
+
+
+def _each(function: Callable[..., None], items: Iterable[Any]) -> None:
+    """Call a function for each item, in several processes if that is worth starting them."""
+    items = list(items)
+    if len(items) < FEW:
+        for item in items:
+            function(item)
+        return
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(items))) as pool:
+        for _ in pool.map(function, items):
+            pass
 
 
 def _state(to: Path) -> dict[str, str]:
@@ -126,18 +152,71 @@ def _named(runs: Sequence[Path]) -> dict[str, Path]:
     return by_slug
 
 
-def _slugs(to: Path) -> list[str]:
-    return sorted(path.parent.name for path in (to / "runs").glob(f"*/{bundle.MANIFEST}"))
+def _folders(to: Path) -> dict[str, Path]:
+    """Return the folders of the runs of a site, by slug."""
+    folders = {}
+    for path in sorted(to.glob(f"*/*/{bundle.REMOVED}")):
+        environment, state = (
+            json.loads((path.parent / name).read_text("utf-8"))
+            for name in ("environment.json", "run.json")
+        )
+        origin = bundle.read_removed(path.parent).of
+        slug = bundle.link_name(device_name(environment), str(state["suite"]), origin)
+        folders[slug] = path.parent
+    return dict(sorted(folders.items()))
 
 
-def _add(run: Path, folder: Path) -> None:
+def _address(to: Path, gpu: str, name: str) -> str:
+    """Return a free address of a run: its GPU and its name, with a number if that is taken."""
+    home = re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-")[:40]
+    home = f"gpu-{home}" if home in ("", "runs", *PAGES) else home
+    address = f"{home}/{safe(name)}"
+    taken = (n for n in range(2, 10_000) if not (to / f"{address}-{n}").exists())
+    return f"{address}-{next(taken)}" if (to / address).exists() else address
+
+
+def _shorten(to: Path, folders: dict[str, Path]) -> None:
+    """Move runs of sites from before 0.3 from runs/SLUG to a short address."""
+    for folder in folders.values():
+        if folder.parent.name == "runs":
+            gpu = device_name(json.loads((folder / "environment.json").read_text("utf-8")))
+            name = (folder / NAME).read_text("utf-8").strip() if (folder / NAME).exists() else ""
+            new = to / _address(to, gpu, name or "run")
+            new.parent.mkdir(exist_ok=True)
+            folder.rename(new)
+
+
+def _add(run: Path, to: Path) -> None:
     """Copy a bundle without private names and paths into the site, whole or not at all."""
-    fresh = folder.with_name(f".new-{folder.name}")
+    fresh = to / ".new"
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    fresh.mkdir()
     bundle.redact(run, fresh)
-    write_file(fresh / NAME, _called(run))
+    name = _called(run)
+    write_file(fresh / NAME, name)
+    environment = json.loads((fresh / "environment.json").read_text("utf-8"))
+    suite = json.loads((fresh / "run.json").read_text("utf-8"))["suite"]
+    folder = to / _address(to, device_name(environment), name or str(suite))
+    folder.parent.mkdir(exist_ok=True)
     fresh.rename(folder)
+
+
+def _source(folder: Path) -> str:
+    """Return the origin of the run that a run was made from; "" if it was not."""
+    state = json.loads((folder / "run.json").read_text("utf-8"))
+    return next((str(state[n]["manifest_sha256"]) for n in ROLES if state.get(n)), "")
+
+
+def _affected(folders: dict[str, Path], written: Sequence[str]) -> list[str]:
+    """Return the new runs, those that a new run confirms, and those that confirm a new run."""
+    origins = {slug: bundle.read_removed(folder).of for slug, folder in folders.items()}
+    confirmed = {_source(folders[slug]) for slug in written} - {""}
+    new = {origins[slug] for slug in written}
+    return [
+        slug
+        for slug in folders
+        if slug in written or origins[slug] in confirmed or _source(folders[slug]) in new
+    ]
 
 
 def _called(run: Path) -> str:
@@ -150,21 +229,47 @@ def _called(run: Path) -> str:
     return "" if any(name.lower() in called.lower() for name in private) else called
 
 
-def _redo(folder: Path, site: Site) -> None:
-    """Write the report, the card and the downloads of a bundle in the site."""
+def _redo(to: Path, folders: dict[str, Path], slugs: Sequence[str], site: Site) -> None:
+    """Write runs again: first those that confirm others, because the others show their gains."""
+    sources = {slug: _source(folder) for slug, folder in folders.items()}
+    origins = {slug: bundle.read_removed(folder).of for slug, folder in folders.items()}
+    by_origin = {origin: folders[slug] for slug, origin in origins.items()}
+    work = [
+        (
+            slug,
+            folders[slug],
+            by_origin.get(sources[slug]),
+            [folders[other] for other, source in sources.items() if source == origins[slug]],
+        )
+        for slug in slugs
+    ]
+    for confirming in (True, False):
+        _each(partial(_write_run, to, site), [w for w in work if bool(sources[w[0]]) == confirming])
+
+
+def _write_run(to: Path, site: Site, work: tuple[str, Path, Path | None, Sequence[Path]]) -> None:
+    """Write the report, the card, the picture and the downloads of a run in the site.
+
+    `work` is its slug, its folder, that of the run it was made from, and those that confirm it.
+    """
+    slug, folder, source, confirming = work
     run, removed = store.read(folder), bundle.read_removed(folder)
-    analysis = analyse(run)
-    file = folder / NAME
-    name = file.read_text("utf-8").strip() if file.exists() else ""
-    run_card = card(run, analysis, folder.name, bundle.identity(folder), site.claims, name)
+    frames = frames_of(run)
+    name = (folder / NAME).read_text("utf-8").strip() if (folder / NAME).exists() else ""
+    address = folder.relative_to(to).as_posix()
+    place = Place(address, slug, bundle.identity(folder), removed.of, name)
+    run_card = card(frames, place, site.claims)
     write_file(folder / "summary.json", json.dumps(run_card.to_json()) + "\n")
-    to_csv(analysis.rows, folder / "rows.csv")
+    to_csv(frames.rows, folder / "rows.csv")
     if find_spec("pyarrow"):
-        to_parquet(analysis.rows, folder / "rows.parquet")
+        to_parquet(frames.rows, folder / "rows.parquet")
     _pack(folder)
+    preview(run_card, folder / "picture.png")
     downloads = [name for name in DOWNLOADS if (folder / name).exists()]
-    beside = around(run_card, site, removed, downloads)
-    build(run, folder / "index.html", surrounding=beside, analysis=analysis)
+    made_from = source.relative_to(to).as_posix() if source else ""
+    others = [_card(path) for path in confirming]
+    beside = around(run_card, site, removed, downloads, others, made_from)
+    build(run, folder / "index.html", surrounding=beside, frames=frames)
 
 
 def _pack(folder: Path) -> None:
@@ -206,14 +311,17 @@ def _write_pages(to: Path, made: dict[str, str]) -> None:
             write_file(file, text)
     for folder in PAGES:
         for file in (to / folder).glob("*"):
-            if f"{folder}/{file.name}" not in made:
+            if file.is_file() and f"{folder}/{file.name}" not in made:
                 file.unlink()
+    for moved in (to / "runs").glob("*"):
+        if f"runs/{moved.name}/index.html" not in made:
+            shutil.rmtree(moved)
 
 
-def _notes(to: Path, written: Sequence[str], site: Site) -> list[str]:
+def _notes(folders: dict[str, Path], written: Sequence[str], site: Site) -> list[str]:
     notes = []
     for slug in written:
-        removed = bundle.read_removed(to / "runs" / slug)
+        removed = bundle.read_removed(folders[slug])
         texts = [f"{text} ({count})" for text, count in removed.texts.items()] + removed.files
         if texts:
             notes.append(f"{slug}: removed {', '.join(texts)}")

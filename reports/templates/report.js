@@ -54,7 +54,7 @@ const tip = document.body.appendChild(Object.assign(document.createElement("div"
 document.addEventListener("pointermove", (event) => {
   const svg = event.target.closest?.("svg");
   let best = null, least = 22;
-  for (const mark of svg ? svg.querySelectorAll("use:has(title)") : []) {
+  for (const mark of svg ? svg.querySelectorAll(":has(> title)") : []) {
     if (!mark.checkVisibility()) continue;
     const box = mark.getBoundingClientRect();
     const far = Math.hypot(event.clientX - box.x - box.width / 2, event.clientY - box.y - box.height / 2);
@@ -68,7 +68,7 @@ document.addEventListener("pointermove", (event) => {
 });
 
 // On a narrow screen the style turns table lines into paragraphs: values carry their heads, dashes are hidden.
-for (const table of document.querySelectorAll(".scroll > table:not(.map)")) {
+for (const table of document.querySelectorAll(".scroll > table:not(.map, .grid, .runs)")) {
   if (!table.tHead) continue;
   table.classList.add("stacked");
   const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent);
@@ -111,12 +111,63 @@ const fits = (wanted, text, numeric) => {
   if (numeric && wanted !== "" && !Number.isNaN(+wanted)) return value === +wanted;
   return text.toLowerCase().includes(wanted.toLowerCase());
 };
+
+// A cell of a map opens a card: all contenders of its problem in order, and the commands to run them.
+const make = (tag, text, ...children) => {
+  const element = Object.assign(document.createElement(tag), { textContent: text });
+  element.append(...children);
+  return element;
+};
+const showCards = (run, rows, texts, names) => {
+  const at = (cells, name) => cells[names.indexOf(name)] ?? run.same[name] ?? "–";
+  const value = (cells, name) => (name === "sparsity" ? String(+(number(at(cells, name)) / 100).toFixed(6)) : at(cells, name).replaceAll(",", ""));
+  const words = (cells, fields) => fields.filter((name) => at(cells, name) !== "–").map((name) => `${name}=${value(cells, name)}`).join(" ");
+  const place = (cells) => [...run.fields, "scope", "cache"].map((name) => at(cells, name)).join("|");
+  const card = (row) => {
+    const own = texts[rows.indexOf(row)], here = place(own);
+    const rivals = texts.filter((cells) => place(cells) === here && at(cells, "time, µs") !== "–" && !at(cells, "contender").endsWith("(twin)"));
+    rivals.sort((a, b) => number(at(a, "time, µs")) - number(at(b, "time, µs")));
+    const box = make("aside");
+    box.className = "card";
+    box.tabIndex = -1;
+    const close = make("button", "close");
+    close.addEventListener("click", () => box.remove());
+    const fields = run.fields.filter((name) => at(own, name) !== "–").map((name) => `${name} ${at(own, name)}`);
+    const table = make("table"), body = make("tbody");
+    const heads = ["contender", "time, µs", "speedup", "of bound, %", "configuration"];
+    table.append(make("thead", "", make("tr", "", ...heads.map((head) => make("th", head)))), body);
+    for (const cells of rivals) {
+      const link = make("a", at(cells, "contender"));
+      link.href = `#${rows[texts.indexOf(cells)].id}`;
+      const values = [link, at(cells, "time, µs"), at(cells, "speedup"), at(cells, "of bound, %"), at(cells, "configuration")];
+      body.append(make("tr", "", ...values.map((each) => make("td", "", each))));
+    }
+    const only = at(own, "sparsity") === "–" && at(own, "source") !== "–" ? `case=${at(own, "case")}` : words(own, run.select);
+    const kernel = at(own, "contender").split(" ")[0].split("/").pop();
+    const commands = [`sparsebench run ${run.suite}${only ? ` --only "${only}"` : ""}`, `sparsebench try ${kernel} ${words(own, run.fields)}`];
+    box.append(close, make("h3", fields.join(" · ")), make("div", "", table), ...commands.map((line) => make("p", "", make("code", line))));
+    box.children[2].className = "scroll";
+    return box;
+  };
+  for (const cell of document.querySelectorAll("a[data-cell]")) {
+    cell.addEventListener("click", (event) => {
+      const row = document.getElementById(cell.hash.slice(1));
+      if (!row) return;
+      event.preventDefault();
+      document.querySelector("aside.card")?.remove();
+      const box = card(row);
+      cell.closest(".pair").before(box);
+      box.focus({ preventScroll: true });
+      box.scrollIntoView({ block: "nearest" });
+    });
+  }
+};
 for (const table of document.querySelectorAll("table.sortable")) {
   const form = table.closest("section").querySelector("form.filter"), find = form.elements.q;
   const body = table.tBodies[0], rows = [...body.rows], heads = [...table.tHead.rows[0].cells];
   const names = heads.map((head) => head.textContent), numeric = heads.map((head) => head.className === "num");
   const texts = rows.map((row) => [...row.cells].map((cell) => cell.textContent));
-  const same = form.dataset.same.split(" ");
+  const run = JSON.parse(form.dataset.run);
   const column = (name) => {
     const exact = names.findIndex((own) => own.toLowerCase() === name.toLowerCase());
     return exact >= 0 ? exact : names.findIndex((own) => own.toLowerCase().startsWith(name.toLowerCase()));
@@ -129,14 +180,18 @@ for (const table of document.querySelectorAll("table.sortable")) {
     box.setAttribute("form", (form.id ||= "filter"));
     return box;
   });
+  const constants = Object.entries(run.same);
   const word = (cells, wanted) => {
     const [, name, rest] = wanted.match(/^([^:]+):(.+)$/) ?? [];
     if (name && column(name) >= 0) return fits(rest, cells[column(name)], numeric[column(name)]);
-    if (!Number.isNaN(+wanted)) return same.includes(wanted) || cells.some((cell) => cell.replaceAll(",", "") === wanted);
-    return cells.some((cell) => cell.toLowerCase().includes(wanted.toLowerCase())) || same.some((own) => own.toLowerCase() === wanted.toLowerCase());
+    const shared = constants.find(([own]) => own.toLowerCase() === name?.toLowerCase());
+    if (shared) return fits(rest, shared[1], !Number.isNaN(+shared[1]));
+    const same = constants.some(([, value]) => value.toLowerCase() === wanted.toLowerCase());
+    if (!Number.isNaN(+wanted)) return same || cells.some((cell) => cell.replaceAll(",", "") === wanted);
+    return same || cells.some((cell) => cell.toLowerCase().includes(wanted.toLowerCase()));
   };
   const filter = () => {
-    const words = find.value.split(/\s+/).filter(Boolean);
+    const words = find.value.replace(/(\d)\s+%/g, "$1%").split(/\s+/).filter(Boolean).map((each) => each.replace(/(\d)%$/, "$1 %"));
     const asked = boxes.map((box, i) => [box.value.trim(), i]).filter(([wanted]) => wanted);
     let count = 0;
     rows.forEach((row, i) => {
@@ -183,6 +238,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   };
   addEventListener("hashchange", recall);
   recall();
+  showCards(run, rows, texts, names);
 }
 
 reachable();

@@ -12,9 +12,11 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from sparsebench.errors import SparsebenchError
 
 DEVICES = Path("/dev"), Path("/dev/fd")
 
@@ -24,6 +26,15 @@ def write_file(file: Path, content: str | bytes) -> None:
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     with replacing(file) as fresh:
         fresh.write_bytes(data)
+
+
+def require_apart(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:
+    """Raise SparsebenchError if an output would replace an input or another output."""
+    taken = {path.resolve(): path for path in inputs if path}
+    for path in filter(None, outputs):
+        if path.resolve() in taken and path.parent not in DEVICES:
+            raise SparsebenchError(f"{path}: expected an output file of its own, found it in use")
+        taken[path.resolve()] = path
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The contract of every format in the folder: what goes in comes out, and -0.0 is zero."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +15,10 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
+from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_format, names
 from sparsebench.harness.testing.formats import bits, matrix
+from sparsebench.results.record import Contender, Problem
 from sparsebench.testing import Check, check_format, format_checks
 
 
@@ -58,11 +62,6 @@ def test_csr_draws_its_layout() -> None:
     dense = torch.tensor([[1.0, 0, 2], [0, 0, 0], [0, 3, 0]])
     arrays = load_format("csr").from_dense(dense).arrays()
     assert [a.tolist() for a in arrays.values()] == [[0, 2, 2, 3], [0, 2, 1], [1, 2, 3]]
-
-
-def test_a_block_of_nothing_is_refused() -> None:
-    with pytest.raises(FormatError, match="expected a block of at least 1x1, found 0x4"):
-        load_format("bsr").from_dense(torch.zeros(4, 4), block=[0, 4])
 
 
 @pytest.mark.parametrize("name", ["csr", "bsr"])
@@ -140,3 +139,32 @@ def test_zero_of_either_sign_is_zero_and_everything_else_is_stored(dtype: torch.
     least[:2] = torch.tensor([1, torch.iinfo(least.dtype).min + 1])  # smallest subnormals
     assert is_stored(dense).tolist() == [False, False, True, True, True, True, True]
     assert is_stored(least.view(dtype)).all()
+
+
+BAD_PARAMS = [
+    *(("bsr", {"block": block}) for block in [[4], [1, 2, 3], [], "16", 0, -1, 1.5, True, None]),
+    ("bsr", {"block": [4.0, 4]}),
+    *(("spense", {"dense_fraction": part}) for part in ["a", None, float("nan"), 2, -0.1]),
+    ("spense", {"split": 3}),
+    *(("twell", {name: value}) for name in ("tile", "capacity") for value in (0, "x", 1.5, True)),
+    *(("cvse", {"height": height}) for height in (0, "8", 2.5, True, None)),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), BAD_PARAMS, ids=str)
+def test_a_bad_parameter_is_refused_and_known_before_a_run(
+    name: str, params: dict[str, Any]
+) -> None:
+    with pytest.raises(FormatError, match=r"expected .*found") as raised:
+        load_format(name).from_dense(torch.zeros(64, 64, dtype=torch.bfloat16), **params)
+    if load_format(name).operand == "activations":
+        return  # kernels build it: a suite gives it no parameters
+    contender = Contender(name, "reference", params)
+    problem = Problem("linear", {"m": 4, "n": 64, "k": 64, "dtype": "bf16"})
+    assert unsupported(problem, contender, torch.device("cpu")) == str(raised.value)
+
+
+@pytest.mark.parametrize("name", names("formats"))
+def test_no_format_of_ours_refuses_its_default_parameters(name: str) -> None:
+    problem = Problem("linear", {"m": 4, "n": 64, "k": 64, "dtype": "bf16"})
+    assert unsupported(problem, Contender(name, "reference"), torch.device("cpu")) is None

@@ -106,10 +106,10 @@ def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     gate = sparsebench("compare", run, run, run, "--html", page, "--fail-on", "slower:3%")
     assert gate.returncode == 0, gate.stderr
-    assert "C: 0 cases are slower than in A by more than 3 %" in gate.stderr
+    assert "C: 0 cases are more than 3 % slower than in A" in gate.stderr
     assert "scipy_bsr" in gate.stdout
     assert "scipy_bsr" in page.read_text()
-    assert "| B / A |" in sparsebench("compare", run, run, "--markdown").stdout
+    assert "| A | B | time |" in sparsebench("compare", run, run, "--markdown").stdout
 
 
 def test_slower_cases_fail_the_gate(run: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_slower_cases_fail_the_gate(run: Path, tmp_path: Path) -> None:
     (slower / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = sparsebench("compare", run, slower, "--fail-on", "slower:50%")
     assert done.returncode == 1, done.stderr
-    assert "B: 2 cases are slower" in done.stderr
+    assert "slower: 2 cases are more than 50 % slower" in done.stderr
 
 
 def lines_of(
@@ -219,7 +219,7 @@ def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path)
 def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     done = sparsebench("report", run, "--out", tmp_path / "r.html", "--csv", tmp_path / "r.csv")
     assert done.returncode == 0, done.stderr
-    assert "Each format at its best" in done.stdout  # the answer again
+    assert "of the bound" in done.stdout  # the answer again
     header, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert "median_us" in header
     assert len(lines) == 8 + 4  # twins in one problem

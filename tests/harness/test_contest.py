@@ -94,10 +94,7 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("room_after", "statuses"),
-    [
-        (1, [Status.OK, Status.OUT_OF_MEMORY]),
-        (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY]),
-    ],
+    [(1, [Status.OK, Status.OUT_OF_MEMORY]), (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY])],
 )
 def test_twins_end_first_if_the_reference_runs_out_of_memory(
     room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
@@ -188,9 +185,7 @@ class Held:
         Held.allocated -= 100
 
 
-def test_earlier_garbage_does_not_lower_a_kernels_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_earlier_garbage_does_not_lower_a_kernels_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = []
 
     def reset(device: torch.device) -> None:

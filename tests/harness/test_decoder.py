@@ -112,10 +112,7 @@ def test_the_spread_is_that_of_roundings_in_every_layer(layers: int) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
 def test_torch_is_right_in_a_contest_on_a_cpu(dtype: str) -> None:
     asked = problem(dtype=dtype, intermediate=256, pattern="spense_hidden", sparsity=0.25)
-    contenders = [
-        Contender("dense", "torch_dense", baseline=True),
-        Contender("dense", "reference"),
-    ]
+    contenders = [Contender("dense", "torch_dense", baseline=True), Contender("dense", "reference")]
     rows, _ = contest.run(asked, contenders, CPU, None)
     assert [row.status for row in rows] == [Status.OK] * 2, [row.detail for row in rows]
     dense = 24 * (80 + 48 + 3 * 256 + 10)

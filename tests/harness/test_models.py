@@ -175,11 +175,7 @@ def _hooked() -> nn.Module:
 
 REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (lambda: tiny(), TwoFour(), r"model.layers.0.self_attn.q_proj: .*fp16, bf16.*float32"),
-    (
-        lambda: tiny(dtype=BF16, hidden_act="gelu"),
-        TwoFour(),
-        r"layers.0.mlp: .*activation.*GELU",
-    ),
+    (lambda: tiny(dtype=BF16, hidden_act="gelu"), TwoFour(), r"layers.0.mlp: .*activation.*GELU"),
     (tiny, SparseActivations(), r"layers.0.mlp: .*activation.*silu"),
     (
         lambda: tiny(hidden_act="relu"),
@@ -187,21 +183,9 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
         r"layers.0.mlp: slots: expected 1 to 256",
     ),
     (lambda: tiny(dtype=BF16, mlp_bias=True), TwoFour(), r"gate_proj: expected no bias"),
-    (
-        lambda: nn.Sequential(Scaled().bfloat16()),
-        TwoFour(),
-        r"^0: .*Scaled.*error of 0.1",
-    ),
-    (
-        lambda: nn.Sequential(nn.Linear(64, 68).bfloat16()),
-        TwoFour(),
-        r"^0: .*68x64",
-    ),
-    (
-        lambda: nn.Sequential(nn.Linear(64, 64).bfloat16()),
-        TwoFour(0.5),
-        r"^0: .*dense 0.5",
-    ),
+    (lambda: nn.Sequential(Scaled().bfloat16()), TwoFour(), r"^0: .*Scaled.*error of 0.1"),
+    (lambda: nn.Sequential(nn.Linear(64, 68).bfloat16()), TwoFour(), r"^0: .*68x64"),
+    (lambda: nn.Sequential(nn.Linear(64, 64).bfloat16()), TwoFour(0.5), r"^0: .*dense 0.5"),
     (
         lambda: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 32)),
         BlockSparse(64, 0.8),
@@ -216,11 +200,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
         BlockSparse(),
         r"^0: .*unshared layer",
     ),
-    (
-        lambda: nn.Sequential(nn.Linear(64, 64, device="meta")),
-        BlockSparse(),
-        r"^0: .*device meta",
-    ),
+    (lambda: nn.Sequential(nn.Linear(64, 64, device="meta")), BlockSparse(), r"^0: .*device meta"),
     (
         lambda: nn.MultiheadAttention(64, 4),
         BlockSparse(),

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
+from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.operands import DenseOperands, operands, redraw, unusable
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import bits, sources
 from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
-from sparsebench.results.record import Problem, Source, Value
+from sparsebench.results.record import Contender, Problem, Source, Status, Value
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -177,11 +178,75 @@ def test_minus_zero_in_a_file_is_not_stored(tmp_path: Path) -> None:
     assert result.sparsity == 1 - int(mask.sum()) / mask.numel()
 
 
+def in_file(folder: Path, weight: Tensor) -> Source:
+    path = folder / "w.safetensors"
+    save_file({"fc": weight}, path)
+    return Source(path.name, sources.sha256(path), "fc")
+
+
+BAD_VALUES = {
+    "infinite in fp16": torch.full((64, 128), 1e5),
+    "infinite": torch.full((64, 128), float("inf")),
+    "not a number": torch.full((64, 128), float("nan")),
+    "all zero": torch.zeros(64, 128),
+    "all -0.0": torch.full((64, 128), -0.0),
+    "zero in fp16": torch.full((64, 128), 1e-30),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_values_of_a_file_that_cannot_be_measured_are_a_row_and_known_before(
+    name: str, tmp_path: Path
+) -> None:
+    asked = problem(in_file(tmp_path, BAD_VALUES[name]), dtype="fp16")
+    with pytest.raises(Unsupported, match=r"^w\.safetensors:fc") as raised:
+        built(asked, tmp_path)
+    assert unusable(asked, load_op("linear"), tmp_path) == str(raised.value)
+    rows, _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert [(row.status, row.detail) for row in rows] == [
+        (Status.UNSUPPORTED, f"operands: {raised.value}")
+    ]
+
+
+def test_a_file_that_has_changed_is_a_failed_row(weights: Source, tmp_path: Path) -> None:
+    asked = problem(replace(weights, sha256="0"))
+    (row,), _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert row.status is Status.FAILED
+    assert "it has changed" in row.detail
+
+
+SIZES = [("fp32", 1e-30), ("fp32", 1e-37), ("fp32", 1e36), ("bf16", 1e36)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), SIZES)
+def test_right_results_stay_right_however_small_or_large_the_weights(
+    dtype: str, size: float, tmp_path: Path
+) -> None:
+    asked = problem(in_file(tmp_path, torch.randn(64, 128) * size), dtype=dtype)
+    rows, _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")]
+
+
+def test_an_answer_that_no_output_can_hold_is_unsupported(tmp_path: Path) -> None:
+    asked = problem(in_file(tmp_path, torch.full((64, 128), 6e4)), dtype="fp16")
+    (row,), _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    assert row.status is Status.UNSUPPORTED
+    assert "fits torch.float16" in row.detail
+
+
+def test_a_block_with_a_tiny_value_is_chosen_before_one_of_zeros(tmp_path: Path) -> None:
+    weight = torch.zeros(32, 32)
+    weight[0, 0], weight[17, 17] = 1.0, 1e-30
+    asked = problem(in_file(tmp_path, weight), n=32, k=32, dtype="fp32")
+    fields = {"pattern": "blocks", "block": 16, "sparsity": 0.5}
+    found = built(replace(asked, fields={**asked.fields, **fields}), tmp_path)
+    assert found.nnz == {"w": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "changed_fields", "message"),
     [
         ({"sha256": "0"}, {}, "expected SHA-256 0, .*it has changed"),
-        ({"tensor": "hot"}, {"dtype": "fp16"}, "finite in fp16, found 8192 others"),
         ({}, {"n": 32}, r"expected \[32, 128\], found \[64, 128\]"),
     ],
 )

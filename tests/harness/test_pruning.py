@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -305,6 +306,9 @@ def test_invalid_weights_inputs_and_options_are_refused(mlp: GatedMLP, x: Tensor
         (lambda: Recipe("sparsegpt"), "method: expected .*did you mean spensegpt"),
         (lambda: Recipe(region="first"), "region: expected one of last, scored; found 'first'"),
         (lambda: Recipe(dense=1.5), "dense: expected a fraction of 0 to 1, found 1.5"),
+        (lambda: prune_mlp(mlp, x, Recipe("wanda", pattern="0.999")), "of every 64 to stay"),
+        (lambda: prune_mlp(mlp, x, Recipe("magnitude", 0, pattern="0.999")), "every 64 to stay"),
+        (lambda: mlp_errors(mlp, prune_mlp(mlp, x, Recipe("wanda")), x * 0), "only zeros"),
     ]
     for attempt, message in refused:
         with pytest.raises(SuiteError, match=message):
@@ -325,10 +329,7 @@ def files(tmp_path: Path, mlp: GatedMLP, x: Tensor) -> tuple[Path, Path]:
 
 
 def test_command_prunes_an_mlp_of_a_file(
-    files: tuple[Path, Path],
-    tmp_path: Path,
-    mlp: GatedMLP,
-    x: Tensor,
+    files: tuple[Path, Path], tmp_path: Path, mlp: GatedMLP, x: Tensor
 ) -> None:
     weights, activations = files
     options = weights, "--tensors", "g,u,d", "--calibration", activations, "--device", "cpu"
@@ -386,10 +387,7 @@ def test_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path)
         (["--tensors", "g,u"], "expected three tensors"),
         (["--tensors", "g,u,e"], "expected a tensor 'e'"),
         (["--tensors", "g,u,d", "--dense", "half"], "expected fractions such as 0,0.5"),
-        (
-            ["--tensors", "g,u,d", "--dense", "0,1", "--out", "y"],
-            "expected one recipe",
-        ),
+        (["--tensors", "g,u,d", "--dense", "0,1", "--out", "y"], "expected one recipe"),
         (["--tensors", "g,u,d", "--method", "wand"], "did you mean wanda?"),
         (["--tensors", "g,u,d", "--out", "/nowhere/y"], "expected a folder to write into"),
     ],
@@ -403,6 +401,38 @@ def test_command_refuses_bad_input_in_one_line(
     assert done.returncode == _console.BAD_INPUT
     [line] = done.stderr.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "spensegpt"])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tiny_and_huge_values_are_pruned_like_others(method: str, size: float, x: Tensor) -> None:
+    weight, recipe = torch.randn(32, 64), Recipe(method, 0.25)
+    usual = prune_linear(weight, x, recipe, "rows")
+    power = 2.0 ** round(math.log2(size))
+    for scaled in (
+        prune_linear(weight * power, x, recipe, "rows"),
+        prune_linear(weight, x * power, recipe, "rows"),
+    ):
+        assert torch.equal(scaled.weight != 0, usual.weight != 0)
+    right = linear_errors(weight, usual, x)["output"]
+    tiny = prune_linear(weight * power, x, recipe, "rows")
+    assert linear_errors(weight * power, tiny, x)["output"] == pytest.approx(right, rel=1e-4)
+
+
+def test_a_tensor_named_permutation_is_refused_before_work(tmp_path: Path) -> None:
+    weights, calibration = tmp_path / "w.safetensors", tmp_path / "x.safetensors"
+    save_file({"permutation": torch.randn(32, 64)}, weights)
+    save_file({"x": torch.randn(128, 64)}, calibration)
+    with pytest.raises(SuiteError, match="permutation"):
+        prune_file(
+            weights,
+            [Recipe()],
+            torch.device("cpu"),
+            names=["permutation"],
+            calibration=calibration,
+            to=tmp_path / "out.safetensors",
+        )
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_prune_never_overwrites_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:

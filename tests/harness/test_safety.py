@@ -346,9 +346,7 @@ def test_exit_codes_are_documented_in_one_place() -> None:
     assert [int(code) for code in table] == [0, *(getattr(_console, name) for name in names)]
 
 
-def test_an_internal_error_is_one_line_with_exit_code_70(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_internal_error_is_one_line_with_exit_code_70(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsebench.harness.catalog.listing", lambda: {}["nothing"])
     done = sparsebench("list")
     assert done.returncode == _console.DEFECT

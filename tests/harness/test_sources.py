@@ -169,3 +169,51 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path) -> None:
     path.write_bytes(b"two")
     os.utime(path, ns=(1, 1))
     assert sources.sha256(path) != first
+
+
+BANNER = "%%MatrixMarket matrix coordinate real general\n"
+ENTRY = [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BANNER + "2 2 1\n1 2 nan\n",
+        BANNER + "2 2 1\n1 2 NaN\n",
+        BANNER + "2 2 1\n1 2 -inf\n",
+        BANNER + "2 2 1\n1 2 +Infinity\n",
+        BANNER + "2 2 1\n1 2 +1.0e+05\n",
+        BANNER + "2 2 1\n1 2 1.5D+00\n",
+        BANNER + "2 2 1\n1 2 1.5d0",
+        BANNER + "  % an indented comment, gr\u00f6\u00dfe\n%\n\n  2 2 1\n\t1 2 1.0\n\n",
+        "  " + BANNER + "2 2 1\n1 2 1.0\n",
+        "\n\n" + BANNER + "2 2 1\n1 2 1.0\n",
+        "\ufeff" + BANNER + "2 2 1\r\n1 2 1.0\r\n",
+        BANNER.replace("real", "pattern") + "2 2 1\n1 2\n",
+        BANNER.replace("real", "complex") + "2 2 1\n1 2 nan 1.0\n",
+        "%%MatrixMarket matrix array real general\n2 2\n0\n0\n1\n0\n",
+    ],
+)
+def test_matrix_market_is_read_as_scipy_reads_it(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.mtx"
+    path.write_text(text, "utf-8")
+    assert sources.load_pattern(path).tolist() == ENTRY
+    assert sources.shape_and_level(path)[2] == 0.75
+
+
+@pytest.mark.parametrize("symmetry", ["symmetric", "skew-symmetric", "hermitian"])
+def test_a_symmetric_matrix_is_square(symmetry: str, tmp_path: Path) -> None:
+    path, field = tmp_path / "m.mtx", "complex" if symmetry == "hermitian" else "real"
+    value = "1.0 0.0" if field == "complex" else "1.0"
+    banner = f"%%MatrixMarket matrix coordinate {field} {symmetry}\n"
+    path.write_text(f"{banner}2 3 1\n2 1 {value}\n")
+    with pytest.raises(SuiteError, match="a square matrix"):
+        sources.load_pattern(path)
+
+
+@pytest.mark.parametrize("end", ["1 2 abc", "1 2 1.0 x", "% end", "1 2 nano", "1 2 infx"])
+def test_what_is_no_number_is_refused(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.mtx"
+    path.write_text(f"{BANNER}2 2 1\n{end}")
+    with pytest.raises(SuiteError, match=r"m\.mtx: expected a sparse matrix; found"):
+        sources.load_pattern(path)

@@ -61,7 +61,7 @@ def test_the_pattern_follows_from_the_words() -> None:
         (["scipy_bsr", "m"], "expected field=value, found 'm'"),
         (["scipy_bsr", "m=1", "m=2"], "expected m once, found it twice"),
         (["scipy_bsr", "m=8", "n=64"], "k: expected a value, found none"),
-        (["scipy_bsr", "m=["], "m: expected a value, found '['"),
+        (["scipy_bsr", "m=["], "try: m: expected YAML"),
         (["scipy_bsr", "op=5"], "found '5'"),
         (["scipy_bsr", "seed=one", "m=8"], "seed: expected an integer, found 'one'"),
         (
@@ -80,9 +80,7 @@ def test_impossible_trials_are_one_line_and_exit_2(arguments: list[str], said: s
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unsupported_case_is_reported_before_measuring(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unsupported_case_is_reported_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         device_ceilings, "measure", lambda device: pytest.fail("ceilings were measured")
     )
@@ -94,7 +92,7 @@ def test_an_unsupported_case_is_reported_before_measuring(
 def test_a_wrong_kernel_has_no_time_and_ends_with_3() -> None:
     done = sparsebench("try", "wrong:zeros", "format=dense", *SMALL)
     assert done.returncode == 3
-    assert re.search(r"wrong:zeros +wrong: before timing", done.stdout)
+    assert re.search(r"wrong:zeros: wrong: before timing", done.stdout)
 
 
 def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:

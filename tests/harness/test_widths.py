@@ -50,10 +50,7 @@ def test_patterns_are_squares_with_equal_block_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "sparsity", "message"),
-    [
-        (3, 0.5, "at least 4 .*found 3"),
-        (8, 0.8, "expected 0.625.*found 0.8"),
-    ],
+    [(3, 0.5, "at least 4 .*found 3"), (8, 0.8, "expected 0.625.*found 0.8")],
 )
 def test_impossible_graphs_are_refused(nodes: int, sparsity: float, message: str) -> None:
     assert links(64, 0.9) == 3
@@ -159,10 +156,7 @@ def test_dense_match_never_has_fewer_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"loss": -1}, "trained: 0: loss: "),
-        ({"more": 1}, "trained: 0: more: "),
-    ],
+    [({"loss": -1}, "trained: 0: loss: "), ({"more": 1}, "trained: 0: more: ")],
 )
 def test_invalid_file_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}

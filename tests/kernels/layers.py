@@ -41,11 +41,12 @@ def error_of(launch: Launch, operands: Operands) -> str | None:
     """Redraw the activations, poison the output, and return what is wrong with the next output."""
     problem, activations = operands.problem, operands.activations
     op, dtype = load_op(problem.op), problem["dtype"]
-    redraw(problem, op, activations, 7)
+    weights = {name: w.to_dense() for name, w in operands.weights.items()}
+    redraw(problem, op, activations, 7, weights=weights)
     out = launch()
     assert isinstance(out, Tensor)
     out.fill_(torch.nan)
-    plain = {**{name: w.to_dense() for name, w in operands.weights.items()}, **activations}
+    plain = {**weights, **activations}
     exact = {name: t.double() for name, t in plain.items()}
     right, spread = (bound(f, problem)(**exact) for f in (op.definition, op.spread))
     rest = OUTPUTS[dtype], op.depth(**exact), *roundings(dtype, op.rounds(dtype))

@@ -59,9 +59,7 @@ def tokens_of(sizes: Sizes, kernel: str = "bsr_wgmma", **fixed: Any) -> int | No
     return choice["tokens"] if choice else None
 
 
-def test_the_users_table_has_precedence_over_the_packages(
-    folders: dict[str, Path],
-) -> None:
+def test_the_users_table_has_precedence_over_the_packages(folders: dict[str, Path]) -> None:
     assert tokens_of(AT) is None
     put(folders["package"], entry(), entry(replace(AT, m=64)))
     assert tokens_of(AT) == 256
@@ -399,9 +397,7 @@ def test_an_impossible_tuning_is_one_line_and_exit_2(arguments: list[str], said:
     assert "Traceback" not in done.stderr
 
 
-def test_the_packages_tables_match_the_present_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_packages_tables_match_the_present_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for file in sorted(tuned_table.folders()["package"].glob("*.json")):
         table = tuned_table.read(file)

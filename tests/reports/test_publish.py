@@ -51,12 +51,13 @@ def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
     """Return the lines of a contest, dense included: kind, tile, gain."""
     place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
     place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
+    place |= {"pattern": "blocks", "gpu": "GPU", "simulated": False, "wins": False}
     place |= {"processes": 8, "day": "2026-11-24", "verdict": True, **same}
     sides = [("dense", "", 1.0), *gains]
     return pd.DataFrame(
         [
             {**place, "kind": kind, "tile": tile, "name": f"{kind}_{tile}", "gain": gain}
-            | {"low": gain - 0.01, "high": gain + 0.01}
+            | {"low": gain - 0.01, "high": gain + 0.01, "block": tile}
             | {"side": "dense" if kind == "dense" else "ours"}
             for kind, tile, gain in sides
         ]
@@ -67,73 +68,118 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def only(grid: grids.Grid | None) -> list[grids.Cell]:
-    """Return the lines of a grid's only cell."""
-    assert grid
-    ((_, (cell,)),) = grid.rows
-    return cell
+def only(table: pd.DataFrame) -> grids.Grid:
+    """Return the only grid of these lines."""
+    (grid,) = grids.grids(table)
+    return grid
 
 
-def test_a_cell_shows_the_range_of_gains_even_if_dense_won_once() -> None:
-    both = joined(
-        [lines(("bsr", "64", 0.892), ("bsr", "64", 0.7)), lines(("bsr", "64", 1.5), place=1)]
+def shown(grid: grids.Grid) -> dict[str, list[str]]:
+    """Return the texts of each row's cells."""
+    return {line.head: [cell.text if cell else "" for cell in line.cells] for line in grid.lines}
+
+
+def test_a_cell_shows_the_range_over_problems_or_one_gain_with_its_interval() -> None:
+    both = joined([lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")])
+    assert shown(only(both)) == {"blocks of 64": ["0.89–1.5×"]}
+    ((cell,),) = [line.cells for line in only(lines(("bsr", "64", 0.892))).lines]
+    assert cell
+    assert (cell.text, cell.span, cell.wins) == ("0.89×", "[0.88, 0.90]", False)
+
+
+def test_the_row_with_the_largest_gain_comes_first() -> None:
+    grid = only(lines(("csr", "", 0.23), ("bsr", "64", 3.17), ("spense", "", 1.4)))
+    assert [*shown(grid)] == ["blocks of 64", "2:4", "CSR"]
+    assert grid.finding == "Yes: blocks of 64 and 2:4. No: CSR."
+
+
+def test_the_finding_names_the_first_level_from_which_a_row_wins() -> None:
+    gains = [(0.5, 0.75, 1.2), (0.8, 1.5, 1.9), (0.9, 2.0, 3.0)]
+    table = joined(
+        [lines(("bsr", "16", a), ("bsr", "32", b), level=level) for level, a, b in gains]
     )
-    (cell,) = only(grids.gains(both))
-    assert (cell.head, cell.text, cell.lost) == ("BSR 64", "0.89–1.5×", False)
-    (lost,) = only(grids.gains(lines(("bsr", "64", 0.892))))
-    assert (lost.text, lost.span, lost.lost) == ("0.89×", "[0.88, 0.90]", True)
+    finding = only(table).finding
+    assert "blocks of 32 from 50 % sparsity on" in finding
+    assert "blocks of 16 from 80 % sparsity on" in finding
+    undecided = table.assign(decided=table.level != 0.5)
+    assert "blocks of 16 and 32 from 80 % sparsity on" in only(undecided).finding
 
 
-def test_a_cell_lists_each_format_over_dense() -> None:
-    both = joined([lines(("bsr", "64", 1.5)), lines(("spense", "", 1.4), place=1, shape="8 × 8")])
-    assert [cell.head for cell in only(grids.gains(both))] == ["BSR 64", "2:4"]
-    never = joined([both, lines(("csr", "", 0.1), place=2)])
-    grid = grids.gains(never)
-    assert len(only(grid)) == 2
-    assert grid
-    assert grid.about.endswith(": CSR.")
+def test_a_verdict_replaces_a_look_of_the_same_row_only() -> None:
+    look = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21", "shape": "8 × 8"}
+    verdict = lines(("bsr", "16", 2.16))
+    grid = only(joined([verdict, lines(("bsr", "16", 3.0), ("bsr", "64", 3.15), **look)]))
+    assert shown(grid) == {"blocks of 64": ["3.15×"], "blocks of 16": ["2.16×"]}
+    assert [cell.look for line in grid.lines for cell in line.cells if cell] == [True, False]
 
 
-def test_a_verdict_replaces_looks_and_a_look_is_marked() -> None:
-    verdict = lines(("bsr", "64", 1.5))
-    look = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21"}
-    (cell,) = only(grids.gains(joined([verdict, lines(("bsr", "16", 3.0), **look)])))
-    assert (cell.head, cell.text, cell.look) == ("BSR 64", "1.50×", False)
-    assert "8 processes, 2026-11-24" in cell.title
-    grid = grids.gains(lines(("bsr", "16", 3.0), **look))
-    assert only(grid)[0].look
-    assert grid
-    assert "Looks: 1 process, 2026-11-21." in grid.about
+def test_a_run_with_few_contenders_does_not_stand_for_its_format() -> None:
+    slow = lines(("bsr", "64", 0.13), run="slow", day="2026-11-30")
+    whole = lines(("bsr", "64", 3.0), ("bsr", "64", 2.0))
+    assert shown(only(joined([slow, whole]))) == {"blocks of 64": ["3.00×"]}
 
 
-@pytest.mark.parametrize(
-    ("levels", "text"),
-    [
-        ([(0.5, 0.8)], "50–80 %"),
-        ([(None, 0.5)], "≤ 50 %"),
-        ([(None, 0.5), (0.5, 0.8)], "≤ 80 %"),
-        ([(0.5, 0.8), (0.8, 0.9)], "50–90 %"),
-        ([(0.5, 0.8), (0.9, None)], "> 50 %"),
-        ([(None, 0.5), (0.9, None)], "varies"),
-    ],
-)
-def test_a_break_even_lies_between_measured_levels(levels: list[Any], text: str) -> None:
-    place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
-    place |= {"kind": "bsr", "block": "64", "decided": True}
-    place |= {"processes": 8, "day": "2026-11-24", "verdict": True}
-    found = [{**place, "slower": slower, "faster": faster} for slower, faster in levels]
-    table = pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"})
-    (cell,) = only(grids.pays(table))
-    assert cell.head == text
+def test_the_best_kernel_of_the_other_side_is_named() -> None:
+    table = lines(("bsr", "64", 3.0), ("bsr", "64", 2.0))
+    table.loc[2, ["name", "side"]] = "torch_bsr", "peer"
+    assert only(table).lines[0].rival == "torch_bsr 2.00× at 50 %"
 
 
-def test_blocks_that_never_beat_dense_are_named() -> None:
-    place = {"run": "r", "op": "linear", "dtype": "bf16", "m": 1, "shape": "64 × 64"}
-    place |= {"kind": "bsr", "decided": True, "processes": 8, "day": "2026-11-24", "verdict": True}
-    found = [{**place, "block": block, "slower": 0.9, "faster": None} for block in ("1", "64")]
-    grid = grids.pays(pd.DataFrame(found).astype({"slower": "float64", "faster": "float64"}))
-    assert grid
-    assert grid.about.endswith(": BSR with zeros anywhere and BSR 64.")
+def test_simulated_gpus_come_last_and_get_no_place_beside_measured_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
+    to = tmp_path / "site"
+    publish([PUBLISHED / "sim/quick-sim", STEP], to, Site(), unchecked)
+    assert "simulated" not in (to / "index.html").read_text().lower()
+    runs = (to / "runs.html").read_text()
+    assert runs.index("<h2>NVIDIA H200</h2>") < runs.index("<h2>simulated H200</h2>")
+    assert "simulated" not in (to / "feed.xml").read_text().lower()
+    dense = (to / "formats" / "dense.html").read_text()
+    description = re.findall(r'name="description" content="([^"]*)"', dense)
+    assert "simulated" not in description[0]
+    assert dense.index('id="cases"') < dense.index('id="simulated-cases"')
+
+
+def test_a_confirmed_run_names_the_run_that_confirms_it(tmp_path: Path) -> None:
+    to = tmp_path / "site"
+    publish([STEP], to, Site(), unchecked)
+    page = to / "h200" / "ffn-step" / "index.html"
+    assert "Confirmed alone" not in page.read_text()
+    done = publish([STEP.with_name("ffn-step-confirmed")], to, Site(), unchecked)
+    assert len(done.written) == 2
+    assert '<a href="../../h200/ffn-step-confirmed/index.html">1.598×' in page.read_text()
+    confirming = (to / "h200" / "ffn-step-confirmed" / "index.html").read_text()
+    assert 'Made from <a href="../../h200/ffn-step/index.html">' in confirming
+
+
+def test_an_old_address_leads_to_the_run(site: Path) -> None:
+    (old,) = (site / "runs").iterdir()
+    assert 'url=../../h200/ffn-step/index.html"' in (old / "index.html").read_text()
+
+
+def test_a_site_from_before_short_addresses_is_moved(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
+    to = tmp_path / "site"
+    shutil.copytree(site, to)
+    (old,) = (to / "runs").iterdir()
+    shutil.rmtree(old)
+    (to / "h200" / "ffn-step").rename(old)
+    publish([STEP], to, Site(), unchecked)
+    assert (to / "h200" / "ffn-step" / "manifest.json").exists()
+    assert [file.name for file in old.iterdir()] == ["index.html"]
+
+
+def test_two_runs_of_one_name_have_two_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
+    other = copied(tmp_path / "again" / "ffn-step", commit="1" * 40)
+    publish([STEP, other], tmp_path / "site", Site(), unchecked)
+    addresses = {path.name for path in (tmp_path / "site" / "h200").iterdir()}
+    assert addresses == {"ffn-step", "ffn-step-2"}
 
 
 def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
@@ -142,7 +188,7 @@ def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
     monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
     hidden = copied(tmp_path / "node17-step", hostname="node17")
     publish([STEP, hidden], tmp_path / "site", Site(), unchecked)
-    cards = [json.loads(f.read_text()) for f in (tmp_path / "site").glob("runs/*/summary.json")]
+    cards = [json.loads(f.read_text()) for f in (tmp_path / "site").glob("*/*/summary.json")]
     assert {card["name"] for card in cards} == {"ffn-step"}  # of the other, its suite
     assert "node17" not in (tmp_path / "site" / "index.html").read_text()
     assert {card["gain"] for card in cards} == {"1.591× at 99.49 % of units off, skew iid"}
@@ -150,8 +196,15 @@ def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
 
 
 def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
-    (run,) = (site / "runs").iterdir()
-    for name in ("index.html", "rows.csv", "rows.jsonl.gz", "bundle.tar.gz", "summary.json"):
+    run = site / "h200" / "ffn-step"
+    for name in (
+        "index.html",
+        "picture.png",
+        "rows.csv",
+        "rows.jsonl.gz",
+        "bundle.tar.gz",
+        "summary.json",
+    ):
         assert (run / name).stat().st_size > 0
     assert bundle.identity(run) == bundle.identity(STEP)
     with tarfile.open(run / "bundle.tar.gz") as archive:
@@ -161,17 +214,21 @@ def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     (entry,) = feed.findall(f"{atom}entry")
     assert entry.findtext(f"{atom}id") == f"urn:sha256:{bundle.identity(STEP)}"
     places = [e.text for e in ElementTree.parse(site / "sitemap.xml").getroot().iter() if e.text]
-    assert f"https://sparsebench.example/x/runs/{run.name}/" in places
+    assert "https://sparsebench.example/x/h200/ffn-step/" in places
     cited = yaml.safe_load((site / "CITATION.cff").read_text())
     assert cited["references"][0]["notes"] == f"manifest SHA-256 {bundle.identity(STEP)}"
-    ElementTree.parse(site / "badges" / f"{run.name}.svg")
-    assert 'property="og:title"' in (run / "index.html").read_text()
+    (slug,) = (path.name for path in (site / "runs").iterdir())
+    ElementTree.parse(site / "badges" / f"{slug}.svg")
+    page = (run / "index.html").read_text()
+    image = 'property="og:image" content="https://sparsebench.example/x/h200/ffn-step/picture.png"'
+    assert image in page
+    assert re.search(r'property="og:description" content="NVIDIA H200, verdict: 1.59', page)
     assert (site / "formats" / "active_csr.html").exists()
     assert (site / "kernels" / "ffn_step_sparse.html").exists()
 
 
 def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in site.glob("runs/*/*")}
+    before = {path: path.stat().st_mtime_ns for path in site.glob("h200/*/*")}
     done = publish([copied(tmp_path / "other", commit="1" * 40)], site, Site(), unchecked)
     assert len(done.slugs) == 2
     assert len(done.written) == 1
@@ -179,7 +236,7 @@ def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path:
     again = publish([STEP], site, Site(), unchecked)
     assert again.written == []
     assert again.slugs == done.slugs
-    shutil.rmtree(site / "runs" / done.written[0])
+    shutil.rmtree(site / "h200" / "other")
     assert len(publish([STEP], site, Site(), unchecked).slugs) == 1
 
 
@@ -197,14 +254,14 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(
     text = page.read_text()
     assert str(tmp_path) not in text
     assert '<a href="../index.html">All runs</a>' in text
-    assert "B / A compares two devices" in text
-    for slug in (to / "runs").iterdir():
-        assert f'href="../runs/{slug.name}/index.html"' in text
+    assert "is faster than" in text
+    for place in ("h200/ffn-step", "another-gpu/other"):
+        assert f'href="../{place}/index.html"' in text
     assert "compare/ffn-step.html" in (to / "index.html").read_text()
     written = page.stat().st_mtime_ns
     publish([STEP], to, Site(), unchecked)
     assert page.stat().st_mtime_ns == written
-    shutil.rmtree(next(path for path in (to / "runs").iterdir() if "another" in path.name))
+    shutil.rmtree(to / "another-gpu")
     publish([STEP], to, Site(), unchecked)
     assert not page.exists()
     assert "compare/" not in (to / "index.html").read_text()
@@ -219,13 +276,8 @@ def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
     homes = "cpu/quick-cpu", "sim/quick-sim", "nvidia-h200/quick"
     cpu, simulated, gpu = (PUBLISHED / home for home in homes)
     publish([cpu, simulated], tmp_path / "site", Site(), unchecked)
-    assert not (tmp_path / "site" / "compare").exists()
     publish([gpu], tmp_path / "site", Site(), unchecked)
-    runs = json.loads((tmp_path / "site" / "compare" / "quick.json").read_text())["runs"]
-    assert [re.sub(r"-\w+$", "", run) for run in runs.values()] == [
-        "runs/nvidia-h200-quick",
-        "runs/simulated-h200-quick",
-    ]
+    assert not (tmp_path / "site" / "compare").exists()
 
 
 def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
@@ -257,7 +309,7 @@ def test_text_that_is_not_a_path_stays(text: str, tmp_path: Path) -> None:
 
 
 def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
-    (summary,) = list(site.glob("runs/*/summary.json"))[:1]
+    (summary,) = list(site.glob("*/*/summary.json"))[:1]
     data = json.loads(summary.read_text())
     lines = [{**line, "kernel": NAMED, "name": NAMED, "kind": NAMED} for line in data["lines"]]
     texts = {

@@ -151,7 +151,7 @@ def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
     said = "Noise floor of one process: below 8 µs 2.1 %, above 100 µs 0.5 %."
     assert said in section("winners", page())
     drawn = section("noise", page())
-    assert re.findall("<h3>(.*?)</h3>", drawn) == ["below 8 µs", "above 100 µs"]
+    assert re.findall("<figure><h3>(.*?)</h3>", drawn) == ["below 8 µs", "above 100 µs"]
     assert re.findall(r"different: (\d of \d)", drawn) == ["0 of 1", "0 of 2"]
     different = section("noise", page(twin=1.03))
     assert re.findall(r"different: (\d of \d)", different) == ["1 of 1", "2 of 2"]
@@ -231,7 +231,7 @@ def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
     drawn = section("ceilings", page())
     assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in drawn
     assert "a launch 4.50 µs; L2 cache 64.0 MiB" in drawn
-    assert '<td class="text">bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
+    assert '<td>bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
 
 
 def test_a_raised_ceiling_is_reported() -> None:

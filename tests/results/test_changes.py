@@ -1,43 +1,76 @@
-"""results/changes.py and reports/comparison.py: what changed between runs, and how it is shown."""
+"""results/changes.py, results/sides.py and reports/comparison.py: what changed, and from what."""
 
+import json
 import re
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.comparison import compared, html, markdown, to_json
-from sparsebench.results.changes import changes, failing, threshold
+from sparsebench.reports.comparison import (
+    Compared,
+    Paragraph,
+    compared,
+    html,
+    markdown,
+    parts,
+    to_json,
+)
+from sparsebench.results import bundle
+from sparsebench.results.changes import Cause, Changes, changes, failing, threshold
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.sides import find, named_apart, short_name, side
 from sparsebench.results.store import Run
+from tests.tools.paths import PUBLISHED
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton")
 LEVELS = (0.5, 0.8, 0.9)
-SPREAD = (0.999, 1.0, 1.001)  # of the processes
+H200 = PUBLISHED / "nvidia-h200"
 
 
-def run(name: str, gpu: str = "A", dense_us: float = 100.0, **bsr_us: float) -> Run:
-    """Return a run with BSR at three levels; `at_90=40` sets a time."""
-    times = {f"at_{100 * level:.0f}": (1 - level) * 100 for level in LEVELS} | bsr_us
+def run(
+    name: str = "a",
+    gpu: str = "A",
+    dense_us: float = 100.0,
+    bsr_us: Sequence[float] = (50.0, 20.0, 10.0),
+    processes: int = 8,
+    card: str = "GPU-1",
+    code: str = "sass:1",
+    **environment: Any,
+) -> Run:
+    """Return a run with BSR at three levels, whose processes differ by 0.1 %."""
     rows = []
-    for level, us in zip(LEVELS, times.values(), strict=True):
+    for level, us in zip(LEVELS, bsr_us, strict=True):
         fields = {"m": 64, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks"}
         problem = Problem("linear", {**fields, "sparsity": level, "block": 16})
-        rows += [
-            Row(Case(problem, c), Status.OK, i, bound_us=1.0, samples_us=(t * part,), code="sass:1")
-            for i, part in enumerate(SPREAD)
-            for c, t in ((DENSE, dense_us), (BSR, us * part))
-        ]
-    return Run(Path(name), {}, "", {"gpu": {"name": gpu}}, {"status": "finished"}, rows)
+        for process in range(processes):
+            part = 1 + 0.001 * (process % 3 - 1)
+            twin = replace(DENSE, baseline=False, twin=True)
+            for contender, t in ((DENSE, dense_us), (twin, dense_us), (BSR, us * part)):
+                case, digest = Case(problem, contender), code if contender == BSR else None
+                rows.append(
+                    Row(case, Status.OK, process, device=card, bound_us=1.0, samples_us=(t,) * 2,
+                        code=digest, telemetry={"sm_mhz": 1980.0})
+                )  # fmt: skip
+    facts = {"gpu": {"name": gpu}, "versions": {"torch": "2.0"}, "code_sha256": "1", **environment}
+    state = {"status": "finished", "flags": {"replicates": processes}}
+    return Run(Path(name), {}, "", facts, state, rows)
 
 
-def words(a: Run, b: Run) -> list[str]:
-    own = changes(a, b).contenders
-    return [str(word) for word in own.sort_values("level").word]
+def changed(a: Run, b: Run) -> Changes:
+    return changes(side(a, name="A"), side(b, name="B"))
+
+
+def words(a: Run, b: Run, column: str = "word") -> list[str]:
+    return [str(word) for word in changed(a, b).contenders.sort_values("level")[column]]
 
 
 def with_bsr(made: Run, **row: Any) -> Run:
@@ -45,44 +78,94 @@ def with_bsr(made: Run, **row: Any) -> Run:
     return replace(made, rows=rows)
 
 
-def said(*given: Run, width: int = 120) -> str:
+def shown(*given: Run, width: int = 120) -> str:
+    names = named_apart(given)
+    sides = [side(each, name=name) for each, name in zip(given, names, strict=True)]
+    return printed(compared(sides), width)
+
+
+def printed(result: Compared, width: int) -> str:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(compared(given))
+        console.print(result)
     return capture.get()
 
 
-def test_cases_are_slower_equal_or_faster_beyond_the_ranges_of_both_runs() -> None:
-    assert words(run("a"), run("b", at_50=60, at_90=8)) == ["slower", "equal", "faster"]
+def test_a_case_is_slower_equal_or_faster_by_its_time() -> None:
+    assert words(run(), run(bsr_us=(60, 20, 8))) == ["slower", "equal", "faster"]
 
 
-def test_a_slower_device_with_the_same_speed_ups_is_equal() -> None:
-    slow = run("b", "B", 200.0, at_50=100, at_80=40, at_90=20)
-    assert words(run("a"), slow) == ["equal"] * 3
-    found = changes(run("a"), slow)
-    assert not found.same_device
-    assert found.cases[found.cases.is_baseline].word.eq("").all()  # no time against another device
+def test_two_cards_settle_only_what_differs_by_more_than_cards_do() -> None:
+    other = run(bsr_us=(50 * 1.005, 20 * 1.005, 10 * 1.03), card="GPU-2")
+    assert words(run(), other) == ["not settled", "not settled", "slower"]
 
 
-def test_a_baseline_that_moved_is_the_reason() -> None:
-    moved = changes(run("a"), run("b", dense_us=150.0))
-    assert moved.counts == {"faster": 3}
-    assert set(moved.contenders.why) == {"baselines are 0.667 times as fast"}
-    assert moved.baseline_mean == pytest.approx(100 / 150)
+def test_looks_settle_only_differences_beyond_the_tolerance() -> None:
+    other = run(bsr_us=(50 * 1.05, 20, 10 * 1.1), processes=3)
+    assert words(run(processes=3), other) == ["not settled", "not settled", "slower"]
 
 
-def test_other_code_and_another_choice_are_reasons() -> None:
-    other = with_bsr(run("b", at_90=20), code="sass:2", choice={"tile": 64})
-    slower = changes(run("a"), other).contenders.set_index("level").loc[0.9]
-    assert slower.why == "other compiled code; another choice"
+def test_inherited_configurations_widen_the_interval() -> None:
+    again = run(bsr_us=(50 * 1.04, 20, 10 * 1.1))
+    again.state["choices"] = "bundle"
+    assert words(run(), again) == ["not settled", "not settled", "slower"]
 
 
-def test_a_case_that_broke_is_told_with_its_reason_and_fails_the_gate() -> None:
+def test_a_slower_device_with_equal_gains_is_slower_and_gains_as_much() -> None:
+    slow = run("b", "B", 200.0, (100, 40, 20), card="GPU-1")
+    assert words(run(), slow) == ["slower"] * 3
+    assert words(run(), slow, "gain") == ["equal"] * 3
+    assert words(run(), slow, "cause") == [""] * 3
+    assert not failing(changed(run(), slow), 0.03).size
+
+
+SLOWER = {"bsr_us": (60, 24, 12)}
+NEWER = {"versions": {"torch": "2.1"}}
+
+
+@pytest.mark.parametrize(
+    ("other", "choice", "cause", "fails"),
+    [
+        ({**SLOWER, "code": "sass:2", "code_sha256": "2"}, {}, Cause.KERNEL, 3),
+        ({**SLOWER, "code_sha256": "2"}, {}, Cause.UNKNOWN, 3),  # the same compiled code
+        ({**SLOWER, **NEWER}, {}, Cause.LIBRARY, 3),
+        ({**SLOWER}, {"tile": 64}, Cause.CONFIGURATION, 3),
+        ({**SLOWER, "card": "GPU-2"}, {}, Cause.CARD, 0),
+        ({**SLOWER, "dense_us": 120.0, "card": "GPU-2"}, {}, Cause.CARD, 0),
+        ({**SLOWER, "dense_us": 120.0}, {}, Cause.CARD, 0),  # its clock
+        ({"dense_us": 80.0, **NEWER}, {}, Cause.LIBRARY, 0),  # of the baseline
+        ({"code_sha256": "2", "code": "sass:2"}, {}, Cause.NONE, 0),
+    ],
+)
+def test_a_change_names_its_cause_and_only_that_of_a_kernel_fails_the_gate(
+    other: Mapping[str, Any], choice: Mapping[str, Any], cause: Cause, fails: int
+) -> None:
+    result = changed(run(), with_bsr(run("b", **other), choice=choice))
+    assert set(result.contenders.cause) == {cause}
+    assert len(failing(result, 0.03)) == fails
+
+
+def test_a_baseline_with_inherited_configurations_is_a_cause() -> None:
+    moved = run("b", dense_us=150.0)
+    moved.state["choices"] = "bundle"
+    result = changed(run(), moved)
+    assert set(result.contenders.cause) == {Cause.BASELINE}
+    assert set(result.contenders.gain) == {"faster"}
+    assert not len(failing(result, 0.03))
+
+
+def test_a_power_limit_in_one_run_stands_beside_the_cause() -> None:
+    limited = {"seconds": 1.0, "power_capped_us": 9e5}
+    result = changed(run(), with_bsr(run("b", **SLOWER), telemetry=limited))
+    assert all(result.contenders.why.str.endswith("; not marked, then power-limited"))
+
+
+def test_a_case_that_broke_is_not_measured_and_fails_the_gate() -> None:
     broken = with_bsr(run("b"), status=Status.WRONG, detail="all zero", samples_us=())
-    found = changes(run("a"), broken)
-    assert found.counts == {"broken": 3}
-    assert set(found.contenders.why) == {"wrong: all zero"}
-    assert len(failing(found, 0.5)) == 3
+    result = changed(run(), broken)
+    assert result.counts == {"not measured": 3, "broken": 3}
+    assert set(result.contenders.why) == {"wrong: all zero"}
+    assert len(failing(result, 0.5)) == 3
 
 
 @pytest.mark.parametrize(
@@ -93,68 +176,170 @@ def test_the_gate_takes_what_is_slower_by_more(limit: str, count: int | None) ->
         with pytest.raises(ResultError, match="expected slower:P%"):
             threshold(limit)
         return
-    found = changes(run("a"), run("b", at_50=60))
-    assert len(failing(found, threshold(limit))) == count
+    result = changed(run(), run(bsr_us=(60, 20, 10)))
+    assert len(failing(result, threshold(limit))) == count
 
 
-def test_any_number_of_runs_are_held_against_the_first() -> None:
-    text = said(run("a"), run("b", at_90=20), run("c"), width=200)
-    assert "B against A, 3 cases: 1 slower, 2 equal; geometric mean of ratios 0.79" in text
-    assert "C against A, 3 cases: 3 equal" in text
+def test_another_kind_of_gpu_is_gated_by_its_gains() -> None:
+    assert len(failing(changed(run(), run(gpu="B", bsr_us=(60, 20, 10))), 0.03)) == 1
+
+
+def test_any_number_of_runs_stand_beside_the_first() -> None:
+    text = shown(run(), run("b", bsr_us=(50, 20, 20)), run("c"), width=200)
+    assert "b is faster than a in 0 of 3 cases and slower in 1; 2 cases are equal" in text
+    assert "c is faster than a in 0 of 3 cases" in text
     first = next(line for line in text.splitlines() if "bsr_triton" in line)
-    assert "90 %" in first  # the largest change
-    assert "A, B and C are looks" in text
+    assert first.startswith("90 %")  # the largest change
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_comparison_fits_the_window_and_names_the_contender(width: int) -> None:
-    lines = [line.rstrip() for line in said(run("a"), run("b", at_90=20), width=width).splitlines()]
+    text = shown(run(), run("b", bsr_us=(50, 20, 20)), width=width)
+    lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= width
-    assert any("bsr_triton" in line and "slower" in line for line in lines)
+    assert any("bsr_triton" in line and "a 50 % shorter" in line for line in lines)
 
 
-def test_a_page_and_a_pull_request_have_every_case_as_text() -> None:
+def test_terminal_markdown_and_page_say_the_same_words() -> None:
+    sides = [side(run(), name="H100"), side(run(gpu="B", bsr_us=(60, 20, 8)), name="H200")]
+    result = compared(sides)
+    texts = printed(result, 1000), markdown(result), unescape(html(result))
+    for part in parts(result):
+        if isinstance(part, Paragraph):
+            assert all(part.text in text for text in texts)
+    for text in texts:
+        assert "H200 20 % shorter" in text
+        assert "gains less" in text
+        assert not re.search(r"gains? [\w ]*slower", text)
+    assert "http" not in html(result)
+    assert to_json(result)["changes"]["H200"]["faster"] == 1
+
+
+def test_names_are_text_on_a_page() -> None:
     evil = replace(run("b"), path=Path("<script>alert(1)</script>"))
-    found = compared([run("a"), evil])
-    assert "<script>" not in html(found)
-    assert "http" not in html(found)
-    assert markdown(found).count("| bsr_triton |") == 3
-    assert to_json(found)["changes"]["B"]["equal"] == 3
+    assert "<script>" not in html(compared([side(run(), name="A"), side(evil, name="<b>")]))
 
 
-def test_simulated_and_other_devices_are_said() -> None:
-    other = run("b", "B")
-    simulated = replace(other, environment={**other.environment, "sim": {"seed": 0}})
-    text = " ".join(said(run("a"), simulated).split())
-    assert text.index("B is simulated") < text.index("B against A, 3 cases")
-    assert "two devices, A and B" in text
-    found = compared([run("a"), simulated])
-    page = html(found)
-    assert page.index(">SIMULATED</span> B is simulated") < page.index("B against A, 3 cases")
-    assert "<b>" not in page
-    assert markdown(found).startswith("B is simulated")
-    assert "<b>B against A, 3 cases" in html(compared([run("a"), other]))
+def test_simulated_runs_are_named_first() -> None:
+    simulated = run("b", "B", sim={"seed": 0})
+    text = " ".join(shown(run(), simulated).split())
+    assert text.index("B is simulated") < text.index("B is faster than A")
+    page = html(compared([side(run(), name="A"), side(simulated, name="B")]))
+    assert page.index(">SIMULATED</span> B is simulated") < page.index("B is faster than A")
 
 
-def test_a_page_has_the_fields_of_a_problem_in_one_column() -> None:
-    page = html(compared([run("a"), run("b", at_90=20)]))
-    heads = re.findall(r"<th [^>]*>(.*?)</th>", page)
-    assert heads[heads.index("problem") :][:3] == ["problem", "contender", "× baseline A"]
-    assert re.search('data-head="problem">90 %</td>', page)
-    assert "<h2>Largest changes first: linear" in page
+def test_a_run_without_telemetry_and_a_look_are_named() -> None:
+    blind = run("b", processes=3)
+    blind = replace(blind, rows=[replace(row, telemetry={}) for row in blind.rows])
+    text = " ".join(shown(run(processes=3), blind).split())
+    assert "b recorded no clocks or power" in text
+    assert "a and b are looks" in text
 
 
 def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
-    refused = Run(
-        Path("r"), {}, "", {}, {}, [
-            replace(row, status=Status.UNSUPPORTED, detail="no GPU", samples_us=())
-            for row in run("a").rows
-        ],
-    )  # fmt: skip
-    with pytest.raises(ResultError, match="expected a case with a time in either"):
-        changes(refused, refused)
+    gone = {"status": Status.UNSUPPORTED, "detail": "no GPU", "samples_us": ()}
+    refused = replace(run(), rows=[replace(row, **gone) for row in run().rows])
+    with pytest.raises(ResultError, match="expected a case with a time on either"):
+        changed(refused, refused)
     other = replace(run("b"), rows=[row for row in run("b").rows if row.case.contender == DENSE])
     with pytest.raises(ResultError, match="a and b: expected a shared case"):
-        compared([run("a"), other])
-    with pytest.raises(ResultError, match="expected 2 to 26 runs, found 1"):
-        compared([run("a")])
+        compared([side(run()), side(other)])
+    with pytest.raises(ResultError, match="expected 2 to 26 runs or names, found 1"):
+        compared([side(run())])
+
+
+@pytest.mark.parametrize(
+    ("device", "short"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GB200", "GB200"),
+        ("simulated H200", "simulated H200"),
+        ("Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor"),
+    ],
+)
+def test_a_gpu_has_the_name_of_its_model(device: str, short: str) -> None:
+    assert short_name(device) == short
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of three small runs: two GPUs, two commits and two versions of torch."""
+    to = tmp_path_factory.mktemp("runs")
+    for name, gpu, commit, torch in (
+        ("first", "NVIDIA H200", "aaaa1", "2.0"),
+        ("second", "NVIDIA H200", "bbbb2", "2.1"),
+        ("other", "NVIDIA H100 80GB HBM3", "aaaa1", "2.0"),
+    ):
+        shutil.copytree(H200 / "ffn-step", to / name)
+        file = to / name / "environment.json"
+        facts = json.loads(file.read_text())
+        facts |= {"commit": commit * 8, "versions": {**facts["versions"], "torch": torch}}
+        facts["gpu"] |= {"name": gpu, "uuid": f"GPU-{name[0]}ace"}
+        file.write_text(json.dumps(facts))
+        bundle.seal(to / name)
+    return to
+
+
+@pytest.mark.parametrize(
+    ("names", "runs"),
+    [
+        (("H100", "H200@bbbb"), ("other", "second")),
+        (("H200@aaaa1", "bbbb2"), ("first", "second")),
+        (("H200@torch==2.0", "torch==2.1"), ("first", "second")),
+        (("h100", "H200@face"), ("other", "first")),
+    ],
+)
+def test_sides_are_found_by_name(
+    folder: Path, names: tuple[str, ...], runs: tuple[str, ...]
+) -> None:
+    found = find(names, [folder])
+    assert tuple(each.name for each in found) == names
+    assert tuple(each.runs[0].path.name for each in found) == runs
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("NVIDIA", "expected one match, found NVIDIA H100 80GB HBM3, NVIDIA H200"),
+        ("aaaa1", "expected one kind of device, such as H200@aaaa1"),
+        ("H20", "did you mean H200"),
+        ("torch==2.11", "did you mean torch==2.1"),
+        (str(PUBLISHED), "found no run.json"),
+    ],
+)
+def test_a_name_of_nothing_or_of_several_is_refused_in_a_line(
+    folder: Path, name: str, match: str
+) -> None:
+    with pytest.raises(ResultError, match=match):
+        find(["H100", name], [folder])
+
+
+def test_sides_without_a_common_suite_are_refused(folder: Path) -> None:
+    with pytest.raises(ResultError, match="H200 has ffn-step"):
+        find([str(H200 / "quick"), "H200"], [folder])
+
+
+AGAIN = [("quick", "quick-elsewhere"), ("sparsity-4096", "sparsity-4096-elsewhere")]
+AGAIN += [
+    ("spense-decode", "spense-decode-again"),
+    ("sparsity-4096", "claims-sparsity-4096-confirmed"),
+]
+AGAIN += [
+    (name, f"{name}-confirmed")
+    for name in ("decode", "ffn", "ffn-step", "sparsity-4096", "sparsity-64", "spense-ffn")
+] + [(name, f"{name}-confirmed") for name in ("spense-two-four", "training")]
+
+
+@pytest.mark.exhaustive  # 25 seconds
+def test_intervals_hold_0_in_95_percent_of_the_cases_measured_again() -> None:
+    inside = []
+    for name, again in AGAIN:
+        found = find([str(H200 / name), str(H200 / again)], [])
+        cases = changes(*found).cases
+        for low, high in (("time_low", "time_high"), ("low", "high")):
+            known = cases[cases[low].notna()]
+            inside += [*(known[low] <= 1) & (known[high] >= 1)]
+    assert len(inside) == 203
+    assert np.mean(inside) >= 0.95

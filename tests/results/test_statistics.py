@@ -17,6 +17,7 @@ from sparsebench.results.statistics import (
     q_values,
     ratio,
     student,
+    welch,
 )
 
 EIGHT = np.arange(8.0)
@@ -142,3 +143,12 @@ def test_at_most_6_percent_of_equal_pairs_are_called_different(call_us: float) -
 def test_a_planted_difference_is_found(call_us: float) -> None:
     assert np.mean(hodges_lehmann(simulated(call_us, 1.01, RUNS, seed=2)).low > 0) >= 0.9
     assert np.mean(hodges_lehmann(simulated(call_us, 1.03, RUNS, seed=3)).low > 0) >= 0.99
+
+
+def test_two_sides_differ_by_their_means_with_welchs_interval() -> None:
+    difference, half = welch([0.0, 1.0, 2.0], [4.0, 4.5, 5.0, 5.5])
+    exact = stats.ttest_ind([4.0, 4.5, 5.0, 5.5], [0.0, 1.0, 2.0], equal_var=False)
+    assert difference == pytest.approx(3.75)
+    assert half == pytest.approx(exact.confidence_interval().high - difference)
+    assert welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
+    assert np.isnan(welch([1.0], [2.0, 3.0])[1])

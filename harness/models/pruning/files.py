@@ -36,6 +36,7 @@ from sparsebench.harness.models.reporting import require_folder, save_tensors, s
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
+PERMUTATION = "permutation"  # the tensor of the output that is no weight
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ def prune_file(
     if calibration is None or len(names) not in (1, 3) or len(set(names)) != len(names):
         expected = "three tensors (gate, up, down) or one, and activations"
         raise SuiteError(f"{weights}: expected {expected}; found {list(names)}, {calibration}")
+    if to and PERMUTATION in names:
+        expected = f"tensors with other names, because {to} also holds the {PERMUTATION}"
+        raise SuiteError(f"{weights}: expected {expected}; found {PERMUTATION!r}")
     loaded = [sources.load_weights(weights, name).to(device) for name in names]
     x = _activations(calibration).to(device)
     held_out = int(len(x) * HELD_OUT)
@@ -113,7 +117,7 @@ def prune_file(
         else:
             pruned = prune_linear(first, seen, recipe, split)
             weights, errors = (pruned.weight,), linear_errors(first, pruned, unseen)
-        tensors = dict(zip(names, weights, strict=True)) | {"permutation": pruned.permutation}
+        tensors = dict(zip(names, weights, strict=True)) | {PERMUTATION: pruned.permutation}
         return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
 
     def write(result: _Result, recipe: Recipe, to: Path) -> None:

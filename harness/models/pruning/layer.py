@@ -25,7 +25,7 @@ from sparsebench.harness.models.pruning.mlp import (
     require_one_of,
     require_weight,
 )
-from sparsebench.harness.models.pruning.pattern import Pattern, magnitude, wanda
+from sparsebench.harness.models.pruning.pattern import Pattern, input_norms, magnitude, wanda
 
 Prune = Callable[[Tensor, Tensor, int, Pattern], Tensor]
 METHODS: dict[str, Prune] = {"magnitude": magnitude, "wanda": wanda, "spensegpt": spensegpt.prune}
@@ -97,7 +97,7 @@ def prune_linear(weight: Tensor, x: Tensor, recipe: Recipe, split: str) -> Prune
     by_row = split == "rows"
     dense = region.dense_count(n if by_row else k, recipe.dense)
     score = region.scores_by_row if by_row else region.scores_by_column
-    order = region.permutation(recipe.region, score(full, x.norm(dim=0)), dense)
+    order = region.permutation(recipe.region, score(full, input_norms(x)), dense)
     if by_row:
         top, rest = full[order].split((n - dense, dense))
         pruned = torch.cat((recipe.prune(top, x, k), rest))
@@ -138,9 +138,9 @@ def linear_errors(weight: Tensor, pruned: PrunedLinear, x: Tensor) -> dict[str, 
 
 def _scores(mlp: GatedMLP, x: Tensor) -> Tensor:
     """Return the scores [h] of the intermediate features, SpenseGPT+'s sum of three."""
-    norms = x.norm(dim=0)
+    norms = input_norms(x)
     by_row = region.scores_by_row(mlp.gate, norms) + region.scores_by_row(mlp.up, norms)
-    return by_row + region.scores_by_column(mlp.down, mlp.hidden(x).norm(dim=0))
+    return by_row + region.scores_by_column(mlp.down, input_norms(mlp.hidden(x)))
 
 
 def _stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,4 +154,8 @@ def _require_groups(name: str, k: int) -> None:
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
+    """Return the relative distance in fp64; raise SuiteError for an expected output of zeros."""
+    distance, size = (float(t.double().norm()) for t in (actual - expected, expected))
+    if not size:
+        raise SuiteError("weights: expected an output to compare with, found only zeros")
+    return distance / size

@@ -43,12 +43,15 @@ class Pattern:
     def mask(self, scores: Tensor) -> Tensor:
         """Return a mask of the highest scores [..., columns] in each group along the last axis.
 
-        Among equal scores the first are kept.
+        Among equal scores the first are kept. Raises SuiteError if none would stay.
         """
         size = self.group or scores.shape[-1]
         groups = scores.unflatten(-1, (-1, size))
         order = groups.argsort(dim=-1, descending=True, stable=True)
         stay = size - round(self.sparsity * size)
+        if size and not stay:
+            expected = f"an element of every {size} to stay at sparsity {self.sparsity:g}"
+            raise SuiteError(f"pattern: expected {expected}, found none")
         mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., :stay], True)
         return mask.flatten(-2)
 
@@ -64,6 +67,11 @@ def keep(weight: Tensor, scores: Tensor, columns: int, pattern: Pattern = TWO_FO
     return torch.cat((sparse, weight[:, columns:]), dim=1)
 
 
+def input_norms(x: Tensor) -> Tensor:
+    """Return the norm of each input of x [tokens, k]; in fp32, squares of 1e-30 would be zero."""
+    return x.norm(dim=0, dtype=torch.float64).to(x.dtype)
+
+
 def magnitude(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
     """Keep the largest |w_ij| of a weight [n, k]; the inputs x [tokens, k] are not used."""
     return keep(weight, weight.abs(), columns, pattern)
@@ -74,4 +82,4 @@ def wanda(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) 
 
     Source: Sun et al., arXiv 2306.11695, section 3.
     """
-    return keep(weight, weight.abs() * x.norm(dim=0), columns, pattern)
+    return keep(weight, weight.abs() * input_norms(x), columns, pattern)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sparsebench.formats._format import require
+from sparsebench.formats._format import require, sides_of
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
 from sparsebench.harness.models.pruning.gated import (
@@ -83,8 +83,7 @@ class BlockSparse:
         """Raise FormatError for an invalid option, or if no block would remain."""
         assert isinstance(module, nn.Linear)
         require_plain(module)
-        r, c = (self.block, self.block) if isinstance(self.block, int) else self.block
-        require(r > 0 and c > 0, f"block: expected at least 1x1, found {r}x{c}")
+        r, c = sides_of(self.block)
         require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
         n, k = module.weight.shape
         blocks = -(-n // r) * -(-k // c)

@@ -53,6 +53,7 @@ def _factor(x: Tensor) -> Tensor:
 
     Damping also handles inputs that are always 0; their weights then have the lowest scores.
     """
+    x = x.ldexp(-x.abs().max().frexp().exponent)  # the squares of 1e-30 would be zero
     hessian = (x.T @ x).double()
     damping = DAMPING * hessian.diagonal().mean()
     if damping == 0:
@@ -70,7 +71,7 @@ def _prune_block(transposed: Tensor, upper: Tensor, pattern: Pattern) -> Tensor:
     size = pattern.group or len(transposed)
     for start in range(0, len(transposed), size):
         group = slice(start, start + size)
-        scores = (transposed[group] / diagonal[group, None]).square().T
+        scores = (transposed[group] / diagonal[group, None]).abs().T
         pruned = ~pattern.mask(scores if pattern.group else scores.flatten()).view_as(scores).T
         for i, mask in enumerate(pruned, start):
             errors[i] = transposed[i].where(mask, 0) / diagonal[i]

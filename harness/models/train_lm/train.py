@@ -38,7 +38,8 @@ def parse_coefficients(text: str) -> list[float]:
         numbers = [float(number) for number in text.split(",")]
     except ValueError as error:
         raise SuiteError(message) from error
-    if len(set(numbers)) != len(numbers) or not all(0 <= n < float("inf") for n in numbers):
+    names = {f"{number:g}" for number in numbers}  # as tensors are called (train_all)
+    if len(names) != len(numbers) or not all(0 <= n < float("inf") for n in numbers):
         raise SuiteError(message)
     return numbers
 

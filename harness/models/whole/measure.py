@@ -34,12 +34,7 @@ from sparsebench.harness.bench.contest_state import bound, one_line, synchronize
 from sparsebench.harness.bench.energy import pieces, require_meter
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.machine.device import identity
-from sparsebench.harness.models.reporting import (
-    allocated_bytes,
-    device_name,
-    require_folder,
-    sheet,
-)
+from sparsebench.harness.models.reporting import allocated_bytes, device_name, require_folder, sheet
 from sparsebench.harness.models.train_lm.training import Show
 from sparsebench.harness.models.whole.model import (
     Pass,

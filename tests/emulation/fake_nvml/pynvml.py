@@ -1,10 +1,10 @@
-"""A made-up NVML with one GPU, `GPU-fake`, that draws 300 W and is power-capped half of the time.
+"""A fake NVML with one GPU, `GPU-fake`, that draws 300 W and is power-capped half of the time.
 
 Its clock moves on by STEP_S with every reading of the fields.
 
 FAKE_NVML changes it, as JSON: {"driver": "580.65.06"}, {"untold": [a field id, or the end of a
 function's name]}, {"tell": {the end of a function's name: what it returns}}, {"init": why it
-fails}, {"dies_after": readings}, {"sliced": true}: it is a slice of a GPU, MIG-fake.
+fails}, {"sliced": true}: it is a slice of a GPU, MIG-fake.
 """
 
 import json
@@ -72,8 +72,6 @@ def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
 
 def nvmlDeviceGetFieldValues(handle: str, ids: tuple[int, ...]) -> list[SimpleNamespace]:
     readings.append(ids)
-    if len(readings) > asked("dies_after", 10**9):
-        os._exit(7)
     ran_ns = int(1e9 * STEP_S * len(readings))
     old = nvmlSystemGetDriverVersion() in OLD_DRIVERS
     slowdowns = dict.fromkeys(BEFORE if old else SINCE_580_82, ran_ns // 10)

@@ -154,8 +154,7 @@ def test_every_worker_has_steps_and_there_are_no_more_workers_than_items():
 
 
 @pytest.mark.parametrize(
-    ("m", "first"),
-    [(4096, Config(128, 256)), (64, Config(64, 64)), (1, Config(64, 64))],
+    ("m", "first"), [(4096, Config(128, 256)), (64, Config(64, 64)), (1, Config(64, 64))]
 )
 def test_the_byte_model_puts_large_items_first_for_many_tokens(m, first):
     w, _, _ = example((1, 14336, 4096, 32, 0.2))

@@ -8,13 +8,7 @@ import torch
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_wgrad_small
-from sparsebench.kernels.bsr._wgrad_small_schedule import (
-    Item,
-    cells_of,
-    items_of,
-    room_of,
-    work_of,
-)
+from sparsebench.kernels.bsr._wgrad_small_schedule import Item, cells_of, items_of, room_of, work_of
 from sparsebench.kernels.bsr.bsr_wgrad_small import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD_SMALL
 from tests.kernels.bsr.examples import activations, pattern_of  # moved

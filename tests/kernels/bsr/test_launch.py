@@ -63,11 +63,7 @@ def driver(monkeypatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "load", lambda *args: (SimpleNamespace(ptr=1), "code"))
-    planners = {
-        16: _bsr_plans._plan_small,
-        24: _bsr_plans._plan_strips,
-        64: _bsr_plans._plan_wgmma,
-    }
+    planners = {16: _bsr_plans._plan_small, 24: _bsr_plans._plan_strips, 64: _bsr_plans._plan_wgmma}
     monkeypatch.setattr(_bsr_plans, "choose_planner", lambda call, device: planners[call.block[0]])
     cuda.tensor_map.cache_clear()
     yield driver

@@ -27,13 +27,7 @@ from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
 from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_SMALL
-from tests.kernels.bsr.examples import (
-    Shape,
-    activations,
-    assert_right_gradient,
-    moved,
-    pattern_of,
-)
+from tests.kernels.bsr.examples import Shape, activations, assert_right_gradient, moved, pattern_of
 from tests.kernels.contract import captured
 from tests.tools.marks import sampled
 

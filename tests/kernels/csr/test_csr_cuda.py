@@ -45,8 +45,6 @@ def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> A
     """Build the kernel's source for this machine."""
     source = on_this_machine("csr_cuda.cu", dtype)
     source += """
-      static void** a;
-      template <class T> T& at(int i) { return *(T*)a[i]; }
       static void run() {
         multiply_rows(at<const Element*>(0), at<long long>(1), at<int>(2), at<int>(3),
                       at<const Pair*>(4), at<const u32*>(5), at<const Start*>(6), at<const int*>(7),

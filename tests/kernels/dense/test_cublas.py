@@ -231,9 +231,7 @@ def test_an_equal_product_is_searched_only_among_the_finalists(
 
 
 @pytest.mark.usefixtures("emulated")
-def test_a_later_process_times_only_the_finalists(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_later_process_times_only_the_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = taking(monkeypatch, lambda way: True)
     timed: list[int] = []
 

@@ -15,14 +15,7 @@ from sparsebench.kernels.bsr import decoder_bsr
 from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
 from sparsebench.results.record import Problem
 from tests.compiling.triton_kernels import complaint_about
-from tests.kernels.layers import (
-    CPU,
-    assert_right,
-    assert_right_twice,
-    error_of,
-    given,
-    problem_of,
-)
+from tests.kernels.layers import CPU, assert_right, assert_right_twice, error_of, given, problem_of
 
 CUDA = torch.device("cuda")
 SMALL = {

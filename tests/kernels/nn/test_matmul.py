@@ -263,3 +263,18 @@ def test_a_captured_graph_is_correct_after_the_weight_was_deleted(kernel: str | 
     graph.replay()
     torch.testing.assert_close(y, x @ dense.T, rtol=2e-2, atol=2e-2)
     del garbage
+
+
+@pytest.mark.parametrize("name", ["numpy X", "no X", "sparse X", "tensor W", "class W", "kernel"])
+def test_a_wrong_argument_is_unsupported_in_one_line(name: str) -> None:
+    x, w = torch.randn(4, 64), Bsr.from_dense(torch.randn(64, 64), block=16)
+    wrong: dict[str, Any] = {
+        "numpy X": (x.numpy(), w),
+        "no X": (None, w),
+        "sparse X": (x.to_sparse(), w),
+        "tensor W": (x, torch.randn(64, 64)),
+        "class W": (x, Bsr),
+        "kernel": (x, w, 3),
+    }
+    with pytest.raises(Unsupported, match=r"^matmul: expected [^\n]*found [^\n]*$"):
+        sparsebench.matmul(*wrong[name])

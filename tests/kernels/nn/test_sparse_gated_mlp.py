@@ -346,11 +346,7 @@ def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"activation": "silu"}, "^activation"),
-        ({"slots": 0}, "^slots"),
-        ({"slots": 41}, "41"),
-    ],
+    [({"activation": "silu"}, "^activation"), ({"slots": 0}, "^slots"), ({"slots": 41}, "41")],
 )
 def test_wrong_sizes_and_settings_are_refused(options, message):
     with pytest.raises(FormatError, match=message):

@@ -17,12 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.kernels.nn import (
-    BlockSparseLinear,
-    SparseGatedMLP,
-    SpenseGatedMLP,
-    SpenseLinear,
-)
+from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseGatedMLP, SpenseLinear
 
 N, K, HIDDEN = 64, 48, 40
 BF16 = torch.bfloat16

@@ -34,7 +34,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebench.errors import FormatError
-from sparsebench.kernels.nn import BlockSparseLinear, SparseGatedMLP, SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn import (
+    BlockSparseLinear,
+    SparseGatedMLP,
+    SpenseGatedMLP,
+    SpenseLinear,
+    _moves,
+)
 from sparsebench.kernels.nn.linear import index_of
 
 RANKS = 2
@@ -74,9 +80,11 @@ def local(x: Tensor) -> Tensor:
     return x.chunk(RANKS)[dist.get_rank()]
 
 
-def train(model: nn.Module, x: Tensor, steps: int = 2) -> torch.optim.Optimizer:
+def train(
+    model: nn.Module, x: Tensor, steps: int = 2, optimizer: torch.optim.Optimizer | None = None
+) -> torch.optim.Optimizer:
     """Train by SGD. The loss is a mean over tokens, so the mean over ranks is the overall mean."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     for _ in range(steps):
         optimizer.zero_grad()
         (60 * model(x).float().square().mean()).backward()  # changes all weights by percents
@@ -177,6 +185,35 @@ def check_ddp_refuses_another_number_of_blocks_until_wrapped_again() -> None:
     train(DistributedDataParallel(model), local(x))
     train(expected, x)
     assert_same_model(model, expected)
+
+
+def check_ddp_moves_momentum_with_the_blocks() -> None:
+    model, expected, other, x = make(seed=1), make(seed=1), make(seed=2), inputs()
+    ddp = DistributedDataParallel(model)
+    optimizers = train(ddp, local(x)), train(expected, x)
+    for module in (model, expected):
+        for layer, source in zip(patterns(module), patterns(other), strict=True):
+            layer.set_pattern(source.offsets, source.columns)
+    for optimizer, module, batch in zip(optimizers, (ddp, expected), (local(x), x), strict=True):
+        train(module, batch, optimizer=optimizer)
+    assert_same_model(model, expected)
+
+
+def check_ddp_refuses_another_pattern_on_one_rank() -> None:
+    """Its buffers would follow the first rank, and its values would not."""
+    model, other = make(seed=1), make(seed=2 + dist.get_rank())
+    ddp = DistributedDataParallel(model)
+    layer, source = patterns(model)[0], patterns(other)[0]
+    before = layer.columns.clone()
+    refused(lambda: layer.set_pattern(source.offsets, source.columns), "one index")
+    same = patterns(make(seed=2))[0]
+    one = torch.full_like(same.values, dist.get_rank())
+    refused(lambda: layer.set_pattern(same.offsets, same.columns, one), "the same values")
+    _moves.WAIT = timedelta(seconds=1)
+    if not dist.get_rank():
+        refused(lambda: layer.set_pattern(same.offsets, same.columns), "did not call it")
+    assert torch.equal(layer.columns, before)
+    del ddp
 
 
 # ---- fully_shard ----

@@ -355,9 +355,7 @@ def test_the_version_is_that_of_the_loaded_library_and_an_old_one_is_refused() -
         _cusparselt.bind("here", OnCpu((0, 7, 1)))
 
 
-def test_a_missing_library_names_the_package_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_library_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     _cusparselt.library.cache_clear()
     monkeypatch.setattr(_cusparselt, "find", lambda: "libnowhere.so.0")
     reason = cusparselt.unsupported(problem_of("bf16"), CUDA)

@@ -109,8 +109,7 @@ def built(peer: ModuleType, target: str = "sm_90") -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize(
-    ("k", "splits"),
-    [(64, [1]), (576, [1, 2]), (1024, [1, 2, 4, 8, 16]), (4160, [1, 2, 4, 8])],
+    ("k", "splits"), [(64, [1]), (576, [1, 2]), (1024, [1, 2, 4, 8, 16]), (4160, [1, 2, 4, 8])]
 )
 def test_spinfers_last_part_of_k_has_tiles(k: int, splits: list[int]) -> None:
     assert spinfer.possible(k) == splits

@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,19 +11,15 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench.contest_state import bound
-from sparsebench.harness.bench.correctness import Expected, check, roundings
-from sparsebench.harness.bench.operands import operands as drawn
-from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops.ffn import act_of
 from sparsebench.harness.plan.suite import read
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
+from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.spense import decoder_spense, spense_wgmma
 from sparsebench.kernels.spense.spense_ffn import parted
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
+from tests.kernels.layers import assert_right, given, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -30,37 +27,15 @@ SIZES = {"m": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "inte
 REST = {"vocab": 40, "layers": 2, "context": 20, "pattern": "spense_hidden", "sparsity": 0.25}
 
 
-def problem(**fields: Any) -> Problem:
-    asked = {**OP.defaults, **SIZES, **REST, "dtype": "fp16", **fields}
-    return Problem("decoder", asked, defaults=OP.defaults)
-
-
-def given(asked: Problem, device: torch.device) -> tuple[Operands, dict[str, Tensor]]:
-    """Draw operands; pruned weights are half dense, all others dense."""
-    dense, weights = drawn(asked, OP, device, None), {}
-    for name, w in dense.weights.items():
-        fraction = 0.5 if OP.prunes(asked.fields, name) else 1.0
+def operands_of(device: torch.device, **fields: Any) -> Operands:
+    """Draw the operands of a problem; pruned weights are half dense, all others dense."""
+    problem = problem_of("decoder", **{**SIZES, **REST, "dtype": "fp16", **fields})
+    formats = {}
+    for name in OP.weights:
+        fraction = 0.5 if OP.prunes(problem.fields, name) else 1.0
         split = "columns" if name == "wd" else "rows"
-        weights[name] = Spense.from_dense(w, dense_fraction=fraction, split=split)
-    return Operands(asked, weights, dense.activations, bound(OP.definition, asked)), dense.weights
-
-
-def assert_right(launch: Launch, these: Operands, weights: dict[str, Tensor]) -> None:
-    asked = these.problem
-    redraw(asked, OP, these.activations, 7)
-    out = launch()
-    assert isinstance(out, Tensor)
-    out.fill_(torch.nan)
-    full = {**weights, **these.activations}
-    exact = {name: t.double() for name, t in full.items()}
-    right, spread = (bound(f, asked)(**exact) for f in (OP.definition, OP.spread))
-    rounded = roundings(asked["dtype"], OP.rounds(asked["dtype"]))
-    expected = Expected(
-        right, spread, OUTPUTS[asked["dtype"]], OP.depth(**exact), *rounded,
-        plain=bound(OP.definition, asked)(**full),
-    )  # fmt: skip
-    found = check(launch(), expected)
-    assert found.reason is None, found.reason
+        formats[name] = partial(Spense.from_dense, dense_fraction=fraction, split=split)
+    return given(problem, device, formats)
 
 
 @dataclass
@@ -107,9 +82,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
 def test_an_interpreted_step_has_a_copy_of_pruned_weights_for_each_layer(
     pruned: str, products: list[_Product]
 ) -> None:
-    these, weights = given(problem(pruned=pruned), CPU)
+    these = operands_of(CPU, pruned=pruned)
     launch = decoder_spense.prepare(these)
-    assert_right(launch, these, weights)
+    assert_right(launch, these)
     assert [*launch.choice] == ["qkv", "o", "gate_up", "down", "head", "attention"]
     ours = {name for name, choice in launch.choice.items() if "cluster" in choice}
     assert ours == {"gate_up", "down"} | ({"qkv", "o"} if pruned == "all" else set())
@@ -136,5 +111,5 @@ def test_the_suite_stores_pruned_weights_half_dense_and_the_others_dense() -> No
 @pytest.mark.parametrize("m", [1, 33])
 def test_a_step_is_right_on_hopper(m: int, pruned: str, dtype: str) -> None:
     sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "intermediate": 1024, "context": 300}
-    these, weights = given(problem(**sizes, m=m, pruned=pruned, dtype=dtype), CUDA)
-    assert_right(decoder_spense.prepare(these), these, weights)
+    these = operands_of(CUDA, **sizes, m=m, pruned=pruned, dtype=dtype)
+    assert_right(decoder_spense.prepare(these), these)

@@ -102,9 +102,7 @@ def test_a_contest_is_right_on_a_cpu() -> None:
         Contender("dense", "reference"),
         Contender("csr", "reference"),
         Contender(
-            "spense",
-            "reference",
-            {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"},
+            "spense", "reference", {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
         ),
     ]
     rows, _ = contest.run(asked, contenders, CPU, None)

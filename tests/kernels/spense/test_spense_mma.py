@@ -24,13 +24,7 @@ from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import CLEAN, known_by_nvcc
 from tests.emulation.cuda_on_cpu import built, device_code
-from tests.kernels.spense.examples import (
-    CUOBJDUMP,
-    ODD,
-    SHAPES,
-    Shape,
-    example,
-)
+from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, Shape, example
 from tests.tools.marks import sampled
 from tests.tools.paths import KERNELS
 

@@ -81,7 +81,7 @@ CASES = [  # tokens, warpgroups, split
         (112, 1, 8),
         (80, 2, 1),
         (64, 3, 1),
-    ),
+    )
 ]
 
 

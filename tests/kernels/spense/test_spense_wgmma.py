@@ -28,14 +28,7 @@ from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
 from tests.compiling.nvcc import assert_compiles_cleanly, hopper
-from tests.kernels.spense.examples import (
-    CUOBJDUMP,
-    LARGE,
-    SHAPES,
-    Shape,
-    example,
-    on_gpu,
-)
+from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, Shape, example, on_gpu
 from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
 from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
 from tests.tools.marks import sampled

@@ -9,19 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.contest_state import bound
-from sparsebench.harness.bench.correctness import Expected, check, roundings
-from sparsebench.harness.bench.operands import operands as drawn
-from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _decoder, _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
+from tests.kernels.layers import assert_right, given, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -30,32 +25,7 @@ REST = {"vocab": 40, "layers": 3, "context": 20, "activation": "relu", "active":
 
 
 def problem(**fields: Any) -> Problem:
-    values = {**OP.defaults, **SIZES, **REST, "dtype": "fp16", **fields}
-    return Problem("decoder", values, defaults=OP.defaults)
-
-
-def prepared(problem: Problem, device: torch.device) -> tuple[Operands, dict[str, Tensor]]:
-    dense = drawn(problem, OP, device, None)
-    weights = {name: Dense.from_dense(w) for name, w in dense.weights.items()}
-    definition = bound(OP.definition, problem)
-    return Operands(problem, weights, dense.activations, definition), dense.weights
-
-
-def assert_correct(launch: Launch, operands: Operands, weights: dict[str, Tensor]) -> None:
-    problem = operands.problem
-    redraw(problem, OP, operands.activations, 7, weights=weights)
-    out = launch()
-    assert isinstance(out, Tensor)
-    out.fill_(torch.nan)
-    dense = {**weights, **operands.activations}
-    exact = {name: t.double() for name, t in dense.items()}
-    reference, spread = (bound(f, problem)(**exact) for f in (OP.definition, OP.spread))
-    expected = Expected(
-        reference, spread, OUTPUTS[problem["dtype"]], OP.depth(**exact),
-        *roundings(problem["dtype"], OP.rounds(problem["dtype"])),
-        plain=bound(OP.definition, problem)(**dense),
-    )  # fmt: skip
-    assert (reason := check(launch(), expected).reason) is None, reason
+    return problem_of("decoder", **{**SIZES, **REST, "dtype": "fp16", **fields})
 
 
 @dataclass
@@ -97,9 +67,9 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
 def test_an_interpreted_step_has_separate_weights_per_layer(
     fields: dict[str, Any], layers: list[_Layer]
 ) -> None:
-    operands, weights = prepared(problem(**fields), CPU)
+    operands = given(problem(**fields), CPU)
     launch = decoder_few.prepare(operands)
-    assert_correct(launch, operands, weights)
+    assert_right(launch, operands)
     assert [*launch.choice] == ["qkv", "o", "head", "attention"]
     assert launch.code == "of torch"
     count = operands.problem["layers"]
@@ -149,5 +119,5 @@ def test_the_suite_has_a_model_for_decoder_few() -> None:
 @pytest.mark.parametrize("m", [1, 16, 33, 64])
 def test_a_step_is_correct_on_a_hopper_gpu(m: int, dtype: str) -> None:
     sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "intermediate": 1024, "context": 300}
-    operands, weights = prepared(problem(**sizes, m=m, dtype=dtype), CUDA)
-    assert_correct(decoder_few.prepare(operands), operands, weights)
+    operands = given(problem(**sizes, m=m, dtype=dtype), CUDA)
+    assert_right(decoder_few.prepare(operands), operands)

@@ -1,0 +1,44 @@
+"""`sparsebench advise`: is pruning worth it for a model on a GPU?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import print_json, stdout, wide
+from sparsebench.harness.commands._options import Json, Markdown
+
+
+def advise(
+    model: Annotated[
+        str, typer.Argument(help="A listed model, or a config.json or the folder that holds it.")
+    ],
+    gpu: Annotated[str, typer.Option(help="A GPU: a part of its name that no other GPU has.")],
+    batch: Annotated[int, typer.Option(help="Tokens at once: sequences that decode, or a prompt.")],
+    run: Annotated[
+        list[Path] | None, typer.Option(help="Also use this run of yours; may be repeated.")
+    ] = None,
+    markdown: Markdown = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether pruning is worth it for a model on a GPU, from published runs.
+
+    Runs of the same model are used as they are; other sizes are estimated, with an interval.
+    """
+    from dataclasses import asdict
+
+    from sparsebench.reports import advice as presented
+    from sparsebench.results import store
+    from sparsebench.results.advice import advise as answered
+    from sparsebench.results.analysis import analyse
+    from sparsebench.results.measured_layers import of_runs, packaged
+    from sparsebench.results.model_shapes import read_shapes
+
+    own = [(one, analyse(one).cases, str(one.path)) for one in map(store.read, run or ())]
+    answer = answered(packaged() + of_runs(own), read_shapes(model), gpu, batch)
+    if as_json:
+        print_json(asdict(answer))
+    elif markdown:
+        stdout.write(presented.markdown(answer))
+    else:
+        wide().print(presented.terminal(answer))

@@ -1,0 +1,141 @@
+"""What must follow when set_pattern moves the blocks of a layer.
+
+    optimizers              the state of the values moves with the blocks; new blocks get zeros
+    DistributedDataParallel every rank must move the same blocks: it averages gradients position by
+                            position, and never compares values
+
+Neither registers with its parameters, so both are found among the objects of the garbage collector.
+This takes about 50 ms in a process with a million objects.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsebench.formats._format import require
+from sparsebench.kernels.nn._sharded import as_sharded, unsharded
+
+T = TypeVar("T")
+WAIT = timedelta(seconds=60)  # for the other ranks to call set_pattern, too
+
+
+def repacked(blocks: Tensor, source: Tensor) -> Tensor:
+    """Return [new blocks, ...]: block i is the old block source[i], or zeros if source[i] is -1."""
+    if not len(blocks):
+        return blocks.new_zeros(len(source), *blocks.shape[1:])
+    source = source.to(blocks.device)
+    absent = (source < 0).view(-1, *(1,) * (blocks.dim() - 1))
+    return blocks[source.clamp(min=0)].masked_fill_(absent, 0)
+
+
+def living(kind: type[T]) -> list[T]:
+    """Return all objects of a class and its subclasses."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()  # get_objects leaves out what gc.freeze hides
+    objects = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+    if frozen:
+        gc.freeze()
+    return objects
+
+
+def state_moves(values: nn.Parameter, source: Tensor) -> Callable[[], None]:
+    """Return a function that moves the optimizers' state of a layer's values.
+
+    source  int64 [new blocks], the old position of each block, or -1
+
+    Raises FormatError if an optimizer has state that does not belong to single blocks.
+    """
+    moves = []
+    for optimizer in living(torch.optim.Optimizer):
+        state = optimizer.state.get(values, {})
+        for name, tensor in state.items():
+            if _by_block(f"{type(optimizer).__name__}: {name}", tensor, values):
+                moves.append((state, name, tensor))
+
+    def move() -> None:
+        for state, name, tensor in moves:
+            moved = repacked(unsharded(tensor), source)
+            if moved.shape == tensor.shape:  # a CUDA graph may hold the address
+                tensor.copy_(as_sharded(moved, tensor))
+            else:
+                state[name] = moved
+
+    return torch.no_grad()(move)
+
+
+def _by_block(name: str, state: Any, values: nn.Parameter) -> bool:
+    """Return whether state has a part for each block; False for a number, such as a step."""
+    tensors = state if isinstance(state, list | tuple) else [state]
+    if not any(isinstance(t, Tensor) and t.numel() > 1 for t in tensors):
+        return isinstance(state, Tensor) and state.shape == values.shape
+    matches = isinstance(state, Tensor) and state.dim() > 1 and len(state) == len(values)
+    fits = matches and state.is_floating_point()
+    layout = [*state.shape] if isinstance(state, Tensor) else type(state).__name__
+    expected = f"expected state in floating point with a part for each of {len(values)} blocks"
+    require(fits, f"{name}: {expected}, found {layout}: make the optimizer after set_pattern")
+    return True
+
+
+# ---- ranks ----
+
+
+def require_same_moves(
+    layer: nn.Module, offsets: Tensor, columns: Tensor, values: Tensor | None
+) -> None:
+    """Raise FormatError on every rank of a layer's DDP unless all set this index and these values.
+
+    Also raises it if another rank does not call set_pattern within WAIT. Uses the store of the
+    process group, because a collective would pair with those of other ranks that do not call.
+    """
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    for group in _groups(layer):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _compare(ranks, _digest(offsets, columns, values))
+
+
+def _groups(layer: nn.Module) -> Iterator[Any]:
+    """Yield the process groups of the DistributedDataParallel modules that contain a layer."""
+    for ddp in living(nn.parallel.DistributedDataParallel):
+        if any(module is layer for module in ddp.module.modules()):
+            yield ddp.process_group
+
+
+def _digest(offsets: Tensor, columns: Tensor, values: Tensor | None) -> str:
+    digest = sha256()
+    for index in (offsets, columns):
+        digest.update(index.cpu().numpy().tobytes())
+    if values is not None:
+        bits = values.contiguous().view(torch.uint8).flatten().long()
+        weights = torch.arange(len(bits), device=bits.device) % 65521 + 1
+        digest.update(str(int((bits * weights).sum())).encode())
+    return digest.hexdigest()
+
+
+_CALLS = Counter[tuple[int, ...]]()
+
+
+def _compare(ranks: tuple[int, ...], digest: str) -> None:
+    store = torch.distributed.distributed_c10d._get_default_store()
+    rank, call = torch.distributed.get_rank(), _CALLS[ranks]
+    _CALLS[ranks] += 1
+    prefix = f"sparsebench/set_pattern/{ranks}"
+    keys = [f"{prefix}/{call}/{other}" for other in ranks]
+    store.set(f"{prefix}/{call}/{rank}", digest)
+    if call > 1:
+        store.delete_key(f"{prefix}/{call - 2}/{rank}")  # all ranks have read it
+    expected = f"set_pattern: expected a call with one index and the same values on ranks {ranks}"
+    try:
+        store.wait(keys, WAIT)
+    except RuntimeError:
+        require(False, f"{expected}, found ranks that did not call it within {WAIT.seconds} s")
+    digests = {store.get(key) for key in keys}
+    require(len(digests) == 1, f"{expected}, found {len(digests)} different ones")

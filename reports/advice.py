@@ -1,0 +1,121 @@
+"""An advice (results/advice.py) for the terminal, for Markdown and for the page, as one table.
+
+Also collects the evidence that advice.json holds from the published runs and files.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Group
+from rich.text import Text
+
+from sparsebench.reports.tables import Cell, Table
+from sparsebench.results import measured_layers
+from sparsebench.results.advice import WORTH, Answer, commands
+from sparsebench.results.files import validated
+from sparsebench.results.formatting import amount, duration, percent, significant
+from sparsebench.results.layer_estimates import Layer
+from sparsebench.results.measured_layers import Evidence
+from sparsebench.results.model_files import (
+    SPARSITY_SCHEMA,
+    L1Trainings,
+    read_pruning,
+    read_whole,
+    read_widths,
+)
+from sparsebench.results.step_model import ACTIVE, BOUND, Gain
+from sparsebench.results.store import Run
+
+COLUMNS = ["kind of sparsity", "MLPs", "whole step", "weights", "loss", "how sure"]
+WORDS = {"kind of sparsity", "loss", "how sure"}
+
+
+def table(answer: Answer) -> Table:
+    """Return a line for each kind; a gain is good if all of its interval is worth it."""
+    lines: list[list[Cell]] = [
+        [
+            each.kind,
+            *((gain.text, _style(gain)) for gain in (each.layers, each.step)),
+            f"{significant(each.gigabytes)} GB",
+            each.quality,
+            each.sure,
+        ]
+        for each in answer.kinds
+    ]
+    return Table(columns=COLUMNS, lines=lines, title=title(answer), words=WORDS)
+
+
+def layer_text(layer: Layer) -> str:
+    """Return a way with its level and its tokens: `2:4, 25 % zeros, 16 tokens, fp8`."""
+    level = f"{percent(layer.sparsity)} zeros" if layer.sparsity else f"{layer.active:.0f} units"
+    dtype = "" if layer.element == 2 else f", {layer.dtype}"
+    return f"{layer.way}, {level}, {amount(layer.m, 'token')}{dtype}"
+
+
+def title(answer: Answer) -> str:
+    """Return what was asked, with the size and the time of the dense model."""
+    dense = f"dense: {significant(answer.dense_gigabytes)} GB"
+    if answer.dense_us is not None:
+        dense += f", a step of about {duration(answer.dense_us)}"
+    return (
+        f"{answer.model.name} on {answer.gpu}, {amount(answer.tokens, 'token')} at once ({dense})"
+    )
+
+
+def terminal(answer: Answer) -> Group:
+    """Return the answer for a console."""
+    notes = (Text(note, "dim") for note in _notes(answer))
+    return Group(Text(answer.verdict, "bold"), Text(), table(answer), Text(), *notes)
+
+
+def markdown(answer: Answer) -> str:
+    """Return the answer as Markdown."""
+    return "\n\n".join([f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]) + "\n"
+
+
+def sources(answer: Answer) -> list[str]:
+    """Return the runs and files that an answer rests on, each once."""
+    return list(dict.fromkeys(run for each in answer.kinds for run in each.runs))
+
+
+def collected(runs: Iterable[tuple[Run, pd.DataFrame, str]], root: Path) -> Evidence:
+    """Return the evidence of published runs, and of the models' files in their folder."""
+    evidence = measured_layers.of_runs(runs)
+    steps, losses = [*evidence.steps], [*evidence.losses]
+    for file in sorted(root.glob("*/*.json")):
+        source = file.relative_to(root).as_posix()
+        match file.parent.name:
+            case "pruning":
+                losses += measured_layers.of_pruning(read_pruning(file), source)
+            case "training":
+                losses += measured_layers.of_trainings(read_widths(file), source)
+            case "sparsity":
+                trained = validated(file, L1Trainings, SPARSITY_SCHEMA)
+                losses.append(measured_layers.of_l1(trained, ACTIVE, source))
+            case "whole":
+                steps += measured_layers.of_whole(read_whole(file), source)
+    return replace(evidence, steps=steps, losses=losses)
+
+
+def text_of(evidence: Evidence) -> str:
+    """Return advice.json, with a line for each record."""
+    parts = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"
+        for name, records in asdict(evidence).items()
+        if name != "schema"
+    ]
+    return ",\n".join(['{"schema": ' + json.dumps(evidence.schema), *parts]) + "}\n"
+
+
+def _notes(answer: Answer) -> list[str]:
+    rows = [f"Published runs: {', '.join(sources(answer))}."] if sources(answer) else []
+    return [*answer.notes, *rows, *(f"To measure: {command}" for command in commands(answer))]
+
+
+def _style(gain: Gain) -> str:
+    if gain.basis == BOUND:
+        return "quiet"
+    return "good" if gain.low >= WORTH else "bad" if gain.high < 1 else "unsure"

@@ -1,0 +1,205 @@
+"""The tables of a comparison: a grid for two devices, every case, and cells that disagree.
+
+    BSR, 90 %, 64 × 64 blocks, m 4096    38.2 µs 4.28×    34.5 µs 4.77×    H200 10 % shorter
+
+A cell holds the time, then the gain over the baseline of its own contest. Lines are sorted by the
+difference of the times, settled ones first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.reports.tables import Cell, Table
+from sparsebench.reports.terminal import USUAL, shown, split
+from sparsebench.results.changes import Changes, outcomes, problem_fields, tested
+from sparsebench.results.comparison import Comparison
+from sparsebench.results.formatting import (
+    FORMATS,
+    blocks_text,
+    duration,
+    estimate,
+    kernel,
+    significant,
+    times,
+)
+from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
+from sparsebench.results.record import Status
+from sparsebench.results.sides import KEYS
+
+GAINS: dict[str, str] = {
+    Outcome.FASTER: "gains more",
+    Outcome.SLOWER: "gains less",
+    Outcome.EQUAL: "gains as much",
+}
+"""Words for a ratio of gains, for which faster and slower would mislead."""
+
+EVERY = "Every case"
+FIRST = ("op", "dtype", "pattern", "sparsity", "block", "m")  # the order within a problem's name
+SILENT = {("op", "linear"), ("pattern", "blocks"), ("pattern", "dense"), ("sparsity", "0 %")}
+SILENT |= USUAL
+
+Line = Mapping[Any, Any]
+
+
+def grid(other: Changes) -> Table:
+    """Return each format at its best kernel on both devices, for every problem they share."""
+    places: dict[tuple[Any, ...], tuple[list[Line], list[Line]]] = {}
+    for line in other.cases.to_dict("records"):
+        key = line["problem_id"], line["scope"], line["cache"], line["format"]
+        for end, timed in zip("ab", places.setdefault(key, ([], [])), strict=True):
+            if line[f"status_{end}"] == Status.OK:
+                timed.append(line)
+    pairs = [(_best(a, "a"), _best(b, "b")) for a, b in places.values() if a and b]
+    tests = [tested(b["times_b"], a["times_a"], b) for a, b in pairs]
+    words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
+    name, _ = _problems(pd.DataFrame([a for a, _ in pairs], columns=other.cases.columns))
+    lines: list[tuple[float, list[Cell]]] = []
+    for (a, b), word, (value, low, high, _) in zip(pairs, words, tests, strict=True):
+        place = ", ".join(filter(None, [FORMATS.get(a["format"], a["format"]), name(a)]))
+        text = _time(other, word, value, low, high)
+        cells: list[Cell] = [place, _measured(a, "a"), _measured(b, "b"), (text, _style(word))]
+        lines.append((_size(word, value), cells))
+    ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+    heads = ("format at its best", other.a.name, other.b.name, "time")
+    title = "Each format at its best"
+    return Table(title=title, columns=heads, lines=ordered, words=(heads[0], heads[3]))
+
+
+def cases(others: Sequence[Changes]) -> Table:
+    """Return every case: first those that are no longer measured, then by size of difference."""
+    by_case: dict[tuple[Any, ...], dict[int, dict[Any, Any]]] = {}
+    for number, other in enumerate(others):
+        for line in other.cases[other.cases.word != ""].to_dict("records"):
+            by_case.setdefault(tuple(line[key] for key in KEYS), {})[number] = line
+    ordered = sorted(by_case.values(), key=lambda case: -max(map(_rank, case.values())))
+    name, _ = _problems(pd.DataFrame([next(iter(case.values())) for case in ordered]))
+    columns = ["problem", "contender", others[0].a.name]
+    for other in others:
+        of = f" of {other.b.name}" if len(others) > 1 else ""
+        columns += [other.b.name, f"time{of}", f"gain{of}", f"from{of}"]
+    lines: list[list[Cell]] = []
+    for case in ordered:
+        line = next(iter(case.values()))
+        base = " (baseline)" if line["is_baseline"] else ""
+        cells: list[Cell] = [name(line), kernel(line["label"]) + base, _measured(line, "a")]
+        for number, other in enumerate(others):
+            cells += _changed(other, case[number]) if number in case else [""] * 4
+        lines.append(cells)
+    used = [n for n, head in enumerate(columns) if n < 3 or any(line[n] for line in lines)]
+    return Table(
+        title=f"{EVERY}, largest difference first",
+        columns=[columns[n] for n in used],
+        lines=[[line[n] for n in used] for line in lines],
+        words={*columns[:2], *columns[4::4], *columns[5::4], *columns[6::4]},
+        spare=[*columns[6::4], *columns[5::4], columns[2], *columns[3::4]],
+    )
+
+
+def problems(others: Sequence[Changes]) -> str:
+    """Return what the names of problems leave out: the fields with one value in each op."""
+    return _problems(pd.concat([other.cases[other.cases.word != ""] for other in others]))[1]
+
+
+def disagreements(result: Comparison) -> Table:
+    """Return the cells in which two runs disagree, with the speedup in each run."""
+    apart = result.cases[result.cases.agree.eq(False).fillna(False)]
+    if apart.empty:
+        return Table(title="All cells agree", columns=(), lines=[])
+    name, about = _problems(apart)
+    lines = [
+        [name(line), kernel(line["label"]), *(_speedup(line, side) for side in "ab")]
+        for line in apart.to_dict("records")
+    ]
+    columns = ("problem", "contender", "× baseline there", "× baseline here")
+    title = f"Cells that disagree: {about}".rstrip(": ")
+    return Table(title=title, columns=columns, lines=lines, words=columns)
+
+
+def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
+    """Return a function that names the problem of a line, and the text that all lines share.
+
+    A field is part of the name if it varies among the lines of one op; the text has the others.
+    """
+    fields = [name for name in [*problem_fields(lines), "scope", "cache"] if name in lines]
+    fields = [name for name in fields if name != "seed" or lines.seed.nunique() > 1]
+    by_op = {op: split(group, fields) for op, group in lines.groupby("op", sort=False)}
+    several = len(by_op) > 1
+
+    def name(line: Line) -> str:
+        varying = by_op[line["op"]][0] + (["op"] if several else [])
+        ordered = sorted(varying, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
+        values = {n: shown(n, line[n]) for n in ordered}
+        hidden = {("pattern", "two_four")} if line["format"] == "spense" else set()
+        hidden |= SILENT
+        values = {n: v for n, v in values.items() if v != "-" and (n, v) not in hidden}
+        if {"n", "k"} <= values.keys():
+            values |= {"n": f"{values['n']} × {values.pop('k')}"}
+        return ", ".join(_field(n, v) for n, v in values.items())
+
+    return name, "; ".join(about for _, about in by_op.values())
+
+
+def _field(name: str, value: str) -> str:
+    if name == "block":
+        return blocks_text(value)
+    value = {"two_four": "2:4"}.get(value, value)
+    alone = name in ("op", "dtype", "pattern", "sparsity", "source")
+    return value if alone or "×" in value else f"{name} {value}"
+
+
+def _changed(other: Changes, line: Line) -> list[Cell]:
+    word = line["word"]
+    text = _time(other, word, line["time"], line["time_low"], line["time_high"])
+    cause = ": ".join(filter(None, [line["cause"], line["why"]]))
+    gain = GAINS.get(line["gain"], str(line["gain"]))
+    return [_measured(line, "b"), (text, _style(word)), gain, cause]
+
+
+def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> str:
+    """Write `H200 10 % shorter (89 to 92 %)`: b's time in percent of a's, and its interval."""
+    if word == Outcome.NOT_MEASURED:
+        return word
+    span = f"({significant(100 / high)} to {significant(100 / low)} %)"
+    if word not in DIFFERENT:
+        return f"{word} {span}"
+    name = other.b.name if ratio > 1 else other.a.name
+    saved = 100 * (1 - min(ratio, 1 / ratio))
+    return f"{name} {significant(saved, 2)} % shorter {span}"
+
+
+def _measured(line: Line, end: str) -> str:
+    """Write a time and the gain over the baseline of its own contest: `38.2 µs 4.28×`."""
+    if line[f"status_{end}"] != Status.OK:
+        return "–"
+    time, gain = duration(line[f"median_us_{end}"]), line[f"speedup_{end}"]
+    alone = line["is_baseline"] or np.isnan(gain)
+    return time if alone else f"{time} {times(gain, line[f'uncertainty_{end}'])}"
+
+
+def _best(lines: Sequence[Line], end: str) -> Line:
+    return min(lines, key=lambda line: float(line[f"median_us_{end}"]))
+
+
+def _rank(line: Line) -> float:
+    """Return the sort key of a case: no longer measured, then settled, then open, each by size."""
+    return 2e3 if line["word"] == Outcome.NOT_MEASURED else _size(line["word"], line["time"])
+
+
+def _size(word: str, ratio: float) -> float:
+    size = 0.0 if np.isnan(ratio) else abs(float(np.log(ratio)))
+    return size + (1e3 if word in DIFFERENT else 0.0)
+
+
+def _style(word: str) -> str:
+    return STYLES[Outcome(word)] if word else ""
+
+
+def _speedup(line: Line, side: str) -> str:
+    names = "speedup", "speedup_low", "speedup_high", "uncertainty"
+    ends = [line[f"{name}_{side}"] for name in names]
+    if pd.isna(ends[0]):
+        return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
+    return f"{estimate(*ends)} {line[f'outcome_{side}']}".rstrip()

@@ -1,0 +1,102 @@
+"""The page "Should I prune?": every listed model on every published GPU, with TOKENS at once.
+
+    MODEL ▾ GPU ▾ tokens ▾    a select shows one answer; without JavaScript the grid does
+    verdict, table, runs      as `sparsebench advise` prints them
+    models × tokens           a grid for each GPU, whose cells lead to the answers
+    how good the estimates are: whole models that were measured, beside their estimates
+
+The answers rest on the packaged rows (measured_layers.py). Links lead to those of their runs that
+are on the site.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from sparsebench.reports import advice
+from sparsebench.reports.page import render
+from sparsebench.reports.site.cards import Card
+from sparsebench.reports.site.pages import Site, safe
+from sparsebench.reports.tables import html_table
+from sparsebench.results.advice import NO, TRAIN, TRY, Answer, advise, left_out
+from sparsebench.results.formatting import between, times
+from sparsebench.results.measured_layers import packaged
+from sparsebench.results.model_shapes import MODELS
+
+PAGE = "prune.html"
+TOKENS = (1, 16, 64, 256, 4096)
+CLASSES = {TRY: "worth", TRAIN: "look", NO: "lost"}
+UNDER = {TRY: "half 2:4", TRAIN: "if trained"}
+FIRST = "Llama-3-8B", "NVIDIA H200", 16
+
+
+def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of the page; nothing if the site has none of the runs."""
+    evidence = packaged()
+    links = {f"{safe(card.gpu).lower()}/{card.name}": f"{card.address}/" for card in cards}
+    gpus = sorted(evidence.layers.gpus, reverse=True)
+    if not links.keys() & {row.run for row in evidence.measured}:
+        return
+    answers = [advise(evidence, *case) for case in product(MODELS, gpus, TOKENS)]
+    common = [note for note in answers[0].notes if all(note in each.notes for each in answers)]
+    steps = [
+        [
+            step.model.name,
+            advice.layer_text(step.layer),
+            times(step.gain),
+            between(gain.value, gain.low, gain.high),
+            "yes" if gain.low <= step.gain <= gain.high else ("no", "bad"),
+        ]
+        for step, gain in left_out(evidence)
+    ]
+    heads = ["run", "kind of sparsity", ">measured", "estimate", "inside"]
+    yield (
+        PAGE,
+        render(
+            "site_prune.html",
+            site=site,
+            models=MODELS,
+            gpus=gpus,
+            tokens=TOKENS,
+            first=_id(*FIRST),
+            cases=[_case(answer, links, common) for answer in answers],
+            grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],
+            notes=common,
+            coverage=evidence.layers.coverage,
+            steps=html_table(heads, steps, "stacked"),
+            inside=sum(line[-1] == "yes" for line in steps),
+            count=len(steps),
+        ),
+    )
+
+
+def _id(model: str, gpu: str, tokens: int) -> str:
+    return safe(f"{model}-{gpu}-{tokens}").lower()
+
+
+def _case(answer: Answer, links: dict[str, str], common: Sequence[str]) -> dict[str, Any]:
+    """Return what the page shows of an answer."""
+    table = advice.table(answer)
+    return {
+        "id": _id(answer.model.name, answer.gpu, answer.tokens),
+        "answer": answer,
+        "title": table.title,
+        "table": html_table(advice.COLUMNS, table.lines, "stacked"),
+        "notes": [note for note in answer.notes if note not in common],
+        "runs": [(run, links.get(run, "")) for run in advice.sources(answer)],
+    }
+
+
+def _grid(answers: Sequence[Answer]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return a line of cells for each model: the gain of the way that the verdict is about."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for answer in answers:
+        cell = {
+            "id": _id(answer.model.name, answer.gpu, answer.tokens),
+            "classes": CLASSES[answer.word],
+            "text": times(answer.best.step.value) if answer.best else "no",
+            "under": UNDER.get(answer.word, ""),
+            "title": answer.verdict,
+        }
+        rows.setdefault(answer.model.name, []).append(cell)
+    return [*rows.items()]

@@ -1,0 +1,270 @@
+"""The page of a survey: its first screen (survey.py), and everything else folded below it.
+
+first    finding, grid, sentences
+folded   the same cases on other GPUs, ceilings, kernels, state of the machine, what is left out
+beside   decide*/report.html and screen/report.html, which list every case
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench._writing import write_file
+from sparsebench.errors import ResultError
+from sparsebench.reports import build
+from sparsebench.reports.build import Figure
+from sparsebench.reports.figures._figure import NOTHING, Frames
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.figures._svg import shade
+from sparsebench.reports.survey import KEY, Summary, compared, gain_text, grid_rows, summarised
+from sparsebench.reports.tables import html_table
+from sparsebench.results import files, store
+from sparsebench.results.analysis import Analysis, analyse
+from sparsebench.results.answer import winner
+from sparsebench.results.changes import OtherDevice, other_devices, problem_fields
+from sparsebench.results.formatting import (
+    capital,
+    duration,
+    listed,
+    percent,
+    plain,
+    significant,
+    times,
+)
+from sparsebench.results.store import without_paths
+
+STEPS = {"doctor": "Check of the machine", "probe": "Check of the kernels", "tune": "Tuning"}
+STEPS |= {"screen": "Look at all problems", "decide": "Verdicts"}
+
+
+def write(path: Path, against: Sequence[Path]) -> Summary:
+    """Write a survey's report.html and the reports of its runs; return the first screen."""
+    survey = files.from_json(path / "survey.json")
+    names = [*sorted(folder.name for folder in path.glob("decide*")), "screen"]
+    runs = [path / name for name in names if _ran(path / name)]
+    with ProcessPoolExecutor(max(1, len(runs)), get_context("spawn")) as pool:
+        drawn = [pool.submit(_report, run) for run in runs]
+        by_run = {run.name: _frames(run) for run in runs}
+        summary, page = _drawn(survey, path, by_run, against)
+        write_file(path / "report.html", page)
+        for report in drawn:
+            report.result()
+    return summary
+
+
+def _report(path: Path) -> None:
+    build.build(store.read(path), path / "report.html")
+
+
+def _ran(path: Path) -> bool:
+    return (path / "run.json").exists() and any(not row.reference for row in store.rows(path))
+
+
+def _frames(path: Path) -> Frames:
+    run = store.read(path)
+    analysis = analyse(run)
+    return Frames(run, analysis.rows, analysis.cases, analysis.noise)
+
+
+def _drawn(
+    survey: dict[str, Any], path: Path, by_run: dict[str, Frames], against: Sequence[Path]
+) -> tuple[Summary, str]:
+    """Return the first screen and the page."""
+    fitness, kernels = (_listed(path / name) for name in ("fitness.json", "kernels.json"))
+    runs = [(f.run, Analysis(f.rows, f.noise, f.cases)) for f in by_run.values()]
+    every, refused = other_devices(runs, against)
+    simulated = any("sim" in frames.run.environment for frames in by_run.values())
+    others = [there for there in every if there.device.startswith("simulated ") is simulated]
+    others.sort(key=lambda there: -len(there.cases))
+    device = by_run["screen"].device if "screen" in by_run else survey["device"]
+    summary = summarised(device, by_run, others, kernels, fitness)
+    sections = [
+        ("elsewhere", "The same cases on other GPUs", _others(others, refused, device)),
+        ("ceilings", "Ceilings", _ceilings(by_run, others, device)),
+        ("kernels", "Kernels on this device", _kernels(kernels)),
+        ("fitness", "State of the machine", _fitness(fitness)),
+        ("left", "Left out", _left({**survey["left"], **survey["notes"]})),
+    ]
+    steps = [f"{name} {seconds:g} s" for name, seconds in survey["seconds"].items()]
+    page = build.rendered(
+        first=[(Figure("answer", "The answer", 0, _undrawn), _first(summary))],
+        sections=[(Figure(n, title, 0, _undrawn), body) for n, title, body in sections if body],
+        badges=summary.badges,
+        surrounding=build.Surrounding(),
+        links=[*((f"{n}/report.html",) * 2 for n in by_run), ("survey.json", "survey.json")],
+        facts=[("budget", duration(1e6 * survey["budget_s"])), ("steps", ", ".join(steps))],
+        trust=[f"{name}: {frames.noise.sentence}" for name, frames in by_run.items()],
+        title=summary.question,
+        about=f"Suite {survey['suite']}: one process measures every problem, and several processes "
+        "measure the deciding cases again. Verdicts use no number of the look.",
+        device="sparsebench new-gpu",
+    )
+    return summary, page
+
+
+def _map(problems: pd.DataFrame) -> Markup:
+    """Return the grid for the page; a cell links to its case in the report of its run."""
+    tokens = sorted(problems.m.unique())
+    rows = [
+        [
+            Markup('<span class="row">{}</span>').format(title),
+            *(_cell(cells.get(m)) for m in tokens),
+        ]
+        for title, cells in grid_rows(problems)
+    ]
+    heads = ["tokens at once", *map(str, tokens)]
+    caption = f"{KEY}. Hatched: not settled. A cell links to its case."
+    drawn = '<figure class="map tight">{}<figcaption>{}</figcaption></figure>'
+    return Markup(drawn).format(html_table(heads, rows, "map"), caption)
+
+
+def _cell(line: "pd.Series[Any] | None") -> Markup:
+    if line is None:
+        return NOTHING
+    if pd.isna(line.best_gain):
+        return Markup('<span class="cell none" title="{}">none</span>').format(winner(line))
+    paint, ink = shade(line.best_gain)
+    look = '<a class="cell{}" href="{}/report.html#case-{}" style="background-color:{};color:{}" '
+    return Markup(look + 'title="{}"><b>{}</b></a>').format(
+        "" if line.settled else " undecided",
+        line.run,
+        line.best_case_id,
+        paint,
+        ink,
+        f"n × k {line['shape']}: {winner(line)}",
+        gain_text(line),
+    )
+
+
+def _first(summary: Summary) -> Markup:
+    drawn = _map(summary.problems) if len(summary.problems) else NOTHING
+    sentences = Markup("").join(
+        Markup('<p class="{}">{}</p>').format("why unreliable" if warns else "why", sentence)
+        for sentence in [*summary.others, *summary.state]
+        for warns in [sentence.startswith("Warning")]
+    )
+    return Markup('<p class="finding"><b>{}</b></p>{}{}').format(summary.finding, drawn, sentences)
+
+
+def _others(others: list[OtherDevice], refused: list[str], device: str) -> Markup:
+    lines = [note(f"Left out: {without_paths(why)}") for why in refused]
+    if not others:
+        none = "Nothing is compared, because no published run shares a case with this survey."
+        return Markup("").join([note(none), *lines])
+    return Markup("").join([*(_other(each, device) for each in others), *lines])
+
+
+def _other(there: OtherDevice, device: str) -> Markup:
+    """List the shared cases of another device: times first, then gains over its own baseline."""
+    name = f"another {there.device}" if there.same_kind else there.device
+    head = Markup("<h3>{}</h3>").format(f"{capital(name)} beside {device}")
+    cases = there.ratios
+    varying = [n for n in problem_fields(there.cases) if cases[n].nunique(dropna=False) > 1]
+    heads = [*varying, "contender", ">time here", ">there", ">× baseline here", ">there"]
+    heads += [">of bound here", ">there", "run there"]
+    rows = [
+        [
+            *(percent(line[n]) if n == "sparsity" else _field(line[n]) for n in varying),
+            line["label"],
+            *(duration(line[f"median_us_{side}"]) for side in "ab"),
+            *(times(line[f"speedup_{side}"]) for side in "ab"),
+            *(_part(line[f"of_bound_{side}"]) for side in "ab"),
+            line["run"],
+        ]
+        for line in cases.to_dict("records")
+    ]
+    runs = f"The devices were measured in different processes. Other runs: {listed(there.runs)}."
+    return head + note(f"{compared(there)} {runs}") + html_table(heads, rows)
+
+
+def _field(value: Any) -> str:
+    return "–" if pd.isna(value) else plain(value)
+
+
+def _part(share: float) -> str:
+    return percent(round(share, 2)) if share > 0 else "–"
+
+
+def _ceilings(by_run: dict[str, Frames], others: list[OtherDevice], device: str) -> Markup:
+    """List the measured ceilings of this device and of the other devices."""
+    if "screen" not in by_run:
+        return NOTHING
+    named = {device: by_run["screen"].run.environment.get("ceilings", {})}
+    named |= {other.device: other.ceilings for other in others if not other.same_kind}
+    flat = {name: _flat_ceilings(ceilings) for name, ceilings in named.items()}
+    kinds = list(dict.fromkeys(kind for ceilings in flat.values() for kind in ceilings))
+    rows = [
+        [kind, *(significant(ceilings.get(kind)) for ceilings in flat.values())] for kind in kinds
+    ]
+    return html_table(["measured", *(f">{name}" for name in named)], rows)
+
+
+def _flat_ceilings(data: dict[str, Any]) -> dict[str, float]:
+    names = {f"{way}_gb_per_s": f"{way}, GB/s" for way in ("read", "copy", "write")}
+    values = {text: data[name] for name, text in names.items() if data.get(name)}
+    values |= {f"{dtype}, TFLOP/s": rate for dtype, rate in data.get("matrix_tflops", {}).items()}
+    values |= {"a launch, µs": data["launch_us"]} if data.get("launch_us") else {}
+    return values | ({"L2, MiB": data["l2_bytes"] / 2**20} if data.get("l2_bytes") else {})
+
+
+def _kernels(kernels: list[dict[str, Any]]) -> Markup:
+    if not kernels:
+        return note(
+            "Kernels were not checked: the device is simulated, or the survey stopped earlier."
+        )
+    runs = sum(kernel["supported"] > 0 for kernel in kernels)
+    rows = [
+        [
+            kernel["kernel"],
+            "runs" if kernel["supported"] else "does not run",
+            f"{kernel['supported']} of {kernel['cases']}",
+            kernel["reason"] or "–",
+        ]
+        for kernel in sorted(
+            kernels, key=lambda kernel: (not kernel["supported"], kernel["kernel"])
+        )
+    ]
+    words = (
+        f"{runs} of {len(kernels)} kernels run here. Each was checked on its cases in all suites."
+    )
+    return note(words) + html_table(
+        ["kernel", "here", ">cases", "most frequent reason against the others"], rows
+    )
+
+
+def _fitness(fitness: list[dict[str, Any]]) -> Markup:
+    if not fitness:
+        return note(
+            "The doctor did not run: the device is simulated, or the survey stopped earlier."
+        )
+    heads = ["level", "check", "finding", "meaning", "advice"]
+    names = ("level", "check", "found", "means", "do")
+    return html_table(heads, [[finding[name] or "–" for name in names] for finding in fitness])
+
+
+def _left(left: dict[str, str]) -> Markup:
+    if not left:
+        return note("Nothing: every step finished within the budget.")
+    return html_table(["step", "reason"], [[STEPS.get(n, n), why] for n, why in left.items()])
+
+
+def _listed(file: Path) -> list[dict[str, Any]]:
+    """Read a list of JSON objects; [] if the survey stopped before it wrote the file."""
+    if not file.exists():
+        return []
+    try:
+        data = json.loads(files.text(file, files.YAML_BYTES))
+    except ValueError as error:
+        raise ResultError(f"{file}: expected JSON, found {error}") from error
+    return list(data)
+
+
+def _undrawn(frames: Frames) -> Markup:
+    """Take the place of `draw` for a section that is drawn already."""
+    return NOTHING

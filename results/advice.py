@@ -1,0 +1,264 @@
+"""Is pruning worth it for a model on a GPU? One answer for the command and the page.
+
+    for each of KINDS    gain of the MLPs and of a whole step, weights in GB, loss, and how sure
+    verdict              TRY         a step is certainly WORTH times as fast, and pruning cost at
+                                     most DEAR nats per token where it was measured
+                         TRAIN       as fast, but pruning alone costs more, or an unknown amount
+                         NO          nothing is certain to make a step WORTH times as fast
+                         UNMEASURED  no run on this GPU is published: bounds alone
+
+A published run of the same model comes before an estimate (step_model.py, layer_estimates.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isclose
+
+from sparsebench.errors import ResultError
+from sparsebench.results.formatting import amount, listed, percent, times
+from sparsebench.results.layer_estimates import (
+    ACTIVATIONS,
+    ANYWHERE,
+    BLOCKS,
+    CSR,
+    TWO_FOUR,
+    Estimator,
+    Gpu,
+    Layer,
+    Measured,
+)
+from sparsebench.results.measured_layers import BITMAP_TOKENS, Evidence, Loss, Step
+from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.statistics import FEWEST
+from sparsebench.results.step_model import ACTIVE, BOUND, DECODED, ESTIMATE, REST, Gain, StepModel
+
+CONTEXT = 1024
+MOST_TOKENS = 2**20
+WORTH, DEAR = 1.05, 0.1
+TRY, TRAIN, NO, UNMEASURED = "try", "train", "no", "unmeasured"
+KINDS = {  # the way of a layer, and its sparsity
+    "2:4": (TWO_FOUR, 0.5),
+    "half of each MLP 2:4": (TWO_FOUR, 0.25),
+    "64 × 64 blocks, 50 % zeros": (BLOCKS, 0.5),
+    "64 × 64 blocks, 90 % zeros": (BLOCKS, 0.9),
+    "zeros anywhere, 50 %": (ANYWHERE, 0.5),
+    "zeros anywhere, 70 %": (ANYWHERE, 0.7),
+    f"sparse activations, {ACTIVE:g} units": (ACTIVATIONS, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One of KINDS: gains of the MLPs and of a step, and the weights of the model in GB.
+
+    loss  what it costs, if that was measured    sure  how the gains are known, in words
+    runs  the published runs that say so
+    """
+
+    kind: str
+    layers: Gain
+    step: Gain
+    gigabytes: float
+    loss: Loss | None
+    sure: str
+    runs: Sequence[str]
+
+    @property
+    def nats(self) -> float | None:
+        """Return the loss by pruning in nats per token; None if it was not measured."""
+        return self.loss.loss if self.loss else None
+
+    @property
+    def quality(self) -> str:
+        """Return the loss in a few words."""
+        if self.nats is not None:
+            return f"+{self.nats:.2f} nats"
+        return "trained, not pruned" if self.loss else "not measured"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The verdict with its word, an Advice for each kind, and what is assumed.
+
+    gpu   its name; without published rows the name that was asked for, and `dense_us` is None
+    best  the kind that the verdict is about, if any
+    """
+
+    model: ModelShapes
+    gpu: str
+    tokens: int
+    word: str
+    verdict: str
+    best: Advice | None
+    kinds: Sequence[Advice]
+    dense_gigabytes: float
+    dense_us: float | None
+    notes: Sequence[str]
+
+
+def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Answer:
+    """Return the answer for `tokens` at once on a GPU, named by a part of its name.
+
+    Raises ResultError if tokens are not from 1 to MOST_TOKENS, or if several GPUs match.
+    """
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ResultError(f"--batch: expected 1 to {MOST_TOKENS} tokens at once, found {tokens}")
+    names = [name for name in evidence.layers.gpus if gpu.lower() in name.lower()]
+    if len(names) > 1:
+        expected = "expected part of one GPU's name"
+        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {listed(names)}")
+    card = evidence.layers.gpus[names[0]] if names else None
+    step = StepModel(model, tokens, CONTEXT)
+    rest_us = step.rest_us(evidence.layers, card) if card else 0.0
+    kinds = [_advice(evidence, step, card, rest_us, kind) for kind in KINDS]
+    return Answer(
+        model,
+        card.name if card else gpu,
+        tokens,
+        *_verdict(kinds, card, gpu, tokens),
+        kinds,
+        model.weights * 2 / 1e9,
+        step.dense_us(evidence.layers, card) if card else None,
+        _notes(model, tokens, card, evidence, kinds),
+    )
+
+
+def left_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
+    """Return each step that was measured, and its estimate from layers of other shapes alone."""
+    predicted = []
+    for step in evidence.steps:
+        sizes = {step.layer.n, step.layer.k, 2 * step.layer.n}
+        rows = [row for row in evidence.measured if not {row.layer.n, row.layer.k} <= sizes]
+        layers, gpu = Estimator(evidence.layers.gpus, rows), evidence.layers.gpus[step.gpu]
+        model = StepModel(step.model, step.layer.m, step.context)
+        if near := layers.estimate(step.layer, gpu):
+            rest_us = model.rest_us(layers, gpu)
+            predicted.append((step, model.estimated(step.layer, near, rest_us)))
+    return predicted
+
+
+def commands(answer: Answer) -> list[str]:
+    """Return the commands that would replace bounds and estimates by measurements."""
+    model, lines = answer.model, []
+    if answer.dense_us is None:
+        again = f"sparsebench advise {model.name} --gpu GPU --batch {answer.tokens} --run RUN"
+        lines = ["sparsebench new-gpu --budget 10m", again]
+    sizes = f"m={answer.tokens} n={model.intermediate} k={model.hidden} dtype=bf16"
+    return [*lines, f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"]
+
+
+def _advice(
+    evidence: Evidence, step: StepModel, gpu: Gpu | None, rest_us: float, kind: str
+) -> Advice:
+    """Return everything that is known of a kind: bounds, then an estimate, then measurements."""
+    way, sparsity = KINDS[kind]
+    layer = step.mlp(CSR if way == ANYWHERE and step.tokens > BITMAP_TOKENS else way, sparsity)
+    of_layers, of_step = (Gain(most, 0.0, most, BOUND) for most in (layer.bound, step.bound(layer)))
+    runs: list[Measured | Step] = []
+    how = ["bound alone"]
+    if gpu and (near := evidence.layers.estimate(layer, gpu)):
+        of_layers = Gain(near.gain, near.low, near.high, ESTIMATE)
+        of_step, runs, how = step.estimated(layer, near, rest_us), [*near.rows], ["estimate"]
+    if same := _measured_layer(evidence, layer, gpu):
+        of_layers = Gain.measured(same.gain, same.low, same.high, same.processes)
+        runs, how = [same], [f"MLP: {_processes(same.processes)}"]
+    if whole := _measured_step(evidence, step, layer, gpu):
+        of_step = Gain.measured(whole.gain, whole.low, whole.high, whole.processes)
+        depth = f" of {whole.model.layers} of {step.model.layers} layers"
+        fewer = depth if whole.model.layers < step.model.layers else ""
+        whole_how = f"step{fewer}: {_processes(whole.processes)}"
+        runs, how = [whole, *runs], [whole_how, *(how if same else [])]
+    saved = 0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.stored)
+    losses = [
+        loss for loss in evidence.losses if loss.way == way and isclose(loss.sparsity, sparsity)
+    ]
+    return Advice(
+        kind,
+        of_layers,
+        of_step,
+        (step.model.weights - saved) * 2 / 1e9,
+        losses[0] if losses else None,
+        "; ".join(how),
+        list(dict.fromkeys(row.run for row in runs)),
+    )
+
+
+def _processes(count: int) -> str:
+    word = "measured" if count >= FEWEST else "a look"
+    return f"{word}, {amount(count, 'process')}"
+
+
+def _measured_layer(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Measured | None:
+    """Return the measurement of exactly this MLP on this GPU."""
+    same = (row for row in evidence.measured if row.layer == layer)
+    return next((row for row in same if gpu and row.gpu == gpu.name), None)
+
+
+def _measured_step(
+    evidence: Evidence, asked: StepModel, layer: Layer, gpu: Gpu | None
+) -> Step | None:
+    """Return the deepest measured step of such layers whose head has the same share of it."""
+    names, model = ("hidden", "intermediate", "heads", "kv_heads", "head_dim"), asked.model
+    steps = [
+        step
+        for step in evidence.steps
+        if gpu
+        and (step.gpu, step.layer, step.context) == (gpu.name, layer, asked.context)
+        and all(getattr(step.model, name) == getattr(model, name) for name in names)
+        and step.model.vocab * model.layers == model.vocab * step.model.layers
+    ]
+    return max(steps, key=lambda step: (step.model.layers, step.processes), default=None)
+
+
+def _verdict(
+    kinds: Sequence[Advice], gpu: Gpu | None, asked: str, tokens: int
+) -> tuple[str, str, Advice | None]:
+    """Return the word, the first sentence of the answer, and the kind that it is about."""
+    pruned = [each for each in kinds if KINDS[each.kind][0] != ACTIVATIONS]
+    at = f"with {amount(tokens, 'token')} at once"
+    sure = [each for each in pruned if each.step.basis != BOUND and each.step.low >= WORTH]
+    cheap = [each for each in sure if each.nats is not None and each.nats <= DEAR]
+    best = max(cheap or sure or pruned, key=lambda each: each.step.value)
+    if gpu is None and best.step.value >= WORTH:
+        most = f"a step can become at most {times(best.step.value)} as fast ({best.kind})"
+        sentence = f"Not measured: no run on {asked} is published. {at.capitalize()}, {most}."
+        return UNMEASURED, sentence, best
+    if not sure:
+        why = f"nothing is certain to make a step {WORTH:g} times as fast {at}"
+        return NO, f"Do not prune: {why}.", None
+    faster = f"a step with {best.kind} is {best.step.text} as fast {at}"
+    cost = "its loss by pruning was not measured"
+    if best.loss and best.nats is not None:
+        cost = f"such pruning cost {best.loss.model} {best.nats:.2f} nats per token"
+    if cheap:
+        return TRY, f"Worth trying: {faster}, and {cost}.", best
+    return TRAIN, f"Do not prune without training: {faster}, but {cost}.", best
+
+
+def _notes(
+    model: ModelShapes, tokens: int, gpu: Gpu | None, evidence: Evidence, kinds: Sequence[Advice]
+) -> list[str]:
+    """Return what is assumed, how estimates are made, and how losses were measured."""
+    load = f"prompts of {CONTEXT} tokens, of which the last one alone passes the head"
+    if tokens <= DECODED:
+        load = f"{amount(tokens, 'sequence')} with {CONTEXT} tokens in the KV cache of each"
+    share = percent(round(model.layers * model.mlp / model.weights, 2))
+    notes = [
+        f"A step: {load}. Weights, activations and the cache have 16 bits.",
+        "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
+        f"dense: the MLPs hold {share} of the weights.",
+    ]
+    if gpu:
+        inside, predicted = evidence.layers.coverage
+        notes += [
+            "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, "
+            f"against the measured ceilings of each GPU. Such intervals held {inside} of "
+            f"{predicted} measured layers whose shapes were left out. The dense part of a step is "
+            f"taken as known within a factor of {REST:g}."
+        ]
+    if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
+        notes += ["A bound is the larger ratio of bytes or of FLOPs; no measured layer is near."]
+    notes += dict.fromkeys(each.loss.text for each in kinds if each.loss)
+    if not model.activation.startswith("relu"):
+        notes += [f"The MLPs of this model have {model.activation}, which turns no unit off."]
+    return notes

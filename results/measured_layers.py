@@ -1,0 +1,280 @@
+"""The measured layers, whole models and losses that an advice rests on (advice.py).
+
+    runs, models' JSON ──> evidence ──> results/published/advice.json ──> packaged()
+
+`python -m sparsebench.reports.published` writes that file, which is part of a wheel; the bundles
+that it is made from are not. Each layer is the fastest case of its way in a contest: kernel time
+with a cold cache. If several runs measured a problem, the one with the most processes counts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final, Literal
+
+import pandas as pd
+
+from sparsebench.results.contests import with_gains
+from sparsebench.results.files import validated
+from sparsebench.results.formatting import percent
+from sparsebench.results.layer_estimates import (
+    ACTIVATIONS,
+    ANYWHERE,
+    BLOCKS,
+    CSR,
+    TWO_FOUR,
+    Estimator,
+    Gpu,
+    Layer,
+    Measured,
+)
+from sparsebench.results.model_files import (
+    DENSE,
+    FORWARD,
+    L1Trainings,
+    ModelTimings,
+    PatternTrainings,
+    Pruning,
+)
+from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.provenance import device_name
+from sparsebench.results.store import Run
+
+SCHEMA: Final = "sparsebench/advice@1"
+NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
+BLOCK, LEVELS = "64", (0.5, 0.95)  # of the block-sparse layers
+BITMAP_TOKENS = 256  # above these tokens the bitmap kernel does not run
+KEPT = {"iid", "recorded"}  # distributions of active units over tokens
+PLAIN = ("plain", "torch_compile", "cublas_ffn")  # dense MLPs in the timings of a whole model
+LOST = (
+    "Losses are those of {model} with pruned MLPs: nats per token over {tokens} held-out tokens, "
+    "by the best of {methods} methods."
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A whole model that was measured: a decoding step, or a forward pass of `m` tokens."""
+
+    model: ModelShapes
+    layer: Layer
+    context: int
+    gpu: str
+    run: str
+    processes: int
+    gain: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a way cost a `model` in quality, with a sentence that says how it was measured.
+
+    `loss` is the rise in nats per token by pruning; None if the model was trained sparse.
+    """
+
+    way: str
+    sparsity: float
+    loss: float | None
+    model: str
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that was measured; its fields are those of advice.json."""
+
+    gpus: Sequence[Gpu]
+    measured: Sequence[Measured]
+    steps: Sequence[Step]
+    losses: Sequence[Loss] = ()
+    schema: Literal["sparsebench/advice@1"] = SCHEMA
+
+    @cached_property
+    def layers(self) -> Estimator:
+        """Return the estimator that rests on the measured layers."""
+        return Estimator({gpu.name: gpu for gpu in self.gpus}, self.measured)
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        """Return both together; the GPUs of `other` replace those of the same name."""
+        gpus = [*{gpu.name: gpu for gpu in (*self.gpus, *other.gpus)}.values()]
+        steps, losses = [*self.steps, *other.steps], [*self.losses, *other.losses]
+        return Evidence(gpus, [*self.measured, *other.measured], steps, losses)
+
+
+def packaged() -> Evidence:
+    """Return the published evidence."""
+    file = files("sparsebench.results") / "published" / "advice.json"
+    return validated(Path(str(file)), Evidence, SCHEMA)
+
+
+def of_runs(runs: Iterable[tuple[Run, pd.DataFrame, str]]) -> Evidence:
+    """Return the layers and steps of runs on GPUs: each run, its cases and its name."""
+    best: dict[tuple[Any, ...], Measured | Step] = {}
+    ceilings: dict[str, list[Mapping[str, Any]]] = {}
+    for run, cases, name in sorted(runs, key=_most_processes, reverse=True):
+        facts = run.environment
+        if not facts.get("gpu") or "sim" in facts or not facts.get("ceilings"):
+            continue
+        ceilings.setdefault(device_name(facts), []).append(facts)
+        if run.state["suite"] not in NOT_AT_BEST:
+            for key, measured in _of_run(run, cases, name):
+                best.setdefault((measured.gpu, *key), measured)
+    gpus = [_gpu(name, environments) for name, environments in ceilings.items()]
+    layers = [each for each in best.values() if isinstance(each, Measured)]
+    return Evidence(gpus, layers, [each for each in best.values() if isinstance(each, Step)])
+
+
+def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
+    """Return the losses of each pattern with its best method."""
+    best: dict[tuple[str, float], float] = {}
+    for outcome in pruning.outcomes:
+        if outcome.loss is not None and outcome.sparsity:
+            key = TWO_FOUR if outcome.pattern == "2:4" else ANYWHERE, outcome.sparsity
+            best[key] = min(best.get(key, outcome.loss), outcome.loss)
+    model, dense = pruning.weights.rpartition(".")[0], pruning.loss or 0.0
+    methods = len({outcome.method for outcome in pruning.outcomes})
+    text = LOST.format(model=model, tokens=pruning.held_out, methods=methods)
+    return [
+        Loss(way, sparsity, round(loss - dense, 4), model, text, source)
+        for (way, sparsity), loss in best.items()
+    ]
+
+
+def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
+    """Return the loss of the models with the most zeros beside dense ones of the same width."""
+    sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == int(BLOCK)]
+    most = max(one.sparsity for one in sparse)
+    chosen = [one for one in sparse if one.sparsity == most]
+    dense = [other.loss for one in chosen if (other := trainings.dense_match(one, "width"))]
+    text = (
+        f"Blocks were trained from scratch, with {percent(round(most, 2))} zeros and for "
+        f"{trainings.settings['steps']} steps only: {fmean(one.loss for one in chosen):.2f} nats "
+        f"per byte, {fmean(dense):.2f} if dense. Pruning to blocks was not measured."
+    )
+    return [Loss(BLOCKS, 0.9, None, "a small model", text, source)]
+
+
+def of_l1(trainings: L1Trainings, active: float, source: str) -> Loss:
+    """Return the loss of the training whose mean number of active units is nearest to `active`."""
+    dense = min(trainings.trained, key=lambda one: one.l1)
+    near = min(trainings.trained, key=lambda one: abs(one.mean("active") - active))
+    text = (
+        "Sparse activations come from training with ReLU and an L1 term, not from pruning: a small "
+        f"model reached {near.loss:.2f} nats per byte with {near.mean('active'):.0f} active units "
+        f"a layer, and {dense.loss:.2f} without the term."
+    )
+    return Loss(ACTIVATIONS, 0.0, None, "a small model", text, source)
+
+
+def of_whole(timings: ModelTimings, run: str) -> list[Step]:
+    """Return the gain of a forward pass with sparse activations over the fastest dense one."""
+    forward = [way for way in timings.ways if way.what == FORWARD and way.times_us]
+    dense = min((way for way in forward if way.mlp in PLAIN), key=lambda way: way.time_us)
+    sparse = min((way for way in forward if way.mlp not in PLAIN), key=lambda way: way.time_us)
+    sizes = timings.model
+    heads = int(sizes["heads"])
+    model = ModelShapes(
+        run.rpartition("/")[2],
+        int(sizes["width"]),
+        int(sizes["hidden"]),
+        int(sizes["layers"]),
+        heads,
+        heads,
+        int(sizes["width"]) // heads,
+        int(sizes["vocab"]),
+        activation="relu",
+    )
+    layer = Layer(
+        True, ACTIVATIONS, dense.tokens, model.intermediate, model.hidden, active=timings.active
+    )
+    ends = min(dense.times_us) / max(sparse.times_us), max(dense.times_us) / min(sparse.times_us)
+    gain = dense.time_us / sparse.time_us
+    return [Step(model, layer, int(sizes["context"]), timings.device, run, 1, gain, *ends)]
+
+
+def _most_processes(item: tuple[Run, pd.DataFrame, str]) -> tuple[int, str]:
+    state = item[0].state
+    return int(state["flags"]["replicates"]), str(state["started"])
+
+
+def _gpu(name: str, environments: Sequence[Mapping[str, Any]]) -> Gpu:
+    """Return the ceilings of a GPU: medians over its runs."""
+    measured = [environment["ceilings"] for environment in environments]
+    bandwidths = [
+        max(each["read_gb_per_s"], each["copy_gb_per_s"], each.get("write_gb_per_s") or 0.0)
+        for each in measured
+    ]
+    rates: dict[str, list[float]] = {}
+    for each in measured:
+        for dtype, rate in each["matrix_tflops"].items():
+            rates.setdefault(dtype, []).append(rate)
+    tflops = {dtype: median(values) for dtype, values in sorted(rates.items())}
+    launch_us = median(each["launch_us"] for each in measured)
+    capability = str(environments[0]["gpu"]["compute_capability"])
+    return Gpu(name, capability, median(bandwidths), tflops, launch_us)
+
+
+def _of_run(
+    run: Run, cases: pd.DataFrame, name: str
+) -> Iterable[tuple[tuple[str, str], Measured | Step]]:
+    usual = (cases.scope == "kernel") & (cases.cache == "cold") & cases.dtype.isin(KNOWN)
+    timed = with_gains(cases[usual & cases.op.isin(["linear", "ffn", "decoder"])])
+    if timed.empty:
+        return
+    timed = timed[(timed.side != "dense") & timed.gain.notna()].sort_values("gain", ascending=False)
+    seen = set()
+    for line in timed.to_dict("records"):
+        way = _way({str(column): value for column, value in line.items()})
+        if not way or (line["problem_id"], way) in seen:
+            continue
+        seen.add((line["problem_id"], way))
+        low, high = (line[end] if pd.notna(line[end]) else line["gain"] for end in ("low", "high"))
+        gains = [round(float(value), 4) for value in (line["gain"], low, high)]
+        about = device_name(run.environment), name, int(line["processes"])
+        key = str(line["problem_id"]), way
+        if line["op"] == "decoder":
+            yield key, _step(line, way, about, gains)
+        else:
+            layer = _layer(line, way, line["op"] == "ffn", int(line["n"]), int(line["k"]))
+            dense_us = round(float(line["gain"] * line["median_us"]), 3)
+            yield key, Measured(layer, *about, str(line["kernel"]), dense_us, *gains)
+
+
+KNOWN = ["bf16", "fp16", "fp8"]
+
+
+def _way(line: Mapping[str, Any]) -> str:
+    """Return the way of a sparse case; "" if none of those that an advice is about."""
+    kind, pattern, op = line["kind"], line["pattern"], line["op"]
+    if kind == "spense":
+        return TWO_FOUR
+    if kind == "bsr" and pattern == "blocks" and str(line["block"]) == BLOCK:
+        return BLOCKS if LEVELS[0] <= line["level"] <= LEVELS[1] else ""
+    if kind == "bitmap" and line["m"] <= BITMAP_TOKENS and line["level"] >= LEVELS[0]:
+        return ANYWHERE
+    if kind == "csr" and line["m"] > BITMAP_TOKENS and pattern in ("blocks", "unstructured"):
+        return CSR if LEVELS[0] <= line["level"] <= LEVELS[1] else ""
+    if kind in ("cvse", "twell") and pattern == "dense" and op == "ffn" and line["skew"] in KEPT:
+        return ACTIVATIONS
+    return ""
+
+
+def _layer(line: Mapping[Any, Any], way: str, gated: bool, n: int, k: int) -> Layer:
+    sparsity = 0.0 if way == ACTIVATIONS else round(float(line["level"]), 4)
+    active = float(line["active"]) if way == ACTIVATIONS else 0.0
+    return Layer(gated, way, int(line["m"]), n, k, str(line["dtype"]), sparsity, active)
+
+
+def _step(
+    line: Mapping[Any, Any], way: str, about: tuple[str, str, int], gains: list[float]
+) -> Step:
+    names = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")
+    model = ModelShapes(about[1].rpartition("/")[2], *(int(line[name]) for name in names))
+    layer = _layer(line, way, True, model.intermediate, model.hidden)
+    return Step(model, layer, int(line["context"]), *about, *gains)

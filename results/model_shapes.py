@@ -1,0 +1,145 @@
+"""The sizes of a decoder-only language model: from a short list, or from its config.json.
+
+    hidden ──> wqkv ──> attention ──> wo ──> hidden ──> gate, up [hidden, intermediate] ──> down
+               heads + 2 kv_heads, of head_dim each
+
+The list has the values of the config.json of each model on Hugging Face, at the address in
+`source`; for a model that reads images as well, those of its `text_config`.
+"""
+
+import json
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import ResultError
+from sparsebench.results.files import JSON_BYTES, text
+
+NAMES = {  # a field of ModelShapes: the name in config.json
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+UNGATED = {"bert", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"}
+UNGATED |= {"gptj", "mpt", "nemotron", "opt", "phi", "starcoder2", "xglm"}
+"""Model types whose MLPs have two weights; a config.json does not say so otherwise."""
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The sizes of a model, all positive; `tied` if the head shares the weights of the embedding.
+
+    activation   of the MLPs, as config.json names it
+    source       the file or the address that the sizes come from
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    _: KW_ONLY
+    tied: bool = False
+    activation: str = "silu"
+    source: str = ""
+
+    @property
+    def mlp(self) -> int:
+        """Return the number of weights of one MLP."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def attention(self) -> int:
+        """Return the number of weights of one attention layer."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def weights(self) -> int:
+        """Return the number of weights of the model, without norms."""
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (self.mlp + self.attention) + tables
+
+
+def _listed(repository: str, *sizes: int, **others: Any) -> ModelShapes:
+    source = f"https://huggingface.co/{repository}/blob/main/config.json"
+    name = repository.partition("/")[2].replace("gemma", "Gemma").replace("Meta-", "")
+    return ModelShapes(name.removesuffix("-pt"), *sizes, **others, source=source)
+
+
+_GEMMA: dict[str, Any] = {"tied": True, "activation": "gelu_pytorch_tanh"}
+MODELS = [
+    _listed("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256),
+    _listed("Qwen/Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936),
+    _listed("Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936),
+    _listed("google/gemma-3-270m", 640, 2048, 18, 4, 1, 256, 262144, **_GEMMA),
+    _listed("google/gemma-3-1b-pt", 1152, 6912, 26, 4, 1, 256, 262144, **_GEMMA),
+    _listed("google/gemma-3-4b-pt", 2560, 10240, 34, 8, 4, 256, 262208, **_GEMMA),
+    _listed("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8, 256, 262208, **_GEMMA),
+    _listed("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, 128, 262208, **_GEMMA),
+]
+
+
+def read_shapes(model: str) -> ModelShapes:
+    """Return the sizes of a listed model, or of a config.json or the folder that holds one.
+
+    Raises ResultError for an unknown name, for a file without the sizes, and for a model with
+    experts or with MLPs that are not gated.
+    """
+    by_name = {shapes.name.lower(): shapes for shapes in MODELS}
+    if model.lower() in by_name:
+        return by_name[model.lower()]
+    path = Path(model)
+    if not path.exists():
+        names = [shapes.name for shapes in MODELS]
+        close = did_you_mean(model, names) or f" (one of {', '.join(names)})"
+        raise ResultError(
+            f"expected a config.json, its folder or a listed model; found {model!r}{close}"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(text(file, JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ResultError(f"{file}: expected JSON, found {error}") from error
+    if not isinstance(config, dict):
+        raise ResultError(f"{file}: expected a JSON object, found {type(config).__name__}")
+    part = config.get("text_config", config)
+    return _of_config(file, part if isinstance(part, dict) else {})
+
+
+def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
+    if experts := [name for name in EXPERTS if config.get(name)]:
+        found = f"{experts[0]} {config[experts[0]]}"
+        raise ResultError(f"{file}: expected a model without experts, found {found}")
+    kind = str(config.get("model_type", "")).lower()
+    if kind in UNGATED:
+        raise ResultError(
+            f"{file}: expected gated MLPs (gate, up and down), found model_type {kind}"
+        )
+    sizes = {field: _size(file, config, name) for field, name in NAMES.items()}
+    names = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    usual = {"kv_heads": sizes["heads"], "head_dim": sizes["hidden"] // sizes["heads"]}
+    for field, name in names.items():
+        absent = config.get(name) is None
+        sizes[field] = usual[field] if absent else _size(file, config, name)
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "unknown"
+    return ModelShapes(
+        name=file.resolve().parent.name,
+        **sizes,
+        tied=bool(config.get("tie_word_embeddings", "gemma" in kind)),
+        activation=str(activation),
+        source=str(file),
+    )
+
+
+def _size(file: Path, config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ResultError(f"{file}: expected {name}, a positive integer; found {value!r}")
+    return value

@@ -1,0 +1,242 @@
+"""The sides of a comparison: runs by path, or by the name of a GPU, a commit, a card or a library.
+
+    runs/A               a run
+    H100, "RTX 4090"     the runs on a GPU, by words of its name
+    84a765b              the runs of a commit, by its first digits
+    becaf771             the runs on one card, by the first digits of its UUID
+    torch==2.13.0        the runs with a version of a library, as environment.json has it
+    H200@84a765b         the runs to which all of these apply
+
+A name stands for the runs of the suites that all sides have. Simulated runs have no name here, so
+that none appears among real ones; give their path instead. Where several runs of a side hold a
+case, the one with the most processes counts, and among equal ones the newest.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.errors import ResultError
+from sparsebench.results import files, store
+from sparsebench.results.analysis import Analysis, analyse
+from sparsebench.results.frame import NAMES, fields
+from sparsebench.results.provenance import Choices, choices_of, device_name, flat
+from sparsebench.results.store import Run
+
+KEYS = ["case_id", "scope", "cache"]
+MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
+MODELS = 6  # names that an error lists
+
+
+@dataclass(frozen=True)
+class Side:
+    """The runs on one side of a comparison, and their analyses in the same order."""
+
+    name: str
+    runs: Sequence[Run]
+    analyses: Sequence[Analysis]
+
+    @property
+    def device(self) -> str:
+        """Return the name of the device; all runs of a side have the same."""
+        return device_name(self.runs[0].environment)
+
+    @property
+    def simulated(self) -> bool:
+        """Return whether a model computed the times of a run."""
+        return any("sim" in run.environment for run in self.runs)
+
+    @property
+    def paths(self) -> str:
+        """Return the paths of the runs, for an error."""
+        return ", ".join(str(run.path) for run in self.runs)
+
+    @cached_property
+    def cases(self) -> pd.DataFrame:
+        """Return one line per case, scope and cache state, without twins.
+
+        The columns are those of `summary` and
+
+        run       the place of the run in `runs`
+        times     the log of the median time of each process
+        codes     the digests of the compiled code, over all processes
+        cards     the ids of the devices, over all processes
+        searched  whether the run chose its configurations itself
+        """
+        tables = [_cases(n, run, known) for n, (run, known) in enumerate(self._pairs)]
+        names = dict.fromkeys(name for table in tables for name in fields(table))
+        ordered = dict.fromkeys([*NAMES, *names, *tables[0].columns])
+        lines = pd.concat(tables, ignore_index=True)[[*ordered]] if tables[1:] else tables[0]
+        started = lines.run.map(lambda number: self.runs[number].state.get("started", ""))
+        ranked = lines.assign(started=started).sort_values(
+            ["processes", "started"], ascending=False, kind="stable"
+        )
+        return lines.loc[ranked.drop_duplicates(KEYS).index.sort_values()]
+
+    @property
+    def _pairs(self) -> list[tuple[Run, Analysis]]:
+        return list(zip(self.runs, self.analyses, strict=True))
+
+
+def side(*runs: Run, name: str = "", analyses: Sequence[Analysis] = ()) -> Side:
+    """Return a side, by default with the name of its device."""
+    name = name or device_name(runs[0].environment)
+    return Side(name, runs, analyses or [analyse(run) for run in runs])
+
+
+def named_apart(runs: Sequence[Run]) -> list[str]:
+    """Return short names that tell runs apart: of devices, commits or folders, or else letters."""
+    commits = [str(run.environment.get("commit") or "")[:7] for run in runs]
+    devices = [short_name(device_name(run.environment)) for run in runs]
+    for names in (devices, commits, [run.path.resolve().name for run in runs]):
+        if all(names) and len(set(names)) == len(names):
+            return names
+    return list(ascii_uppercase[: len(runs)])
+
+
+def short_name(device: str) -> str:
+    """Return the model in a device's name: H100 for NVIDIA H100 80GB HBM3; else the whole name."""
+    model = MODEL.search(device)
+    return model[0] if model and not device.startswith("simulated") else device
+
+
+def short_card(card: str) -> str:
+    """Return the first digits of a GPU's UUID, or the name of a CPU."""
+    return card.removeprefix("GPU-")[:8] if card.startswith("GPU-") else card
+
+
+def bundles(paths: Iterable[Path]) -> list[Path]:
+    """Return the run directories at or below some paths."""
+    return [file.parent for path in paths for file in sorted(path.rglob("run.json"))]
+
+
+def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
+    """Return the side that each text names, by its path or among the runs below some folders.
+
+    Raises ResultError if a name fits nothing or several GPUs, commits or cards, or if the sides
+    share no suite.
+    """
+    paths = {text: Path(text) for text in texts if (Path(text) / "run.json").exists()}
+    unread = [Path(text) for text in texts if text not in paths and Path(text).exists()]
+    if unread:
+        raise ResultError(f"{unread[0]}: expected the directory of a run, found no run.json in it")
+    if len(paths) == len(set(texts)):
+        runs = [store.read(paths[text]) for text in texts]
+        return [side(r, name=n) for r, n in zip(runs, named_apart(runs), strict=True)]
+    known = [_Candidate.read(path) for path in bundles(among)]
+    chosen = {
+        text: [_Candidate.read(paths[text])] if text in paths else _matches(text, known)
+        for text in dict.fromkeys(texts)
+    }
+    suites = set.intersection(*({each.suite for each in runs} for runs in chosen.values()))
+    if not suites:
+        has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in chosen.items())
+        raise ResultError(f"{' and '.join(chosen)}: expected a suite that all have; {has}")
+    sides = []
+    for text in texts:
+        runs = [store.read(each.path) for each in chosen[text] if each.suite in suites]
+        name = named_apart(runs)[0] if text in paths and len(runs) == 1 else text
+        sides.append(side(*runs, name=name))
+    return sides
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A run that a name may mean, read without its rows."""
+
+    path: Path
+    suite: str
+    device: str
+    commit: str
+    cards: frozenset[str]
+    versions: frozenset[str]
+    simulated: bool
+
+    @classmethod
+    def read(cls, path: Path) -> "_Candidate":
+        environment = files.from_json(path / "environment.json")
+        facts = flat(environment)
+        cards = [value for name, value in facts.items() if name.endswith("uuid")]
+        versions = environment.get("versions", {}).items()
+        return cls(
+            path=path,
+            suite=str(files.from_json(path / "run.json").get("suite", "")),
+            device=device_name(environment),
+            commit=facts.get("commit", ""),
+            cards=frozenset(card.removeprefix("GPU-").lower() for card in cards),
+            versions=frozenset(f"{name}=={version}".lower() for name, version in versions),
+            simulated="sim" in environment,
+        )
+
+    def identity(self, word: str) -> str:
+        """Return what a word names in this run: its device, commit, card or library; "" if none."""
+        if re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", self.device.lower()):
+            return self.device
+        if word in self.versions:
+            return word
+        if re.fullmatch("[0-9a-f]{4,40}", word):
+            ids = [self.commit, *sorted(self.cards)]
+            return next((each for each in ids if each.startswith(word)), "")
+        return ""
+
+
+def _matches(text: str, known: Sequence[_Candidate]) -> list[_Candidate]:
+    runs = [each for each in known if not each.simulated]
+    for word in text.lower().split("@"):
+        identities = {each.identity(word) for each in runs} - {""}
+        if not identities:
+            raise ResultError(f"{text}: {_unknown(word, runs)}")
+        if len(identities) > 1:
+            raise ResultError(f"{text}: expected one match, found {_few(identities)}")
+        runs = [each for each in runs if each.identity(word)]
+    devices = sorted({each.device for each in runs})
+    if len(devices) > 1:
+        expected = f"expected one kind of device, such as {short_name(devices[-1])}@{text}"
+        raise ResultError(f"{text}: {expected}; found {_few(devices)}")
+    return runs
+
+
+def _unknown(word: str, runs: Sequence[_Candidate]) -> str:
+    names = sorted({short_name(each.device) for each in runs})
+    commits = sorted({each.commit[:7] for each in runs} - {""})
+    every = {*names, *commits, *(version for each in runs for version in each.versions)}
+    close = get_close_matches(word, [name.lower() for name in every], 1)
+    hint = f"; did you mean {next(n for n in every if n.lower() == close[0])}?" if close else ""
+    expected = "expected a run, a GPU, a commit, a card or LIBRARY==VERSION"
+    return f"{expected}, found none named so among {_few([*names, *commits])}{hint}"
+
+
+def _few(names: Iterable[Any]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - MODELS} more" if len(ordered) > MODELS else ""
+    return (", ".join(ordered[:MODELS]) or "no runs") + more
+
+
+def _cases(number: int, run: Run, analysis: Analysis) -> pd.DataFrame:
+    codes: dict[str, set[str]] = {}
+    cards: dict[str, set[str]] = {}
+    for row in run.rows:
+        cards.setdefault(row.case.id, set()).add(row.device)
+        codes.setdefault(row.case.id, set()).update([row.code] if row.code else [])
+    cases = analysis.cases[~analysis.cases.twin.astype(bool)]
+    logs = [
+        tuple(float(np.log(np.median(times))) for times in blocks.values())
+        if isinstance(blocks, dict)
+        else ()
+        for blocks in cases.blocks
+    ]
+    return cases.assign(
+        run=number,
+        times=pd.Series(logs, cases.index, dtype=object),
+        codes=cases.case_id.map(codes),
+        cards=cases.case_id.map(cards),
+        searched=choices_of(run.state) is not Choices.BUNDLE,
+    )

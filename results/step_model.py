@@ -1,0 +1,134 @@
+"""The time of a model's step, and what sparse MLPs gain in it.
+
+    step = layers x (MLP + wqkv + wo + attention + small kernels) + head
+    gain = step with dense MLPs / step with sparse ones
+
+Only MLPs are sparse, as `sparsebench prune` makes them. Attention, norms, the KV cache, the
+embedding and the head stay dense. Up to DECODED tokens at once are as many sequences that decode,
+with `context` tokens in the cache of each. More tokens are prompts of `context` tokens, of which
+the last one alone passes the head.
+
+The time of the dense rest is taken as right within REST, as it is for the decoding steps that were
+measured. A bound needs no GPU: sparse MLPs save no more than their share of the bytes or of the
+FLOPs, whichever is larger.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sparsebench.results.formatting import between, times
+from sparsebench.results.layer_estimates import (
+    ACTIVATIONS,
+    DENSE,
+    START_US,
+    Estimate,
+    Estimator,
+    Gpu,
+    Layer,
+)
+from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.statistics import FEWEST
+
+DECODED = 256
+PASSES, SMALL = 10, 8  # of the stream through memory, and small kernels, in each layer
+REST = 1.25
+ACTIVE = 29.0  # units that are on for a token, as in the published rows
+MEASURED, LOOK, ESTIMATE, BOUND = "measured", "look", "estimate", "bound"
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A speedup and its basis: MEASURED, a LOOK, an ESTIMATE or a BOUND."""
+
+    value: float
+    low: float
+    high: float
+    basis: str
+
+    @property
+    def text(self) -> str:
+        """Write it: `1.15× [1.14, 1.16]`, `1.15× (look)`, `≈1.2× [1.1, 1.3]`, `at most 1.3×`."""
+        if self.basis == BOUND:
+            return f"at most {times(self.value)}"
+        if self.basis == LOOK:
+            return f"{times(self.value, self.value / 100)} (look)"
+        return ("≈" if self.basis == ESTIMATE else "") + between(self.value, self.low, self.high)
+
+    @classmethod
+    def measured(cls, value: float, low: float, high: float, processes: int) -> "Gain":
+        """Return the gain of a run."""
+        return cls(value, low, high, MEASURED if processes >= FEWEST else LOOK)
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A step of a model with `tokens` at once, each with `context` tokens before it."""
+
+    model: ModelShapes
+    tokens: int
+    context: int
+
+    def mlp(self, way: str, sparsity: float = 0.0) -> Layer:
+        """Return an MLP of the model."""
+        active = min(ACTIVE, self.model.intermediate) if way == ACTIVATIONS else 0.0
+        sizes = self.tokens, self.model.intermediate, self.model.hidden
+        return Layer(True, way, *sizes, sparsity=sparsity, active=active)
+
+    def dense_us(self, layers: Estimator, gpu: Gpu) -> float:
+        """Return the time of the dense step."""
+        return self.rest_us(layers, gpu) + self.model.layers * layers.dense_us(self.mlp(DENSE), gpu)
+
+    def rest_us(self, layers: Estimator, gpu: Gpu) -> float:
+        """Return the time of everything but the MLPs."""
+        *products, head = (layers.dense_us(layer, gpu) for layer in self._rest)
+        stream = PASSES * self.tokens * self.model.hidden * 2
+        moved = (self._cache_bytes + stream) / gpu.gb_per_s / 1e3
+        each = sum(products) + moved + self._attention_flops / gpu.rate("bf16") / 1e6
+        return self.model.layers * (each + SMALL * START_US) + head
+
+    def estimated(self, layer: Layer, near: Estimate, rest_us: float) -> Gain:
+        """Return the gain of the whole step from the estimate of its MLPs."""
+        mlps = self.model.layers * near.dense_us
+        inside = near.dense_us / near.sparse_us
+        gained = (min(inside * factor, layer.bound) for factor in (1, 1 / near.widen, near.widen))
+        shorter = [mlps / gain for gain in gained]
+        rests = [rest_us * factor for factor in (1, REST, 1 / REST)]
+        gains = [(mlps + rest) / (left + rest) for rest in rests for left in shorter]
+        return Gain(gains[0], min(gains), max(gains), ESTIMATE)
+
+    def bound(self, layer: Layer) -> float:
+        """Return the largest gain of the step, by bytes or by FLOPs."""
+        *products, head = self._rest
+        layers, mlp = self.model.layers, self.model.layers * layer.weights
+        moved = 2 * sum(each.weights for each in products) + self._cache_bytes
+        flops = 2 * sum(each.m * each.weights for each in products) + self._attention_flops
+        parts = (
+            (2 * mlp, layer.stored, layers * moved + 2 * head.weights),
+            (2 * mlp * layer.m, layer.density, layers * flops + 2 * head.m * head.weights),
+        )
+        return max((dense + rest) / (dense * left + rest) for dense, left, rest in parts)
+
+    @property
+    def _decodes(self) -> bool:
+        return self.tokens <= DECODED
+
+    @cached_property
+    def _rest(self) -> list[Layer]:
+        """Return the dense products of a layer beside the MLP, then the head."""
+        model, m = self.model, self.tokens
+        width, keys = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+        last = m if self._decodes else -(-m // self.context)
+        sizes = (m, width + keys, model.hidden), (m, model.hidden, width)
+        return [Layer(False, DENSE, *each) for each in (*sizes, (last, model.vocab, model.hidden))]
+
+    @property
+    def _cache_bytes(self) -> float:
+        """Return the bytes of keys and values that a layer reads or writes."""
+        tokens = self.tokens * (self.context if self._decodes else 1)
+        return tokens * 2 * self.model.kv_heads * self.model.head_dim * 2
+
+    @property
+    def _attention_flops(self) -> float:
+        """Return the FLOPs of the products with keys and values in a layer."""
+        seen = self.context if self._decodes else self.context / 2
+        return 4 * self.tokens * seen * self.model.heads * self.model.head_dim

@@ -1,0 +1,55 @@
+"""The page "Should I prune?" in Chromium, with and without JavaScript."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebench.reports.site import prune
+from sparsebench.reports.site.pages import Site, stylesheet
+
+pytestmark = pytest.mark.browser
+
+OTHER = "qwen3-32b-nvidia-h200-64"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "slug": "h200-ffn"})()
+    folder = tmp_path_factory.mktemp("prune")
+    (folder / "style.css").write_text(stylesheet(), "utf-8")
+    ((name, text),) = prune.pages([card], Site())
+    (folder / name).write_text(text, "utf-8")
+    return folder / name
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_the_page_fits_logs_nothing_and_axe_finds_nothing(
+    width: int, colors: str, page: Path, show: Any
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    seen = show(page, width, colors)
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert not seen.errors
+    found = Axe().run(seen.page).response["violations"]
+    assert not [(rule["id"], rule["nodes"][0]["html"][:120]) for rule in found]
+
+
+def test_a_select_shows_one_answer(page: Path, show: Any) -> None:
+    opened = show(page).page
+    assert opened.locator(".advice:visible").get_attribute("id") == "llama-3-8b-nvidia-h200-16"
+    opened.get_by_label("model").select_option("Qwen3-32B")
+    opened.get_by_label("tokens at once").select_option("64")
+    assert opened.locator(".advice:visible").get_attribute("id") == OTHER
+
+
+def test_an_address_shows_one_answer_without_javascript(page: Path, browser: Any) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    opened = context.new_page()
+    opened.goto(page.as_uri())
+    opened.locator(f'.grid a[href="#{OTHER}"]').click()
+    assert opened.locator(".advice:visible").get_attribute("id") == OTHER
+    assert not opened.locator("select:visible").count()
+    context.close()

@@ -1,0 +1,186 @@
+"""An advice shows what was measured, intervals hold what was left out, bad input is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebench.errors import ResultError
+from sparsebench.reports import advice as presented
+from sparsebench.reports.site import prune
+from sparsebench.reports.site.pages import Site
+from sparsebench.results import store
+from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, left_out
+from sparsebench.results.analysis import analyse
+from sparsebench.results.measured_layers import Evidence, of_runs, packaged
+from sparsebench.results.model_shapes import MODELS, read_shapes
+from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="module")
+def evidence() -> Evidence:
+    return packaged()
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    """Write a config.json like that of Llama-3-8B; a change to None removes a key."""
+    values = {name: value for name, value in {**LLAMA, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder / "config.json"
+
+
+def test_intervals_hold_nine_of_ten_layers_whose_shapes_were_left_out(evidence: Evidence) -> None:
+    inside, predicted = evidence.layers.coverage
+    assert predicted > 0.7 * len(evidence.measured)
+    assert inside >= 0.9 * predicted
+
+
+def test_estimates_hold_every_whole_model_that_was_left_out(evidence: Evidence) -> None:
+    estimates = left_out(evidence)
+    assert len(estimates) == len(evidence.steps)
+    assert len({step.model.hidden for step, _ in estimates}) > 1
+    outside = [(step, gain) for step, gain in estimates if not gain.low <= step.gain <= gain.high]
+    assert not outside
+
+
+def test_the_packaged_rows_are_those_of_the_bundles(evidence: Evidence) -> None:
+    names = ["nvidia-h200/spense-ffn", "nvidia-h200/decoder-look"]
+    runs = [store.read(PUBLISHED / name) for name in names]
+    own = of_runs((run, analyse(run).cases, name) for run, name in zip(runs, names, strict=True))
+    assert own.steps
+    assert {row for row in evidence.measured if row.run == names[0]} <= {*own.measured}
+    assert [step for step in evidence.steps if step.run == names[1]] == own.steps
+
+
+def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None:
+    answer = advise(evidence, read_shapes("Qwen3-32B"), "H200", 16)
+    half = answer.kinds[1]
+    assert (half.layers.basis, half.step.basis) == (MEASURED, LOOK)
+    assert half.runs[0].startswith("nvidia-h200/decoder")
+    assert answer.kinds[0].step.basis == ESTIMATE
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens", "word", "begins"),
+    [
+        ("Llama-3-8B", "H200", 16, TRY, "Worth trying"),
+        ("Llama-3-8B", "H100", 4096, TRAIN, "Do not prune without training"),
+        ("Gemma-3-270m", "H200", 1, NO, "Do not prune"),
+        ("Llama-3-8B", "A100", 16, UNMEASURED, "Not measured"),
+    ],
+)
+def test_the_verdict_comes_first(
+    model: str, gpu: str, tokens: int, word: str, begins: str, evidence: Evidence
+) -> None:
+    answer = advise(evidence, read_shapes(model), gpu, tokens)
+    assert answer.word == word
+    assert presented.markdown(answer).startswith(f"**{begins}")
+
+
+def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> None:
+    done = sparsebench("advise", "Qwen3-8B", "--gpu", "A100", "--batch", 16)
+    assert done.returncode == 0, done.stderr
+    assert "≈" not in done.stdout
+    assert "sparsebench new-gpu" in done.stdout
+
+
+def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> None:
+    bounds = advise(evidence, MODELS[0], "a GPU", 16).kinds
+    assert {kind.step.basis for kind in bounds} == {BOUND}
+    for kind, bound in zip(advise(evidence, MODELS[0], "H100", 16).kinds, bounds, strict=True):
+        assert kind.layers.high <= bound.layers.value * 1.001
+        assert kind.step.low <= kind.step.value <= kind.step.high
+        assert kind.gigabytes == bound.gigabytes
+
+
+def test_more_zeros_of_a_kind_never_take_more_memory(evidence: Evidence) -> None:
+    answer = advise(evidence, MODELS[1], "H200", 16)
+    both, half, blocks, more_blocks, anywhere, more, active = [
+        kind.gigabytes for kind in answer.kinds
+    ]
+    assert answer.dense_gigabytes == active > half > both > blocks > more_blocks
+    assert both == anywhere > more
+
+
+def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidence) -> None:
+    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "slug": "h200-ffn"})()
+    ((path, page),) = prune.pages([card], Site())
+    assert path == prune.PAGE
+    section = page.partition('id="llama-3-8b-nvidia-h200-16"')[2].partition("</section>")[0]
+    answer = advise(evidence, read_shapes(str(config(tmp_path))), "H200", 16)
+    printed = sparsebench("advise", tmp_path, "--gpu", "h200", "--batch", 16, "--markdown").stdout
+    for text in [answer.verdict, *(kind.step.text for kind in answer.kinds)]:
+        assert text in section
+        assert text in printed.replace("\\", "")
+    assert 'href="runs/h200-ffn/index.html"' in section
+
+
+def test_a_site_without_published_runs_has_no_page_about_them() -> None:
+    assert not [*prune.pages([], Site())]
+
+
+def test_a_run_of_ones_own_counts_too() -> None:
+    run = PUBLISHED / "nvidia-h200" / "spense-ffn"
+    done = sparsebench(
+        "advise", "Qwen3-32B", "--gpu", "H200", "--batch", 64, "--run", run, "--json"
+    )
+    assert json.loads(done.stdout)["word"] == TRY, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "token"),
+    [
+        ({"intermediate_size": None}, "intermediate_size"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"head_dim": "wide"}, "head_dim"),
+        ({"num_local_experts": 8}, "experts"),
+        ({"model_type": "opt"}, "gated"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], token: str
+) -> None:
+    with pytest.raises(ResultError, match=token):
+        read_shapes(str(config(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"text_config": 3}'])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ResultError, match="expected"):
+        read_shapes(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token"),
+    [
+        (["Lama-3-8B", "--gpu", "H200", "--batch", 1], "Llama-3-8B?"),
+        (["Llama-3-8B", "--gpu", "NVIDIA", "--batch", 1], "--gpu"),
+        (["Llama-3-8B", "--gpu", "H200", "--batch", 0], "--batch"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[Any], token: str) -> None:
+    done = sparsebench("advise", *arguments)
+    assert done.returncode == 2
+    assert token in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_model_that_reads_images_has_its_sizes_in_text_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA}))
+    shapes = read_shapes(str(tmp_path))
+    assert (shapes.mlp, shapes.weights) == (MODELS[0].mlp, MODELS[0].weights)
