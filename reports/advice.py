@@ -96,7 +96,7 @@ def collected(runs: Iterable[tuple[Run, pd.DataFrame, str]], root: Path) -> Evid
                 trained = validated(file, L1Trainings, SPARSITY_SCHEMA)
                 losses.append(measured_layers.of_l1(trained, ACTIVE, source))
             case "whole":
-                steps += measured_layers.of_whole(read_whole(file), source)
+                steps += measured_layers.of_whole(read_whole(file), source.removesuffix(".json"))
     return replace(evidence, steps=steps, losses=losses)
 
 

@@ -108,10 +108,10 @@ def markdown(result: Compared) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def html(result: Compared, root: str = "") -> str:
+def html(result: Compared, site: Any = None, root: str = "") -> str:
     """Return the comparison as one page that opens offline.
 
-    In a site, `root` is the path from the page to the folder that contains the runs.
+    On a page of a site (reports/site/pages.py), `root` is the path from it to the first page.
     """
     links = [
         (f"{side.name}: {run.path.name}", f"{root}{run.path.as_posix()}/index.html")
@@ -124,8 +124,9 @@ def html(result: Compared, root: str = "") -> str:
         parts=[
             (p.html(), "") if isinstance(p, Table) else (p.text, p.style) for p in parts(result)
         ],
+        site=site,
         root=root,
-        runs=links if root else [],
+        runs=links if site else [],
     )
 
 

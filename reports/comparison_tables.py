@@ -63,7 +63,7 @@ def grid(other: Changes) -> Table:
         cells: list[Cell] = [place, _measured(a, "a"), _measured(b, "b"), (text, _style(word))]
         lines.append((_size(word, value), cells))
     ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
-    heads = ("format at its best", other.a.name, other.b.name, "time")
+    heads = ("format and problem", other.a.name, other.b.name, "time")
     title = "Each format at its best"
     return Table(title=title, columns=heads, lines=ordered, words=(heads[0], heads[3]))
 

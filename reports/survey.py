@@ -24,9 +24,16 @@ from rich.text import Text
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.answer import Badge, badge_text, badges
-from sparsebench.results.changes import OtherDevice
+from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
-from sparsebench.results.formatting import FORMATS, amount, listed, percent, times
+from sparsebench.results.formatting import (
+    FORMATS,
+    amount,
+    capital,
+    listed,
+    percent,
+    times,
+)
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import FEWEST
 
@@ -78,7 +85,7 @@ class Summary:
 def summarised(
     device: str,
     by_run: Mapping[str, Frames],
-    others: list[OtherDevice],
+    others: list[Changes],
     kernels: list[dict[str, Any]],
     fitness: list[dict[str, Any]],
 ) -> Summary:
@@ -213,16 +220,16 @@ def _finding(problems: pd.DataFrame) -> str:
     )
 
 
-def compared(there: OtherDevice) -> str:
+def compared(there: Changes) -> str:
     """Compare another device in a sentence: first the dense times, then the gains over them."""
-    name = f"Another {there.device}" if there.same_kind else there.device
-    dense = there.cases[there.cases.is_baseline]
-    ratio = float(np.exp(np.log(dense.median_us_b / dense.median_us_a).dropna().mean()))
+    name = capital(there.b.name)
+    dense, sparse = there.cases[there.cases.is_baseline], there.contenders.ratio.dropna()
+    ratio = 1 / mean(dense.time)
     parts = [] if pd.isna(ratio) else [f"takes {_percents(ratio, 'time')} for the dense products"]
-    if len(there.ratios):
-        gains = _percents(there.mean, "")
+    if len(sparse):
+        gains = _percents(mean(sparse), "")
         parts.append(f"its sparse kernels gain {gains} over its own dense ones")
-    shared = f"geometric means over {amount(len(there.ratios), 'shared case')}"
+    shared = f"geometric means over {amount(len(sparse), 'shared case')}"
     return f"{name} {', and '.join(parts)} ({shared})." if parts else f"{name}: no shared times."
 
 

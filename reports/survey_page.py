@@ -19,6 +19,7 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import build
 from sparsebench.reports.build import Figure
+from sparsebench.reports.comparison_tables import cases, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import shade
@@ -27,16 +28,8 @@ from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import winner
-from sparsebench.results.changes import OtherDevice, other_devices, problem_fields
-from sparsebench.results.formatting import (
-    capital,
-    duration,
-    listed,
-    percent,
-    plain,
-    significant,
-    times,
-)
+from sparsebench.results.changes import Changes, other_devices
+from sparsebench.results.formatting import capital, duration, listed, significant
 from sparsebench.results.store import without_paths
 
 STEPS = {"doctor": "Check of the machine", "probe": "Check of the kernels", "tune": "Tuning"}
@@ -80,12 +73,12 @@ def _drawn(
     runs = [(f.run, Analysis(f.rows, f.noise, f.cases)) for f in by_run.values()]
     every, refused = other_devices(runs, against)
     simulated = any("sim" in frames.run.environment for frames in by_run.values())
-    others = [there for there in every if there.device.startswith("simulated ") is simulated]
+    others = [there for there in every if there.b.simulated is simulated]
     others.sort(key=lambda there: -len(there.cases))
     device = by_run["screen"].device if "screen" in by_run else survey["device"]
     summary = summarised(device, by_run, others, kernels, fitness)
     sections = [
-        ("elsewhere", "The same cases on other GPUs", _others(others, refused, device)),
+        ("elsewhere", "The same cases on other GPUs", _others(others, refused)),
         ("ceilings", "Ceilings", _ceilings(by_run, others, device)),
         ("kernels", "Kernels on this device", _kernels(kernels)),
         ("fitness", "State of the machine", _fitness(fitness)),
@@ -152,51 +145,33 @@ def _first(summary: Summary) -> Markup:
     return Markup('<p class="finding"><b>{}</b></p>{}{}').format(summary.finding, drawn, sentences)
 
 
-def _others(others: list[OtherDevice], refused: list[str], device: str) -> Markup:
+def _others(others: list[Changes], refused: list[str]) -> Markup:
     lines = [note(f"Left out: {without_paths(why)}") for why in refused]
     if not others:
         none = "Nothing is compared, because no published run shares a case with this survey."
         return Markup("").join([note(none), *lines])
-    return Markup("").join([*(_other(each, device) for each in others), *lines])
+    return Markup("").join([*map(_other, others), *lines])
 
 
-def _other(there: OtherDevice, device: str) -> Markup:
+def _other(there: Changes) -> Markup:
     """List the shared cases of another device: times first, then gains over its own baseline."""
-    name = f"another {there.device}" if there.same_kind else there.device
-    head = Markup("<h3>{}</h3>").format(f"{capital(name)} beside {device}")
-    cases = there.ratios
-    varying = [n for n in problem_fields(there.cases) if cases[n].nunique(dropna=False) > 1]
-    heads = [*varying, "contender", ">time here", ">there", ">× baseline here", ">there"]
-    heads += [">of bound here", ">there", "run there"]
-    rows = [
-        [
-            *(percent(line[n]) if n == "sparsity" else _field(line[n]) for n in varying),
-            line["label"],
-            *(duration(line[f"median_us_{side}"]) for side in "ab"),
-            *(times(line[f"speedup_{side}"]) for side in "ab"),
-            *(_part(line[f"of_bound_{side}"]) for side in "ab"),
-            line["run"],
-        ]
-        for line in cases.to_dict("records")
-    ]
-    runs = f"The devices were measured in different processes. Other runs: {listed(there.runs)}."
-    return head + note(f"{compared(there)} {runs}") + html_table(heads, rows)
+    names = listed([run.path.name for run in there.b.runs])
+    runs = f"The devices were measured in different processes. Other runs: {names}."
+    head = Markup("<h3>{} beside {}</h3>").format(capital(there.b.name), there.a.device)
+    text = note(f"{compared(there)} {runs} Problems: {problems([there])}.")
+    return head + text + cases([there]).html()
 
 
-def _field(value: Any) -> str:
-    return "–" if pd.isna(value) else plain(value)
-
-
-def _part(share: float) -> str:
-    return percent(round(share, 2)) if share > 0 else "–"
-
-
-def _ceilings(by_run: dict[str, Frames], others: list[OtherDevice], device: str) -> Markup:
+def _ceilings(by_run: dict[str, Frames], others: list[Changes], device: str) -> Markup:
     """List the measured ceilings of this device and of the other devices."""
     if "screen" not in by_run:
         return NOTHING
     named = {device: by_run["screen"].run.environment.get("ceilings", {})}
-    named |= {other.device: other.ceilings for other in others if not other.same_kind}
+    named |= {
+        other.b.name: other.b.runs[0].environment.get("ceilings", {})
+        for other in others
+        if not other.same_device
+    }
     flat = {name: _flat_ceilings(ceilings) for name, ceilings in named.items()}
     kinds = list(dict.fromkeys(kind for ceilings in flat.values() for kind in ceilings))
     rows = [

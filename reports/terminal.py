@@ -51,7 +51,7 @@ LINES = 30  # lines of a table on a terminal; the report and Markdown show all
 MORE = "more lines are in the report and in --markdown"
 REASONS = 12  # shown at most
 MOST = 4  # winners above the table
-LEAST = 0.01  # uncertainty that a lead shows
+LEAST = 0.01  # relative uncertainty that a lead shows
 PARTS = ["op", "pattern", "dtype"]  # fields that need no name beside their values
 CONTEST = ["problem_id", "scope", "cache"]
 EMPTY = ("", "-", "–")
@@ -161,7 +161,7 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
         following = dict(others.iloc[0])
         ahead = ratio_over(best["blocks"], following["blocks"])
         ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
-        lead = f"{times(ratio, LEAST)} faster than {who(following)}"
+        lead = f"{times(ratio, LEAST * ratio)} faster than {who(following)}"
     return [", ".join(words), f"  {lead}; {place}"]
 
 

@@ -30,7 +30,16 @@ from sparsebench.results.layer_estimates import (
 from sparsebench.results.measured_layers import BITMAP_TOKENS, Evidence, Loss, Step
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.step_model import ACTIVE, BOUND, DECODED, ESTIMATE, REST, Gain, StepModel
+from sparsebench.results.step_model import (
+    ACTIVE,
+    BOUND,
+    DECODED,
+    ESTIMATE,
+    LOOK,
+    REST,
+    Gain,
+    StepModel,
+)
 
 CONTEXT = 1024
 MOST_TOKENS = 2**20
@@ -226,7 +235,8 @@ def _verdict(
     if not sure:
         why = f"nothing is certain to make a step {WORTH:g} times as fast {at}"
         return NO, f"Do not prune: {why}.", None
-    faster = f"a step with {best.kind} is {best.step.text} as fast {at}"
+    at += " (a look)" if best.step.basis == LOOK else ""
+    faster = f"a step with {best.kind} is {best.step.text.removesuffix(' (look)')} as fast {at}"
     cost = "its loss by pruning was not measured"
     if best.loss and best.nats is not None:
         cost = f"such pruning cost {best.loss.model} {best.nats:.2f} nats per token"
@@ -241,7 +251,7 @@ def _notes(
     """Return what is assumed, how estimates are made, and how losses were measured."""
     load = f"prompts of {CONTEXT} tokens, of which the last one alone passes the head"
     if tokens <= DECODED:
-        load = f"{amount(tokens, 'sequence')} with {CONTEXT} tokens in the KV cache of each"
+        load = f"{amount(tokens, 'sequence')} with a KV cache of {CONTEXT} tokens each"
     share = percent(round(model.layers * model.mlp / model.weights, 2))
     notes = [
         f"A step: {load}. Weights, activations and the cache have 16 bits.",
@@ -252,9 +262,9 @@ def _notes(
         inside, predicted = evidence.layers.coverage
         notes += [
             "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, "
-            f"against the measured ceilings of each GPU. Such intervals held {inside} of "
-            f"{predicted} measured layers whose shapes were left out. The dense part of a step is "
-            f"taken as known within a factor of {REST:g}."
+            "against the measured ceilings of each GPU; layers of other GPUs count as farther. "
+            f"Such intervals held {inside} of {predicted} measured layers whose shapes were left "
+            f"out. The dense part of a step is taken as known within a factor of {REST:g}."
         ]
     if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
         notes += ["A bound is the larger ratio of bytes or of FLOPs; no measured layer is near."]

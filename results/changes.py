@@ -36,13 +36,13 @@ import scipy
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.analysis import Analysis, crossing
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.comparison import Comparison, compare
 from sparsebench.results.families import OURS, family
 from sparsebench.results.outcome import DIFFERENT, Outcome, outcome
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
-from sparsebench.results.sides import Side, bundles, short_card, side
+from sparsebench.results.sides import Side, bundles, short_card, short_name, side
 from sparsebench.results.statistics import FALSE_DISCOVERIES, FEWEST, q_values, welch
 from sparsebench.results.store import Run
 
@@ -100,49 +100,6 @@ class Changes:
         return counts | ({"broken": broken} if broken else {})
 
 
-@dataclass(frozen=True)
-class OtherDevice:
-    """Another device, or another unit of the same kind, and the cases it shares with a survey.
-
-    runs       names of the bundles that the lines come from
-    same_kind  whether it is a device of the same name
-    cases      lines of Changes.cases: a is the survey, b the other device
-    ceilings   as in its environment.json
-    """
-
-    device: str
-    runs: list[str]
-    same_kind: bool
-    cases: pd.DataFrame
-    ceilings: dict[str, Any]
-
-    @property
-    def ratios(self) -> pd.DataFrame:
-        """Return the lines with a ratio of gains, the largest ratio first."""
-        known = self.cases[self.cases.ratio.notna()]
-        return known.sort_values("ratio", ascending=False, kind="stable")
-
-    @property
-    def mean(self) -> float:
-        """Return the geometric mean of the ratios, gain there over gain here."""
-        return mean(self.ratios.ratio)
-
-    @property
-    def break_evens(self) -> pd.DataFrame:
-        """Return a line per contender with its `crossing` `here` and `there`, at shared levels."""
-        known = self.ratios[self.ratios.level.notna()]
-        swept = ("sparsity", "source", "seed")
-        keys = [*(name for name in problem_fields(self.cases) if name not in swept), "label"]
-        lines = []
-        for key, group in known.groupby(keys, sort=False, dropna=False):
-            if group.level.round(6).nunique() < 2:
-                continue
-            sides = {"here": group.speedup_a, "there": group.speedup_b}
-            crossings = {side: crossing(_logs(s, group.level)) for side, s in sides.items()}
-            lines.append(dict(zip(keys, key, strict=True)) | crossings)
-        return pd.DataFrame(lines, columns=[*keys, "here", "there"])
-
-
 def changes(a: Side, b: Side) -> Changes:
     """Compare two sides; raises ResultError if no case has a time on either."""
     comparison, same = compare(a, b), a.device == b.device
@@ -198,6 +155,22 @@ def tested(
     return value, low, high, p
 
 
+def difference(
+    before: Sequence[float], now: Sequence[float], *, same_card: bool, searched: bool
+) -> tuple[float, float, float]:
+    """Return the ratio of two gains and its interval, from the intervals of both.
+
+    A gain is its value, its low end and its high end. Without the processes, this approximates
+    what `tested` returns.
+    """
+    ratio = float(np.log(now[0] / before[0]))
+    halves = [float(np.log(high / low)) / 2 for _, low, high in (before, now)]
+    runs = INHERITED if not searched else 0.0 if same_card else BETWEEN
+    half = float(np.sqrt(sum(half**2 for half in [*halves, NORMAL * runs])))
+    value, low, high = np.exp([ratio, ratio - half, ratio + half]).tolist()
+    return value, low, high
+
+
 def outcomes(tests: pd.DataFrame) -> list[str]:
     """Return the outcome of each test; "" without one."""
     known = tests.p.notna()
@@ -236,20 +209,19 @@ def failing(changes: Changes, limit: float) -> pd.DataFrame:
 
 def other_devices(
     surveyed: Sequence[tuple[Run, Analysis]], paths: Iterable[Path]
-) -> tuple[list[OtherDevice], list[str]]:
-    """Return the other devices, and an error line for each bundle that cannot be compared.
+) -> tuple[list[Changes], list[str]]:
+    """Return the changes from a survey to other devices, and a line for each refused bundle.
 
-    `surveyed` are the runs of the survey and their analyses.
+    `surveyed` are the runs of the survey and their analyses. Only cases that the survey has are
+    read from the bundles below `paths`.
     """
     here = side(*(r for r, _ in surveyed), name="here", analyses=[known for _, known in surveyed])
     problems = {row.case.problem.id for run in here.runs for row in run.rows}
     cases = {row.case.id for run in here.runs for row in run.rows}
     ours = {run.path.resolve() for run in here.runs}
     by_device: dict[str, list[Run]] = {}
-    errors = []
-    for path in bundles(paths):
-        if path.resolve() in ours:
-            continue
+    others, errors = [], []
+    for path in (path for path in bundles(paths) if path.resolve() not in ours):
         try:
             run = store.read(path)
         except ResultError as error:
@@ -258,10 +230,10 @@ def other_devices(
         rows = [row for row in run.rows if row.case.problem.id in problems]
         if not cases.isdisjoint(row.case.id for row in rows):
             by_device.setdefault(device_name(run.environment), []).append(replace(run, rows=rows))
-    others = []
     for device, runs in by_device.items():
+        another = "another " if device == here.device else ""
         try:
-            others.append(_other(changes(here, side(*runs, name=device))))
+            others.append(changes(here, side(*runs, name=another + short_name(device))))
         except ResultError as error:
             errors.append(str(error))
     return others, errors
@@ -277,14 +249,6 @@ def mean(ratios: "pd.Series[Any]") -> float:
     """Return the geometric mean of the ratios that are known; NaN if none is."""
     logs = np.log(ratios.dropna())
     return float(np.exp(logs.mean())) if len(logs) else float("nan")
-
-
-def _other(found: Changes) -> OtherDevice:
-    names = [run.path.name for run in found.b.runs]
-    cases = found.cases.assign(run=[names[number] for number in found.cases.run_b])
-    runs = [name for name in names if name in set(cases.run)]
-    ceilings: dict[str, Any] = found.b.runs[0].environment.get("ceilings", {})
-    return OtherDevice(found.b.device, runs, found.same_device, cases, ceilings)
 
 
 def _log(speedups: Any) -> list[float]:
@@ -365,7 +329,3 @@ def _differences(
         for name in {**before, **now}
         if name.startswith(of) and before.get(name) != now.get(name)
     ]
-
-
-def _logs(speedups: "pd.Series[Any]", levels: "pd.Series[Any]") -> "pd.Series[Any]":
-    return pd.Series(np.log(speedups), speedups.index).groupby(levels.round(6)).mean()

@@ -19,6 +19,8 @@ PATHS = [str(HERE / "contenders"), *filter(None, [os.environ.get("PYTHONPATH")])
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers; pyproject.toml has it for pytest
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
+os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")  # not there, either
+os.environ["SPARSEBENCH_SEARCH"] = "0"  # a first call of a layer takes the likeliest kernel
 os.environ["OMP_NUM_THREADS"] = "1"  # of workers: tests run side by side, and sums are short
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

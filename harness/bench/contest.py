@@ -21,6 +21,7 @@ the reason. After a CUDA error no result can be trusted, so the contest raises F
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ from sparsebench.harness.bench.energy import energy
 from sparsebench.harness.bench.operands import Layer
 from sparsebench.harness.bench.output_checks import check_all, of_layer, redraw
 from sparsebench.harness.bench.prepare import prepare, prepare_chain, unsupported
+from sparsebench.harness.bench.process_state import rewritten_modules
 from sparsebench.harness.bench.sampling import CHAIN, LAYERS, Measure, layers_of, possible
 from sparsebench.harness.bench.spot_checks import A, Outputs, Spots
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
@@ -105,8 +107,12 @@ def _measured(contest: RunningContest, measures: tuple[Measure, ...]) -> list[Ro
         if contest.options.energy:
             _energy(contest)
         check_all(contest, "after timing")
+        if modules := rewritten_modules():
+            raise Fatal("", f"a contender rewrote the files of {', '.join(modules[:3])}")
     finally:
         contest.guard.watched.clear()  # breaks a reference cycle that would keep all memory
+        with suppress(TamperingError):  # for the next contest; nobody can be blamed any more
+            contest.seal.check()
     return [row for entry in contest.entries for row in entry.rows(measures)]
 
 
@@ -121,6 +127,7 @@ def start(
 ) -> RunningContest:
     """Build the operands; prepare, check and capture every contender, ready to be timed."""
     began, seal = time.perf_counter(), Seal()
+    rewritten_modules()  # what is there before any contender runs
     options, op = options or ContestOptions(), load_op(problem.op)
     announce("", "operands")
     dense = operands.operands(problem, op, device, data)

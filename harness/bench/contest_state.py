@@ -21,6 +21,7 @@ from torch import Tensor
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.operands import DenseOperands, Layer
+from sparsebench.harness.bench.process_state import rewritten_modules
 from sparsebench.harness.bench.sampling import CHAIN, Measure
 from sparsebench.harness.bench.spot_checks import Spots
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
@@ -179,6 +180,8 @@ class RunningContest:
         """Raise TamperingError if an operand or the harness itself has changed."""
         self.seal.check()
         self.guard.check()
+        if self.options.attempt and (modules := rewritten_modules()):
+            raise TamperingError(f"rewrote the files of {', '.join(modules[:3])}")
 
     def spots_of(self, scope: str) -> Spots:
         return self.chain_spots if scope == CHAIN else self.spots

@@ -85,8 +85,8 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     size = _stream_bytes(device)
     source = torch.arange(size // 4, dtype=torch.int32, device=device)
     target, total = torch.empty_like(source), torch.empty((), device=device)
-    kept = _l2_bytes(device)  # written bytes that may stay in the cache
-    moved = {"read": size, "copy": 2 * size - kept, "write": size - kept}
+    in_cache = _l2_bytes(device)  # written bytes that may stay in the cache
+    moved = {"read": size, "copy": 2 * size - in_cache, "write": size - in_cache}
     floats = source.view(torch.float32)
     calls: dict[str, dict[str, Call]] = {
         "read": {"torch.sum": partial(torch.sum, floats, 0, out=total)},

@@ -47,6 +47,7 @@ def check_all(contest: RunningContest, when: str) -> None:
         pattern = contest.op.pattern
         size = contest.dense.nnz[pattern] if pattern else expected[0].reference.numel()
         contest.output_bytes = size * expected[0].dtype.itemsize
+    watched = _watch(contest, expected)
     for number, entry in [(number, entry) for number, entry in running if entry.running]:
         with contest.at(entry, "check"):
             assert entry.launch is not None
@@ -61,6 +62,30 @@ def check_all(contest: RunningContest, when: str) -> None:
                 launches, spots = entry.chain.launches, contest.chain_spots
                 errors = _check(contest, number, call, launches, expected, spots, when)
                 _record(entry, errors, CHAIN)
+    contest.guard.forget(watched)
+
+
+def _watch(contest: RunningContest, expected: Sequence[Expected]) -> set[str]:
+    """Watch the right answers while contenders run, and return what they are called."""
+    names = set[str]()
+    for number, (layer, right) in enumerate(zip(contest.layers, expected, strict=True)):
+        arrays = {"answer": right.reference, "spread": right.spread, "plain": right.plain}
+        named = {
+            f"the expected {name}{of_layer(number)}": array
+            for name, array in arrays.items()
+            if array is not None
+        }
+
+        def rewrite(layer: Layer = layer, right: Expected = right) -> None:
+            again = _expected(contest.op, layer)
+            right.reference.copy_(again.reference)
+            right.spread.copy_(again.spread)
+            if right.plain is not None and again.plain is not None:
+                right.plain.copy_(again.plain)
+
+        contest.guard.watch(named, rewrite)
+        names |= named.keys()
+    return names
 
 
 def redraw(contest: RunningContest) -> None:

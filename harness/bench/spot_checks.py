@@ -129,9 +129,10 @@ class Spots:
         """Return the calls of each block: samples (""), and spots on A or on B."""
         turns = [[""] * per_block for _ in range(blocks)]
         if number in self.prints[A]:
-            for block in self.random.sample(range(blocks), max(1, int(SHARE * blocks))):
+            chosen = self.random.sample(range(blocks), max(1, int(SHARE * blocks)))
+            for count, block in enumerate(chosen):  # a stale answer is right on A, so one is on B
                 place = self.random.randrange(per_block + 1)
-                turns[block].insert(place, self.random.choice((A, B)))
+                turns[block].insert(place, self.random.choice((A, B)) if count else B)
         return turns
 
     def inspect(self, number: int, which: str, out: object) -> None:

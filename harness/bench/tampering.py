@@ -3,7 +3,8 @@
     Guard   dense weights and activations, recordings, and every array of a format that several
             contenders share. What has changed is written again from the seed
     Seal    every function and class of sparsebench that is loaded when a contest starts, with its
-            code; the clocks, and what the check calls of torch. What was replaced is put back
+            code; the clocks, their machine code, and what the check calls of torch; the settings of
+            the process (process_state.py). What was replaced or changed is put back
 
 Both are checked after each conversion, after each prepare with its first run, after each output
 check and while timing. A contender that changed something is wrong; the others are not affected. A
@@ -31,6 +32,8 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
+from sparsebench.harness.bench.process_state import ProcessState
+from sparsebench.harness.bench.sealed_clocks import SealedClocks
 
 COLUMNS = 4096
 WORD = 8  # bytes
@@ -90,6 +93,10 @@ class Guard:
         totals = self._totals(new)
         renewed = {w.name: replace(w, total=t) for w, t in zip(new, totals, strict=True)}
         self.watched = [renewed.get(w.name, w) for w in self.watched]
+
+    def forget(self, names: set[str]) -> None:
+        """Stop watching these arrays, and release them."""
+        self.watched = [w for w in self.watched if w.name not in names]
 
     def check(self) -> None:
         """Raise TamperingError if an array has changed, after restoring all of them."""
@@ -188,21 +195,26 @@ def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
 
 
 class Seal:
-    """Records what the names of the harness mean."""
+    """Records what the names of the harness mean, and the settings of the process."""
 
     def __init__(self) -> None:
         self._sealed = [(owner, name, value) for owner, name, value in _everything()]
+        self._process, self._clocks = ProcessState(), SealedClocks()
 
     def check(self) -> None:
-        """Raise TamperingError if a name means something else, after restoring all of them."""
+        """Raise TamperingError if a name or a setting differs, after restoring all of them."""
         changed = [entry for entry in self._sealed if _get(*entry[:2]) is not entry[2]]
         for owner, name, value in changed:
             setattr(owner, name, value)
-        if changed:
-            names = sorted(
-                {f"{getattr(o, '__name__', type(o).__name__)}.{n}" for o, n, _ in changed}
-            )
-            raise TamperingError(f"replaced {', '.join(names[:3])}")
+        names = {f"{getattr(o, '__name__', type(o).__name__)}.{n}" for o, n, _ in changed}
+        found = {
+            "replaced": sorted(names),
+            "rewrote the machine code of": self._clocks.restore(),
+            "changed": self._process.restore(),
+        }
+        parts = [f"{verb} {', '.join(what[:3])}" for verb, what in found.items() if what]
+        if parts:
+            raise TamperingError("; ".join(parts))
 
 
 def _everything() -> Iterator[tuple[Any, str, Any]]:

@@ -14,7 +14,10 @@ def advise(
         str, typer.Argument(help="A listed model, or a config.json or the folder that holds it.")
     ],
     gpu: Annotated[str, typer.Option(help="A GPU: a part of its name that no other GPU has.")],
-    batch: Annotated[int, typer.Option(help="Tokens at once: sequences that decode, or a prompt.")],
+    batch: Annotated[
+        int,
+        typer.Option(help="Tokens at once: up to 256 are sequences that decode, more are prompts."),
+    ],
     run: Annotated[
         list[Path] | None, typer.Option(help="Also use this run of yours; may be repeated.")
     ] = None,
@@ -27,6 +30,7 @@ def advise(
     """
     from dataclasses import asdict
 
+    from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
     from sparsebench.results import store
     from sparsebench.results.advice import advise as answered
@@ -34,8 +38,11 @@ def advise(
     from sparsebench.results.measured_layers import of_runs, packaged
     from sparsebench.results.model_shapes import read_shapes
 
-    own = [(one, analyse(one).cases, str(one.path)) for one in map(store.read, run or ())]
-    answer = answered(packaged() + of_runs(own), read_shapes(model), gpu, batch)
+    runs = [store.read(path) for path in run or ()]
+    added = of_runs((one, analyse(one).cases, str(one.path)) for one in runs)
+    if runs and not added.gpus:
+        raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
+    answer = answered(packaged() + added, read_shapes(model), gpu, batch)
     if as_json:
         print_json(asdict(answer))
     elif markdown:

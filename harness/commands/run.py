@@ -156,6 +156,7 @@ def _profiled(
 def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
     from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.elsewhere import Elsewhere
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
     from sparsebench.results.analysis import analyse
@@ -172,6 +173,8 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     else:
         wide().print(Answer(measured, analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
+        if not measured.environment.get("gpu"):
+            wide().print(Elsewhere(measured))
     frames = frames_of(measured, analysis=analysis)
     build(measured, page, frames=frames)  # after the answer, which need not wait for the page
     if not as_json and not markdown:

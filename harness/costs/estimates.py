@@ -123,19 +123,19 @@ def _prepare_s(
 def affordable(
     suite: Suite,
     times: MeasuredTimes,
-    wanted: Mapping[str, Sequence[str]],
+    candidates: Mapping[str, Sequence[str]],
     left_s: float,
     replicates: int,
     device: str = "cuda",
     *,
     searched: bool = False,
 ) -> dict[str, Sequence[str]]:
-    """Return those of the wanted problems, with their case ids, that fit into the time left.
+    """Return those candidate problems, with their case ids, that fit into the time left.
 
     Problems are tried in the order given; one that does not fit leaves room for those after it.
     """
     fitting: dict[str, Sequence[str]] = {}
-    for problem, cases in wanted.items():
+    for problem, cases in candidates.items():
         more = fitting | {problem: cases}
         ids = "|".join(dict.fromkeys(case for each in more.values() for case in each))
         planned_run = preview(
@@ -171,13 +171,13 @@ def looks(
 ) -> list[Look]:
     """Return the runs that a check will make before any confirming run."""
     left = []
-    for wanted in missing(result, device):
-        suite, cases = wanted[0][0].suite, _case_ids(wanted)
-        claims = tuple(dict.fromkeys(part.written.name for part, _ in wanted))
-        contests = len({problem for _, problems in wanted for problem in problems})
+    for gaps in missing(result, device):
+        suite, cases = gaps[0][0].suite, _case_ids(gaps)
+        claims = tuple(dict.fromkeys(part.written.name for part, _ in gaps))
+        contests = len({problem for _, problems in gaps for problem in problems})
         look = Look(suite.name, claims, contests, len(cases), None)
         if times:
-            energy = measures_energy(wanted[0][0])
+            energy = measures_energy(gaps[0][0])
             run = preview(suite, times, f"case={'|'.join(cases)}", replicates, energy=energy)
             look = replace(look, seconds=run["estimate_s"], unknown=tuple(run["unknown"]))
         left.append(look)
@@ -276,19 +276,19 @@ def _claims_s(
     }
     seconds = 0.0
     for text in {part.suite.text for part in parts}:
-        own = [part for part in parts if part.suite.text == text]
-        suite = own[0].suite
-        left = _case_ids([(part, part.problems - measured) for part in own])
+        tests = [part for part in parts if part.suite.text == text]
+        suite = tests[0].suite
+        left = _case_ids([(part, part.problems - measured) for part in tests])
         seconds += _cases_s(suite, left, times, entry.replicates)
-        exist = [part for part in own if part.test.quantifier == "exists"]
+        exist = [part for part in tests if part.test.quantifier == "exists"]
         if exist and text not in confirmed:
             best = exist[0].cases(exist[0].problems)[:2]
             seconds += _cases_s(suite, best, times, entry.replicates, pinned=True)
     return seconds
 
 
-def _case_ids(wanted: Iterable[tuple[Part, set[str]]]) -> list[str]:
-    return [*dict.fromkeys(case for part, problems in wanted for case in part.cases(problems))]
+def _case_ids(gaps: Iterable[tuple[Part, set[str]]]) -> list[str]:
+    return [*dict.fromkeys(case for part, problems in gaps for case in part.cases(problems))]
 
 
 def _cases_s(

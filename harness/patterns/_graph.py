@@ -32,9 +32,9 @@ def graph(grid: Grid, draw: Draw, cells: Sequence[int]) -> Rule:
     `cells` has the number of cells of the graphs with 1, 2, ... links; one of them is kept.
     """
 
-    def score(grid: Grid, kept: int, base: Score) -> Tensor:
+    def score(grid: Grid, count: int, base: Score) -> Tensor:
         dice = base(grid).view(grid.rows, grid.columns).cpu().numpy()
-        return torch.from_numpy(draw(dice, 1 + cells.index(kept))).flatten().int()
+        return torch.from_numpy(draw(dice, 1 + cells.index(count))).flatten().int()
 
     return Rule(grid, grid.cells, cells, score)
 

@@ -42,8 +42,8 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
     nearest = part * (rule.group - _kept(rule, requested)) / rule.group
     if abs(requested - nearest) > TOLERANCE * (1 - requested):
         grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {rule.grid.r}x{rule.grid.c} blocks"
-        wanted = f"pattern {fields['pattern']}: sparsity {requested:g}"
-        raise SuiteError(f"{wanted} cannot be met by a {grid}: the nearest level is {nearest:.6g}")
+        request = f"pattern {fields['pattern']}: sparsity {requested:g}"
+        raise SuiteError(f"{request} cannot be met by a {grid}: the nearest level is {nearest:.6g}")
     return nearest
 
 
@@ -54,9 +54,9 @@ def mask(
     level(fields, shape)
     rule = _rule(fields, shape)
     grid = rule.grid
-    kept = _kept(rule, fields["sparsity"])
-    scores = rule.score(grid, kept, score) if rule.score else score(grid)
-    chosen = best(scores.to(device), rule.group, kept)
+    count = _kept(rule, fields["sparsity"])
+    scores = rule.score(grid, count, score) if rule.score else score(grid)
+    chosen = best(scores.to(device), rule.group, count)
     cells = chosen.view(grid.rows, 1, grid.columns, 1).expand(-1, grid.r, -1, grid.c)
     whole = cells.reshape(grid.rows * grid.r, grid.columns * grid.c)
     rows, columns = _pruned(rule, fields["sparsity"])
@@ -75,13 +75,13 @@ def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
 
 
 def _pattern(name: str) -> Pattern:
-    known = [*modules("harness.patterns"), FILE]
-    if name not in known and "." not in name and ":" not in name:
-        raise SuiteError(f"pattern: {unknown('a known pattern', name, known)}")
-    found = load("harness.patterns", name)
-    if not isinstance(found, Pattern):
-        raise SuiteError(f"{name}: expected PATTERN to be a Pattern, found {found!r}")
-    return found
+    names = [*modules("harness.patterns"), FILE]
+    if name not in names and "." not in name and ":" not in name:
+        raise SuiteError(f"pattern: {unknown('a known pattern', name, names)}")
+    pattern = load("harness.patterns", name)
+    if not isinstance(pattern, Pattern):
+        raise SuiteError(f"{name}: expected PATTERN to be a Pattern, found {pattern!r}")
+    return pattern
 
 
 def _kept(rule: Rule, sparsity: float) -> int:

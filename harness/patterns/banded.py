@@ -16,7 +16,7 @@ def rule(weight: Weight) -> Rule:
     rows, columns = torch.arange(grid.rows), torch.arange(grid.columns)
     distance = ((2 * rows[:, None] + 1) * grid.columns - (2 * columns + 1) * grid.rows).abs()
     nearness = (distance.max() - distance).flatten()
-    return Rule(grid, group=grid.cells, score=lambda grid, kept, base: nearness)
+    return Rule(grid, group=grid.cells, score=lambda grid, count, base: nearness)
 
 
 PATTERN = Pattern(rule)

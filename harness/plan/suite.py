@@ -13,6 +13,7 @@
     contenders:
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: the problem's, or
                                      # $dense_fraction, $split of a spense pattern
+      - {format: bsr, params: {block: $block}}                      # what users of bsr get
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
       - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only at these values
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd alone
@@ -72,10 +73,13 @@ class AllowedError(_Model):
 
 
 class ContenderEntry(_Model):
-    """A contender as written: lists in `params` and `options` are sweeps."""
+    """A contender as written: lists in `params` and `options` are sweeps.
+
+    Without a kernel it is what users of the format get (kernels/nn/default.py).
+    """
 
     format: str
-    kernel: str
+    kernel: str = "default"
     op: str | None = None
     at: dict[str, Any] = {}
     params: dict[str, Any] = {}
@@ -313,20 +317,23 @@ def _contenders(
 
 
 def _known(
-    where: str, given: Mapping[str, Any], known: set[str], of_one: Collection[str] = ()
+    where: str, mapping: Mapping[str, Any], allowed: set[str], of_one: Collection[str] = ()
 ) -> None:
     """Raise SuiteError for an unknown name; `of_one` are parameters of single weights."""
-    for name in given.keys() - known - set(of_one):
-        takes, hint = ", ".join(sorted(known)) or "nothing", did_you_mean(name, {*known, *of_one})
+    for name in mapping.keys() - allowed - set(of_one):
+        takes, hint = (
+            ", ".join(sorted(allowed)) or "nothing",
+            did_you_mean(name, {*allowed, *of_one}),
+        )
         raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
 
 
-def _bound(where: str, given: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
+def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
     values_by_name = {**problem.fields, **derived(problem.fields)}
-    sweeps = [_sweep(f"{where}.{name}", value) for name, value in given.items()]
+    sweeps = [_sweep(f"{where}.{name}", value) for name, value in mapping.items()]
     for values in product(*sweeps):
-        point = dict(zip(given, values, strict=True))
+        point = dict(zip(mapping, values, strict=True))
         require_values(where, point)
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):

@@ -30,13 +30,13 @@ from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse, compared
-from sparsebench.results.comparison import KEYS
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import Outcome
 from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
+from sparsebench.results.sides import KEYS
 from sparsebench.results.store import Run
 
 Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]

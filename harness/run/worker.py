@@ -2,10 +2,10 @@
 
     > {"ceilings": ["bf16"]}           measure the ceilings, of products in these dtypes
     < {"ceilings": {...}}
-    > {"problem": ..., "contenders": [...], "replicate": 0, "attempt": 0, ...}  (ContestOptions)
+    > {"problem": ..., "contenders": [...], "nonce": ..., "replicate": 0, ...}  (ContestOptions)
     < {"at": [case id, stage]}         before anything of a case runs
     < {"failed": [case id, reason, traceback]}   a case raised; case id "" if none is to blame
-    < {"contest": problem id, "rows": [...], "spent_s": {}}
+    < {"contest": problem id, "nonce": ..., "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
 The first line describes the device. With --wait the worker first reports that everything is
@@ -89,6 +89,7 @@ def main() -> None:
 def _measure(
     request: dict[str, Any], device: torch.device, data: Path | None, answers: IO[str]
 ) -> dict[str, Any]:
+    nonce = request.pop("nonce", "")
     problem = Problem.from_json(request.pop("problem"))
     contenders = [Contender(**contender) for contender in request.pop("contenders")]
     rows, spent_s = contest.run(
@@ -105,7 +106,7 @@ def _measure(
         gc.freeze()  # modules and caches stay: a later collection takes 1 ms instead of 100 ms
         torch.cuda.empty_cache()
     answer = {"rows": [asdict(row) for row in rows], "spent_s": spent_s}
-    return {"contest": problem.id, **answer}
+    return {"contest": problem.id, "nonce": nonce, **answer}
 
 
 def _send(answers: IO[str], message: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ killed. The parent waits at most LEFT_S for output of processes that left the gr
 
 import json
 import os
+import secrets
 import signal
 import threading
 import time
@@ -190,7 +191,9 @@ class Worker:
     ) -> ContestResult | WorkerLoss:
         """Measure a contest. After a WorkerLoss the child is dead."""
         contenders = [asdict(contender) for contender in contest.contenders]
+        nonce = secrets.token_hex(16)  # rows that a kernel writes into the pipe itself lack it
         request = {"problem": asdict(contest.problem), "contenders": contenders, **options}
+        request["nonce"] = nonce
         if loss := self._send(request):
             return loss
         case = ""
@@ -211,6 +214,8 @@ class Worker:
                 else:
                     rows = [Row.from_json(row) for row in answer["rows"]]
                     _require_all(contest, answer, rows, options["measures"])
+                    if answer.get("nonce") != nonce:
+                        raise ValueError("expected the worker's own answer, found a forged one")
                     return ContestResult(rows, dict(answer["spent_s"]))
             except (ValueError, TypeError, LookupError) as error:
                 self._kill()

@@ -2,7 +2,8 @@
 
     DIR/NAME           ─> INTO/GPU/NAME             every run, with its digests verified; no logs
     DIR/claims/NAME    ─> INTO/GPU/claims-NAME      what claims measured
-    INTO/GPU           ─> removed, since history has it; with entry names, only runs of those names
+    INTO/GPU/NAME      ─> INTO/GPU/earlier/DAY-COMMIT/NAME    a run that is replaced; with entry
+                          names, only runs of those names are
     pages and picture  ─> written from the runs that are there now (reports/published.py)
 
 Either everything is published or nothing: an entry that is not whole is an error, and if a page
@@ -20,6 +21,8 @@ from sparsebench.harness.shared_runs.campaign_file import Campaign
 from sparsebench.harness.shared_runs.campaign_sitting import state
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import device_name
+
+EARLIER = "earlier"  # the folder of a GPU's runs that newer ones replaced
 
 
 def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()) -> list[Path]:
@@ -47,6 +50,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         unchanged = {run.name: run for run in store.runs_in(before)} if names else {}
         for name, run in (unchanged | runs).items():
             shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
+        _keep(before, home)
         from sparsebench.reports.published import write
 
         return write(into.resolve().parents[1])
@@ -64,6 +68,18 @@ def published(campaign: Campaign, out: Path, into: Path) -> list[str]:
         for name, file in environments.items()
         if file.exists() and files.from_json(file).get("code_sha256") == here["code_sha256"]
     ]
+
+
+def _keep(before: Path, home: Path) -> None:
+    """Copy the bundles of a folder that `home` has no more to `home`/earlier, for the history."""
+    if (before / EARLIER).exists():
+        shutil.copytree(before / EARLIER, home / EARLIER)
+    kept = {bundle.identity(run) for run in store.runs_in(home)}
+    for run in store.runs_in(before):
+        if (run / bundle.MANIFEST).exists() and bundle.identity(run) not in kept:
+            day = str(files.from_json(run / "run.json").get("started", ""))[:10]
+            commit = str(files.from_json(run / "environment.json").get("commit") or "")[:7]
+            shutil.copytree(run, home / EARLIER / f"{day}-{commit}".strip("-") / run.name)
 
 
 def _slug(gpu: str) -> str:

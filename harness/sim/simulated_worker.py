@@ -42,13 +42,14 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "problem" in request:
+            nonce = request.pop("nonce", "")
             problem = Problem.from_json(request.pop("problem"))
             contenders = [Contender(**contender) for contender in request.pop("contenders")]
             rows = simulated_contest.run(
                 spec, problem, contenders, ContestOptions.from_json(request), _announce
             )
             written = [asdict(row) for row in rows]
-            _send({"contest": problem.id, "rows": written, "spent_s": {}})
+            _send({"contest": problem.id, "nonce": nonce, "rows": written, "spent_s": {}})
         else:
             _send({"ceilings": asdict(_ceilings(spec))})
 

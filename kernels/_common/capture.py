@@ -23,6 +23,7 @@ from threading import local
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ACTIVE = 1  # CUstreamCaptureStatus
 ASYNCHRONOUS = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor is not awaited
@@ -59,6 +60,11 @@ def capturing(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]
         _thread.depth -= 1
         if enabled:
             gc.enable()
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Return whether the current stream of X's device is captured into a graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def keep(owner: object) -> None:

@@ -12,14 +12,16 @@ need a fence before its first use.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from struct import Struct, calcsize
 from tempfile import TemporaryDirectory
+from threading import local
 from typing import Any
 
 import torch
@@ -87,8 +89,7 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-EARLY = LaunchAttribute(6, 0, (1,))  # allows programmatic stream serialization
-CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+COOPERATIVE, CLUSTER_DIMENSION, EARLY = 2, 4, 6  # CUlaunchAttributeID
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,55 @@ class Loaded:
         """
         _set_device()(self.device)  # a new thread has no context
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton do
-        shape = self.kernel.ptr, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes
-        if self.together:  # the call or the capture copies the arguments
-            result = _driver().cuLaunchCooperativeKernel(*shape, stream, args[0])
-        elif self.early:
-            config = _early(*shape[1:], stream)
-            result = _driver().cuLaunchKernelEx(config, shape[0], args[0], None)
-        else:
-            result = _driver().cuLaunchKernel(*shape, stream, args[0], None)
-        if result:
+        sizes = self.grid, self.threads, self.shared_bytes, stream
+        config = _launch_config(*sizes, self.together, self.early)
+        # The driver copies the arguments before it returns.
+        if result := driver().cuLaunchKernelEx(config, self.kernel.ptr, args[0], None):
             require_success(result, f"launch of {self.grid} CTAs of {self.threads}")
+        if (tape := _thread.tape) is not None:
+            tape.launches.append((self, args))
+
+
+@dataclass(eq=False)
+class Tape:
+    """What a thread launched and made while `taping` (front.py).
+
+    made      tensors that the launches write, the result last
+    kept      owners of the other memory that the launches read
+    complete  every kernel of the call is on the tape
+    """
+
+    launches: list[tuple[Loaded, Arguments]] = field(default_factory=list)
+    made: list[Tensor] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    complete: bool = True
+
+
+class _Thread(local):
+    tape: Tape | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def taping() -> Iterator[Tape]:
+    """Record the launches of this thread."""
+    tape = _thread.tape = Tape()
+    try:
+        yield tape
+    finally:
+        _thread.tape = None
+
+
+def on_tape(made: Tensor | None = None, *, kept: Sequence[Any] = (), complete: bool = True) -> None:
+    """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
+    if (tape := _thread.tape) is None:
+        return
+    if made is not None:
+        tape.made.append(made)
+    tape.kept += kept
+    tape.complete &= complete
 
 
 @dataclass(frozen=True)
@@ -295,7 +335,7 @@ def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.d
     config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
     found = ctypes.c_int()
     pointer, reference = ctypes.c_void_p(kernel.ptr), ctypes.byref(config)
-    result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), pointer, reference)
+    result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), pointer, reference)
     require_success(result, f"clusters of {ctas} CTAs of {threads}")
     return found.value
 
@@ -315,7 +355,7 @@ def tensor_map(
 
     Outside of the matrix a box reads zeros and writes nothing. Raises Unsupported.
     """
-    (height, width), (rows, columns), size = shape, box, dtype.itemsize
+    (height, width), columns, size = shape, box[1], dtype.itemsize
     step = strides[0] * size
     if strides[1] != 1 or step % TMA_ALIGNMENT or address % TMA_ALIGNMENT:
         raise Unsupported(
@@ -323,15 +363,34 @@ def tensor_map(
             f"{TMA_ALIGNMENT}, found [{height}, {width}] with strides {list(strides)} of {size} "
             f"bytes at address {address % TMA_ALIGNMENT} modulo {TMA_ALIGNMENT}"
         )
-    driver = _driver()
+    swizzle = SWIZZLES[pitch(columns * size)]
+    return encoded_map(address, shape, (step,), MAP_TYPES[dtype], box, swizzle)
+
+
+def encoded_map(
+    address: int,
+    shape: tuple[int, ...],
+    steps: tuple[int, ...],
+    kind: int,
+    box: tuple[int, ...],
+    swizzle: int,
+) -> bytes:
+    """Return a tensor map of a matrix [height, width].
+
+    steps    bytes between rows
+    kind     CUtensorMapDataType
+    box      rows x columns
+    swizzle  CUtensorMapSwizzle
+    """
+    (height, width), (rows, columns), (step,) = shape, box, steps
     space = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    sizes, steps = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(step)
+    sizes, strides = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(step)
     tile, every = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
-    result = driver.cuTensorMapEncodeTiled(
-        *(ctypes.c_void_p(place), MAP_TYPES[dtype], 2),
-        *(ctypes.c_void_p(address), sizes, steps, tile, every),
-        *(0, SWIZZLES[pitch(columns * size)], L2_PROMOTION_128B, 0),
+    result = driver().cuTensorMapEncodeTiled(
+        *(ctypes.c_void_p(place), kind, 2),
+        *(ctypes.c_void_p(address), sizes, strides, tile, every),
+        *(0, swizzle, L2_PROMOTION_128B, 0),
     )
     what = f"[{height}, {width}] with rows of {step} bytes, in boxes of {rows} x {columns}"
     require_success(result, f"cuTensorMapEncodeTiled, {what}")
@@ -352,23 +411,28 @@ def _set_device() -> Callable[[int], None]:
 
 
 @lru_cache(4096)
-def _early(*shape_and_stream: int) -> Any:
-    """Return a pointer to a LaunchConfig with the attribute EARLY; to make one takes 2 µs."""
-    return ctypes.byref(LaunchConfig(*shape_and_stream, ctypes.pointer(EARLY), 1))
+def _launch_config(
+    grid: int, threads: int, shared_bytes: int, stream: int, together: bool, early: bool
+) -> Any:
+    """Return a pointer to a LaunchConfig; to make one takes 2 µs."""
+    chosen = [number for number, on in ((COOPERATIVE, together), (EARLY, early)) if on]
+    attributes = (LaunchAttribute * 2)(*[LaunchAttribute(number, 0, (1,)) for number in chosen])
+    shape = grid, 1, 1, threads, 1, 1, shared_bytes
+    first = ctypes.cast(attributes, ctypes.POINTER(LaunchAttribute))
+    return ctypes.byref(LaunchConfig(*shape, stream, first, len(chosen)))
 
 
 @cache
-def _driver() -> ctypes.CDLL:
-    driver, (pointer, u32) = ctypes.CDLL("libcuda.so.1"), (ctypes.c_void_p, ctypes.c_uint32)
-    driver.cuLaunchKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 3
-    driver.cuLaunchKernelEx.argtypes = pointer, pointer, pointer, pointer
-    driver.cuLaunchCooperativeKernel.argtypes = pointer, *[u32] * 7, *[pointer] * 2
-    return driver
+def driver() -> ctypes.CDLL:
+    """Return CUDA's driver."""
+    library, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p
+    library.cuLaunchKernelEx.argtypes = pointer, pointer, pointer, pointer
+    return library
 
 
 def require_success(result: int, what: str) -> None:
     """Raise RuntimeError unless the driver's call succeeded."""
     if result:
         error = ctypes.c_char_p()
-        _driver().cuGetErrorName(result, ctypes.byref(error))
+        driver().cuGetErrorName(result, ctypes.byref(error))
         raise RuntimeError(f"{what}: {(error.value or b'?').decode()}")

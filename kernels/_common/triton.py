@@ -6,6 +6,8 @@ alignment. `prepare` chooses the path and records it in Launch.choice.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.cuda import Layout, Loaded, encoded_map, on_tape
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
@@ -88,11 +91,14 @@ class Template:
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         """Enqueue the kernels on the current stream; return the results."""
         new_empty = operands[0].new_empty
-        tensors = [*operands, *[new_empty(shape, dtype=dtype) for shape, dtype in self._allocated]]
+        made = [new_empty(shape, dtype=dtype) for shape, dtype in self._allocated]
+        tensors = [*operands, *made]
         addresses = [t.data_ptr() for t in tensors]
         for launch in self._launches:
             launch(tensors, addresses)
-        return [tensors[i] for i in self._results]
+        results = [tensors[i] for i in self._results]
+        on_tape(made[-1], kept=(self,), complete=len(made) == 1)
+        return results
 
 
 class _Launch:
@@ -101,6 +107,7 @@ class _Launch:
     def __init__(self, program: BoundKernel, place: Mapping[int, int]) -> None:
         self._program, self._args = program, [*program.args]
         self._run: Callable[..., None] | None = None
+        self._raw: _Raw | None = None
         self._rest: list[Any] = []
         found = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
         holes = [
@@ -113,6 +120,10 @@ class _Launch:
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
         """Enqueue the kernel; calls after the first only pass addresses."""
         args = self._args.copy()
+        if self._raw:
+            self._raw(addresses)
+            return
+        on_tape(complete=False)
         if self._run:
             for at, i in self._plain:
                 args[at] = addresses[i]
@@ -130,6 +141,8 @@ class _Launch:
         if compiled:  # None if interpreted
             self._rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             self._run = compiled[(*grid, 1, 1)[:3]]
+            holes = dict([*self._plain, *self._boxed])
+            self._raw = _Raw.of(compiled, grid, args, holes, tensors[0].device)
 
     def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
         """Return the boxes at these addresses from a cache: the allocator reuses addresses."""
@@ -142,6 +155,86 @@ class _Launch:
                 for (at, box), address in zip(boxed, addresses, strict=True)
             ]
         return boxes
+
+
+class _Raw:
+    """A compiled kernel whose arguments this module packs, which takes 4 µs instead of 20.
+
+    The parameters are those of the signature, in order, then two pointers to scratch memory. A
+    descriptor is its tensor map, sizes in int32 and strides in int64 (triton/backends/nvidia).
+    """
+
+    def __init__(self, loaded: Loaded, formats: list[str], fill: Callable[..., list[Any]]) -> None:
+        """Keep the launch, the layout of its arguments, and a function of the addresses."""
+        self.loaded, self.layout = loaded, Layout(*formats)
+        self.arguments = lru_cache(ADDRESSES)(lambda *at: self.layout(*fill(at)))
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        """Enqueue the kernel on torch's current stream."""
+        self.loaded.enqueue(self.arguments(*addresses))
+
+    @classmethod
+    def of(
+        cls,
+        compiled: Any,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        holes: Mapping[int, int],
+        device: torch.device,
+    ) -> "_Raw | None":
+        """Return the launch, or None if Triton's own launcher must make it.
+
+        holes  argument -> number of the tensor whose address it takes
+        """
+        metadata, signature = compiled.metadata, [*compiled.src.signature.values()]
+        scratch = ("global_scratch_size", "profile_scratch_size")
+        special = [getattr(metadata, name, 0) for name in (*scratch, "launch_cooperative_grid")]
+        special += [getattr(metadata, "launch_pdl", False), getattr(metadata, "num_ctas", 1) != 1]
+        described = [*(getattr(metadata, "tensordesc_meta", None) or ())]
+        if any(special) or len(grid) > 1 or device.type != "cuda":
+            return None
+        formats: list[str] = []
+        parts: list[Callable[[Sequence[int]], list[Any]]] = []
+        for at, kind in enumerate(signature[: len(args)]):
+            arg, hole = args[at], holes.get(at)
+            if kind == "constexpr":
+                continue
+            if isinstance(arg, TensorDescriptor):
+                meta = described.pop(0) if described else None
+                if meta is None or hole is None or len(arg.shape) != 2:
+                    return None
+                formats += ["128s", "i", "i", "q", "q"]
+                parts.append(partial(_described, hole, meta, arg))
+            elif isinstance(arg, Tensor):
+                formats.append("P")
+                address = arg.data_ptr()
+                parts.append(lambda at, hole=hole, a=address: [a if hole is None else at[hole]])
+            elif kind in ("i32", "i64") and isinstance(arg, int):
+                formats.append("i" if kind == "i32" else "q")
+                parts.append(lambda at, value=arg: [value])
+            else:
+                return None
+        formats += ["P", "P"]
+        parts.append(lambda at: [0, 0])
+        threads, kernel = 32 * metadata.num_warps, SimpleNamespace(ptr=compiled.function)
+        loaded = Loaded(kernel, "", device.index, grid[0], threads, metadata.shared)
+        return cls(loaded, formats, lambda at: [value for part in parts for value in part(at)])
+
+
+def _described(
+    hole: int, meta: Mapping[str, Any], box: TensorDescriptor, addresses: Sequence[int]
+) -> list[Any]:
+    """Return the parameters of a descriptor at one of these addresses."""
+    kind = {8: 10, 9: 8, 10: 9}.get(meta["elem_type"], meta["elem_type"])  # device to host
+    map_ = encoded_map(
+        addresses[hole],
+        tuple(box.shape),
+        (box.strides[0] * meta["elem_size"],),
+        kind,
+        tuple(meta["block_size"]),
+        meta["swizzle"],
+    )
+    return [map_, *box.shape, *box.strides]
 
 
 class _Place(NamedTuple):

@@ -13,6 +13,7 @@ Beyond 256 tokens the products take longer than reading a dense W, so a dense ke
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import zip_longest
 
 import torch
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
+from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    Arguments,
     BoundKernel,
     Constants,
     Layout,
@@ -28,6 +32,7 @@ from sparsebench.kernels._common.cuda import (
     clusters_at_once,
     compile_ahead,
     load,
+    on_tape,
     unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest_launch
@@ -107,24 +112,64 @@ def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
     """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
-    (m, k), (n, _), device = x.shape, w.shape, x.device
-    room = w.room
-    shared = config.shared_bytes(room, m, x.itemsize)
-    if shared > SHARED_BYTES:
-        raise Unsupported(f"expected {SHARED_BYTES} bytes of shared memory at most, found {shared}")
-    constants = constants_of(config, w.dtype)
-    kernel, code = load("bitmap_mma", "multiply_records", constants, shared, device)
-    row_tiles, tiles = -(-n // ROWS), -(-k // COLUMNS)
-    workers = min(at_once(config.split, device), row_tiles)
-    if config.split > 1 and (found := -(-row_tiles // workers)) > config.rows:
-        raise Unsupported(f"expected {config.rows} rows of tiles for a cluster, found {found}")
-    y = x.new_empty(m, n, dtype=OUTPUTS["fp8"] if x.itemsize == 1 else x.dtype)
-    activations = x.data_ptr(), x.stride(0) * x.itemsize, m, k
-    weights = w.records.data_ptr(), w.offsets.data_ptr(), row_tiles, tiles, workers
-    args = ARGUMENTS(*activations, *weights, y.data_ptr(), n, room)
-    grid, threads = workers * config.split * -(-m // config.tokens), 32 * (config.warps + 1)
-    loaded = Loaded(kernel, code, device.index, grid, threads, shared)
-    return BoundKernel(loaded, args, (x, w.records, w.offsets), y)
+    m, product = len(x), Product(w, config, x.device)
+    product.require(m)
+    y = x.new_empty(m, w.shape[0], dtype=product.kind)
+    args = product.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr())
+    return BoundKernel(product.loaded(m), args, (x, w.records, w.offsets), y)
+
+
+class Product:
+    """A configuration to call: a new Y of X and of this W (selection.Product)."""
+
+    pack = order = None
+
+    def __init__(self, w: Bitmap, config: Config, device: torch.device) -> None:
+        """Load the kernel, and keep the arguments for the addresses used last."""
+        self.w, self.config, self.device, self.room = w, config, device, w.room
+        self.kind = OUTPUTS["fp8"] if w.dtype.itemsize == 1 else w.dtype
+        self.workers = min(at_once(config.split, device), -(-w.shape[0] // ROWS))
+        self.arguments = lru_cache(ADDRESSES)(self._arguments)
+        self.loaded = lru_cache(ADDRESSES)(self._loaded)
+        self.code = self.loaded(1).code
+
+    def require(self, m: int) -> None:
+        """Raise Unsupported if m tokens do not fit."""
+        row_tiles, split = -(-self.w.shape[0] // ROWS), self.config.split
+        rows = -(-row_tiles // self.workers)
+        if split > 1 and rows > self.config.rows:
+            limit = f"expected {self.config.rows} rows of tiles for a cluster"
+            raise Unsupported(f"{limit}, found {rows}")
+        if (shared := self._shared(m)) > SHARED_BYTES:
+            limit = f"expected {SHARED_BYTES} bytes of shared memory at most"
+            raise Unsupported(f"{limit}, found {shared}")
+
+    def run(self, x: Tensor) -> Tensor:
+        """Multiply; the caller checks the operands. A graph keeps W alive."""
+        m = x.shape[0]
+        y = x.new_empty((m, self.w.shape[0]), dtype=self.kind)
+        self.loaded(m).enqueue(self.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr()))
+        on_tape(y, kept=(self,))
+        if is_capturing(x):
+            keep(self)
+        return y
+
+    def _shared(self, m: int) -> int:
+        return self.config.shared_bytes(self.room, m, self.w.dtype.itemsize)
+
+    def _loaded(self, m: int) -> Loaded:
+        config, shared = self.config, self._shared(m)
+        constants = constants_of(config, self.w.dtype)
+        kernel, code = load("bitmap_mma", "multiply_records", constants, shared, self.device)
+        grid = self.workers * config.split * -(-m // config.tokens)
+        threads = 32 * (config.warps + 1)
+        return Loaded(kernel, code, self.device.index, grid, threads, shared)
+
+    def _arguments(self, m: int, x: int, stride: int, y: int) -> Arguments:
+        (n, k), w = self.w.shape, self.w
+        tiles = -(-n // ROWS), -(-k // COLUMNS)
+        weights = w.records.data_ptr(), w.offsets.data_ptr(), *tiles, self.workers
+        return ARGUMENTS(x, stride * w.dtype.itemsize, m, k, *weights, y, n, self.room)
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:

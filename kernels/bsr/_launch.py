@@ -1,13 +1,18 @@
-"""Launches of the CUDA kernels of this family: a plan, and its binding to operands.
+"""Launches of the CUDA kernels of this family: a plan, its product, and its binding to operands.
 
-    plan   pattern, tokens and configuration: lists on the device, compiled code     made once
-    bind   a plan's kernel on activations and values; packs the values if needed     each step
+    plan     pattern, most tokens, configuration: lists on the device, compiled code    made once
+    Product  a plan to call with activations and blocks; returns a new tensor           each step
+    bind     a plan's kernel on activations and values; its output is reused            each suite
 
-bsr_small and bsr_strips read W packed in the order of their steps; bsr_wgmma reads it as stored.
+bsr_small and bsr_strips read W packed in the order of their steps (pack.cu); bsr_wgmma reads it as
+stored. A plan for M tokens also multiplies fewer: the maps of X and Y end at the last token, so the
+tiles beyond it read zeros and write nothing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256
 from typing import Protocol
 
 import torch
@@ -15,58 +20,136 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.cuda import Arguments, BoundKernel, Loaded
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    Arguments,
+    BoundKernel,
+    Layout,
+    Loaded,
+    load,
+    on_tape,
+    target_of,
+)
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.bsr._small_steps import gathered
 from sparsebench.results.record import Problem
 
 LARGEST = 2**31 - 1  # the kernels count in int32
+PIECE_BYTES = 16
+PACK_THREADS, PACK_PIECES = 256, 4  # of a CTA; pieces of a thread (pack.cu)
+PACK_ARGUMENTS = Layout(*"PPPi")
 
 
 @dataclass(frozen=True)
 class Plan:
     """A launch without operands: it depends only on pattern, tokens and configuration.
 
-    lists          on the device: steps and items, or steps and the rows of each group
-    arguments      (address of x, strides of x, address of W's values, address of y) -> arguments
-    activations    [m, k], or [m, n] if transposed
-    blocks         [blocks, r, c]
-    out            [m, n], or [m, k] if transposed
-    source         int32, on the device: the position in the blocks of each 16-byte piece of the
-                   packed W; None if the kernel reads the blocks as stored
-    turned         `source` counts the pieces of transposed blocks
-    zeros          int64, on the device: the pieces of the packed W that belong to no block
+    lists      on the device: steps and items, or steps and the rows of each group
+    arguments  (tokens, address of x, strides of x, address of W's values, address of y)
+               -> arguments
+    tokens     most tokens of x
+    depth      columns of x: k, or n if transposed
+    blocks     [blocks, r, c]
+    width      columns of y: n, or k if transposed
+    source     int32, on the device: the position in the blocks of each 16-byte piece of the packed
+               W, or -1 for zeros; None if the kernel reads the blocks as stored
+    turned     `source` counts the pieces of transposed blocks
     """
 
     loaded: Loaded
     lists: tuple[Tensor, ...]
-    arguments: Callable[[int, tuple[int, ...], int, int], Arguments]
-    activations: tuple[int, int]
+    arguments: Callable[[int, int, tuple[int, ...], int, int], Arguments]
+    tokens: int
+    depth: int
     blocks: tuple[int, int, int]
-    out: tuple[int, int]
+    width: int
     dtype: torch.dtype
     source: Tensor | None = None
     turned: bool = False
-    zeros: Tensor | None = None
+
+    @cached_property
+    def order(self) -> bytes | None:
+        """Return a digest of the order of the packed W; None if it is read as stored."""
+        if self.source is None:
+            return None
+        return sha256(self.source.cpu().numpy().tobytes() + bytes([self.turned])).digest()
+
+    @property
+    def packs(self) -> bool:
+        """Return whether the kernel reads another tensor than the values."""
+        return self.source is not None or not self.blocks[0]
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Return what the kernel reads of W: the values, or a copy in the order of the steps."""
+        if self.source is None:
+            on_tape(complete=self.blocks[0] > 0)
+            return values if self.blocks[0] else values.new_zeros(1, *self.blocks[1:])
+        on_tape(complete=not self.turned)
+        turned = values.transpose(1, 2).contiguous() if self.turned else values
+        return packed(turned, self.source)
+
+
+class Product:
+    """A plan to call: a new Y of X and of W's blocks (selection.Product).
+
+    The caller checks the operands: at most `plan.tokens` tokens, in the plan's dtype, aligned.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        """Take the plan's order of the packed W."""
+        self.plan, self.code = plan, plan.loaded.code
+        self.pack, self.order = (plan.pack, plan.order) if plan.packs else (None, None)
+
+    def run(self, x: Tensor, w: Tensor) -> Tensor:
+        """Multiply by the blocks, packed if there is `pack`; a graph keeps the plan alive."""
+        plan, m = self.plan, x.shape[0]
+        y = x.new_empty((m, plan.width))
+        addresses = x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
+        plan.loaded.enqueue(plan.arguments(m, *addresses))
+        on_tape(y, kept=(plan, w))
+        if is_capturing(x):
+            keep(plan)
+        return y
 
 
 def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
     """Return a plan's kernel on these operands, with a new output. Raises Unsupported."""
-    expected = plan.activations, plan.blocks, plan.dtype, plan.dtype
-    found = x.shape, values.shape, x.dtype, values.dtype
-    if found != expected or not values.is_contiguous():
-        raise Unsupported(f"planned for {expected}, contiguous blocks; found {found}")
-    if plan.source is None:
-        w = values if plan.blocks[0] else values.new_zeros(1, *plan.blocks[1:])
-    else:
-        turned = values.transpose(1, 2).contiguous() if plan.turned else values
-        w = gathered(turned.view(-1, 1, 8), plan.source)
-    if plan.zeros is not None and len(plan.zeros):
-        w.view(-1, 8).index_fill_(0, plan.zeros, 0)
-    y = x.new_empty(plan.out)
-    args = plan.arguments(x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
+    m, expected = x.shape[0], (plan.depth, plan.blocks, plan.dtype, plan.dtype)
+    actual = x.shape[1], values.shape, x.dtype, values.dtype
+    if actual != expected or m > plan.tokens or not values.is_contiguous():
+        limit = f"planned for {plan.tokens} tokens and {expected}, contiguous blocks"
+        raise Unsupported(f"{limit}; found {m} tokens and {actual}")
+    w, y = plan.pack(values), x.new_empty(m, plan.width)
+    args = plan.arguments(m, x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
     return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
+
+
+def packed(blocks: Tensor, source: Tensor) -> Tensor:
+    """Return the pieces of 16 bytes of blocks [blocks, r, c] in the order of `source`: [pieces, 8].
+
+    A piece -1 is zeros. Without blocks, return one block of zeros.
+    """
+    if not blocks.shape[0]:
+        on_tape(complete=False)
+        return blocks.new_zeros(1, *blocks.shape[1:])
+    pieces, size = source.shape[0], PIECE_BYTES // blocks.itemsize
+    if not blocks.is_cuda:  # the reference of pack.cu
+        return blocks.view(-1, size)[source.clamp(0)].masked_fill_(source[:, None] < 0, 0)
+    out = blocks.new_empty((pieces, size))
+    loaded, arguments = _pack_kernel(blocks.device, pieces)
+    loaded.enqueue(arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr()))
+    on_tape(out)
+    return out
+
+
+@lru_cache(256)
+def _pack_kernel(device: torch.device, pieces: int) -> tuple[Loaded, Callable[..., Arguments]]:
+    """Return pack.cu for so many pieces, and its arguments by the addresses, which it keeps."""
+    kernel, code = load("pack", "gather_pieces", (), 0, device, target_of(device))
+    grid = -(-pieces // (PACK_THREADS * PACK_PIECES))
+    arguments = lru_cache(ADDRESSES)(lambda *addresses: PACK_ARGUMENTS(*addresses, pieces))
+    return Loaded(kernel, code, device.index, grid, PACK_THREADS, 0), arguments
 
 
 class Prepare(Protocol):

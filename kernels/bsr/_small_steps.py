@@ -217,16 +217,6 @@ def sources(order: Tensor, pieces: Tensor) -> Tensor:
     return (order[:, None] * len(pieces) + pieces).flatten().int()
 
 
-def gathered(values: Tensor, source: Tensor) -> Tensor:
-    """Return the blocks packed by `sources`; one block of zeros if W stores none."""
-    blocks, r, c = values.shape
-    if not blocks:
-        return values.new_zeros(1, r, c)
-    # As complex128, one element of 16 bytes is copied instead of eight.
-    pieces = values.view(-1, 8).view(torch.complex128)
-    return pieces.index_select(0, source).view(values.dtype).view(-1, r, c)
-
-
 def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int, groups: int) -> Ints:
     """Group the units by the strips that they share: [groups, size], filled up with -1.
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
@@ -55,6 +56,7 @@ RING_BYTES = 224 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 2048  # alignment to 1024 may take 1023
 # The map of x, starts, firsts; w, steps, units, y; m and width.
 ARGUMENTS = cuda.Layout("128s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
+UNITED = 16  # side of a block that unites four of 8 x 8
 CUT_TOKENS = 256  # up to this many, blocks above 32 are cut; beyond, bsr_wgmma is faster
 TRIED = 4  # configurations that a short search times: the best by the byte model
 
@@ -87,6 +89,13 @@ def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> li
     return sorted(costs, key=lambda config: costs[config])
 
 
+def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config]]:
+    """Return the likeliest `configurations`."""
+    small, _ = _fitting(w)
+    workers = multiprocessors(w.columns.device)
+    return [(config,) for config in configurations(small, m, workers, transposed)]
+
+
 def launch(
     x: Tensor, w: Bsr, config: Config, *, transposed: bool = False, watchdog: bool = False
 ) -> cuda.BoundKernel:
@@ -108,8 +117,10 @@ def plan(
     Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
     for the device.
     """
-    (n, k), (blocks, b, _), dtype, device = w.shape, w.values.shape, w.values.dtype, w.values.device
-    lists = _lists(w, config, transposed)
+    (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
+    small, places = _fitting(w)
+    b = small.block[0]
+    lists = _lists(small, config, transposed)
     constants = constants_of(config, lists.room, b, dtype, transposed, m <= config.tokens)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
@@ -117,21 +128,25 @@ def plan(
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
     firsts = first_of(steps[bounds[:-1]], config.tokens).tobytes()
-    order, pieces, *rest = (
-        torch.from_numpy(a).to(device) for a in (lists.order, swizzle(b), steps, lists.units)
-    )
-    activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
+    order, pieces = (torch.from_numpy(a) for a in (lists.order, swizzle(b)))
+    rest = [torch.from_numpy(a).to(device) for a in (steps, lists.units)]
+    source = sources(order, pieces) if places is None else places[sources(order, pieces).long()]
+    depth, width = (n, k) if transposed else (k, n)
+    first_steps = starts.tobytes()
 
     @lru_cache(cuda.ADDRESSES)
-    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> cuda.Arguments:
-        x_map = cuda.tensor_map(x, activations, strides, dtype, (min(m, config.tokens), STRIP))
+    def arguments(
+        tokens: int, x: int, strides: tuple[int, int], packed: int, y: int
+    ) -> cuda.Arguments:
+        rows = tokens if m <= config.tokens else config.tokens  # of a box (ONCE)
+        x_map = cuda.tensor_map(x, (tokens, depth), strides, dtype, (rows, STRIP))
         each, units = (a.data_ptr() for a in rest)
-        return ARGUMENTS(x_map, starts.tobytes(), firsts, packed, each, units, y, *out)
+        return ARGUMENTS(x_map, first_steps, firsts, packed, each, units, y, tokens, width)
 
     grid = len(bounds) - 1
     loaded = cuda.Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)
-    sizes = activations, (blocks, b, b), out, dtype
-    return Plan(loaded, tuple(rest), arguments, *sizes, sources(order, pieces))
+    sizes = m, depth, (*w.values.shape,), width, dtype
+    return Plan(loaded, tuple(rest), arguments, *sizes, source.to(device))
 
 
 def first_of(steps: Ints, tokens: int) -> Ints:
@@ -165,35 +180,60 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     (n, k), (r, c), values = w.shape, w.block, w.values
     if reason := cuda.unsupported_operands(x, w, transposed):
         return reason
-    if r != c or r not in BLOCKS:
-        return f"expected blocks of 16x16 or 32x32, found {r}x{c}"
+    if (r, c) != (8, 8) and (r % BLOCKS[0] or c % BLOCKS[0]):
+        return f"expected blocks of 8x8 or of multiples of 16, found {r}x{c}"
+    if max(r, c) > BLOCKS[-1] and len(x) > CUT_TOKENS:
+        return f"blocks of {r}x{c}: expected up to {CUT_TOKENS} tokens, found {len(x)}"
     return too_large((n, k), len(values), len(values) * r * c // 8, len(x))
 
 
 def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
     """Unite the rows and assign the work; take a table's configuration, or time up to TRIED."""
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
-    w = _fitting(w, len(x))
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     name = "bsr_small_dgrad" if transposed else "bsr_small"
-    workers = multiprocessors(x.device)
-    possible = [] if operands.pinned else configurations(w, len(x), workers, transposed)
+    possible = [] if operands.pinned else [each for (each,) in offered(w, len(x), transposed)]
     searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
     candidates = [launch(x, w, config, transposed=transposed) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 
 
-def _fitting(w: Bsr, m: int) -> Bsr:
-    """Return W in blocks of 16 or 32: as stored, cut or united. Raises Unsupported."""
+def _fitting(w: Bsr) -> tuple[Bsr, Tensor | None]:
+    """Return W's pattern in blocks of 16 or 32, and where their pieces come from.
+
+    int32 [pieces]: the position in W's blocks of each piece of 8 columns, or -1 for zeros; None if
+    the blocks are as stored. Larger blocks are cut, and four of 8 x 8 are united.
+    """
     r, c = w.block
-    if max(r, c) > BLOCKS[-1] and m > CUT_TOKENS:
-        raise Unsupported(f"blocks of {r}x{c}: expected up to {CUT_TOKENS} tokens, found {m}")
-    if w.block == (8, 8):
-        return Bsr.from_dense(w.to_dense(), block=16)
+    if r == c and r in BLOCKS:
+        return w, None
+    (n, k), blocks, piece = w.shape, len(w.values), UNITED // 2
+    pieces = torch.arange(blocks * r * c // piece, dtype=torch.int32).view(blocks, r, c // piece)
+    if r == piece:
+        return _united(w, pieces)
+    numbered = Bsr((n, -(-k // piece)), w.offsets.cpu(), w.columns.cpu(), pieces)
     side = gcd(r, c, BLOCKS[-1])
-    return cut(w, side) if side in BLOCKS and (r, c) != (side, side) else w
+    small = cut(numbered, side, side // piece)
+    return _pattern(w, small.offsets, small.columns, side), small.values.flatten()
+
+
+def _united(w: Bsr, pieces: Tensor) -> tuple[Bsr, Tensor]:
+    """Unite blocks of 8 x 8 in fours; their pieces are rows."""
+    rows, columns = rows_of(w.offsets.cpu()), w.columns.cpu().long()
+    down, across = (-(-size // UNITED) for size in w.shape)
+    place, at = (rows // 2 * across + columns // 2).unique(return_inverse=True)
+    united = torch.full((len(place), 2, UNITED // 2, 2), -1, dtype=torch.int32)
+    united[at, rows % 2, :, columns % 2] = pieces[:, :, 0]
+    index = offsets_of(place // across, down), (place % across).int()
+    return _pattern(w, *index, UNITED), united.flatten()
+
+
+def _pattern(w: Bsr, offsets: Tensor, columns: Tensor, side: int) -> Bsr:
+    """Return a pattern with blocks of `side`, whose values are never read."""
+    values = w.values.new_empty((1, 1, 1)).expand(len(columns), side, side)
+    return Bsr(w.shape, offsets, columns, values)
 
 
 def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:

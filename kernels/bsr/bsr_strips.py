@@ -212,6 +212,17 @@ def configurations(tiles: Tiles, m: int, workers: int) -> list[Config]:
     return sorted(costs, key=lambda config: costs[config])
 
 
+def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config, Tiles]]:
+    """Return the likeliest `configurations` with W's tiles; if W is odd, also in aligned strips."""
+    workers, tiles = multiprocessors(w.columns.device), tiles_of(w, transposed)
+    likeliest = [(config, tiles) for config in configurations(tiles, m, workers)]
+    if w.block[not transposed] % ALIGNED == 0:
+        return likeliest
+    aligned = tiles_of(w, transposed, across=2)
+    more = [(config, aligned) for config in configurations(aligned, m, workers)]
+    return [*likeliest[:TRIED_ALIGNED], *more[:TRIED_ALIGNED], *likeliest[TRIED_ALIGNED:]]
+
+
 def launch(
     x: Tensor,
     w: Bsr,
@@ -261,22 +272,22 @@ def plan(
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
     uploaded = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
-    activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
-
-    boxes = boxes_of(tiles.depth, tiles.across)
+    depth, width = (n, k) if transposed else (k, n)
+    boxes, first_steps = boxes_of(tiles.depth, tiles.across), starts.tobytes()
 
     @lru_cache(cuda.ADDRESSES)
-    def arguments(x: int, strides: tuple[int, int], packed: int, y: int) -> cuda.Arguments:
-        x_maps = [
-            cuda.tensor_map(x, activations, strides, dtype, (config.tokens, box)) for box in boxes
-        ]
+    def arguments(
+        tokens: int, x: int, strides: tuple[int, int], packed: int, y: int
+    ) -> cuda.Arguments:
+        of_x = x, (tokens, depth), strides, dtype
+        x_maps = [cuda.tensor_map(*of_x, (config.tokens, box)) for box in boxes]
         each, rows = (a.data_ptr() for a in uploaded)
-        return ARGUMENTS(b"".join(x_maps), starts.tobytes(), packed, each, rows, y, *out)
+        return ARGUMENTS(b"".join(x_maps), first_steps, packed, each, rows, y, tokens, width)
 
     loaded = cuda.Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
-    order, sizes = packed_order(tiles, lists), (activations, (blocks, r, c), out, dtype)
-    source, zeros = order.clamp(0).to(device), (order < 0).nonzero()[:, 0].to(device)
-    return Plan(loaded, uploaded, arguments, *sizes, source, transposed, zeros)
+    sizes = m, depth, (blocks, r, c), width, dtype
+    source = packed_order(tiles, lists).to(device)
+    return Plan(loaded, uploaded, arguments, *sizes, source, transposed)
 
 
 def packed_order(tiles: Tiles, lists: Lists) -> Tensor:

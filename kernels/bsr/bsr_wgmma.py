@@ -73,6 +73,12 @@ def configurations(m: int, width: int) -> list[Config]:
     return [Config(tokens, ctas) for tokens in tiles for ctas in (1, 2) if ctas == 1 or m > tokens]
 
 
+def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config, Groups]]:
+    """Return `configurations` with the pairs of rows of W, which all of them share."""
+    groups = groups_of(w, transposed)
+    return [(config, groups) for config in configurations(m, w.shape[transposed])]
+
+
 def space() -> list[Config]:
     """Return all configurations, for a long search."""
     return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
@@ -121,18 +127,20 @@ def plan(
     kernel, code = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
     grid = (len(work.starts) - 1) * config.cluster
     (n, k), (blocks, r, c), dtype = w.shape, w.values.shape, w.values.dtype
-    activations, out = ((m, n), (m, k)) if transposed else ((m, k), (m, n))
+    depth, width = (n, k) if transposed else (k, n)
     rows = max(blocks, 1) * r, c  # a tensor map needs a row
 
     @lru_cache(cuda.ADDRESSES)
-    def arguments(x: int, strides: tuple[int, int], values: int, y: int) -> cuda.Arguments:
-        x_map = cuda.tensor_map(x, activations, strides, dtype, (config.tokens, SIDE))
+    def arguments(
+        tokens: int, x: int, strides: tuple[int, int], values: int, y: int
+    ) -> cuda.Arguments:
+        x_map = cuda.tensor_map(x, (tokens, depth), strides, dtype, (config.tokens, SIDE))
         w_map = cuda.tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, SIDE))
-        y_map = cuda.tensor_map(y, out, (out[1], 1), dtype, (SIDE, SIDE))
+        y_map = cuda.tensor_map(y, (tokens, width), (width, 1), dtype, (SIDE, SIDE))
         return ARGUMENTS(x_map + w_map + y_map, first, *(a.data_ptr() for a in lists))
 
     loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
-    return Plan(loaded, lists, arguments, activations, (blocks, r, c), out, dtype)
+    return Plan(loaded, lists, arguments, m, depth, (blocks, r, c), width, dtype)
 
 
 def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> cuda.Constants:

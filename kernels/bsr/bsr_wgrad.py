@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -41,6 +42,7 @@ PARTIAL = 2 * SIDE * SIDE  # fp32 sums in a column of an item: one tile of each 
 ARGUMENTS = cuda.Layout("256s", *"PPPPiPP")
 LARGEST = 2**31 - 1  # int32 of the kernel
 C = TypeVar("C", bound="DataclassInstance")  # a kernel's Config
+Strides = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,10 @@ class Plan:
     counters   int32 [partials, 2]: each launch leaves them in the state that the next one needs, so
                launches of a plan must not overlap
     partials   shape of the partial sums, fp32
-    arguments  (address of dy, its strides, address of x, its strides, address of the values,
-               address of the partial sums) -> arguments
-    dy, x      [m, n], [m, k]
+    arguments  (tokens, address of dy, its strides, address of x, its strides, address of the
+               values, address of the partial sums) -> arguments
+    tokens     most tokens of dy and x
+    shape      n and k
     blocks     [blocks, r, c]
     """
 
@@ -85,8 +88,8 @@ class Plan:
     counters: Tensor
     partials: tuple[int, int]
     arguments: Callable[..., cuda.Arguments]
-    dy: tuple[int, int]
-    x: tuple[int, int]
+    tokens: int
+    shape: tuple[int, int]
     blocks: tuple[int, int, int]
     dtype: torch.dtype
 
@@ -122,29 +125,54 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
-        dy: int, of_dy: tuple[int, int], x: int, of_x: tuple[int, int], values: int, partials: int
+        tokens: int, dy: int, of_dy: Strides, x: int, of_x: Strides, values: int, partials: int
     ) -> cuda.Arguments:
         down, across = (side + side % ALIGNED for side in sides)
-        maps = cuda.tensor_map(dy, (m, n), of_dy, dtype, (config.depth, down))
-        maps += cuda.tensor_map(x, (m, k), of_x, dtype, (config.depth, across))
+        maps = cuda.tensor_map(dy, (tokens, n), of_dy, dtype, (config.depth, down))
+        maps += cuda.tensor_map(x, (tokens, k), of_x, dtype, (config.depth, across))
         addresses = (a.data_ptr() for a in lists)
         return ARGUMENTS(maps, *addresses, values, blocks[2], partials, counters.data_ptr())
 
     loaded = cuda.Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
     partials = work.partials, config.wide * PARTIAL
-    return Plan(loaded, lists, counters, partials, arguments, (m, n), (m, k), blocks, dtype)
+    return Plan(loaded, lists, counters, partials, arguments, m, (n, k), blocks, dtype)
+
+
+class Product:
+    """A plan to call: the values of dW, new, of dY and X (selection.Product).
+
+    The caller checks the operands: at most `plan.tokens` tokens, in the plan's dtype, aligned.
+    """
+
+    pack = order = None
+
+    def __init__(self, plan: Plan) -> None:
+        """Keep the plan."""
+        self.plan, self.code = plan, plan.loaded.code
+
+    def run(self, dy: Tensor, x: Tensor) -> Tensor:
+        """Sum the blocks of dY.T @ X; a graph keeps the plan alive."""
+        plan = self.plan
+        values = x.new_empty(plan.blocks)
+        partials = x.new_empty(plan.partials, dtype=torch.float32)
+        addresses = dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()
+        args = plan.arguments(x.shape[0], *addresses, values.data_ptr(), partials.data_ptr())
+        plan.loaded.enqueue(args)
+        if is_capturing(x):
+            keep(plan)
+        return values
 
 
 def bind(plan: Plan, dy: Tensor, x: Tensor) -> cuda.BoundKernel:
     """Return a plan's kernel on these operands, with new values. Raises Unsupported."""
-    expected = plan.dy, plan.x, plan.dtype, plan.dtype
-    found = dy.shape, x.shape, dy.dtype, x.dtype
-    if found != expected:
-        raise Unsupported(f"planned for {expected}, found {found}")
+    (m, n), k, expected = dy.shape, x.shape[1], (plan.shape, plan.dtype, plan.dtype)
+    if ((n, k), dy.dtype, x.dtype) != expected or m != len(x) or m > plan.tokens:
+        limit = f"planned for {plan.tokens} tokens and {expected}"
+        raise Unsupported(f"{limit}, found {dy.dtype} {list(dy.shape)}, {x.dtype} {list(x.shape)}")
     values = x.new_empty(plan.blocks)
     partials = x.new_empty(plan.partials, dtype=torch.float32)
     args = plan.arguments(
-        *(dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()),
+        *(m, dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()),
         *(values.data_ptr(), partials.data_ptr()),
     )
     return cuda.BoundKernel(

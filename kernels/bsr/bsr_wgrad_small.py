@@ -43,6 +43,7 @@ from sparsebench.kernels.bsr.bsr_wgrad import (
     SHARED_BYTES,
     THREADS,
     Plan,
+    Strides,
     bind,
 )
 
@@ -137,18 +138,17 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
-        dy: int, of_dy: tuple[int, int], x: int, of_x: tuple[int, int], values: int, partials: int
+        tokens: int, dy: int, of_dy: Strides, x: int, of_x: Strides, values: int, partials: int
     ) -> cuda.Arguments:
         box = config.depth, WIDTH
-        maps = cuda.tensor_map(dy, (m, n), of_dy, dtype, box) + cuda.tensor_map(
-            x, (m, k), of_x, dtype, box
-        )
+        maps = cuda.tensor_map(dy, (tokens, n), of_dy, dtype, box)
+        maps += cuda.tensor_map(x, (tokens, k), of_x, dtype, box)
         rest = starts, values, blocks[2], partials, counters.data_ptr()
         return ARGUMENTS(maps, *(a.data_ptr() for a in lists), *rest)
 
     loaded = cuda.Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
     partials = work.partials, config.units * PARTIAL
-    return Plan(loaded, lists, counters, partials, arguments, (m, n), (m, k), blocks, dtype)
+    return Plan(loaded, lists, counters, partials, arguments, m, (n, k), blocks, dtype)
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:

@@ -14,6 +14,7 @@ is [m, k], so a CTA transposes a panel of X in shared memory and gathers from th
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,13 +22,17 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import BITS
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    Arguments,
     BoundKernel,
     Constants,
     Layout,
     Loaded,
     compile_ahead,
     load,
+    on_tape,
     target_of,
     unsupported_before_ampere,
 )
@@ -143,23 +148,61 @@ def launch(x: Tensor, w: Csr, config: Config) -> BoundKernel:
     """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
-    (m, k), (n, _), dtype, device = x.shape, w.shape, x.dtype, x.device
-    shape, shared = divided(w, m, config, device)
-    work = work_of(w, shape)
-    if work.size > LARGEST:
-        raise Unsupported(f"expected less than 2^31 non-zeros in steps, found {work.size}")
-    steps = packed(w, work, shape.chunk, config.column_bytes(dtype))
-    constants, target = constants_of(config, dtype, is_aligned(x)), target_of(device)
-    kernel, code = load("csr_cuda", "multiply_rows", constants, shared, device, target)
-    y, bounds = x.new_empty(m, n), shape.bounds.to(torch.int32)
-    lists = steps, work.teams, work.starts, work.pieces, bounds
-    groups, chunks = len(bounds) - 1, -(-k // shape.chunk)
-    addresses = (a.data_ptr() for a in lists)
-    sizes = groups, chunks, shape.chunk, shared - shape.chunk * config.column_bytes(dtype)
-    args = ARGUMENTS(x.data_ptr(), x.stride(0), m, k, *addresses, *sizes, y.data_ptr(), n)
-    grid = -(-m // config.tokens) * groups
-    loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
-    return BoundKernel(loaded, args, (x, *lists), y)
+    product, m = Product(w, len(x), config, aligned=is_aligned(x)), len(x)
+    y = x.new_empty(m, w.shape[0])
+    args = product.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr())
+    return BoundKernel(product.loaded(m), args, (x, *product.lists), y)
+
+
+class Product:
+    """A configuration for up to `tokens` to call: a new Y of X and of this W (selection.Product).
+
+    aligned  the columns of X can be read in fours
+    """
+
+    pack = order = None
+
+    def __init__(self, w: Csr, tokens: int, config: Config, *, aligned: bool) -> None:
+        """Divide the work and pack the non-zeros. Raises Unsupported."""
+        (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
+        shape, self.shared = divided(w, tokens, config, device)
+        work = work_of(w, shape)
+        if work.size > LARGEST:
+            raise Unsupported(f"expected less than 2^31 non-zeros in steps, found {work.size}")
+        steps = packed(w, work, shape.chunk, config.column_bytes(dtype))
+        self.config, self.shape, self.dtype, self.device = config, (n, k), dtype, device
+        self.aligned, bounds = aligned, shape.bounds.to(torch.int32)
+        self.lists = steps, work.teams, work.starts, work.pieces, bounds
+        self.groups, self.chunk = len(bounds) - 1, shape.chunk
+        self.arguments = lru_cache(ADDRESSES)(self._arguments)
+        self.loaded = lru_cache(ADDRESSES)(self._loaded)
+        self.code = self.loaded(tokens).code
+
+    def run(self, x: Tensor) -> Tensor:
+        """Multiply; the caller checks the operands. A graph keeps the packed non-zeros alive."""
+        m = x.shape[0]
+        y = x.new_empty((m, self.shape[0]))
+        self.loaded(m).enqueue(self.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr()))
+        on_tape(y, kept=(self,))
+        if is_capturing(x):
+            keep(self)
+        return y
+
+    def _loaded(self, m: int) -> Loaded:
+        constants, target = (
+            constants_of(self.config, self.dtype, self.aligned),
+            target_of(self.device),
+        )
+        at = "csr_cuda", "multiply_rows", constants, self.shared, self.device, target
+        kernel, code = load(*at)
+        grid = -(-m // self.config.tokens) * self.groups
+        return Loaded(kernel, code, self.device.index, grid, self.config.threads, self.shared)
+
+    def _arguments(self, m: int, x: int, stride: int, y: int) -> Arguments:
+        (n, k), chunk = self.shape, self.chunk
+        sums = self.shared - chunk * self.config.column_bytes(self.dtype)
+        sizes = self.groups, -(-k // chunk), chunk, sums
+        return ARGUMENTS(x, stride, m, k, *(a.data_ptr() for a in self.lists), *sizes, y, n)
 
 
 def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsebench.formats.bitmap import Bitmap
-from sparsebench.kernels.nn.matmul import dense_copy, matmul
+from sparsebench.kernels.nn._frozen_op import dense_copy
+from sparsebench.kernels.nn.matmul import matmul
 
 _BITMAPS = WeakTensorKeyDictionary()
 

@@ -13,16 +13,20 @@ CUDA graph holds only their kernels. A layer calls `multiply`, which takes one o
     _Functional  the operator with vmap, for torch.func; forward-mode AD is refused
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
+from sparsebench.kernels._common.front import Guard, recorded
+from sparsebench.kernels._common.selection import bucket
 from sparsebench.kernels._common.transforms import one_by_one, transformed, watched
-from sparsebench.kernels.nn._bsr_pattern import Pattern, pattern_of
+from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
 from sparsebench.kernels.nn._bsr_plans import Call
 
 ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
@@ -32,17 +36,18 @@ PLAIN = Tensor, nn.Parameter  # types that have an address
 # ---- products of a pattern ----
 
 
-def _y(pattern: Pattern, x: Tensor, values: Tensor, n: int) -> Tensor:
+def _y(pattern: Pattern, x: Tensor, values: Tensor, n: int, live: bool) -> Tensor:
     """Return Y [m, n] of X [m, k]. Raises FormatError, Unsupported."""
     m, k = x.shape
-    call = Call("linear", m, (n, k), _block(values, pattern.columns), x.dtype)
+    call = Call("linear", m, (n, k), _block(values, pattern.columns), x.dtype, live)
     return _run(pattern, call, x, values, (m, n))
 
 
 def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int) -> Tensor:
     """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
     m, n = dy.shape
-    call = Call("dgrad", m, (n, k), _block(values, pattern.columns), dy.dtype)
+    block, live = _block(values, pattern.columns), values.requires_grad
+    call = Call("dgrad", m, (n, k), block, dy.dtype, live)
     return _run(pattern, call, dy, values, (m, k))
 
 
@@ -60,8 +65,8 @@ def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
     device = a.device
-    if not device == b.device == pattern.columns.device:
-        devices = {str(d) for d in (device, b.device, pattern.columns.device)}
+    if device != pattern.device or b.device != device:
+        devices = {str(d) for d in (device, b.device, pattern.device)}
         raise Unsupported(f"expected one device, found {', '.join(sorted(devices))}")
     for operand in (a, b):
         if type(operand) not in PLAIN and is_traceable_wrapper_subclass(operand):
@@ -69,9 +74,9 @@ def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...
     if not call.m or not out[0]:
         return a.new_zeros(out)
     if not a.is_cuda or device.index == torch.cuda.current_device():
-        return pattern.plan(call)(readable(a), b)
+        return pattern.run(call, readable(a), b)
     with torch.cuda.device(device):
-        return pattern.plan(call)(readable(a), b)
+        return pattern.run(call, readable(a), b)
 
 
 def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
@@ -105,7 +110,8 @@ def readable(matrix: Tensor) -> Tensor:
 @torch.library.custom_op("sparsebench::block_sparse_linear", mutates_args=())
 def linear(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
     """Return Y [m, n] of X [m, k]. Raises FormatError, Unsupported."""
-    return _y(pattern_of(offsets, columns), x, values, n)
+    pattern = pattern_of(offsets, columns)
+    return _y(pattern, x, values, n, live=not pattern.frozen)
 
 
 @torch.library.custom_op("sparsebench::block_sparse_dgrad", mutates_args=())
@@ -225,10 +231,48 @@ def multiply(
         y = _call(linear, x, values, offsets, columns, n)
         return y if bias is None else y + bias.to(y.dtype)
     pattern = pattern_of(offsets, columns)
-    if not torch.is_inference_mode_enabled():
-        return _Eager.apply(x, values, bias, pattern, n)  # type: ignore[no-any-return,no-untyped-call]
-    y = _y(pattern, x, values, n)  # inference mode has no gradients and no forward-mode AD
+    operands = (x, values) if bias is None else (x, values, bias)
+    if _differentiated(operands):
+        return _apply(x, values, bias, pattern, n)  # type: ignore[no-any-return]
+    y = _y(pattern, x, values, n, live=values.requires_grad)
     return y if bias is None else y.add_(bias)
+
+
+def multiply_recorded(
+    front: Any, x: Tensor, n: int, guards: Sequence[Guard], *, cast: bool
+) -> tuple[Tensor, Any]:
+    """Return `multiply`, and a Front for later calls if autograd need not see them.
+
+    front   the Front of earlier calls, or None
+    guards  of values, bias, offsets and columns, in this order
+    cast    the operands were cast for autocast
+    """
+    values, bias, offsets, columns = (guard.tensor for guard in guards)
+    assert values is not None
+    assert offsets is not None
+    assert columns is not None
+    operands = (x, values) if bias is None else (x, values, bias)
+    slow = cast or not x.is_cuda or x.dim() != 2 or transformed() or watched()
+    if slow or _differentiated(operands) or torch.jit.is_tracing():
+        return multiply(x, values, bias, offsets, columns, n), front
+    if front is not None and front.due():
+        pattern_of(offsets, columns).calls = -1  # so that the next call compares
+    pattern = pattern_of(offsets, columns)
+    live = values.requires_grad
+    planned = any(c.m == bucket(x.shape[0]) for c in pattern.operator.plans)
+    if not planned or not x.shape[0] or readable(x) is not x:
+        y = _y(pattern, x, values, n, live)
+        return y if bias is None else y.add_(bias), front
+    limit = 0 if pattern.frozen else COMPARE_EVERY
+    run = partial(_y, pattern, x, values, n, live)
+    return recorded(front, x, run, guards, bias=bias, limit=limit)
+
+
+def _differentiated(operands: tuple[Tensor, ...]) -> bool:
+    """Return whether autograd, or forward-mode AD, must see the call."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
 
 
 class _Eager(torch.autograd.Function):
@@ -240,7 +284,7 @@ class _Eager(torch.autograd.Function):
         ctx.save_for_backward(x if needs_values else None, values if needs_x else None)
         ctx.pattern, ctx.shapes = pattern, (x.shape, values.shape)
         ctx.bias_dtype = bias.dtype if bias is not None and needs_bias else None
-        y = _y(pattern, x, values, n)
+        y = _y(pattern, x, values, n, live=values.requires_grad)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -256,3 +300,7 @@ class _Eager(torch.autograd.Function):
             dx = None if values is None else _dx(pattern, dy, values, k)
             dvalues = None if x is None else _dw(pattern, dy, x, r, c)
         return dx, dvalues, dbias, None, None
+
+
+# Function.apply looks for torch.func's wrappers first, which `multiply` has done.
+_apply = super(torch.autograd.Function, _Eager).apply

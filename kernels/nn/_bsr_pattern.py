@@ -1,4 +1,4 @@
-"""Keep the plans of a BSR index, and notice when other code writes into the index.
+"""Keep what is made for a BSR index, and notice when other code writes into the index.
 
 An index is two tensors, and other code, such as AveragedModel and DDP, writes into them. So a
 pattern holds a copy of the index, and the stamp that both tensors had when they last equalled it:
@@ -8,28 +8,41 @@ pattern holds a copy of the index, and the stamp that both tensors had when they
 If the stamp differs, a call compares the index with the copy, which waits for the device, and makes
 new plans if they differ. torch does not count writes through `.data`, through NumPy, or by a
 collective on the tensor itself. So one call in COMPARE_EVERY compares regardless of the stamp, and
-raises if it detects such a write. Tensors made in inference mode have no count, so each call
-compares them. A pattern is an attribute of the tensor `columns`, and is freed with it.
+raises if it detects such a write; a frozen layer does not. Tensors made in inference mode have no
+count, so each call compares them. A pattern is an attribute of the tensor `columns`, and is freed
+with it.
+
+Kernels for small blocks read the values in another order than they are stored. Values that may be
+trained are packed at every call, because a CUDA graph may replay an optimizer's step, which torch
+does not count. Values without a gradient are packed once, and again if torch counts a write.
 """
 
 from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from functools import partial
+from random import randrange
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.selection import PACKED, Product, Selected, bucket
 from sparsebench.kernels.nn import _bsr_plans
-from sparsebench.kernels.nn._bsr_plans import Call, Multiply
+from sparsebench.kernels.nn._bsr_plans import Call
 
 COMPARE_EVERY = 256  # calls: a comparison takes 40 µs and waits for all queued work
+SIZES = 256  # numbers of tokens whose product a pattern remembers
 ATTRIBUTE = "_sparsebench_pattern"  # of the tensor `columns`
 
 
 class Pattern:
-    """A copy of an index, and the plans made for it.
+    """A copy of an index, the plans made for it, and packed values that are frozen.
 
     offsets, columns  the copies; plans read these, so that writes into the index cannot corrupt one
     stamp             None for an index made in inference mode
+    frozen            the index is never compared again
     """
 
     def __init__(self, offsets: Tensor, columns: Tensor, stamp: tuple[int, ...] | None) -> None:
@@ -40,26 +53,89 @@ class Pattern:
         with torch.inference_mode(False):
             self.offsets, self.columns = offsets.clone(), columns.clone()
         self.originals = offsets.detach(), columns.detach()  # keeps their addresses taken
-        self.stamp, self.calls = stamp, 0
-        self.plans: dict[Call, Multiply] = {}
+        self.stamp, self.frozen, self.device = stamp, False, columns.device
+        self.calls = randrange(COMPARE_EVERY)  # so that layers compare at different steps
+        self.operator = _bsr_plans.operator_of(self.offsets, self.columns)
+        self.products: dict[Call, Product] = {}  # by exact number of tokens
+        self.packs = Packs()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as an empty object of a type that torch.load accepts."""
         return OrderedDict, ()
 
-    def plan(self, call: Call) -> Multiply:
-        """Return the planned kernel of a call. The first call with these sizes makes the plan."""
-        try:
-            return self.plans[call]
-        except KeyError:
-            multiply = self.plans[call] = _bsr_plans.plan(call, self.offsets, self.columns)
-            return multiply
+    def run(self, call: Call, a: Tensor, b: Tensor) -> Tensor:
+        """Return a product, `call.m` being the number of tokens. The first call plans it."""
+        capturing = is_capturing(a)
+        live = call.live or (capturing and not self.frozen)  # replays read what is there then
+        if (product := self.products.get(call)) is None:
+            product = self._product(call, a, b, live=live)
+        if product.pack is None:
+            return product.run(a, b)
+        return product.run(a, product.pack(b) if live else self.packs.of(product, b))
+
+    def _product(self, call: Call, a: Tensor, b: Tensor, *, live: bool) -> Product:
+        """Return the plan of the bucket of a call; remember it for this number of tokens."""
+        planned, plans = call._replace(m=bucket(call.m)), self.operator.plans
+        selected = plans.get(planned)
+        if selected is None and live != call.live:  # a capture takes the plan for live values
+            selected = plans.get(planned._replace(live=live))
+        product = (selected or self.select(planned, a, b)).product
+        if len(self.products) >= SIZES:
+            self.products.clear()
+        self.products[call] = product
+        return product
+
+    def select(
+        self,
+        call: Call,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        pinned: Mapping[str, Any] | None = None,
+    ) -> Selected:
+        """Plan a call; with operands, a search may time what can run it. Raises Unsupported."""
+
+        def timed(product: Product) -> Any:
+            if product.pack is None:
+                return partial(product.run, a, b)
+            if call.live:
+                return lambda: product.run(a, product.pack(b))
+            return partial(product.run, a, product.pack(b))
+
+        return self.operator.select(call, None if a is None else timed, pinned)
 
     def equals(self, offsets: Tensor, columns: Tensor) -> bool:
         """Return whether an index equals the copy. Waits for the device."""
         pairs = (self.offsets, offsets), (self.columns, columns)
         same = all((a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) for a, b in pairs)
         return same and all(torch.equal(a, b) for a, b in pairs)
+
+
+class Packs:
+    """Frozen values in the order of a kernel: at most PACKED copies, the ones used last."""
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self.source: Tensor | None = None
+        self.version = -1
+        self.made: OrderedDict[Hashable, Tensor] = OrderedDict()
+
+    def of(self, product: Product, values: Tensor) -> Tensor:
+        """Return the values as a product reads them; packs them if torch counts a write."""
+        assert product.pack is not None
+        if values.is_inference():  # torch does not count its writes
+            return product.pack(values)
+        source = self.source  # holding it keeps its address taken
+        moved = source is None or source.data_ptr() != values.data_ptr()
+        if moved or values._version != self.version:
+            self.made.clear()
+            self.source, self.version = values.detach(), values._version
+        if (packed := self.made.get(product.order)) is None:
+            packed = self.made[product.order] = product.pack(values)
+            if len(self.made) > PACKED:
+                self.made.popitem(last=False)
+        if is_capturing(packed):
+            keep(packed)
+        return packed
 
 
 def pattern_of(offsets: Tensor, columns: Tensor) -> Pattern:
@@ -72,7 +148,7 @@ def pattern_of(offsets: Tensor, columns: Tensor) -> Pattern:
     stamp = _stamp(offsets, columns)
     if type(cached) is Pattern and cached.stamp == stamp is not None:
         cached.calls += 1
-        if cached.calls % COMPARE_EVERY:
+        if cached.frozen or cached.calls % COMPARE_EVERY:
             return cached
     return _compare(cached if type(cached) is Pattern else None, stamp, offsets, columns)
 
@@ -108,7 +184,14 @@ def _compare(
 
 
 def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
-    """Make every plan of the old index for the new one, so that no later call waits."""
+    """Make every plan of the old index for the new one, so that no later call waits.
+
+    The kernels and configurations stay where they can.
+    """
     pattern = getattr(old[1], ATTRIBUTE, None)
-    for call in [*pattern.plans] if type(pattern) is Pattern else ():
-        pattern_of(*new).plan(call)
+    for call, selected in [*pattern.operator.plans.items()] if type(pattern) is Pattern else ():
+        assert isinstance(call, Call)
+        try:
+            pattern_of(*new).select(call, pinned=selected.choice)
+        except Unsupported:  # this configuration cannot run the new pattern
+            pattern_of(*new).select(call)

@@ -1,14 +1,19 @@
-"""Choose and plan the kernel of each product of a block-sparse layer.
+"""Offer the kernels of each product of a block-sparse layer, and plan the chosen one.
 
-    GPU of compute capability 9.0, fp16 or bf16, n and k multiples of 8; by the block's shape:
-      multiples of 64                      bsr_wgmma above FEW tokens, else bsr_triton
-      16x16 and 32x32                      bsr_small
-      a side of 24, 40, 48, 80, ...        bsr_strips, if both sides are divisible by 80 or by a
-                                           multiple of 8 from 16 to 64; else bsr_triton
-      multiples of 8, for dW               bsr_wgrad if tiles of 40 to 64 divide the block, else
-                                           bsr_wgrad_small
-    other GPUs, and TRITON_INTERPRET=1     bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-    CPU                                    dense products in torch, as a reference
+    GPU of compute capability 9.0, fp16 or bf16, n and k multiples of 8
+      Y and dX   bsr_wgmma       blocks of multiples of 64, as stored
+                 bsr_small       blocks of 16 and 32, packed; larger ones cut, up to 256 tokens
+                 bsr_strips      sides that a multiple of 8 from 16 to 64 or 80 divides, packed
+                 bsr_triton      powers of two from 16, as stored, up to 256 tokens
+      dW         bsr_wgrad       blocks that tiles of 40 to 64 divide
+                 bsr_wgrad_small multiples of 8
+    other GPUs, other blocks and sizes, and TRITON_INTERPRET=1
+                 bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
+    CPU          dense products in torch, as a reference
+
+selection.py takes one of them: what a search found fastest, or else the first one here. The order
+is what H100 and H200 measured (bsr/NOTES.md). A weight that can change is packed at every call, so
+a search times the packing too (`live`).
 
 A plan holds everything that depends only on the index and the sizes: pairs of block rows, work
 lists on the device, machine code. Making one copies the index to the host; calling it never waits
@@ -16,11 +21,10 @@ for the device. Calls of one plan must run one after the other on the device, as
 stream, because bsr_wgrad and bsr_wgrad_small keep counters in the memory of their plans.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
-from types import ModuleType
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +32,9 @@ from triton import knobs
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import HOPPER, unsupported_on_hopper
+from sparsebench.kernels._common.selection import Candidate, Operator, Product, configured
 from sparsebench.kernels._common.triton import (
     BoundKernel,
     Template,
@@ -36,7 +42,7 @@ from sparsebench.kernels._common.triton import (
     tensor_of,
     unsupported,
 )
-from sparsebench.kernels._common.tuned_table import blocked, lookup, multiprocessors
+from sparsebench.kernels._common.tuned_table import blocked, multiprocessors
 from sparsebench.kernels.bsr import (
     _launch,
     bsr_small,
@@ -49,24 +55,26 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad_small,
 )
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
-from sparsebench.kernels.bsr._wgrad_schedule import sides_of
-from sparsebench.kernels.bsr._wgrad_small_schedule import PIECE
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
-FEW = 256  # tokens: too few work items for 132 SMs, 11.2 µs while Triton takes 9.8 (bsr/NOTES.md)
-C = TypeVar("C")  # a kernel's Config
-
-Multiply = Callable[[Tensor, Tensor], Tensor]
-"""(X, values) to Y, (dY, values) to dX, or (dY, X) to the values of dW, always a new tensor."""
+ENGINES = (
+    *("bsr_small", "bsr_strips", "bsr_triton", "bsr_triton_dgrad", "bsr_triton_wgrad"),
+    *("bsr_wgmma", "bsr_wgrad", "bsr_wgrad_small"),
+)
+FEW = 64  # tokens: up to here blocks as stored, by Triton, are the likeliest for large blocks
+MANY = 512  # tokens: from here on bsr_wgmma is the likeliest for blocks of 64 and more
+OFFERED = 6  # configurations of one engine
+LAYOUTS = 64  # numbers of tokens for which a Triton kernel stays bound
 
 
 class Call(NamedTuple):
-    """A product for m tokens. With the index, it determines the plan.
+    """A product for up to m tokens. With the index, it determines the plan.
 
     shape  n and k of W
     block  rows r and columns c
     dtype  of both operands
+    live   the values can change, so each call packs them
     """
 
     op: Literal["linear", "dgrad", "wgrad"]
@@ -74,15 +82,12 @@ class Call(NamedTuple):
     shape: tuple[int, int]
     block: tuple[int, int]
     dtype: torch.dtype
+    live: bool = True
 
     @property
     def transposed(self) -> bool:
         """Return whether the product is with W instead of W.T."""
         return self.op == "dgrad"
-
-
-Planner = Callable[[Call, Bsr], Multiply]
-"""Plans a call for one kernel; raises Unsupported if the kernel cannot run it."""
 
 
 def require_index(
@@ -96,167 +101,204 @@ def require_index(
     checked(Bsr(shape, offsets, columns, columns.new_empty((1, 1, 1)).expand(len(columns), *block)))
 
 
-def plan(call: Call, offsets: Tensor, columns: Tensor) -> Multiply:
-    """Plan a call for the kernel that `choose_planner` selects. Raises FormatError, Unsupported."""
-    if columns.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{call.op} of {call.m} tokens, {call.dtype}, is not planned: call it once before "
-            "capturing a CUDA graph, and let nothing write into the index in between, as DDP does "
-            "without broadcast_buffers=False"
-        )
-    require_index(offsets, columns, call.shape, call.block)
-    values = columns.new_empty((len(columns), *call.block), dtype=call.dtype)  # never read
-    w = Bsr(call.shape, offsets, columns, values)
-    return choose_planner(call, columns.device)(call, w)
+def operator_of(offsets: Tensor, columns: Tensor) -> Operator:
+    """Return the plans of a pattern; they read these tensors."""
+
+    def weight(call: Call) -> Bsr:
+        require_index(offsets, columns, call.shape, call.block)
+        values = columns.new_empty((len(columns), *call.block), dtype=call.dtype)  # never read
+        return Bsr(call.shape, offsets, columns, values)
+
+    def problem(call: Call) -> dict[str, Any]:
+        dtype = NAMES.get(call.dtype, str(call.dtype))
+        sizes = blocked(call.m, *call.shape, dtype, call.block, len(columns))
+        fields = {"op": f"bsr.{call.op}", "dtype": dtype, "block": list(call.block)}
+        shape = {"m": call.m, "n": call.shape[0], "k": call.shape[1]}
+        return {**fields, **shape, "density": float(f"{sizes.density:.2g}"), "live": call.live}
+
+    def offer(call: Call, choice: Mapping[str, Any] | None) -> list[Iterator[Candidate]]:
+        w, device = weight(call), columns.device
+        if device.type == "cpu" and not knobs.runtime.interpret:
+            return [iter([Candidate("torch", _Reference(), lambda: _Dense(call, w))])]
+        if choice:
+            return [_offered(choice["kernel"], call, w, choice)]
+        return [_offered(engine, call, w) for engine in engines_of(call, device)]
+
+    return Operator(ENGINES, offer, problem, columns.device)
 
 
-def choose_planner(call: Call, device: torch.device) -> Planner:
-    """Choose the kernel of a call; no other function does. Raises Unsupported."""
-    if device.type == "cpu" and not knobs.runtime.interpret:
-        return _plan_torch
+def engines_of(call: Call, device: torch.device) -> list[str]:
+    """Return the kernels that may run a call, the likeliest first. Raises Unsupported."""
     if call.dtype not in NAMES:
         raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {call.dtype}")
     problem = Problem(call.op, {"dtype": NAMES[call.dtype]})
+    triton = "bsr_triton" + {"linear": "", "dgrad": "_dgrad", "wgrad": "_wgrad"}[call.op]
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
     hopper = hopper and call.dtype != torch.float32 and not any(size % 8 for size in call.shape)
-    planner: Planner | None
-    if call.op == "wgrad":
-        planner = None if any(side % PIECE for side in call.block) else _plan_wgrad
-    elif call.block in {(b, b) for b in bsr_small.BLOCKS}:
-        planner = _plan_small
-    elif not any(side % SIDE for side in call.block):
-        planner = _plan_wgmma if call.m > FEW else None
-    else:
-        odd = any(side & (side - 1) for side in call.block)  # not a power of two, as was measured
-        planner = _plan_strips if odd and all(map(bsr_strips.depth_of, call.block)) else None
-    if hopper and planner:
-        reason = unsupported_on_hopper(problem, device)
-    else:
-        reason, planner = unsupported(problem, device), _plan_triton
-    if reason:
+    engines = _hopper_engines(call) if hopper else []
+    if engines:
+        if reason := unsupported_on_hopper(problem, device):
+            raise Unsupported(reason)
+        stored = all(side >= 16 and not side & (side - 1) for side in call.block)
+        few = call.m <= bsr_small.CUT_TOKENS and call.op != "wgrad"
+        first = call.live and call.m <= FEW and min(call.block) >= SIDE
+        more = [triton] if stored and few else []
+        return [*more, *engines] if first else [*engines, *more]
+    if reason := unsupported(problem, device):
         raise Unsupported(reason)
-    return planner
+    return [triton]
 
 
-# ---- CUDA C++ kernels for Hopper ----
+def _hopper_engines(call: Call) -> list[str]:
+    """Return the kernels in CUDA C++ that may run a call, the likeliest first."""
+    r, c = call.block
+    if call.op == "wgrad":
+        if r % 8 or c % 8:
+            return []
+        return ["bsr_wgrad", "bsr_wgrad_small"]
+    large = r % SIDE == 0 and c % SIDE == 0
+    depth, height = (r, c) if call.transposed else (c, r)
+    strips = bool(bsr_strips.depth_of(depth) and bsr_strips.height_of(height))
+    cut = r % 16 == 0 and c % 16 == 0 and call.m <= bsr_small.CUT_TOKENS
+    small = (r, c) in ((16, 16), (32, 32)) or cut or (r, c) == (8, 8)
+    fit = {"bsr_wgmma": large, "bsr_small": small, "bsr_strips": strips}
+    if large:
+        many = "bsr_wgmma", "bsr_strips", "bsr_small"
+        order = many if call.m >= MANY else ("bsr_small", "bsr_strips", "bsr_wgmma")
+    else:
+        order = ("bsr_small", "bsr_strips", "bsr_wgmma")
+    return [engine for engine in order if fit[engine]]
 
 
-def _plan_wgmma(call: Call, w: Bsr) -> Multiply:
-    _require_supported(bsr_wgmma, call, w)
-    config = bsr_wgmma.configurations(call.m, w.shape[call.transposed])[0]
-    return _plan_product(bsr_wgmma, call, w, config)
+def _offered(
+    engine: str, call: Call, w: Bsr, choice: Mapping[str, Any] | None = None
+) -> Iterator[Candidate]:
+    """Yield the configurations of one engine that are worth timing, the likeliest first.
 
-
-def _plan_small(call: Call, w: Bsr) -> Multiply:
-    _require_supported(bsr_small, call, w)
-    workers = multiprocessors(w.columns.device)
-    config = bsr_small.configurations(w, call.m, workers, call.transposed)[0]
-    return _plan_product(bsr_small, call, w, config)
-
-
-def _plan_strips(call: Call, w: Bsr) -> Multiply:
-    _require_supported(bsr_strips, call, w)
-    tiles, workers = bsr_strips.tiles_of(w, call.transposed), multiprocessors(w.columns.device)
-    config = bsr_strips.configurations(tiles, call.m, workers)[0]
-    return _plan_product(bsr_strips, call, w, config, tiles)
-
-
-def _plan_wgrad(call: Call, w: Bsr) -> Multiply:
-    kernel = bsr_wgrad if all(sides_of(w)) else bsr_wgrad_small
-    _require_supported(kernel, call, w)
-    config = kernel.configurations(w, call.m, multiprocessors(w.columns.device))[0]
-    plan = kernel.plan(w, call.m, _tuned(_name(kernel), call, w, config))
-    return lambda dy, x: bsr_wgrad.bind(plan, dy, x)()
-
-
-def _require_supported(kernel: ModuleType, call: Call, w: Bsr) -> None:
+    With a choice, yield only this one.
+    """
     x, dy = _activations(call)
+    if engine.startswith("bsr_triton"):
+        yield from _triton(engine, call, w, choice)
+        return
+    kernel, product = HOPPER_KERNELS[engine]
+    workers, sizes = multiprocessors(w.columns.device), {}
     if call.op == "wgrad":
         reason = kernel.unsupported_operands(dy, x, w)
     else:
+        sizes = {"transposed": call.transposed}
         reason = kernel.unsupported_operands(dy if call.transposed else x, w, call.transposed)
     if reason:
         raise Unsupported(reason)
+    configs: list[Any] = [(configured(kernel, choice),)] if choice else []
+    if not choice and call.op == "wgrad":
+        configs = [(each,) for each in kernel.configurations(w, call.m, workers)]
+    elif not choice:
+        configs = kernel.offered(w, call.m, call.transposed)
+    for config, *tiles in configs[:OFFERED]:
+        plan = partial(kernel.plan, w, call.m, config, *tiles, **sizes)
+        yield Candidate(engine, config, lambda plan=plan: product(plan()))
 
 
-def _plan_product(kernel: ModuleType, call: Call, w: Bsr, default: Any, *tiles: Any) -> Multiply:
-    """Plan Y or dX with the tuned configuration of these sizes, else with the default."""
-    name = _name(kernel) + "_dgrad" * call.transposed
-    config = _tuned(name, call, w, default)
-    plan = kernel.plan(w, call.m, config, *tiles, transposed=call.transposed)
-    return lambda a, values: _launch.bind(plan, a, values)()
-
-
-def _name(kernel: ModuleType) -> str:
-    return kernel.__name__.rpartition(".")[2]
+HOPPER_KERNELS: dict[str, tuple[Any, Callable[[Any], Product]]] = {
+    "bsr_small": (bsr_small, _launch.Product),
+    "bsr_strips": (bsr_strips, _launch.Product),
+    "bsr_wgmma": (bsr_wgmma, _launch.Product),
+    "bsr_wgrad": (bsr_wgrad, bsr_wgrad.Product),
+    "bsr_wgrad_small": (bsr_wgrad_small, bsr_wgrad.Product),
+}
 
 
 # ---- Triton kernels ----
 
 
-def _plan_triton(call: Call, w: Bsr) -> Multiply:
-    if call.op == "wgrad":
-        return _triton_wgrad(call, w)
-    return _triton_dgrad(call, w) if call.op == "dgrad" else _triton_linear(call, w)
+TRITON_KERNELS: dict[str, Any] = {
+    "bsr_triton": bsr_triton,
+    "bsr_triton_dgrad": bsr_triton_dgrad,
+    "bsr_triton_wgrad": bsr_triton_wgrad,
+}
 
 
-def _triton_linear(call: Call, w: Bsr) -> Multiply:
-    (x, _), size = _activations(call), call.dtype.itemsize
-    path = choose_path(None, bsr_triton.unsupported_by_tma(x, w), w.columns.device)
-    configs = bsr_triton.configurations(call.m, w.block, size, path)
-    as_stored = (c for c in configs if bsr_triton.packed_block(w.block, c) == w.block)
-    config = _tuned("bsr_triton", call, w, next(as_stored, configs[0]), path=path)
+def _triton(
+    engine: str, call: Call, w: Bsr, choice: Mapping[str, Any] | None
+) -> Iterator[Candidate]:
+    """Yield the configurations of a Triton kernel."""
+    (x, dy), size, device = _activations(call), call.dtype.itemsize, w.columns.device
+    if engine == "bsr_triton":
+        path = choose_path(None, bsr_triton.unsupported_by_tma(x, w), device)
+        configs: list[Any] = bsr_triton.configurations(call.m, w.block, size, path)
+        stored = [c for c in configs if bsr_triton.packed_block(w.block, c) == w.block]
+        configs, make = stored or configs[:1], _linear  # no padding if it can be avoided
+    elif engine == "bsr_triton_dgrad":
+        path = choose_path(None, bsr_triton_dgrad.unsupported_by_tma(dy, w), device)
+        configs, make = bsr_triton_dgrad.configurations(call.m, w.block, size, path), _dgrad
+    else:
+        path = choose_path(None, bsr_triton_wgrad.unsupported_by_tma(dy, x, w.block), device)
+        sizes = len(w.columns), size, path, multiprocessors(device)
+        configs, make = bsr_triton_wgrad.configurations(call.m, w.block, *sizes), _wgrad
+    if choice:
+        config = configured(TRITON_KERNELS[engine], choice)
+        configs = [config] if config.path == path else []
+    for config in configs[:OFFERED]:
+        yield Candidate(engine, config, partial(make, w, config))
+
+
+def _linear(w: Bsr, config: bsr_triton.Config) -> "Templates":
     (packed, pack), bare = _packer(w, config), _bare(w)
 
     def bound(x: Tensor, values: Tensor) -> BoundKernel:
         return bsr_triton.launch(x, bare, config, replace(packed, values=values))
 
-    templates = _templates(bound)
-    return lambda x, values: templates(x, pack(values))
+    return Templates(bound, pack)
 
 
-def _triton_dgrad(call: Call, w: Bsr) -> Multiply:
-    (_, dy), size = _activations(call), call.dtype.itemsize
-    path = choose_path(None, bsr_triton_dgrad.unsupported_by_tma(dy, w), w.columns.device)
-    default = bsr_triton_dgrad.configurations(call.m, w.block, size, path)[0]
-    config = _tuned("bsr_triton_dgrad", call, w, default, path=path)
+def _dgrad(w: Bsr, config: bsr_triton_dgrad.Config) -> "Templates":
     bare, by_columns = _bare(w), bsr_triton_dgrad.index_of(w)
 
     def bound(dy: Tensor, values: Tensor) -> BoundKernel:
         return bsr_triton_dgrad.launch(dy, replace(bare, values=values), config, by_columns)
 
-    return _templates(bound)
+    return Templates(bound)
 
 
-def _triton_wgrad(call: Call, w: Bsr) -> Multiply:
-    (x, dy), device, size = _activations(call), w.columns.device, call.dtype.itemsize
-    path = choose_path(None, bsr_triton_wgrad.unsupported_by_tma(dy, x, w.block), device)
-    sizes = len(w.columns), size, path, multiprocessors(device)
-    default = bsr_triton_wgrad.configurations(call.m, w.block, *sizes)[0]
-    config = _tuned("bsr_triton_wgrad", call, w, default, path=path)
+def _wgrad(w: Bsr, config: bsr_triton_wgrad.Config) -> "Templates":
     pattern, strips = _bare(w), bsr_triton_wgrad.strips_of(w, config)
-    return _templates(lambda dy, x: bsr_triton_wgrad.launch(dy, x, pattern, config, strips))
+    return Templates(lambda dy, x: bsr_triton_wgrad.launch(dy, x, pattern, config, strips))
 
 
-def _templates(bound: Callable[[Tensor, Tensor], BoundKernel]) -> Multiply:
-    """Return a function that runs `bound` on any operands; each pair of layouts builds it once."""
+class Templates:
+    """A Triton kernel to call; each pair of layouts of the operands is bound once."""
 
-    @lru_cache(8)
-    def template(dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]) -> Template:
-        program = bound(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
-        operands = (tensor_of(arg) for arg in (program.before or program).args[:2])
-        return Template([program], [t for t in operands if t is not None], [program.out])
+    code: str | None = None
 
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)[0]
+    def __init__(
+        self,
+        bound: Callable[[Tensor, Tensor], BoundKernel],
+        pack: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Take a function that binds operands, and one that packs the values."""
+        self.pack, self.order = pack, pack and object()
 
-    return multiply
+        @lru_cache(LAYOUTS)
+        def template(dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]) -> Template:
+            program = bound(*(torch.empty_strided(*o, dtype=dtype, device="meta") for o in layouts))
+            operands = (tensor_of(arg) for arg in (program.before or program).args[:2])
+            return Template([program], [t for t in operands if t is not None], [program.out])
+
+        self.template = template
+
+    def run(self, a: Tensor, b: Tensor) -> Tensor:
+        """Run on torch's current stream; return a new tensor."""
+        y = self.template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)[0]
+        if is_capturing(a):
+            keep(self)
+        return y
 
 
 def _packer(
     w: Bsr, config: bsr_triton.Config
-) -> tuple[bsr_triton.Packed, Callable[[Tensor], Tensor]]:
-    """Return the index that bsr_triton.pack makes, and a function that packs values.
+) -> tuple[bsr_triton.Packed, Callable[[Tensor], Tensor] | None]:
+    """Return the index that bsr_triton.pack makes, and a function that packs values, if needed.
 
     The function does not wait for the device.
     """
@@ -266,7 +308,7 @@ def _packer(
     packed = bsr_triton.pack(replace(w, values=numbered), config)
     size, index = packed.values.shape, replace(packed, values=number[:0])
     if size == numbered.shape:
-        return index, lambda values: values
+        return index, None
     # A packed block now holds the numbers of the blocks in it, counted from 1; 0 means no block.
     numbers = packed.values[:, : config.group * r : r, 0]
     slot, member = numbers.nonzero(as_tuple=True)
@@ -293,25 +335,24 @@ def _bare(w: Bsr) -> Bsr:
     return replace(w, values=w.values.new_empty((0, *w.block)))
 
 
-def _tuned(kernel: str, call: Call, w: Bsr, default: C, **fixed: Any) -> C:
-    """Return the tuned configuration for these sizes, else the default. Times nothing."""
-    sizes = blocked(call.m, *call.shape, NAMES[call.dtype], call.block, len(w.columns))
-    fields = lookup(kernel, sizes, w.columns.device, **fixed)
-    return type(default)(**fields) if fields else default
+@dataclass(frozen=True)
+class _Reference:
+    """The configuration of a dense product in torch: none."""
 
 
-def _plan_torch(call: Call, w: Bsr) -> Multiply:
-    pattern = _bare(w)
+class _Dense:
+    """A dense product in torch, on a CPU."""
 
-    def product(a: Tensor, b: Tensor) -> Tensor:
+    code = pack = order = None
+
+    def __init__(self, call: Call, w: Bsr) -> None:
+        """Keep the pattern."""
+        self.op, self.pattern = call.op, _bare(w)
+
+    def run(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return Y or dX of activations and values, or dW's values of dY and X."""
         with torch.autocast("cpu", enabled=False):  # the layer has already cast
-            return a @ b
-
-    def dense(values: Tensor) -> Tensor:
-        return replace(pattern, values=values).to_dense()
-
-    if call.op == "linear":
-        return lambda x, values: product(x, dense(values).T)
-    if call.op == "dgrad":
-        return lambda dy, values: product(dy, dense(values))
-    return lambda dy, x: pattern.sample(product(dy.T, x)).values
+            if self.op == "wgrad":
+                return self.pattern.sample(a.T @ b).values
+            w = replace(self.pattern, values=b).to_dense()
+            return a @ (w.T if self.op == "linear" else w)

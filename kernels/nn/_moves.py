@@ -60,8 +60,8 @@ def state_moves(values: nn.Parameter, source: Tensor) -> Callable[[], None]:
                 moves.append((state, name, tensor))
 
     def move() -> None:
-        for state, name, tensor in moves:
-            moved = repacked(unsharded(tensor), source)
+        after = [repacked(unsharded(tensor), source) for *_, tensor in moves]
+        for (state, name, tensor), moved in zip(moves, after, strict=True):
             if moved.shape == tensor.shape:  # a CUDA graph may hold the address
                 tensor.copy_(as_sharded(moved, tensor))
             else:

@@ -12,10 +12,9 @@ dgrad writes W out as a dense matrix, multiplies with cuBLAS and frees the matri
 G and U again, so forward saves only X; without an activation it saves nothing.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +23,11 @@ from torch.nn.functional import gelu, relu, silu
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._common.tuned_table import Sizes, lookup
+from sparsebench.kernels._common.selection import Candidate, Operator, bucket, configured
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.spense_ffn import TURN, parted
-from sparsebench.kernels.spense.spense_wgmma import Scales
 from sparsebench.results.record import Problem
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -64,22 +62,66 @@ def eager(
     activation     if set, W is gate and up as spense_ffn.py orders them; returns H [m, n / 2]
     scale          fp32 [n], with W and H in fp8; None for 16 bits
     """
-    w = Spense((n, k), x.dtype if scale is None else E4M3, (rows, columns), sparse, dense)
-    if not x.device == sparse.device == dense.device:
+    if x.device != sparse.device or sparse.device != dense.device:
         raise Unsupported(f"expected inputs on {sparse.device}, found {x.device}")
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
         raise Unsupported(f"expected fp32 scales [{n}], found {scale.dtype} {list(scale.shape)}")
-    if x.device.type == "cpu":
+    kind = x.dtype if scale is None else E4M3
+    if not x.is_cuda:
+        w = Spense((n, k), kind, (rows, columns), sparse, dense)
         with torch.autocast("cpu", enabled=False):
             return _in_torch(x, w, activation, scale)
-    if not len(x):
+    if not x.shape[0]:
         return _empty(x, n, activation, scale)
-    with torch.cuda.device_of(x):
-        x = readable(x)
-        read = x if x.dtype == w.dtype else x.new_empty(x.shape, dtype=w.dtype)
-        plan = _plan(read, w, activation)
-        tokens = None if read is x else elementwise.scaled(x, read)
-        return spense_wgmma.bind(plan, read, w, Scales(scale, tokens))()
+    if not (sparse.is_contiguous() and dense.is_contiguous()):
+        raise Unsupported(f"expected contiguous tiles, found {sparse.stride()}, {dense.stride()}")
+    tiles = sparse.shape, dense.shape
+    operator = operator_of((n, k), (rows, columns), tiles, kind, activation, x.device)
+    if x.device.index == torch.cuda.current_device():
+        return _multiply(operator, readable(x), sparse, dense, scale, kind)
+    with torch.cuda.device(x.device):
+        return _multiply(operator, readable(x), sparse, dense, scale, kind)
+
+
+def planned(
+    x: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    n: int,
+    k: int,
+    rows: int,
+    columns: int,
+    activation: str | None,
+    scale: Tensor | None,
+) -> bool:
+    """Return whether `eager` has a plan for this call, and X needs neither a copy nor rounding."""
+    kind = x.dtype if scale is None else E4M3
+    if not x.is_cuda or not x.shape[0] or x.dtype != kind or readable(x) is not x:
+        return False
+    tiles = sparse.shape, dense.shape
+    operator = operator_of((n, k), (rows, columns), tiles, kind, activation, x.device)
+    return bucket(x.shape[0]) in operator.plans
+
+
+def _multiply(
+    operator: Operator,
+    x: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    scale: Tensor | None,
+    kind: torch.dtype,
+) -> Tensor:
+    """Run the planned product, on the current device; rounds X by token to e4m3 if needed."""
+    tokens = None
+    if x.dtype != kind:
+        read = x.new_empty(x.shape, dtype=kind)
+        x, tokens = read, elementwise.scaled(x, read)
+    operands = x, sparse, dense, scale, tokens
+    m = bucket(x.shape[0])
+    selected = operator.plans.get(m)
+    if selected is None:
+        selected = operator.select(m, lambda product: partial(product.run, *operands))
+    return selected.product.run(*operands)
 
 
 def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
@@ -172,44 +214,34 @@ def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
 # ---- plans ----
 
 
-class Call(NamedTuple):
-    """Determines a configuration, and with m rounded up to whole tiles also a plan."""
+@lru_cache(256)
+def operator_of(
+    shape: tuple[int, int],
+    sparse_shape: tuple[int, int],
+    tiles: tuple[torch.Size, torch.Size],
+    dtype: torch.dtype,
+    activation: str | None,
+    device: torch.device,
+) -> Operator:
+    """Return the plans of all layers of a shape, by number of tokens (selection.bucket)."""
+    (n, k), (rows, columns) = shape, sparse_shape
 
-    m: int
-    shape: tuple[int, int]
-    sparse_shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    activation: str | None
-
-
-def _plan(x: Tensor, w: Spense, activation: str | None = None) -> spense_wgmma.Plan:
-    """Return the plan of X and W, which the first call with as many tiles makes."""
-    m, (n, k) = len(x), w.shape
-    call = Call(m, w.shape, w.sparse_shape, w.dtype, x.device, activation)
-    config = _configure(call)
-    tiles = -(-m // config.tokens)
-    key = call._replace(m=tiles * config.tokens), config
-    if key not in _PLANS:
-        reason = spense_wgmma.unsupported(Problem("linear", {"dtype": NAMES[x.dtype]}), x.device)
+    def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
+        parts = (torch.empty(size, dtype=torch.uint8, device="meta") for size in tiles)
+        w = Spense(shape, dtype, sparse_shape, *parts)
+        x = torch.empty(m, k, dtype=dtype, device="meta")
+        reason = spense_wgmma.unsupported(Problem("linear", {"dtype": NAMES[dtype]}), device)
         if reason := reason or spense_wgmma.unsupported_operands(x, w, activation):
             raise Unsupported(reason)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            call_once = "call the layer once before capturing a CUDA graph"
-            raise RuntimeError(f"{m} tokens of {n} x {k} are not planned: {call_once}")
-        _PLANS[key] = spense_wgmma.plan(w, key[0].m, config, activation=activation)
-    return replace(_PLANS[key], x=(m, k), y=(m, n // 2 if activation else n))
+        configs = [configured(spense_wgmma, choice)] if choice else None
+        configs = configs or spense_wgmma.searched(m, shape, dtype.itemsize, device)
+        plan = partial(spense_wgmma.plan, w, m, activation=activation, device=device)
+        product = spense_wgmma.Product
+        return [[Candidate("spense_wgmma", c, lambda c=c: product(plan(c))) for c in configs]]
 
+    def problem(m: int) -> dict[str, Any]:
+        density = float(f"{1 - rows * columns / (2 * n * k):.2g}")
+        fields = {"op": "spense.linear", "dtype": NAMES[dtype], "activation": activation}
+        return {**fields, "m": m, "n": n, "k": k, "density": density}
 
-@lru_cache(4096)
-def _configure(call: Call) -> spense_wgmma.Config:
-    """Return the tuned configuration for these sizes, else the default. Times nothing."""
-    (n, k), (rows, columns) = call.shape, call.sparse_shape
-    density = 1 - rows * columns / (2 * n * k)
-    sizes = Sizes(call.m, n, k, NAMES[call.dtype], None, density)
-    if fields := lookup("spense_wgmma", sizes, call.device):
-        return spense_wgmma.Config(**fields)
-    return spense_wgmma.searched(call.m, call.shape, call.dtype.itemsize, call.device)[0]
-
-
-_PLANS: dict[tuple[Call, spense_wgmma.Config], spense_wgmma.Plan] = {}
+    return Operator(("spense_wgmma",), offer, problem, device)

@@ -1,14 +1,15 @@
 """A linear layer with zeros anywhere, to run a pruned model: Y = X @ W.T + bias. W is frozen.
 
     records, offsets    buffers: W as in formats/bitmap.py
-    forward             sparsebench.matmul: bitmap_mma if it was measured faster than dense, else
-                        torch's own product with a dense copy of W, which the first such call makes;
-                        torch.compile and torch.export see an operator (_bitmap_op.py)
+    forward             sparsebench.matmul: bitmap_mma, or torch's own product with a dense copy of
+                        W where that is faster: from 17 to 64 tokens on. The copy, n k elements, is
+                        made by the first such call, and stays; torch.compile and torch.export see
+                        an operator (_bitmap_op.py)
 
 X has a gradient, from the dense copy. X has the dtype of W, which cannot change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 import torch
@@ -133,6 +134,20 @@ class BitmapLinear(nn.Linear):
             raise Unsupported(f"{expected}, found {x.dtype} {list(x.shape)}")
         flat = x if x.dim() == 2 else x.reshape(-1, k)
         return batched(_bitmap_op.linear(flat, self.records, self.offsets, n, k), x)
+
+    def freeze(self) -> Self:
+        """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""
+        return self
+
+    def plan(self, tokens: Iterable[int]) -> Self:
+        """Plan, and search, the product of these numbers of tokens now instead of at a first call.
+
+        Where a dense copy is faster than the bitmap, it is made, and takes n k elements.
+        """
+        for m in tokens:
+            with torch.no_grad():
+                self(self.records.new_zeros(m, self.in_features, dtype=self.dtype))
+        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, and the bytes as a fraction of dense."""

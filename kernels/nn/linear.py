@@ -17,7 +17,7 @@ fully_shard and DistributedDataParallel the number of blocks cannot change.
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.front import Guard
 from sparsebench.kernels._common.transforms import batched
 from sparsebench.kernels.nn import _bsr_autograd
-from sparsebench.kernels.nn._bsr_pattern import replan
+from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._bsr_plans import require_index
 from sparsebench.kernels.nn._moves import repacked, require_same_moves, state_moves
 from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
@@ -57,6 +58,7 @@ class BlockSparseLinear(nn.Linear):
     columns: Tensor
     _sharded = False  # whether fully_shard has divided the values
     _unwritten: Index | None = None  # the index on the CPU, while the buffers are on "meta"
+    _front: Any = None  # calls without Python (front.py)
 
     def __init__(
         self,
@@ -272,16 +274,57 @@ class BlockSparseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported, FormatError."""
+        if not torch.compiler.is_compiling() and self._front is not None:
+            y: Tensor | None = self._front(x)
+            if y is not None:
+                return y
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Unsupported(f"expected [..., {self.in_features}], found {list(x.shape)}")
-        values: Tensor = self.values
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        parameters, buffers = self._parameters, self._buffers
+        guards = [Guard(parameters, name, parameters.get(name)) for name in ("values", "bias")]
+        guards += [Guard(buffers, name, buffers[name]) for name in ("offsets", "columns")]
+        cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+        if cast:
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, values = x.to(dtype), values.to(dtype)
+            x, values = x.to(dtype), self.values.to(dtype)
+            guards[0] = Guard(None, "values", values)
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        index = self.offsets, self.columns
-        y = _bsr_autograd.multiply(flat, values, self.bias, *index, self.out_features)
+        if torch.compiler.is_compiling():
+            operands = (guard.tensor for guard in guards)
+            return batched(_bsr_autograd.multiply(flat, *operands, self.out_features), x)
+        y, self._front = _bsr_autograd.multiply_recorded(
+            self._front, flat, self.out_features, guards, cast=cast
+        )
         return batched(y, x)
+
+    def freeze(self) -> Self:
+        """Stop training the layer: no gradient, no comparison of the index, values packed once.
+
+        Later writes to the values that torch counts are noticed. Raises FormatError on "meta".
+        """
+        require(not self.values.is_meta, "expected values, found a tensor on meta")
+        self.requires_grad_(False)
+        pattern_of(self.offsets, self.columns).frozen = True
+        self._front = None
+        return self
+
+    def plan(self, tokens: Iterable[int]) -> Self:
+        """Plan, and search, the product of these numbers of tokens now instead of at a first call.
+
+        The kernels of the gradients are planned too if the values are trained.
+        """
+        for m in tokens:
+            x = self.values.new_zeros(m, self.in_features)
+            training = self.values.requires_grad
+            with torch.set_grad_enabled(training):
+                y = self(x.requires_grad_(training))
+                if training:
+                    saved = self.values.grad, None if self.bias is None else self.bias.grad
+                    y.backward(torch.zeros_like(y))
+                    self.values.grad = saved[0]
+                    if self.bias is not None:
+                        self.bias.grad = saved[1]
+        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, the block, and the number of stored blocks."""

@@ -1,16 +1,15 @@
 """Y[..., n] = X[..., k] @ W[n, k].T for a weight in any format.
 
-Without a kernel's name, the format of W selects the kernel:
+Without a kernel's name, each weight has the plans that layers have (selection.py): the first call
+with a number of tokens may time what its format offers.
 
     dense    torch's own product; gradients of X and W
-    bsr      the kernels of BlockSparseLinear (_bsr_plans.py); gradients of X and W
-    spense   spense_wgmma on Hopper, a dense product on a CPU; gradient of X
+    bsr      as BlockSparseLinear (_bsr_plans.py); gradients of X and W
+    spense   as SpenseLinear (_spense_op.py) on Hopper, a dense product on a CPU; gradient of X
              spense_mma on other GPUs; no gradient
-    csr      cusparse_csr on a GPU, scipy_csr on a CPU; gradients as for a named kernel
-    bitmap   bitmap_mma if it was measured faster than dense (kernels/bitmap/NOTES.md): on Hopper,
-             up to 16 tokens, large layers, at least half zeros; no gradient
-             otherwise torch's own product with a dense copy of W; gradient of X. The first such
-             call unpacks the copy, which stays: with it W takes three times the memory or more
+    csr      csr_cuda on a GPU, scipy_csr on a CPU; gradients as for a named kernel
+    bitmap   bitmap_mma, or torch's own product with a dense copy of W (_frozen_op.py); gradient of
+             X, from the copy
     other    Unsupported: the caller must name a kernel
 
 A named kernel, such as torch_bsr, has gradients if there are kernels NAME_dgrad and NAME_wgrad. It
@@ -27,12 +26,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from sparsebench._discovery import load, modules
@@ -45,16 +46,15 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep, sweep
 from sparsebench.kernels._common.cuda import HOPPER
-from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, unsupported
-from sparsebench.kernels.nn import _bsr_autograd, _spense_op
+from sparsebench.kernels._common.front import Guard, recorded
+from sparsebench.kernels._common.transforms import transformed, watched
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, unsupported
+from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.results.record import Problem
 
-NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
-# On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
-# 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
-FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
-CSR = {"cuda": "cusparse_csr", "cpu": "scipy_csr"}
+FRONT = "_sparsebench_front"  # attribute of a weight: calls without Python (front.py)
 SUFFIXES = {"linear": "", "linear_dgrad": "_dgrad", "linear_wgrad": "_wgrad"}
 PREPARED = 8  # launches that a weight keeps, each with buffers for its number of tokens
 DEFINITIONS: dict[str, Callable[..., Tensor]] = {
@@ -84,6 +84,10 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
         raise Unsupported(f"matmul: {expected}; found {_kind(w)}")
     if kernel is not None and not isinstance(kernel, str):
         raise Unsupported(f"matmul: expected the name of a kernel, found {_kind(kernel)}")
+    if kernel is None and not torch.compiler.is_compiling():
+        front = w.__dict__.get(FRONT)
+        if front is not None and (y := front(x)) is not None:
+            return y  # type: ignore[no-any-return]
     n, k = w.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise Unsupported(f"matmul: expected X [..., {k}], found {list(x.shape)}")
@@ -101,37 +105,69 @@ def _kind(value: object) -> str:
 
 
 def _by_format(x: Tensor, w: Format) -> Tensor:
-    """Run the kernel that the format selects."""
+    """Run what the format selects."""
     keep(w)
     if isinstance(w, Dense):
         return linear(x, w.values)
     if isinstance(w, Bsr):
-        if captured_into():  # writes into the index replace its pattern
-            keep(pattern_of(w.offsets, w.columns))
-        return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
-    if isinstance(w, Csr):
-        return _by_name(x, w, CSR.get(x.device.type, CSR["cuda"]), {})
+        return _bsr(x, w)
+    training = torch.is_grad_enabled() and x.requires_grad
     if isinstance(w, Spense):
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
             return _by_name(x, w, "spense_mma", {})
-        training = torch.is_grad_enabled() and x.requires_grad
-        dispatched = training or torch.compiler.is_compiling()
-        op = _spense_op.linear if dispatched else _spense_op.eager
-        return op(x, w.sparse, w.dense, *w.shape, *w.sparse_shape)
+        operands = x, w.sparse, w.dense, *w.shape, *w.sparse_shape
+        if training or _is_seen():
+            return _spense_op.linear(*operands)
+        if not _spense_op.planned(*operands, None, None):
+            return _spense_op.eager(*operands)
+        return _recorded(x, w, partial(_spense_op.eager, *operands))
     if isinstance(w, Bitmap):
-        hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) == HOPPER
-        training = torch.is_grad_enabled() and x.requires_grad
-        if hopper and not training and bits_are_faster(len(x), w):
-            return _by_name(x, w, "bitmap_mma", {})
-        return linear(x, dense_copy(w))
+        return linear(x, _dense_copy(w)) if training or _is_seen() else _frozen(x, w)
+    if isinstance(w, Csr):
+        if not x.is_cuda:
+            return _by_name(x, w, "scipy_csr", {})
+        values = torch.is_grad_enabled() and w.values.requires_grad
+        if training or values or _is_seen():
+            return _by_name(x, w, "csr_cuda", {})
+        return _frozen(x, w)
     raise Unsupported(f"matmul: expected kernel=NAME for the format {type(w).__name__}, found none")
 
 
-def bits_are_faster(m: int, w: Bitmap) -> bool:
-    """Return whether bitmap_mma was faster than cuBLAS for a layer this large, on an H200."""
-    (n, k), size = w.shape, w.dtype.itemsize
-    large = n * k >= (MORE_ELEMENTS if m > 1 else ELEMENTS) and n >= ROWS
-    return size == 2 and m <= FEW and large and w.stored_bytes <= BYTES * n * k * size
+def _bsr(x: Tensor, w: Bsr) -> Tensor:
+    if captured_into():  # writes into the index replace its pattern
+        keep(pattern_of(w.offsets, w.columns))
+    if torch.compiler.is_compiling():
+        return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
+    names = "values", "bias", "offsets", "columns"
+    guards = [Guard(None, name, getattr(w, name, None)) for name in names]
+    front = w.__dict__.get(FRONT)
+    y, made = _bsr_autograd.multiply_recorded(front, x, w.shape[0], guards, cast=False)
+    if made is not front:
+        object.__setattr__(w, FRONT, made)
+    return y
+
+
+def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
+    """Multiply by a weight without a gradient (_frozen_op.py)."""
+    x = _bsr_autograd.readable(x)
+    if not x.is_cuda or not _frozen_op.is_planned(x.shape[0], w):
+        return _frozen_op.multiply(x, w)
+    return _recorded(x, w, partial(_frozen_op.multiply, x, w))
+
+
+def _recorded(x: Tensor, w: Format, run: Callable[[], Tensor]) -> Tensor:
+    """Run a planned call, and record it for the next ones."""
+    guards = [Guard(None, name, array) for name, array in w.arrays().items()]
+    front = w.__dict__.get(FRONT)
+    y, made = recorded(front, x, run, guards)
+    if made is not front:
+        object.__setattr__(w, FRONT, made)
+    return y
+
+
+def _is_seen() -> bool:
+    """Return whether torch traces, transforms or differentiates forward."""
+    return transformed() or watched() or forward_ad._current_level >= 0
 
 
 def _require_alike(x: Tensor, w: Format) -> None:
@@ -146,15 +182,8 @@ def _require_alike(x: Tensor, w: Format) -> None:
         raise Unsupported(f"matmul: expected X on {', '.join(devices)} like W, found {x.device}")
 
 
-def _unpack(w: Bitmap) -> Tensor:
-    weight = _weight(w)
-    if weight.dense is None:
-        weight.dense = w.to_dense()
-    keep(weight.dense)
-    return weight.dense
-
-
-dense_copy: Callable[[Bitmap], Tensor] = torch.compiler.disable(_unpack)  # looks up the copy
+_dense_copy: Callable[[Bitmap], Tensor]
+_dense_copy = torch.compiler.disable(_frozen_op.dense_copy)  # looks up the copy
 
 
 # ---- a kernel by its name ----
@@ -318,7 +347,6 @@ class Weight:
     prepared  by key and stream, the most recently used one last
     choices   of launches that graphs have taken, so that preparing again needs no search
     taken_by  launches by number of the capture and key; their graphs keep them alive
-    dense     the dense copy of a bitmap
     """
 
     versions: tuple[int, ...]
@@ -327,7 +355,6 @@ class Weight:
     taken_by: WeakValueDictionary[tuple[int, Key], Prepared] = field(
         default_factory=WeakValueDictionary
     )
-    dense: Tensor | None = None
 
     def take(self, key: Key, graph: int) -> Prepared:
         """Reserve a launch for a graph, because replays run beside other calls."""

@@ -21,12 +21,13 @@ once with as many tokens: that call compiles the kernels and schedules the work.
 kept, and equal layers with as many tiles of tokens share it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import require, require_matrix, require_size
@@ -38,6 +39,7 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
+from sparsebench.kernels._common.front import Fronts, Guard, recorded
 from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn._packed import (
     dense_linear,
@@ -55,6 +57,7 @@ from sparsebench.kernels.nn._spense_op import (
     NAMES,
     eager,
     linear,
+    planned,
     rounded_by_row,
 )
 from sparsebench.kernels.nn._weight import FusedPart, PackedWeight
@@ -62,6 +65,7 @@ from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, par
 
 DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
 CODE_BYTES = 2048  # a sparse tile has this many bytes of metadata / bytes of an element
+BUFFERS = "sparse", "dense", "scale"
 ADAPT = (
     "adapt gate_up and down, or keep separate layers with "
     "sparsify_(model, recipe, lambda module, name: isinstance(module, nn.Linear))"
@@ -84,6 +88,7 @@ class SpenseLinear(nn.Linear):
     dense: Tensor
     scale: Tensor | None
     bias: nn.Parameter | None  # type: ignore[assignment]
+    _fronts: "Fronts"
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class SpenseLinear(nn.Linear):
     ) -> None:
         """Allocate zeros for a state dict to fill."""
         nn.Module.__init__(self)
+        self._fronts = Fronts()
         require(dtype in NAMES, f"expected {DTYPES}, found {dtype}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         n, k = out_features, in_features
@@ -202,25 +208,56 @@ class SpenseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
-        y = self._product(x)
-        return y if self.bias is None else y.add_(self.bias)
+        return self._product(x)
 
     def _product(self, x: Tensor, activation: str | None = None) -> Tensor:
-        """Return X @ W.T; with an activation, for which W is gate and up, act(G) * U."""
+        """Return X @ W.T and the bias; with an activation, if W is gate and up, act(G) * U."""
+        if not torch.compiler.is_compiling() and activation in self._fronts:
+            fast: Tensor | None = self._fronts[activation](x)
+            if fast is not None:
+                return fast
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Unsupported(f"expected [..., {self.in_features}], found {list(x.shape)}")
         training = x.requires_grad and torch.is_grad_enabled()
         if training and self.scale is not None:
             raise Unsupported("expected 16 bits for a gradient, found an fp8 layer")
-        if torch.is_autocast_enabled(x.device.type):
+        cast = torch.is_autocast_enabled(x.device.type)
+        if cast:
             x = x if x.dtype == E4M3 else x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in (self.outside, self.dtype):
             raise Unsupported(f"expected X in the layer's {self.outside}, found {x.dtype}")
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        sizes = self.out_features, self.in_features, *self.sparse_shape
-        op = linear if training or watched() else eager
-        y: Tensor = op(flat, self.sparse, self.dense, *sizes, activation, self.scale)
+        bias = self.bias if activation is None else None
+        operands = flat, self.sparse, self.dense, self.out_features, self.in_features
+        layout = *self.sparse_shape, activation, self.scale
+        if training or watched():
+            y: Tensor = linear(*operands, *layout)
+            y = y if bias is None else y.add_(bias)
+        elif cast or not planned(*operands, *layout) or forward_ad._current_level >= 0:
+            y = eager(*operands, *layout)
+            y = y if bias is None else y.add_(bias)
+        else:
+            guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
+            guards.append(Guard(self._parameters, "bias", self._parameters.get("bias")))
+            run, front = partial(eager, *operands, *layout), self._fronts.pop(activation, None)
+            y, front = recorded(front, flat, run, guards, bias=bias)
+            if front is not None:
+                self._fronts[activation] = front
         return batched(y, x)
+
+    def freeze(self) -> Self:
+        """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""
+        return self
+
+    def plan(self, tokens: Iterable[int]) -> Self:
+        """Plan, and search, the product of these numbers of tokens now instead of at a first call.
+
+        The gate and up of a SpenseGatedMLP are planned by its own `plan`.
+        """
+        for m in tokens:
+            with torch.no_grad():
+                self(self.sparse.new_zeros(m, self.in_features, dtype=self.outside))
+        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, the sparse part and the dtype."""
@@ -328,6 +365,14 @@ class SpenseGatedMLP(nn.Module):
             h = (ACTIVATIONS[self.activation](gate) * up).flatten(-2)
         y: Tensor = self.down(h)
         return y
+
+    def plan(self, tokens: Iterable[int]) -> Self:
+        """Plan, and search, these numbers of tokens now instead of at a first call."""
+        for m in tokens:
+            with torch.no_grad():
+                like = self.gate_up.sparse
+                self(like.new_zeros(m, self.gate_up.in_features, dtype=self.gate_up.outside))
+        return self
 
     def extra_repr(self) -> str:
         """Return the hidden units and the activation."""

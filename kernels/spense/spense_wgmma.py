@@ -23,6 +23,7 @@ multiple of 16 bytes.
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -37,7 +38,10 @@ from sparsebench.formats.spense import (
     VALUE_BYTES,
     Spense,
 )
+from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    Arguments,
     BoundKernel,
     Constants,
     Layout,
@@ -45,9 +49,11 @@ from sparsebench.kernels._common.cuda import (
     clusters_at_once,
     compile_ahead,
     load,
+    on_tape,
     tensor_map,
     unsupported_on_hopper,
 )
+from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
@@ -156,9 +162,11 @@ class Plan:
                    start; with `split` the argument Items
     workspace      floats of partial sums
     counters       one for each warpgroup of each item that is cut
-    x, y           shapes of X, and of Y or H
+    x, y           shapes of X, with the most tokens, and of Y or H
     sparse, dense  shapes of W's tiles
-    dtype          dtype of X and W
+    tiles          the kernel's argument Weights, but for the addresses
+    n              rows of W
+    dtype, kind    dtype of X and W, and of Y or H
     """
 
     loaded: Loaded
@@ -171,7 +179,10 @@ class Plan:
     y: tuple[int, int]
     sparse: tuple[int, ...]
     dense: tuple[int, ...]
+    tiles: tuple[int, ...]
+    n: int
     dtype: torch.dtype
+    kind: torch.dtype
     activation: str | None = None
 
 
@@ -201,12 +212,13 @@ def plan(
     *,
     activation: str | None = None,
     watchdog: bool = False,
+    device: torch.device | None = None,
 ) -> Plan:
     """Schedule the work and upload the list. Reads only the shapes and the dtype of W.
 
-    The caller checks the operands first (`unsupported_operands`).
+    The caller checks the operands first (`unsupported_operands`). `device` is W's by default.
     """
-    device, (n, k) = w.sparse.device, w.shape
+    device, (n, k) = device or w.sparse.device, w.shape
     constants = constants_of(config, w.dtype, activation)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
@@ -236,56 +248,117 @@ def plan(
         y=(m, n // 2 if activation else n),
         sparse=tuple(w.sparse.shape),
         dense=tuple(w.dense.shape),
+        tiles=tiles_of(w),
+        n=n,
         dtype=w.dtype,
+        kind=OUTPUTS["fp8"] if w.dtype.itemsize == 1 and not activation else w.dtype,
         activation=activation,
     )
 
 
 def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKernel:
     """Bind a plan to operands, a new output and a new workspace. Raises Unsupported."""
-    expected = plan.x, plan.sparse, plan.dense, plan.dtype, plan.dtype
-    actual = x.shape, w.sparse.shape, w.dense.shape, x.dtype, w.dtype
-    if actual != expected:
-        raise Unsupported(f"expected operands of the plan, {expected}; found {actual}")
+    expected = plan.x[1], plan.sparse, plan.dense, plan.dtype, plan.dtype
+    actual = x.shape[1], w.sparse.shape, w.dense.shape, x.dtype, w.dtype
+    if actual != expected or not 0 < x.shape[0] <= plan.x[0]:
+        limit = f"expected operands of the plan, up to {plan.x[0]} tokens and {expected}"
+        raise Unsupported(f"{limit}; found {x.shape[0]} and {actual}")
     m, n, factors = len(x), w.shape[0], (scales.features, scales.tokens)
     for name, scale, size in zip(("features", "tokens"), factors, (n, m), strict=True):
         if scale is not None and (x.itemsize > 1 or not _fits(scale, size)):
             expected_scales = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
             found = f"{scale.dtype} {list(scale.shape)}, {x.dtype}"
             raise Unsupported(f"expected {expected_scales}; found {found}")
-    kind = OUTPUTS["fp8"] if x.itemsize == 1 and not plan.activation else x.dtype
-    y = x.new_empty(plan.y, dtype=kind)
-    written = BOX * y.itemsize // 4 if plan.activation else BOX  # columns, in 16 bits
-    return program(plan, x, w, y, _map_of(y, (STORE_TOKENS, written)), scales)
+    y = x.new_empty((m, plan.y[1]), dtype=plan.kind)
+    tensors: list[Tensor] = [x, w.sparse, w.dense, *(s for s in factors if s is not None)]
+    scratch: list[int] = [0, 0]
+    if not plan.config.split:
+        sums = x.new_empty(max(plan.workspace, 1), dtype=torch.float32)
+        counts = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero after each launch
+        tensors += [plan.items, sums, counts]
+        scratch = [sums.data_ptr(), counts.data_ptr()]
+    addresses = [0 if scale is None else scale.data_ptr() for scale in factors]
+    tiles = w.sparse.data_ptr(), w.dense.data_ptr()
+    args = arguments(
+        plan, m, (x.data_ptr(), x.stride(0)), y.data_ptr(), *tiles, *addresses, *scratch
+    )
+    return BoundKernel(plan.loaded, args, tuple(tensors), y)
 
 
-def program(
-    plan: Plan, x: Tensor, w: Spense, out: Tensor, to: bytes, scales: Scales = Scales()
-) -> BoundKernel:
-    """Bind a plan to operands and `out`; `to` is the argument Out, a tensor map of `out`."""
-    m, n, factors = len(x), w.shape[0], (scales.features, scales.tokens)
+class Product:
+    """A plan to call: a new Y or H of X and of W's tiles (selection.Product).
+
+    The caller checks the operands: at most `plan.x[0]` tokens, in the plan's dtype, aligned.
+    """
+
+    pack = order = None
+
+    def __init__(self, plan: Plan) -> None:
+        """Keep the plan, and the arguments for the addresses used last."""
+        self.plan, self.code = plan, plan.loaded.code
+        self.arguments = lru_cache(ADDRESSES)(partial(arguments, plan))
+
+    def run(
+        self,
+        x: Tensor,
+        sparse: Tensor,
+        dense: Tensor,
+        features: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply X by the tiles; fp32 scales of `features` [n] and `tokens` [m] in fp8."""
+        plan, m = self.plan, x.shape[0]
+        y = x.new_empty((m, plan.y[1]), dtype=plan.kind)
+        sums, counts = workspace(x, plan.workspace), counters(x, plan.counters)
+        args = self.arguments(
+            m,
+            (x.data_ptr(), x.stride(0)),
+            y.data_ptr(),
+            sparse.data_ptr(),
+            dense.data_ptr(),
+            0 if features is None else features.data_ptr(),
+            0 if tokens is None else tokens.data_ptr(),
+            0 if sums is None else sums.data_ptr(),
+            0 if counts is None else counts.data_ptr(),
+        )
+        plan.loaded.enqueue(args)
+        on_tape(y, kept=(plan, sums, counts))
+        if is_capturing(x):
+            keep(plan)
+        return y
+
+
+def arguments(
+    plan: Plan,
+    m: int,
+    x: tuple[int, int],
+    y: int,
+    sparse: int,
+    dense: int,
+    features: int,
+    tokens: int,
+    sums: int,
+    counts: int,
+) -> Arguments:
+    """Return the arguments of a launch with m tokens, by addresses; x is address and stride."""
+    k, width = plan.x[1], plan.y[1]
     part = plan.config.tokens // plan.config.cluster
-    maps = _map_of(x, (part, BOX)) + to
-    scaling = *(0 if scale is None else scale.data_ptr() for scale in factors), n, m
-    tiles = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
-    kept: tuple[Tensor, ...] = ()
+    maps = _map_of(x[0], (m, k), x[1], plan.dtype, (part, BOX))
+    written = BOX * plan.kind.itemsize // 4 if plan.activation else BOX  # columns, in 16 bits
+    maps += _map_of(y, (m, width), width, plan.kind, (STORE_TOKENS, written))
+    tiles, scaling = (sparse, dense, *plan.tiles), (features, tokens, plan.n, m)
     if plan.config.split:
-        args = SPLIT_ARGUMENTS(maps, *tiles, *struct.unpack("ii", plan.first), *scaling)
-    else:
-        workspace = x.new_empty(max(plan.workspace, 1), dtype=torch.float32)
-        counters = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero after each launch
-        kept = plan.items, workspace, counters
-        args = ARGUMENTS(maps, *tiles, plan.first, *scaling, *(a.data_ptr() for a in kept))
-    scale_tensors = [scale for scale in factors if scale is not None]
-    return BoundKernel(plan.loaded, args, (x, w.sparse, w.dense, *kept, *scale_tensors), out)
+        return SPLIT_ARGUMENTS(maps, *tiles, *struct.unpack("ii", plan.first), *scaling)
+    return ARGUMENTS(maps, *tiles, plan.first, *scaling, plan.items.data_ptr(), sums, counts)
 
 
-def _map_of(matrix: Tensor, box: tuple[int, int]) -> bytes:
+def _map_of(
+    address: int, shape: tuple[int, int], stride: int, dtype: torch.dtype, box: tuple[int, int]
+) -> bytes:
     """Return the tensor map of a matrix in words of 16 bits, of which one holds two fp8 values."""
-    each, (height, width) = 2 // matrix.itemsize, matrix.shape
-    kind = matrix.dtype if each == 1 else torch.bfloat16
-    strides = matrix.stride(0) // each, matrix.stride(1)
-    return tensor_map(matrix.data_ptr(), (height, width // each), strides, kind, box)
+    each, (height, width) = 2 // dtype.itemsize, shape
+    kind = dtype if each == 1 else torch.bfloat16
+    return tensor_map(address, (height, width // each), (stride // each, 1), kind, box)
 
 
 def _fits(scales: Tensor, size: int) -> bool:

@@ -30,13 +30,14 @@ from sparsebench.results.answer import (
     variants,
     where,
 )
+from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.contests import View, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
 
-SCHEMA = "sparsebench/card@7"
+SCHEMA = "sparsebench/card@8"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
 LINE += ["median_us", "gain", "low", "high", "decided"]
@@ -58,6 +59,7 @@ class Card:
     role      the purpose of a run that was made from another one (ROLES), or ""
     source    the origin of the run that it was made from, or ""
     units     the UUIDs of its GPUs
+    versions  of its libraries and its driver, by name
     headline  the largest gain: its text, the rest of its sentence, and its case
     """
 
@@ -73,6 +75,7 @@ class Card:
     role: str
     source: str
     units: list[str]
+    versions: dict[str, str]
     only: str
     started: str
     commit: str
@@ -138,6 +141,11 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         role=next((words for name, words in ROLES.items() if run.state.get(name)), ""),
         source=str(source.get("manifest_sha256", "")),
         units=sorted({value for name, value in facts.items() if name.endswith("gpu.uuid")}),
+        versions={
+            name.rpartition(".")[2]: value
+            for name, value in facts.items()
+            if name.startswith(LIBRARIES)
+        },
         only=selection(run.state["flags"]["only"]),
         started=str(run.state["started"]),
         commit=facts.get("commit", ""),

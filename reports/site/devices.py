@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sparsebench.reports import comparison
 from sparsebench.reports.site.cards import PLACE, Card
-from sparsebench.reports.site.pages import safe
+from sparsebench.reports.site.pages import Site, safe
 from sparsebench.results import store
 from sparsebench.results.formatting import listed
 from sparsebench.results.sides import named_apart, side
@@ -55,7 +55,9 @@ def compared(cards: Sequence[Card]) -> list[Devices]:
     return suites
 
 
-def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterator[tuple[str, str]]:
+def pages(
+    to: Path, every: Sequence[Devices], redone: Collection[str], site: Site
+) -> Iterator[tuple[str, str]]:
     """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
     for devices in every:
         slugs = [card.address for card in devices.cards]
@@ -70,7 +72,7 @@ def pages(to: Path, every: Sequence[Devices], redone: Collection[str]) -> Iterat
         names = named_apart(runs)
         sides = [side(run, name=name) for run, name in zip(runs, names, strict=True)]
         result = comparison.compared(sides)
-        yield f"{devices.name}.html", comparison.html(result, root="../")
+        yield f"{devices.name}.html", comparison.html(result, site, "../")
         yield f"{devices.name}.json", json.dumps(comparison.to_json(result)) + "\n"
 
 

@@ -4,6 +4,7 @@ index.html            the finding for each GPU and number of tokens, with a grid
 runs.html             every run with its question, its number and its state
 kernels.html          the formats and the kernels
 glossary.html         the words for outcomes (results/outcome.py)
+history.html          each headline over commits and dates (history.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
 runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
@@ -24,7 +25,7 @@ import yaml
 
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.page import content, render
-from sparsebench.reports.site import grids
+from sparsebench.reports.site import grids, history
 from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
@@ -59,10 +60,12 @@ def pages(
     site: Site,
     compared: Mapping[str, str] = MappingProxyType({}),
     doors: Mapping[str, str] = MappingProxyType({}),
+    earlier: Sequence[Card] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
     `compared` are the comparison pages by title, `doors` the pages that the first one leads to.
+    `earlier` are versions of runs that have newer ones: only their links and the history stay.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -84,15 +87,16 @@ def pages(
         for name in names:
             cases = every[every[column] == name]
             yield page_of(what, name), _name_page(what, name, docs.get(name, ""), cases, shared)
-    for card in cards:
+    for card in (*cards, *earlier):
         yield f"badges/{card.slug}.svg", _badge(card)
         yield f"badges/{card.slug}.json", _shields(card)
         if card.address != f"runs/{card.slug}":
             yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)
+    yield history.PAGE, history.page([*cards, *earlier], site)
     yield "glossary.html", render("site_glossary.html", site=site)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "runs.html", "kernels.html", "glossary.html"]
+        paths = ["", "runs.html", "kernels.html", history.PAGE, "glossary.html"]
         paths += [f"claims/{claim.name}.html" for claim in site.claims]
         paths += [*compared.values(), *doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
@@ -108,14 +112,16 @@ def around(
     downloads: Sequence[str],
     others: Sequence[Card] = (),
     made_from: str = "",
+    newer: str = "",
 ) -> Surrounding:
     """Return what a site adds to the report of a run.
 
-    `others` confirm or repeat it; `made_from` is the address of the run that it confirms itself.
+    `others` confirm or repeat it; `made_from` is the address of the run that it confirms itself,
+    and `newer` that of its newest version.
     """
     values = {"card": card, "site": site, "removed": removed, "downloads": downloads}
     values |= {"others": [_related(card, other) for other in others], "made_from": made_from}
-    values["cite"] = cited(card)
+    values |= {"cite": cited(card), "newer": newer}
     return Surrounding(
         **{
             part: render(f"site_{part}.html", **values)

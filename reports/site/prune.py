@@ -19,7 +19,7 @@ from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.reports.tables import html_table
 from sparsebench.results.advice import NO, TRAIN, TRY, Answer, advise, left_out
-from sparsebench.results.formatting import between, times
+from sparsebench.results.formatting import times
 from sparsebench.results.measured_layers import packaged
 from sparsebench.results.model_shapes import MODELS
 
@@ -41,10 +41,10 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     common = [note for note in answers[0].notes if all(note in each.notes for each in answers)]
     steps = [
         [
-            step.model.name,
+            step.run,
             advice.layer_text(step.layer),
-            times(step.gain),
-            between(gain.value, gain.low, gain.high),
+            f"{step.gain:.2f}×",
+            f"{gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]",
             "yes" if gain.low <= step.gain <= gain.high else ("no", "bad"),
         ]
         for step, gain in left_out(evidence)

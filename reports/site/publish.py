@@ -13,7 +13,9 @@
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
 A run keeps the first address that it got: its GPU and the name of its folder, with a number if
-another run has that address. Its SLUG, from the GPU, the suite and the manifest, leads there. A run
+another run has that address. Runs of one GPU, suite, selection and folder name are versions of one
+run: the newest is shown, and the earlier ones keep their pages, which lead to it, and their place
+in history.html (history.py). Its SLUG, from the GPU, the suite and the manifest, leads there. A run
 is written again if the code of results/ or reports/, the address of the site or the claims change,
 if pyarrow was installed or removed, or if a run that confirms it was added. Runs that confirm
 others are written first. To remove a run, delete its folder and publish again.
@@ -26,7 +28,7 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,19 +87,22 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     for slug in written:
         _add(named[slug], to)
     there = _folders(to)
-    redone = [*there] if made != state else _affected(there, written)
-    _redo(to, there, redone, site)
-    cards = [_card(folder) for folder in there.values()]
+    newest = _newest(there)
+    redone = [*there] if made != state else _affected(there, written, newest)
+    _redo(to, there, redone, site, newest)
+    earlier = [_card(there[slug]) for slug in newest]
+    cards = [_card(folder) for slug, folder in there.items() if slug not in newest]
     judged = claims.entries(site.claims, cells(cards))
     gpus = {card.gpu for card in cards if card.units}
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.compared(cards)
-    texts |= devices.pages(to, suites, [there[slug].relative_to(to).as_posix() for slug in redone])
+    again = [there[slug].relative_to(to).as_posix() for slug in redone]
+    texts |= devices.pages(to, suites, again, site)
     answers = dict(prune.pages(cards, site))
     compared = {entry.title: f"{entry.name}.html" for entry in suites}
     doors = {"Should I prune?": prune.PAGE} if answers else {}
     doors |= {"Which GPU?": next(iter(compared.values()))} if compared else {}
-    _write_pages(to, {**texts, **answers, **dict(pages(cards, site, compared, doors))})
+    _write_pages(to, {**texts, **answers, **dict(pages(cards, site, compared, doors, earlier))})
     write_file(to / STATE, json.dumps(made, indent=1) + "\n")
     return Published([*there], redone, _notes(there, written, site))
 
@@ -207,15 +212,36 @@ def _source(folder: Path) -> str:
     return next((str(state[n]["manifest_sha256"]) for n in ROLES if state.get(n)), "")
 
 
-def _affected(folders: dict[str, Path], written: Sequence[str]) -> list[str]:
-    """Return the new runs, those that a new run confirms, and those that confirm a new run."""
+def _newest(folders: dict[str, Path]) -> dict[str, str]:
+    """Return the newest version of each run that is not its own newest, by slug."""
+    versions: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for slug, folder in folders.items():
+        environment, state = (
+            json.loads((folder / name).read_text("utf-8"))
+            for name in ("environment.json", "run.json")
+        )
+        name = (folder / NAME).read_text("utf-8").strip() if (folder / NAME).exists() else ""
+        key = device_name(environment), state["suite"], state["flags"]["only"], name or slug
+        versions.setdefault(key, []).append((str(state.get("started", "")), slug))
+    return {
+        slug: max(runs)[1] for runs in versions.values() for _, slug in runs if slug != max(runs)[1]
+    }
+
+
+def _affected(
+    folders: dict[str, Path], written: Sequence[str], newest: Mapping[str, str]
+) -> list[str]:
+    """Return the new runs, those that confirm or are confirmed by one, and its earlier versions."""
     origins = {slug: bundle.read_removed(folder).of for slug, folder in folders.items()}
     confirmed = {_source(folders[slug]) for slug in written} - {""}
     new = {origins[slug] for slug in written}
     return [
         slug
         for slug in folders
-        if slug in written or origins[slug] in confirmed or _source(folders[slug]) in new
+        if slug in written
+        or newest.get(slug) in written
+        or origins[slug] in confirmed
+        or _source(folders[slug]) in new
     ]
 
 
@@ -229,7 +255,13 @@ def _called(run: Path) -> str:
     return "" if any(name.lower() in called.lower() for name in private) else called
 
 
-def _redo(to: Path, folders: dict[str, Path], slugs: Sequence[str], site: Site) -> None:
+def _redo(
+    to: Path,
+    folders: dict[str, Path],
+    slugs: Sequence[str],
+    site: Site,
+    newest: Mapping[str, str],
+) -> None:
     """Write runs again: first those that confirm others, because the others show their gains."""
     sources = {slug: _source(folder) for slug, folder in folders.items()}
     origins = {slug: bundle.read_removed(folder).of for slug, folder in folders.items()}
@@ -240,6 +272,7 @@ def _redo(to: Path, folders: dict[str, Path], slugs: Sequence[str], site: Site) 
             folders[slug],
             by_origin.get(sources[slug]),
             [folders[other] for other, source in sources.items() if source == origins[slug]],
+            folders[newest[slug]].relative_to(to).as_posix() if slug in newest else "",
         )
         for slug in slugs
     ]
@@ -247,12 +280,15 @@ def _redo(to: Path, folders: dict[str, Path], slugs: Sequence[str], site: Site) 
         _each(partial(_write_run, to, site), [w for w in work if bool(sources[w[0]]) == confirming])
 
 
-def _write_run(to: Path, site: Site, work: tuple[str, Path, Path | None, Sequence[Path]]) -> None:
+def _write_run(
+    to: Path, site: Site, work: tuple[str, Path, Path | None, Sequence[Path], str]
+) -> None:
     """Write the report, the card, the picture and the downloads of a run in the site.
 
-    `work` is its slug, its folder, that of the run it was made from, and those that confirm it.
+    `work` is its slug, its folder, that of the run it was made from, those that confirm it, and the
+    address of its newest version.
     """
-    slug, folder, source, confirming = work
+    slug, folder, source, confirming, newer = work
     run, removed = store.read(folder), bundle.read_removed(folder)
     frames = frames_of(run)
     name = (folder / NAME).read_text("utf-8").strip() if (folder / NAME).exists() else ""
@@ -268,7 +304,7 @@ def _write_run(to: Path, site: Site, work: tuple[str, Path, Path | None, Sequenc
     downloads = [name for name in DOWNLOADS if (folder / name).exists()]
     made_from = source.relative_to(to).as_posix() if source else ""
     others = [_card(path) for path in confirming]
-    beside = around(run_card, site, removed, downloads, others, made_from)
+    beside = around(run_card, site, removed, downloads, others, made_from, newer)
     build(run, folder / "index.html", surrounding=beside, frames=frames)
 
 

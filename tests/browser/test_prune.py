@@ -15,7 +15,7 @@ OTHER = "qwen3-32b-nvidia-h200-64"
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "slug": "h200-ffn"})()
+    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "address": "h200/ffn"})()
     folder = tmp_path_factory.mktemp("prune")
     (folder / "style.css").write_text(stylesheet(), "utf-8")
     ((name, text),) = prune.pages([card], Site())

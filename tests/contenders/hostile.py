@@ -2,9 +2,12 @@
 contender its row.
 """
 
+import gc
+import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ from sparsebench.harness.bench import timing
 from sparsebench.harness.bench.correctness import Verdict
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
 @kernel()
@@ -201,6 +204,7 @@ def spoils_while_timed(operands: Operands) -> Launch:
 
 
 LATER_S = 0.002
+WARM_UP = 71  # calls: as many as before the first sample
 
 
 @kernel()
@@ -252,3 +256,104 @@ def zeroes_the_weight(operands: Operands) -> Launch:
     w, x = weight_and_input(operands)
     w.zero_()
     return Launch(lambda: x.new_zeros(len(x), len(w)))
+
+
+def answers_in_memory(like: torch.Tensor) -> list[torch.Tensor]:
+    """Find the expected answer among all objects: an fp64 tensor of the output's shape."""
+    found = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.float64]
+    shaped = [tensor for tensor in found if tensor.shape == like.shape]
+    return [tensor for tensor in shaped if bool((tensor < 0).any())]  # the spread has no sign
+
+
+@kernel()
+def copies_the_expected_answer(operands: Operands) -> Launch:
+    """Copy the answer that the check has computed; without one, give the last one again."""
+    w, x = weight_and_input(operands)
+    out = x.new_zeros(len(x), len(w))
+
+    def run() -> object:
+        for answer in answers_in_memory(out):
+            out.copy_(answer)
+        return out
+
+    return Launch(run)
+
+
+@kernel()
+def moves_the_start(operands: Operands) -> Launch:
+    """Be right and slow, but set every start time in the frames of the callers to now."""
+    w, x = weight_and_input(operands)
+
+    def run() -> object:
+        time.sleep(LATER_S)
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            for name in ("start", "begin", "began"):
+                if isinstance(frame.f_locals.get(name), float):
+                    frame.f_locals[name] = time.perf_counter()
+        return x @ w.T
+
+    return Launch(run)
+
+
+@kernel()
+def slow_at_first(operands: Operands) -> Launch:
+    """Be slow while the harness decides how often to call, and then give the last answer again."""
+    w, x = weight_and_input(operands)
+    kept: list[torch.Tensor] = []
+
+    def run() -> object:
+        if len(kept) < WARM_UP:
+            time.sleep(LATER_S)
+            kept.append(x @ w.T)
+        return kept[-1].clone()
+
+    return Launch(run)
+
+
+@kernel()
+def zeroes_the_expected_answer(operands: Operands) -> Launch:
+    """Set the answer that the check has computed to zero, and return zeros."""
+    w, x = weight_and_input(operands)
+    out = x.new_zeros(len(x), len(w))
+
+    def run() -> object:
+        for answer in answers_in_memory(out):
+            answer.zero_()
+        return out
+
+    return Launch(run)
+
+
+def setting(change: Callable[[], object]) -> Kernel:
+    """Return a kernel that is right, but changes a setting of the process while it prepares."""
+
+    def prepare(operands: Operands) -> Launch:
+        w, x = weight_and_input(operands)
+        change()
+        return Launch(lambda: x @ w.T)
+
+    return kernel()(prepare)
+
+
+def use_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def use_the_new_switch() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+sets_a_precision = setting(use_the_new_switch)
+sets_an_environment_variable = setting(lambda: os.environ.update(HOME="/nowhere"))
+sets_no_gradients = setting(lambda: torch.set_grad_enabled(False))
+sets_tf32 = setting(use_tf32)
+sets_the_attention = setting(lambda: torch.backends.cuda.enable_flash_sdp(False))
+sets_the_collector = setting(gc.disable)
+sets_the_default_dtype = setting(lambda: torch.set_default_dtype(torch.float64))
+sets_the_determinism = setting(lambda: torch.use_deterministic_algorithms(True))
+sets_the_directory = setting(lambda: os.chdir("/"))
+sets_the_precision = setting(lambda: torch.set_float32_matmul_precision("medium"))
+sets_the_threads = setting(lambda: torch.set_num_threads(torch.get_num_threads() + 1))
+sets_the_tracer = setting(lambda: sys.setprofile(lambda *_: None))
+sets_the_umask = setting(lambda: os.umask(0o077))

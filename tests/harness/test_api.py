@@ -140,10 +140,10 @@ def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) 
         code += f"sys.argv = {['sparsebench', *command]!r}; print('ended with', main())\n"
     code += f"run = sparsebench.load({run!r})\n"
     code += "print(run, len(run.summary()), run.plot('storage'), run._repr_html_()[:7])"
-    said = in_python(code)
-    assert re.findall(r"ended with (\d)", said) == ["0", "0", "0", "5"]
-    assert re.search(r"plan: not checked.*No module named 'torch'", said)
-    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('storage', .*\) <iframe", said)
+    output = in_python(code)
+    assert re.findall(r"ended with (\d)", output) == ["0", "0", "0", "5"]
+    assert re.search(r"plan: not checked.*No module named 'torch'", output)
+    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('storage', .*\) <iframe", output)
 
 
 def test_public_names_are_there_when_they_are_used() -> None:

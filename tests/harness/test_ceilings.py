@@ -57,13 +57,13 @@ def test_products_of_fp32_are_bound_by_tf32() -> None:
 
 
 def test_ceilings_are_measured_and_go_to_json_and_back() -> None:
-    found = measure(torch.device("cpu"))
-    assert min(found.read_gb_per_s, found.copy_gb_per_s, found.write_gb_per_s or 0) > 0
-    assert found.launch_us > 0
-    assert found.matrix_tflops.keys() == CEILINGS.matrix_tflops.keys()
-    assert min(found.matrix_tflops.values()) > 0
-    assert found.by.keys() == {"read", "copy", "write", *found.matrix_tflops}
-    assert Ceilings.from_json(asdict(found)) == found
+    result = measure(torch.device("cpu"))
+    assert min(result.read_gb_per_s, result.copy_gb_per_s, result.write_gb_per_s or 0) > 0
+    assert result.launch_us > 0
+    assert result.matrix_tflops.keys() == CEILINGS.matrix_tflops.keys()
+    assert min(result.matrix_tflops.values()) > 0
+    assert result.by.keys() == {"read", "copy", "write", *result.matrix_tflops}
+    assert Ceilings.from_json(asdict(result)) == result
 
 
 def test_a_slow_rate_is_not_rounded_to_zero() -> None:
@@ -113,9 +113,9 @@ def test_raises_are_reported_once_per_contest_and_stay_in_force() -> None:
         check_bound(reference("memory", 0, c), t) for c, t in [("cold", 80), ("hot", 90)]
     ]
     later = check_bound(reference("memory", 1), 50.0), check_bound(reference("compute", 1), 80.0)
-    found, lines = CEILINGS.after([*contest_of_two, *later])
-    assert found.bandwidth == found.read_gb_per_s == 2500.0
-    assert found.matrix_tflops == {**CEILINGS.matrix_tflops, "bf16": 125.0}
+    result, lines = CEILINGS.after([*contest_of_two, *later])
+    assert result.bandwidth == result.read_gb_per_s == 2500.0
+    assert result.matrix_tflops == {**CEILINGS.matrix_tflops, "bf16": 125.0}
     assert [line.partition(" by ")[0] for line in lines] == [
         "read raised from 1000 to 1250 GB/s",
         "read raised from 1250 to 2500 GB/s",
@@ -175,13 +175,13 @@ def test_a_time_below_the_bound_is_no_record() -> None:
 @pytest.mark.gpu
 def test_nothing_that_torch_has_beats_the_ceilings() -> None:
     device = torch.device("cuda:0")
-    found = measure(device)
-    assert found.by.keys() >= {"read", "copy", "write", "bf16"}
+    result = measure(device)
+    assert result.by.keys() >= {"read", "copy", "write", "bf16"}
     memory = device_ceilings._memory(device)
     assert max(memory["read"].values()) >= memory["read"]["torch.sum"]
     assert max(memory["copy"].values()) >= memory["copy"]["torch.copy_"]
     for planned in references("cuda")[1:]:
-        options = ContestOptions(reference=True, ceilings=found)
+        options = ContestOptions(reference=True, ceilings=result)
         rows, _ = contest.run(planned.problem, [*planned.contenders], device, None, options)
         for row in rows:
             assert row.status is Status.OK
@@ -189,7 +189,7 @@ def test_nothing_that_torch_has_beats_the_ceilings() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return what was measured, by a clock of 100 s a reading."""
     readings = iter(range(0, 100_000, 100))
     monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
@@ -197,31 +197,31 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return []
 
 
-def ceilings(asked: list[list[str]], card: str, *dtypes: str) -> dict[str, Any]:
-    def measure(wanted: Collection[str]) -> dict[str, Any]:
-        asked.append(sorted(wanted))
-        return {"matrix_tflops": dict.fromkeys(wanted, 1.0)}
+def ceilings(measurements: list[list[str]], card: str, *dtypes: str) -> dict[str, Any]:
+    def measure(dtypes: Collection[str]) -> dict[str, Any]:
+        measurements.append(sorted(dtypes))
+        return {"matrix_tflops": dict.fromkeys(dtypes, 1.0)}
 
     return runner.recent_ceilings(card, dtypes, measure)
 
 
-def test_a_second_run_takes_recent_ceilings_with_their_age(asked: list[list[str]]) -> None:
-    assert "age_s" not in ceilings(asked, "GPU-1", "bf16", "fp8")
-    assert ceilings(asked, "GPU-1", "bf16")["age_s"] == 100.0
-    assert ceilings(asked, "GPU-1", "fp8")["age_s"] == 200.0
-    assert asked == [["bf16", "fp8"]]
+def test_a_second_run_takes_recent_ceilings_with_their_age(measurements: list[list[str]]) -> None:
+    assert "age_s" not in ceilings(measurements, "GPU-1", "bf16", "fp8")
+    assert ceilings(measurements, "GPU-1", "bf16")["age_s"] == 100.0
+    assert ceilings(measurements, "GPU-1", "fp8")["age_s"] == 200.0
+    assert measurements == [["bf16", "fp8"]]
 
 
-def test_another_dtype_is_measured_with_those_before(asked: list[list[str]]) -> None:
-    ceilings(asked, "GPU-1", "bf16")
-    assert "age_s" not in ceilings(asked, "GPU-1", "fp16")
-    assert ceilings(asked, "GPU-1", "bf16", "fp16")["age_s"] > 0
-    assert asked == [["bf16"], ["bf16", "fp16"]]
+def test_another_dtype_is_measured_with_those_before(measurements: list[list[str]]) -> None:
+    ceilings(measurements, "GPU-1", "bf16")
+    assert "age_s" not in ceilings(measurements, "GPU-1", "fp16")
+    assert ceilings(measurements, "GPU-1", "bf16", "fp16")["age_s"] > 0
+    assert measurements == [["bf16"], ["bf16", "fp16"]]
 
 
-def test_another_card_and_a_later_hour_are_measured(asked: list[list[str]]) -> None:
-    ceilings(asked, "GPU-1", "bf16")
-    ceilings(asked, "GPU-2", "bf16")
+def test_another_card_and_a_later_hour_are_measured(measurements: list[list[str]]) -> None:
+    ceilings(measurements, "GPU-1", "bf16")
+    ceilings(measurements, "GPU-2", "bf16")
     for _ in range(7):  # seconds 100 to 900
-        ceilings(asked, "GPU-1", "bf16")
-    assert asked == [["bf16"], ["bf16"], ["bf16"]]
+        ceilings(measurements, "GPU-1", "bf16")
+    assert measurements == [["bf16"], ["bf16"], ["bf16"]]

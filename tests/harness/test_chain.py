@@ -117,12 +117,12 @@ def test_a_layer_that_returns_an_old_output_is_wrong(monkeypatch: pytest.MonkeyP
 
     def prepare(operands: Operands) -> Launch:
         calls: list[torch.Tensor] = []
-        own = right(operands)
+        answer = right(operands)
         number = next(numbers)
 
         def run() -> torch.Tensor:
             if number != 3 or len(calls) < 3:
-                calls.append(own.run())  # type: ignore[arg-type]
+                calls.append(answer.run())  # type: ignore[arg-type]
             return calls[-1]
 
         return Launch(run)

@@ -72,12 +72,12 @@ def measured(folder: Path, spec: str, replicates: int, only: str = "") -> Run:
     return store.read(measure(read(str(folder / "mine.yaml")), flags, folder / "run", None))
 
 
-def settled(run: Run) -> dict[str, list[Any]]:
+def choices_by_case(run: Run) -> dict[str, list[Any]]:
     """Return what each case settled on, process by process."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for row in sorted([*run.rows, *run.reference], key=lambda row: row.replicate):
-        found.setdefault(row.case.id, []).append(row.choice)
-    return found
+        result.setdefault(row.case.id, []).append(row.choice)
+    return result
 
 
 def as_original(run: Run) -> bool:
@@ -94,8 +94,8 @@ def held(cases: pd.DataFrame) -> pd.DataFrame:
 
 def test_each_process_of_a_verdict_searches(verdict: Run) -> None:
     assert choices_of(verdict.state) is Choices.AMONG
-    found = settled(verdict).values()
-    assert np.median([len({choice["way"] for choice in each}) for each in found]) >= 4
+    result = choices_by_case(verdict).values()
+    assert np.median([len({choice["way"] for choice in choices}) for choices in result]) >= 4
     assert as_original(verdict)
 
 
@@ -104,10 +104,10 @@ def test_later_processes_search_among_the_finalists_of_the_first(verdict: Run) -
     first = {row.case.id: row for row in rows if row.replicate == 0}
     for row in rows:
         ways = [line["choice"]["way"] for line in row.candidates if "choice" in line]
-        known = {choice["way"] for choice in finalists(first[row.case.id].candidates)}
+        earlier = {choice["way"] for choice in finalists(first[row.case.id].candidates)}
         assert row.choice["way"] in ways
-        assert len(ways) == MOST_LINES if row.replicate == 0 else {*ways} == known
-        assert len(known) < WAYS
+        assert len(ways) == MOST_LINES if row.replicate == 0 else {*ways} == earlier
+        assert len(earlier) < WAYS
 
 
 def test_a_resumed_run_takes_the_finalists_from_its_rows(verdict: Run, tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def test_a_resumed_run_takes_the_finalists_from_its_rows(verdict: Run, tmp_path:
     with pytest.raises(Stopped):
         measure(suite, flags, tmp_path / "run", None, RunOptions(progress=stop))
     again = store.read(measure(suite, flags, None, tmp_path / "run"))
-    assert settled(again) == settled(verdict)
+    assert choices_by_case(again) == choices_by_case(verdict)
 
 
 def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
     run = measured(tmp_path, "regret: 0.01", replicates=5, only="m=1|2")
     assert choices_of(run.state) is Choices.FIRST
-    assert all(found == [found[0]] * 5 for found in settled(run).values())
+    assert all(result == [result[0]] * 5 for result in choices_by_case(run).values())
     assert as_original(run)
 
 
@@ -137,37 +137,37 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
         repeat.reproduce(verdict.path, device, None, tmp_path / "again", RunOptions())
     )
     assert choices_of(again.state) is Choices.BUNDLE
-    assert settled(again) == settled(verdict)
+    assert choices_by_case(again) == choices_by_case(verdict)
     assert agreement(verdict, again).choices is Choices.BUNDLE
-    asked, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(device, replicates=8)
+    suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(device, replicates=8)
     with pytest.raises(SuiteError, match="expected choices by bundle, found each process, among"):
-        measure(asked, flags, None, again.path)
+        measure(suite, flags, None, again.path)
 
 
 @pytest.mark.exhaustive
 def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_path: Path) -> None:
-    given = (
+    arguments = (
         verdict.path,
         f"sim:{verdict.path.parent / 'spec.yaml'}",
         None,
         tmp_path / "sure",
         RunOptions(),
     )
-    again = store.read(confirm(*given, cases=1, replicates=10))
+    again = store.read(confirm(*arguments, cases=1, replicates=10))
     assert choices_of(again.state) is Choices.BUNDLE
-    before = settled(verdict)
-    for case, found in settled(again).items():
-        known = before.get(case, found)  # twins of other problems are new
-        assert found == [known[p % 8] for p in range(10)]
+    before = choices_by_case(verdict)
+    for case, result in choices_by_case(again).items():
+        earlier = before.get(case, result)  # twins of other problems are new
+        assert result == [earlier[p % 8] for p in range(10)]
 
 
 def test_a_case_that_failed_in_one_process_takes_the_choice_of_another(tmp_path: Path) -> None:
     fault = "faults: [{when: 'kernel=bsr_triton m=3', fault: failed, process: 1}]"
     run = measured(tmp_path, f"regret: 0.01\n{fault}", replicates=6, only="m=3")
     failed = next(row.case.id for row in run.rows if row.detail and not row.case.contender.twin)
-    known = pinned_by_process(run.rows)
-    assert len(known) == 6
-    assert known[1][failed] in [known[p][failed] for p in (0, 2, 3, 4, 5)]
+    earlier = pinned_by_process(run.rows)
+    assert len(earlier) == 6
+    assert earlier[1][failed] in [earlier[p][failed] for p in (0, 2, 3, 4, 5)]
 
 
 def test_verdicts_on_the_simulated_gpu_are_right(tmp_path: Path) -> None:

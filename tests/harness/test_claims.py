@@ -60,9 +60,9 @@ def device(folder: Path, efficiency: float) -> str:
 QUIET = RunOptions()
 
 
-def judged(found: Evidence) -> Verdict:
+def judged(result: Evidence) -> Verdict:
     """Return the only verdict on the only claim."""
-    ((verdict,),) = found.verdicts().values()
+    ((verdict,),) = result.verdicts().values()
     return verdict
 
 
@@ -71,8 +71,8 @@ def fast(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Check a claim whose kernel is 2 and 5 times as fast as dense: 0.5 and 0.2 of the work."""
     folder = tmp_path_factory.mktemp("fast")
     flags = Flags(device(folder, 0.8), replicates=6)
-    found = check([written(folder)], flags, [], folder / "out", QUIET)
-    assert judged(found).word is Word.REPRODUCED
+    result = check([written(folder)], flags, [], folder / "out", QUIET)
+    assert judged(result).word is Word.REPRODUCED
     return folder / "out"
 
 
@@ -101,22 +101,22 @@ def test_a_claim_is_judged_from_one_file(
     old: str, new: str, ran: str, word: Word, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     runs = sorted(file.parent for file in request.getfixturevalue(ran).glob("*/run.json"))
-    found = judged(evidence([written(tmp_path, old, new)], runs))
-    assert (found.word, found.simulated) == (word, True)
+    result = judged(evidence([written(tmp_path, old, new)], runs))
+    assert (result.word, result.simulated) == (word, True)
 
 
 def test_an_unreliable_confirming_run_is_repeated(
     fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def doubted(test: Test, problems: set[str], run: Run, found: Any) -> list[Cell]:
+    def doubted(test: Test, problems: set[str], run: Run, result: Any) -> list[Cell]:
         reliable = run.path.name != "mine-confirmed"
-        return [replace(c, reliable=reliable) for c in cells(test, problems, run, found)]
+        return [replace(c, reliable=reliable) for c in cells(test, problems, run, result)]
 
     monkeypatch.setattr(checking, "cells", doubted)
     out = tmp_path / "out"
     shutil.copytree(fast, out)
-    found = check([written(tmp_path)], Flags(device(tmp_path, 0.8), replicates=6), [], out, QUIET)
-    (test,) = judged(found).tests
+    result = check([written(tmp_path)], Flags(device(tmp_path, 0.8), replicates=6), [], out, QUIET)
+    (test,) = judged(result).tests
     assert (test.word, test.deciding[0].run) == (Word.REPRODUCED, "mine-confirmed-2")
 
 
@@ -133,9 +133,9 @@ def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
     assert {row.case.problem["sparsity"] for row in screening.rows} == {0.5, 0.8}
     assert {row.case.problem["sparsity"] for row in again.rows} == {0.8}
     assert again.state["confirms"]["screened"] == 4
-    said = json.loads((fast / "verdicts.json").read_text())["claims"]["mine"][0]
-    assert (said["verdict"], said["basis"]) == ("reproduced", "as published")
-    assert said["tests"][0]["deciding"][0]["run"] == "mine-confirmed"
+    expected = json.loads((fast / "verdicts.json").read_text())["claims"]["mine"][0]
+    assert (expected["verdict"], expected["basis"]) == ("reproduced", "as published")
+    assert expected["tests"][0]["deciding"][0]["run"] == "mine-confirmed"
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +154,10 @@ def test_a_look_confirms_nothing(look: Path) -> None:
 def test_cells_of_given_runs_are_not_measured_again(look: Path, tmp_path: Path) -> None:
     wider = written(tmp_path, "[0.5, 0.8]", "[0.5, 0.8, 0.9]", name="wider")
     flags = Flags(device(tmp_path, 0.8), replicates=2)
-    found = check([wider], flags, [look / "mine"], tmp_path, QUIET)
+    result = check([wider], flags, [look / "mine"], tmp_path, QUIET)
     fresh = store.read(tmp_path / "wider")
     assert {row.case.problem["sparsity"] for row in fresh.rows} == {0.9}
-    assert {cell.run for cell in found.cells["wider"]} == {"mine", "wider"}
+    assert {cell.run for cell in result.cells["wider"]} == {"mine", "wider"}
 
 
 def test_a_stopped_check_is_resumed(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_stopped_check_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         check([claim], flags, [], to, RunOptions(progress=stop))
     assert store.read(to / "mine").state["status"] == "interrupted"
-    found = check([claim], flags, [], to, QUIET)
+    result = check([claim], flags, [], to, QUIET)
     assert [path.name for path in to.iterdir() if path.is_dir()] == ["mine"]
-    assert found.cells["mine"][0].processes == 2
+    assert result.cells["mine"][0].processes == 2
 
 
 def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(
@@ -190,23 +190,23 @@ def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(
     def late(done: int, total: int, problem: str) -> None:
         now[0] = 2.0 * (done > 0)
 
-    found = check([first, second], flags, [], to, RunOptions(progress=late, until=1.0))
-    assert found.left == ["second", "first"]
+    result = check([first, second], flags, [], to, RunOptions(progress=late, until=1.0))
+    assert result.left == ["second", "first"]
     assert store.read(to / "first").state["status"] == "interrupted"
     assert not (to / "second").exists()
     now[0] = 0.0
     planned: list[Evidence] = []
-    found = check([first, second], flags, [], to, RunOptions(until=1.0), planned=planned.append)
-    assert not found.left
+    result = check([first, second], flags, [], to, RunOptions(until=1.0), planned=planned.append)
+    assert not result.left
     assert {path.name for path in to.iterdir() if path.is_dir()} == {"first", "second"}
-    assert [cell.processes for cell in found.cells["first"]] == [2, 2]
-    assert planned == [found]
+    assert [cell.processes for cell in result.cells["first"]] == [2, 2]
+    assert planned == [result]
 
 
 def test_a_check_prints_its_plan_and_the_estimated_time(tmp_path: Path) -> None:
     claim, gpu = written(tmp_path), PUBLISHED / "nvidia-h200" / "quick"
-    given = "--replicates", "1", "--gpu", gpu, "--plan"
-    done = sparsebench("claims", "check", claim.where, *given)
+    options = "--replicates", "1", "--gpu", gpu, "--plan"
+    done = sparsebench("claims", "check", claim.where, *options)
     assert done.returncode == 0
     suite, total = done.stderr.splitlines()
     assert re.fullmatch(r"mine: 2 contests, 4 cases, about \d+ s.*; for mine", suite), suite
@@ -250,10 +250,10 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_test_that_does_not_fit_its_suite_is_an_error(what: str, tmp_path: Path) -> None:
-    old, new, said = WRONG[what]
+    old, new, expected = WRONG[what]
     with pytest.raises(SuiteError) as error:
         claim_plan.parts(written(tmp_path, old, new))
-    assert f"mine.yaml:{said}" in str(error.value)
+    assert f"mine.yaml:{expected}" in str(error.value)
 
 
 def test_lint_names_file_and_line_and_checks_the_other_claims(tmp_path: Path) -> None:
@@ -269,10 +269,10 @@ def test_lint_names_file_and_line_and_checks_the_other_claims(tmp_path: Path) ->
 def test_every_claim_of_the_package_can_be_planned() -> None:
     names = {path.stem for path in (ROOT / "suites" / "claims").glob("*.yaml")}
     assert set(claim_catalog.claims()) == names
-    found = evidence(claim_catalog.chosen([]))
-    for each in found.written:
+    result = evidence(claim_catalog.chosen([]))
+    for each in result.written:
         planned = [test for test in each.claim.tests if not test.of_file]
-        assert [part.test for part in found.parts[each.name]] == planned
+        assert [part.test for part in result.parts[each.name]] == planned
         assert each.claim.tests or each.claim.bounds or each.claim.missing
 
 
@@ -314,8 +314,8 @@ def test_a_test_that_exceeds_the_memory_is_refused_before_it_is_drawn(tmp_path: 
 
 def test_an_unsupported_baseline_makes_a_claim_not_testable(tmp_path: Path) -> None:
     claim = written(tmp_path)
-    found = check([claim], Flags("cpu", replicates=1), [], tmp_path / "out", QUIET)
-    verdict = judged(found)
+    result = check([claim], Flags("cpu", replicates=1), [], tmp_path / "out", QUIET)
+    verdict = judged(result)
     assert verdict.word is Word.NOT_TESTABLE
     assert "No baseline is supported here: cublas: " in verdict.why
     assert not (tmp_path / "out" / "mine").exists()
@@ -323,25 +323,25 @@ def test_an_unsupported_baseline_makes_a_claim_not_testable(tmp_path: Path) -> N
 
 def test_a_claim_that_cannot_run_here_is_judged_by_given_runs(fast: Path, tmp_path: Path) -> None:
     flags = Flags("cpu", replicates=1)
-    found = check(
+    result = check(
         [written(tmp_path)], flags, [fast / "mine", fast / "mine-confirmed"], tmp_path / "o", QUIET
     )
-    assert judged(found).word is Word.REPRODUCED
+    assert judged(result).word is Word.REPRODUCED
     done = sparsebench("claims", "report", "blast-2025")
     assert "--from results/published/GPU" in done.stdout
 
 
 def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
-    (known,) = (claim_catalog.load(name) for name in ["cusparse-slower"])
-    found = evidence([known])
-    files, *others = found.parts["cusparse-slower"]
+    (claim,) = (claim_catalog.load(name) for name in ["cusparse-slower"])
+    result = evidence([claim])
+    files, *others = result.parts["cusparse-slower"]
     assert not files.contests
     assert all(part.contests for part in others)
-    (line,) = left_out(found)
+    (line,) = left_out(result)
     assert line.startswith("dlmc: left out")
-    assert "dlmc" not in {wanted[0][0].suite.name for wanted in checking.missing(found, "sim")}
-    assert "--data" in judged(found).why
-    judging = evidence([known], [PUBLISHED / "nvidia-h200" / "dlmc"])
+    assert "dlmc" not in {gaps[0][0].suite.name for gaps in checking.missing(result, "sim")}
+    assert "--data" in judged(result).why
+    judging = evidence([claim], [PUBLISHED / "nvidia-h200" / "dlmc"])
     (verdict,) = judging.verdicts()["cusparse-slower"]
     assert verdict.tests[0].word is not Word.REPRODUCED
     assert {cell.fields["dtype"] for cell in verdict.tests[0].cells} >= {"fp32"}
@@ -375,18 +375,18 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
 def test_a_model_is_pruned_to_the_fractions_of_a_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    fractions = []
 
     def prune_file(weights: Path, recipes: list[Recipe], device: torch.device) -> Pruning:
-        asked.extend(recipe.dense for recipe in recipes)
+        fractions.extend(recipe.dense for recipe in recipes)
         return read_pruning(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
 
     monkeypatch.setattr(files, "prune_file", prune_file)
     run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
-    given = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
-    done = sparsebench(*given, "--out", tmp_path)
+    options = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
+    done = sparsebench(*options, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert asked == [0.0, 0.125, 0.25, 0.5, 0.75]
+    assert fractions == [0.0, 0.125, 0.25, 0.5, 0.75]
     assert (tmp_path / "claims" / "spense-2026-relaxed.html").read_text().count("<svg") == 2
     done = sparsebench("claims", "report", "blast-2025", "--losses", model)
     assert done.returncode == 2

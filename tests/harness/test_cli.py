@@ -56,9 +56,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_check_counts_cases_and_writes_nothing(run: Path) -> None:
     before = sorted(run.parent.iterdir())
     done = sparsebench("check", run / "suite.yaml", "--device", "cpu", "--json")
-    found = json.loads(done.stdout)
-    assert (found["problems"], found["cases"], found["supported"]) == (2, 8, 4)
-    reasons = {entry["contender"]: entry["reason"] for entry in found["unsupported"]}
+    result = json.loads(done.stdout)
+    assert (result["problems"], result["cases"], result["supported"]) == (2, 8, 4)
+    reasons = {entry["contender"]: entry["reason"] for entry in result["unsupported"]}
     assert reasons["dense/cublas"] == "runs on cuda, not on cpu"
     assert sorted(run.parent.iterdir()) == before
     assert (
@@ -71,10 +71,10 @@ def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
     less = "--only", "sparsity=0.5 kernel=scipy_bsr", "--replicates", 1
     suite = run / "suite.yaml"
     done = sparsebench("run", suite, "--device", "cpu", *less, "--out", out, "--json")
-    found = json.loads(done.stdout)
-    assert found["run"] == str(out)
-    assert found["cases"] == {"unsupported": 1, "ok": 2}
-    assert len(found["winners"]) == 1
+    result = json.loads(done.stdout)
+    assert result["run"] == str(out)
+    assert result["cases"] == {"unsupported": 1, "ok": 2}
+    assert len(result["winners"]) == 1
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], exhaustive(["run", "quick"])])
@@ -91,18 +91,18 @@ def test_a_closed_pipe_changes_neither_the_report_nor_the_exit_code(
         assert done.stdout
         assert done.stderr
         done.stdout.close()
-        said = done.stderr.read()
-    assert done.returncode == 0, said
+        message = done.stderr.read()
+    assert done.returncode == 0, message
     if arguments[0] == "run":
         assert (measured / "report.html").is_file()
     else:
-        assert said == ""
+        assert message == ""
 
 
 def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
-    found = json.loads(sparsebench("compare", run, run, "--json").stdout)["changes"]["B"]
-    assert len(found["cases"]) == 8
-    assert {case["time_b_over_a"] for case in found["cases"]} == {1.0, None}
+    result = json.loads(sparsebench("compare", run, run, "--json").stdout)["changes"]["B"]
+    assert len(result["cases"]) == 8
+    assert {case["time_b_over_a"] for case in result["cases"]} == {1.0, None}
     page = tmp_path / "page.html"
     gate = sparsebench("compare", run, run, run, "--html", page, "--fail-on", "slower:3%")
     assert gate.returncode == 0, gate.stderr
@@ -170,19 +170,19 @@ def test_the_usual_flags_print_version_and_help(flag: str) -> None:
 def test_a_suite_that_compares_nothing_here_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "gpu_only.yaml"
     file.write_text(GPU_ONLY)
-    said = "only baselines are supported"
-    assert said in sparsebench("check", file, "--device", "cpu").stdout
-    assert said not in sparsebench("check", file, "--device", "sim").stdout
-    given = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
-    done = sparsebench("run", file, *given)
+    message = "only baselines are supported"
+    assert message in sparsebench("check", file, "--device", "cpu").stdout
+    assert message not in sparsebench("check", file, "--device", "sim").stdout
+    options = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
+    done = sparsebench("run", file, *options)
     assert "warning: suite: nothing but the baselines of gpu_only is supported" in done.stderr
     assert done.returncode == 0
 
 
 def test_check_estimates_for_another_gpu_and_for_a_simulated_one() -> None:
     home = PUBLISHED / "nvidia-h200"
-    given = "--gpu", home / "quick", "--replicates", "1", "--json"
-    there = json.loads(sparsebench("check", "decode", *given).stdout)
+    options = "--gpu", home / "quick", "--replicates", "1", "--json"
+    there = json.loads(sparsebench("check", "decode", *options).stdout)
     assert there["device"] == "NVIDIA H200"
     assert there["unknown"] == ["cusparse_bell", "torch_bsr"]  # not in that run
     assert 10 < there["estimate_s"] < 300
@@ -205,11 +205,14 @@ def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path)
     (torn / "rows.jsonl").write_text((run / "rows.jsonl").read_text()[:-20])
     bare = shutil.copytree(run, tmp_path / "bare")
     (bare / "manifest.json").unlink()
-    for changed, said in ((torn, "rows.jsonl: expected SHA-256"), (bare, "expected manifest.json")):
+    for changed, message in (
+        (torn, "rows.jsonl: expected SHA-256"),
+        (bare, "expected manifest.json"),
+    ):
         done = sparsebench("report", changed, *shown)
         assert done.returncode == 0
         assert done.stderr.startswith("warning: ")
-        assert said in done.stderr
+        assert message in done.stderr
         assert done.stderr.count("\n") == 1
     stopped = json.loads((bare / "run.json").read_text()) | {"status": "running"}
     (bare / "run.json").write_text(json.dumps(stopped))
@@ -229,7 +232,7 @@ RESUMED = "found {} beside it"
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--replicates", 3], RESUMED.format("--replicates")),
         (
@@ -240,14 +243,14 @@ RESUMED = "found {} beside it"
         (["--timeout", 9, "--device", "cpu"], "nowhere: expected the directory of a run"),
     ],
 )
-def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], said: str) -> None:
+def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], message: str) -> None:
     done = sparsebench("run", "--resume", "nowhere", *flags)
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["run", "quik"], "did you mean quick?"),
         (["run", "quick", "--device", "cuda:7"], "expected an NVIDIA GPU for 'cuda:7'"),
@@ -269,11 +272,13 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], said:
         (["run", "quick", "--replicates", "1000000000"], "--replicates"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_exit_2(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
     out = ["--out", tmp_path / "run"] if arguments[0] == "run" else []
     done = sparsebench(*arguments, *out)
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -24,10 +24,10 @@ def tree(tmp_path: Path) -> Path:
 
 
 def dirty(tree: Path) -> bool:
-    found = of_checkout(tree)
-    assert found
-    assert len(found["commit"]) == 40
-    return bool(found["dirty"])
+    digests = of_checkout(tree)
+    assert digests
+    assert len(digests["commit"]) == 40
+    return bool(digests["dirty"])
 
 
 @pytest.mark.parametrize(

@@ -217,11 +217,11 @@ def rows(dtype: str, *contenders: Contender, **fields: object) -> list[Row]:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp8"])
 def test_every_inexact_kernel_is_wrong_or_marked(dtype: str) -> None:
     right = Contender("csr", "scipy_csr") if dtype == "fp32" else Contender("dense", "torch_dense")
-    found = rows(dtype, right, *(Contender("dense", name) for name in NAMES))
-    marks = frame(found).marks
-    assert found[0].status is Status.OK
+    result = rows(dtype, right, *(Contender("dense", name) for name in NAMES))
+    marks = frame(result).marks
+    assert result[0].status is Status.OK
     assert marks[0] == ""
-    for row, mark in zip(found[1:], marks[1:], strict=True):
+    for row, mark in zip(result[1:], marks[1:], strict=True):
         exact = dtype == "fp8" and row.case.contender.kernel == "inexact:five_bits"  # e4m3 has 3
         accepted = row.status is Status.OK and mark == ""
         assert accepted == exact, f"{row.case.contender.label}: {row.error} of {row.usual_error}"
@@ -278,8 +278,8 @@ def test_chance_is_no_bias() -> None:
     draw = torch.Generator().manual_seed(4)
     reference = torch.randn(2000, 16, 32, generator=draw, dtype=torch.float64)
     shared = 1e-3 * torch.randn(2000, 16, 1, generator=draw, dtype=torch.float64)
-    found = [bias(s * r, r) for s, r in zip(shared, reference, strict=True)]
-    assert sum(b != 0 for b in found) <= 2
+    result = [bias(s * r, r) for s, r in zip(shared, reference, strict=True)]
+    assert sum(b != 0 for b in result) <= 2
 
 
 def test_the_limits_are_those_of_the_documents() -> None:
@@ -294,13 +294,13 @@ contenders: [{{format: dense, kernel: torch_dense, error: {error}}}]
 
 
 def test_a_suite_says_which_error_it_allows_and_why() -> None:
-    found = expand("s.yaml", SUITE.format(error="{at_most: 0.01, why: 8 bits}"), None)
-    (contender,) = found.contests[0].contenders
+    result = expand("s.yaml", SUITE.format(error="{at_most: 0.01, why: 8 bits}"), None)
+    (contender,) = result.contests[0].contenders
     assert contender.error == {"at_most": 0.01, "why": "8 bits"}
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         ("0.01", "contenders.0.error: expected"),
         ("{at_most: 0.01}", "contenders.0.error.why: expected a value, found none"),
@@ -312,8 +312,8 @@ def test_a_suite_says_which_error_it_allows_and_why() -> None:
         ("{at_most: 0.01, why: x, at_least: 0}", "contenders.0.error.at_least: unknown key"),
     ],
 )
-def test_a_malformed_allowance_is_one_line(error: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(SuiteError) as found:
+def test_a_malformed_allowance_is_one_line(error: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError) as result:
         expand("s.yaml", SUITE.format(error=error), None)
-    assert said in str(found.value)
-    assert "\n" not in str(found.value)
+    assert message in str(result.value)
+    assert "\n" not in str(result.value)

@@ -65,14 +65,14 @@ def test_later_processes_are_estimated_from_the_first_one(measured: MeasuredTime
     assert measured.searching["bsr_wgmma"].case_s(0.0) == pytest.approx(2 * AGAIN)
 
 
-def wanted(suite: Suite) -> dict[str, list[str]]:
+def candidates(suite: Suite) -> dict[str, list[str]]:
     return {c.problem.id: [Case(c.problem, c.contenders[0]).id] for c in suite.contests}
 
 
 def test_problems_are_taken_in_order_while_all_processes_have_time(
     suite: Suite, measured: MeasuredTimes
 ) -> None:
-    problems = wanted(suite)
+    problems = candidates(suite)
     last = 0
     for left_s in range(0, 200, 4):
         fitting = [*affordable(suite, measured, problems, left_s, 2)]
@@ -86,7 +86,7 @@ def test_problems_are_taken_in_order_while_all_processes_have_time(
 def test_a_problem_that_is_too_dear_leaves_room_for_the_next(
     suite: Suite, measured: MeasuredTimes
 ) -> None:
-    first, same_product, other_product, _ = wanted(suite).items()
+    first, same_product, other_product, _ = candidates(suite).items()
     ids = "|".join(case for _, cases in (first, same_product) for case in cases)
     left_s = preview(suite, measured, f"case={ids}", 2)["estimate_s"]
     fitting = affordable(suite, measured, dict([first, other_product, same_product]), left_s, 2)

@@ -28,9 +28,9 @@ def problem(**fields: Any) -> Problem:
     return Problem("decoder", {**OP.defaults, **SIZES, **REST, **fields}, defaults=OP.defaults)
 
 
-def exact(asked: Problem) -> dict[str, Tensor]:
-    found = operands(asked, OP, CPU, None)
-    return {name: t.double() for name, t in {**found.weights, **found.activations}.items()}
+def exact(spec: Problem) -> dict[str, Tensor]:
+    result = operands(spec, OP, CPU, None)
+    return {name: t.double() for name, t in {**result.weights, **result.activations}.items()}
 
 
 def norm(x: Any, gain: Any = 1.0) -> Any:
@@ -45,75 +45,75 @@ def turned(x: Any, position: int) -> Any:
     return np.concatenate((z.real, z.imag))
 
 
-def loops(asked: Problem, given: dict[str, Any]) -> Any:
+def loops(spec: Problem, tensors: dict[str, Any]) -> Any:
     """Write a decoding step out, a sequence, a head and a token at a time."""
-    d, group = asked["head_dim"], asked["heads"] // asked["kv_heads"]
-    shape = asked["caches"], asked["m"], asked["kv_heads"], asked["context"], d
-    keys, values = (given[name].reshape(shape) for name in ("keys", "values"))
+    d, group = spec["head_dim"], spec["heads"] // spec["kv_heads"]
+    shape = spec["caches"], spec["m"], spec["kv_heads"], spec["context"], d
+    keys, values = (tensors[name].reshape(shape) for name in ("keys", "values"))
     rows = []
-    for sequence, s in enumerate(given["x"]):
-        for layer in range(asked["layers"]):
-            projected = given["wqkv"] @ norm(s, given["gains"][2 * layer])
+    for sequence, s in enumerate(tensors["x"]):
+        for layer in range(spec["layers"]):
+            projected = tensors["wqkv"] @ norm(s, tensors["gains"][2 * layer])
             heads = projected.reshape(-1, d)
             out = []
-            for head in range(asked["heads"]):
+            for head in range(spec["heads"]):
                 at = head // group
-                own = turned(norm(heads[asked["heads"] + at]), asked["context"])
-                q = turned(norm(heads[head]), asked["context"])
-                cache = layer % asked["caches"], sequence, at
-                seen = np.vstack((keys[cache], own))
+                key = turned(norm(heads[spec["heads"] + at]), spec["context"])
+                q = turned(norm(heads[head]), spec["context"])
+                cache = layer % spec["caches"], sequence, at
+                seen = np.vstack((keys[cache], key))
                 p = np.exp(seen @ q / np.sqrt(d))
-                held = np.vstack((values[cache], heads[asked["heads"] + asked["kv_heads"] + at]))
+                held = np.vstack((values[cache], heads[spec["heads"] + spec["kv_heads"] + at]))
                 out.append(p @ held / p.sum())
-            s = s + given["wo"] @ np.concatenate(out)
-            z = norm(s, given["gains"][2 * layer + 1])
-            gate = given["wg"] @ z
-            s = s + given["wd"] @ (gate / (1 + np.exp(-gate)) * (given["wu"] @ z))
-        rows.append(given["wh"] @ norm(s, given["gains"][-1]))
+            s = s + tensors["wo"] @ np.concatenate(out)
+            z = norm(s, tensors["gains"][2 * layer + 1])
+            gate = tensors["wg"] @ z
+            s = s + tensors["wd"] @ (gate / (1 + np.exp(-gate)) * (tensors["wu"] @ z))
+        rows.append(tensors["wh"] @ norm(s, tensors["gains"][-1]))
     return np.array(rows)
 
 
 def test_a_step_equals_explicit_loops() -> None:
-    asked = problem()
-    given = exact(asked)
-    found = bound(OP.definition, asked)(**given).numpy()
-    assert np.allclose(found, loops(asked, {n: t.numpy() for n, t in given.items()}), rtol=1e-9)
+    spec = problem()
+    tensors = exact(spec)
+    result = bound(OP.definition, spec)(**tensors).numpy()
+    assert np.allclose(result, loops(spec, {n: t.numpy() for n, t in tensors.items()}), rtol=1e-9)
 
 
 def test_no_part_of_the_model_is_small_beside_the_others() -> None:
     """Attention or MLP of the last layer left out: 4 % of the logits and more."""
     for fields in ({}, {"pattern": "blocks", "block": 8, "sparsity": 0.75, "hidden": 32}):
-        asked = problem(layers=8, **fields)
-        given = exact(asked)
-        right = bound(OP.definition, asked)(**given)
+        spec = problem(layers=8, **fields)
+        tensors = exact(spec)
+        right = bound(OP.definition, spec)(**tensors)
         for half in (0, 1):
-            gains = given["gains"].clone()
+            gains = tensors["gains"].clone()
             gains[14 + half] = 0
-            wrong = bound(OP.definition, asked)(**{**given, "gains": gains})
+            wrong = bound(OP.definition, spec)(**{**tensors, "gains": gains})
             assert float((wrong - right).norm() / right.norm()) > 0.04
 
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_the_spread_is_that_of_roundings_in_every_layer(layers: int) -> None:
-    asked = problem(layers=layers, caches=1, context=40)
-    given = exact(asked)
+    spec = problem(layers=layers, caches=1, context=40)
+    tensors = exact(spec)
     size = 1e-4
     torch.manual_seed(0)
-    reference = bound(OP.definition, asked)(**given)
+    reference = bound(OP.definition, spec)(**tensors)
     errors = []
     for _ in range(60):
-        jolted = {name: t * (1 + size * torch.randn_like(t)) for name, t in given.items()}
-        errors.append(bound(OP.definition, asked)(**jolted) - reference)
-    found = torch.stack(errors).norm() / 60**0.5 / size
-    ratio = float(found / bound(OP.spread, asked)(**given).norm())
+        jolted = {name: t * (1 + size * torch.randn_like(t)) for name, t in tensors.items()}
+        errors.append(bound(OP.definition, spec)(**jolted) - reference)
+    result = torch.stack(errors).norm() / 60**0.5 / size
+    ratio = float(result / bound(OP.spread, spec)(**tensors).norm())
     assert 0.5 < ratio < 1.5
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
 def test_torch_is_right_in_a_contest_on_a_cpu(dtype: str) -> None:
-    asked = problem(dtype=dtype, intermediate=256, pattern="spense_hidden", sparsity=0.25)
+    spec = problem(dtype=dtype, intermediate=256, pattern="spense_hidden", sparsity=0.25)
     contenders = [Contender("dense", "torch_dense", baseline=True), Contender("dense", "reference")]
-    rows, _ = contest.run(asked, contenders, CPU, None)
+    rows, _ = contest.run(spec, contenders, CPU, None)
     assert [row.status for row in rows] == [Status.OK] * 2, [row.detail for row in rows]
     dense = 24 * (80 + 48 + 3 * 256 + 10)
     assert rows[0].nnz == dense - 3 * 24 * 256 // 4
@@ -121,16 +121,16 @@ def test_torch_is_right_in_a_contest_on_a_cpu(dtype: str) -> None:
 
 
 def test_a_layer_that_is_left_out_is_wrong() -> None:
-    asked = problem(dtype="bf16", layers=6)
-    found = operands(asked, OP, CPU, None)
-    given = {**found.weights, **found.activations}
-    wide = {name: t.double() for name, t in given.items()}
-    right, spread = (bound(f, asked)(**wide) for f in (OP.definition, OP.spread))
+    spec = problem(dtype="bf16", layers=6)
+    result = operands(spec, OP, CPU, None)
+    tensors = {**result.weights, **result.activations}
+    wide = {name: t.double() for name, t in tensors.items()}
+    right, spread = (bound(f, spec)(**wide) for f in (OP.definition, OP.spread))
     expected = Expected(right, spread, torch.bfloat16, OP.depth(**wide))
-    assert check(bound(OP.definition, asked)(**given), expected).reason is None
-    gains = given["gains"].clone()
+    assert check(bound(OP.definition, spec)(**tensors), expected).reason is None
+    gains = tensors["gains"].clone()
     gains[10:12] = 0  # of the last layer
-    assert check(bound(OP.definition, asked)(**{**given, "gains": gains}), expected).reason
+    assert check(bound(OP.definition, spec)(**{**tensors, "gains": gains}), expected).reason
 
 
 FEW = {"activation": "relu", "active": 4, "intermediate": 256, "hidden": 64, "m": 6}
@@ -140,8 +140,8 @@ FEW = {"activation": "relu", "active": 4, "intermediate": 256, "hidden": 64, "m"
 def test_as_many_units_are_on_in_every_layer(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = problem(**{**FEW, **fields})
-    found = operands(asked, OP, CPU, None)
+    spec = problem(**{**FEW, **fields})
+    result = operands(spec, OP, CPU, None)
     counts: list[float] = []
     honest = decoder.act_of
 
@@ -151,24 +151,24 @@ def test_as_many_units_are_on_in_every_layer(
 
     monkeypatch.setattr(decoder, "act_of", act)
     for draw in (0, 3):
-        redraw(asked, OP, found.activations, draw, weights=found.weights)
-        gains = found.activations["gains"].clone()
+        redraw(spec, OP, result.activations, draw, weights=result.weights)
+        gains = result.activations["gains"].clone()
         counts.clear()
-        everything = {**found.weights, **found.activations}
-        bound(OP.definition, asked)(**{name: t.double() for name, t in everything.items()})
+        everything = {**result.weights, **result.activations}
+        bound(OP.definition, spec)(**{name: t.double() for name, t in everything.items()})
         assert counts == [pytest.approx(4, abs=0.35)] * 3
-        redraw(asked, OP, found.activations, draw, weights=found.weights)
-        assert torch.equal(gains, found.activations["gains"])
+        redraw(spec, OP, result.activations, draw, weights=result.weights)
+        assert torch.equal(gains, result.activations["gains"])
 
 
 def test_few_units_on_count_for_as_much_as_the_rest() -> None:
-    asked = problem(**FEW, layers=8)
-    given = exact(asked)
-    right = bound(OP.definition, asked)(**given)
+    spec = problem(**FEW, layers=8)
+    tensors = exact(spec)
+    right = bound(OP.definition, spec)(**tensors)
     for half in (0, 1):
-        gains = given["gains"].clone()
+        gains = tensors["gains"].clone()
         gains[14 + half] = 0
-        wrong = bound(OP.definition, asked)(**{**given, "gains": gains})
+        wrong = bound(OP.definition, spec)(**{**tensors, "gains": gains})
         assert float((wrong - right).norm() / right.norm()) > 0.04
 
 
@@ -184,17 +184,17 @@ def test_only_units_that_are_on_are_work() -> None:
 
 
 def test_a_contest_of_few_units_is_right_on_a_cpu() -> None:
-    asked = problem(**FEW, dtype="bf16")
+    spec = problem(**FEW, dtype="bf16")
     contenders = [Contender("dense", "torch_dense", baseline=True), Contender("dense", "reference")]
-    rows, _ = contest.run(asked, contenders, CPU, None)
+    rows, _ = contest.run(spec, contenders, CPU, None)
     assert [row.status for row in rows] == [Status.OK] * 2, [row.detail for row in rows]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_derived_gains_are_the_same_bits_on_a_gpu(dtype: str) -> None:
-    asked = problem(**FEW, dtype=dtype, layers=6)
-    here, there = (operands(asked, OP, torch.device(d), None) for d in ("cpu", "cuda:0"))
+    spec = problem(**FEW, dtype=dtype, layers=6)
+    here, there = (operands(spec, OP, torch.device(d), None) for d in ("cpu", "cuda:0"))
     assert here.digest == there.digest
 
 
@@ -204,29 +204,29 @@ class Largest(TorchDispatchMode):
     size = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in {
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor) and output.untyped_storage().data_ptr() not in {
             a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)
         }:
-            self.size = max(self.size, made.numel())
-        return made
+            self.size = max(self.size, output.numel())
+        return output
 
 
 def test_the_spread_makes_nothing_as_large_as_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = problem(vocab=400)
-    given = exact(asked)
-    whole = bound(OP.spread, asked)(**given)
+    spec = problem(vocab=400)
+    tensors = exact(spec)
+    whole = bound(OP.spread, spec)(**tensors)
     monkeypatch.setitem(OP.spread.__globals__, "ROWS", 7)
     with Largest() as largest:
-        by_rows = bound(OP.spread, asked)(**given)
+        by_rows = bound(OP.spread, spec)(**tensors)
     assert torch.allclose(by_rows, whole, rtol=1e-12)
-    assert largest.size < given["wh"].numel() / 4
+    assert largest.size < tensors["wh"].numel() / 4
 
 
 def test_a_kernel_holds_the_weights_of_every_layer() -> None:
     few, many = (OP.held_bytes(problem(layers=layers)) for layers in (3, 5))
-    given = exact(problem())
-    layer = sum(given[name].numel() for name in ("wqkv", "wo", "wg", "wu", "wd"))
+    tensors = exact(problem())
+    layer = sum(tensors[name].numel() for name in ("wqkv", "wo", "wg", "wu", "wd"))
     assert many - few == 4 * (2 * layer + 4 * SIZES["hidden"])
     whole = Problem("decoder", {**OP.defaults, **QWEN3, "dtype": "fp8"}, defaults=OP.defaults)
     assert OP.held_bytes(whole) == pytest.approx(64 * 487.6e6 + 1.556e9, rel=0.01)
@@ -248,7 +248,7 @@ contenders:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"HEADS": "5"}, "expected heads a multiple of kv_heads, 2, not 5"),
         ({"WIDTH": "7"}, "expected an even head_dim, not 7"),
@@ -258,10 +258,10 @@ contenders:
         ({"CACHES": "1, active: 4"}, "expected relu or relu2, 16 or 32 bits and the pattern dense"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
+def test_a_model_that_cannot_be_is_refused(change: dict[str, str], message: str) -> None:
     text = SUITE
     for name, value in {"HEADS": "4", "WIDTH": "8", "CACHES": "1", "DTYPE": "bf16"}.items():
         text = text.replace(name, change.get(name, value))
     with pytest.raises(SuiteError) as refused:
         expand("a.yaml", text)
-    assert said.removeprefix("expected ") in str(refused.value)
+    assert message.removeprefix("expected ") in str(refused.value)

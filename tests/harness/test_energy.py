@@ -38,30 +38,30 @@ class Board:
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Board:
-    made = Board()
-    monkeypatch.setattr(module, "perf_counter", lambda: made.now_s)
-    return made
+    counter = Board()
+    monkeypatch.setattr(module, "perf_counter", lambda: counter.now_s)
+    return counter
 
 
 def test_a_call_of_2_ms_at_200_w_takes_0_4_j(board: Board) -> None:
-    (found,) = counted(board.call, board.wait, board.meter_j, window_s=2.0)
-    assert found.j_per_call == pytest.approx(WATT * CALL_S, rel=0.01)
-    assert 2.0 <= found.window_s <= 2.0 + 2 * TICK_S
-    assert found.calls == round(found.window_s / CALL_S)
+    (result,) = counted(board.call, board.wait, board.meter_j, window_s=2.0)
+    assert result.j_per_call == pytest.approx(WATT * CALL_S, rel=0.01)
+    assert 2.0 <= result.window_s <= 2.0 + 2 * TICK_S
+    assert result.calls == round(result.window_s / CALL_S)
 
 
 def test_pieces_of_a_window_are_one_unbroken_replay(board: Board) -> None:
-    found = counted(board.call, board.wait, board.meter_j, window_s=30.0, count=10)
-    assert [piece.j_per_call for piece in found] == [pytest.approx(WATT * CALL_S, rel=0.01)] * 10
-    assert sum(piece.window_s for piece in found) >= 30.0
-    assert board.now_s <= sum(piece.window_s for piece in found) + 1.0
+    result = counted(board.call, board.wait, board.meter_j, window_s=30.0, count=10)
+    assert [piece.j_per_call for piece in result] == [pytest.approx(WATT * CALL_S, rel=0.01)] * 10
+    assert sum(piece.window_s for piece in result) >= 30.0
+    assert board.now_s <= sum(piece.window_s for piece in result) + 1.0
 
 
 def test_a_call_of_a_second_is_a_batch_of_its_own(board: Board) -> None:
     board.call_s = 1.3
-    (found,) = counted(board.call, board.wait, board.meter_j, window_s=3.0)
+    (result,) = counted(board.call, board.wait, board.meter_j, window_s=3.0)
     assert board.longest == 1
-    assert found.calls == 4
+    assert result.calls == 4
     assert board.now_s <= 8 * 1.3
 
 
@@ -90,6 +90,6 @@ def test_a_product_on_a_gpu_takes_less_than_the_board_can_draw() -> None:
     device = torch.device("cuda:0")
     x = torch.randn(4096, 4096, device=device).bfloat16()
     out = torch.empty_like(x)
-    found = energy(partial(torch.matmul, x, x, out=out), device)
-    assert found.window_s >= 2.0
-    assert 50 < found.j_per_call * found.calls / found.window_s < 1500  # W
+    result = energy(partial(torch.matmul, x, x, out=out), device)
+    assert result.window_s >= 2.0
+    assert 50 < result.j_per_call * result.calls / result.window_s < 1500  # W

@@ -72,23 +72,23 @@ def failures(*kernels: str, timeout_s: float, file: Path | None = None) -> str:
 def test_stacks_of_crashes_and_exceptions_are_kept(tmp_path: Path) -> None:
     """The attempt after a crash reports an exception again, but not its traceback."""
     left = failures("faulty:raises", "faulty:crashes", timeout_s=100, file=tmp_path / "worker.log")
-    said = (tmp_path / "failures.log").read_text()
+    text = (tmp_path / "failures.log").read_text()
     assert not left
-    assert "dense/faulty:crashes at linear m=4 n=32 k=64" in said
-    assert "(process 0, attempt 0): the worker process ended with signal 11: about to read" in said
-    assert "Segmentation fault" in said
-    assert re.search(r'File "faulty.py", line \d+ in run', said)
-    assert ": prepare: RuntimeError: no such instruction <b>here</b>\n" in said
-    assert len(re.findall(r'faulty.py", line \d+, in raises', said)) == 1
-    assert str(Path(__file__).parent) not in said
+    assert "dense/faulty:crashes at linear m=4 n=32 k=64" in text
+    assert "(process 0, attempt 0): the worker process ended with signal 11: about to read" in text
+    assert "Segmentation fault" in text
+    assert re.search(r'File "faulty.py", line \d+ in run', text)
+    assert ": prepare: RuntimeError: no such instruction <b>here</b>\n" in text
+    assert len(re.findall(r'faulty.py", line \d+, in raises', text)) == 1
+    assert str(Path(__file__).parent) not in text
 
 
 def test_the_stack_of_a_hang_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept any stack: on a busy machine a worker that starts slowly times out too."""
     monkeypatch.setattr(worker_process, "DUMP_S", 600.0)
-    said = failures("faulty:hangs", timeout_s=2)
-    assert "no answer within 2 s" in said
-    assert "most recent call first" in said
+    text = failures("faulty:hangs", timeout_s=2)
+    assert "no answer within 2 s" in text
+    assert "most recent call first" in text
 
 
 def test_a_worker_that_is_ended_from_outside_has_not_failed() -> None:
@@ -126,14 +126,14 @@ def test_debug_reports_every_traceback(
     debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SPARSEBENCH_TRACEBACK", "")
-    told = message_printer(debug)
+    on_message = message_printer(debug)
     for number in range(2):
-        told(failure(f"case {number}: it [b]raised[/]", f"Traceback of {number}"))
-    told(Finding(Level.WARNING, "heat", "90 °C"))
-    said = capsys.readouterr().err
-    assert "case 0: it [b]raised[/]" in said
-    assert ("case 1" in said) == ("Traceback of 1" in said) == debug
-    assert "heat: 90 °C" in said
+        on_message(failure(f"case {number}: it [b]raised[/]", f"Traceback of {number}"))
+    on_message(Finding(Level.WARNING, "heat", "90 °C"))
+    text = capsys.readouterr().err
+    assert "case 0: it [b]raised[/]" in text
+    assert ("case 1" in text) == ("Traceback of 1" in text) == debug
+    assert "heat: 90 °C" in text
     assert os.environ["SPARSEBENCH_TRACEBACK"] == ("1" if debug else "")
 
 

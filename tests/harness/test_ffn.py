@@ -28,13 +28,13 @@ def problem(op: str = "ffn", **more: Value) -> Problem:
     return Problem(op, {**fields, **rest, **more})
 
 
-def built(asked: Problem) -> DenseOperands:
-    return operands(asked, load_op(asked.op), CPU, None)
+def built(spec: Problem) -> DenseOperands:
+    return operands(spec, load_op(spec.op), CPU, None)
 
 
-def units_on(asked: Problem, drawn: DenseOperands) -> Tensor:
+def units_on(spec: Problem, drawn: DenseOperands) -> Tensor:
     """Return bool [m, n]."""
-    gate = drawn.weights[GATE[asked.op]]
+    gate = drawn.weights[GATE[spec.op]]
     return drawn.activations["x"].float() @ gate.float().T > 0
 
 
@@ -42,17 +42,17 @@ def units_on(asked: Problem, drawn: DenseOperands) -> Tensor:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("active", [8.0, 100.0])
 def test_every_draw_has_the_requested_number_of_active_units(op, dtype, active) -> None:
-    asked = problem(op, dtype=dtype, active=active, skew="iid")
-    drawn = built(asked)
+    spec = problem(op, dtype=dtype, active=active, skew="iid")
+    drawn = built(spec)
     for draw in (0, 1):
-        redraw(asked, load_op(op), drawn.activations, draw)
+        redraw(spec, load_op(op), drawn.activations, draw)
         assert (drawn.activations["x"][:, 0] == 1).all()
-        assert float(units_on(asked, drawn).sum(1).float().mean()) == pytest.approx(active, rel=0.1)
+        assert float(units_on(spec, drawn).sum(1).float().mean()) == pytest.approx(active, rel=0.1)
 
 
 def test_a_few_units_are_on_most_of_the_time_by_zipf() -> None:
-    asked = problem(active=32.0, skew="zipf")
-    often = units_on(asked, built(asked)).float().mean(0).sort(descending=True).values
+    spec = problem(active=32.0, skew="zipf")
+    often = units_on(spec, built(spec)).float().mean(0).sort(descending=True).values
     assert float(often.sum()) == pytest.approx(32, rel=0.1)
     assert often[0] > 0.6
     assert often[:32].sum() > often[32:].sum() / 2 > 20 * often[N // 2]
@@ -61,8 +61,8 @@ def test_a_few_units_are_on_most_of_the_time_by_zipf() -> None:
 def test_tokens_of_a_sequence_share_units() -> None:
     shared = {}
     for skew in ("iid", "correlated"):
-        asked = problem(active=32.0, skew=skew)
-        on = units_on(asked, built(asked)).float()
+        spec = problem(active=32.0, skew=skew)
+        on = units_on(spec, built(spec)).float()
         assert float(on.sum(1).mean()) == pytest.approx(32, rel=0.2)
         shared[skew] = float((on[:-1] * on[1:]).sum() / on.sum())
         apart = (on[: M - SEQUENCE] * on[SEQUENCE:]).sum() / on.sum()
@@ -85,9 +85,9 @@ PRUNED: list[tuple[str, Value, float]] = [
 def test_pruned_layers_have_as_many_units_on_and_keep_their_pattern(
     op: str, pattern: str, block: Value, sparsity: float
 ) -> None:
-    asked = problem(op, active=32.0, skew="iid", pattern=pattern, block=block, sparsity=sparsity)
-    drawn = built(asked)
-    assert float(units_on(asked, drawn).sum(1).float().mean()) == pytest.approx(32, rel=0.15)
+    spec = problem(op, active=32.0, skew="iid", pattern=pattern, block=block, sparsity=sparsity)
+    drawn = built(spec)
+    assert float(units_on(spec, drawn).sum(1).float().mean()) == pytest.approx(32, rel=0.15)
     assert drawn.sparsity == pytest.approx(sparsity, abs=0.001)
     gate = drawn.weights[GATE[op]]
     assert (gate[:, 0] != 0).all()
@@ -96,24 +96,24 @@ def test_pruned_layers_have_as_many_units_on_and_keep_their_pattern(
     if pattern == "spense_hidden":
         Spense.from_dense(gate, dense_fraction=0.5, split="rows")
     if pattern in ("blocks", "balanced_blocks"):
-        kept = len(Bsr.from_dense(gate, block=16).values)
-        assert kept == N * K // 16**2 // 4
+        count = len(Bsr.from_dense(gate, block=16).values)
+        assert count == N * K // 16**2 // 4
 
 
 def test_a_row_that_has_its_bias_alone_is_never_on() -> None:
-    asked = problem(n=32, k=64, active=8.0, skew="iid", pattern="unstructured", sparsity=0.97)
-    drawn = built(asked)
+    spec = problem(n=32, k=64, active=8.0, skew="iid", pattern="unstructured", sparsity=0.97)
+    drawn = built(spec)
     alone = (drawn.weights["wg"][:, 1:] == 0).all(1)
     assert alone.any()
-    assert not units_on(asked, drawn)[:, alone].any()
+    assert not units_on(spec, drawn)[:, alone].any()
 
 
 @pytest.mark.parametrize("skew", ["iid", "zipf", "correlated"])
 def test_probabilities_have_the_requested_mean(skew) -> None:
-    found = probabilities(29.0, 5632, skew)
-    assert sum(found) == pytest.approx(29)
-    assert list(found) == sorted(found, reverse=True)
-    assert 0 < found[-1] <= found[0] < 1
+    result = probabilities(29.0, 5632, skew)
+    assert sum(result) == pytest.approx(29)
+    assert list(result) == sorted(result, reverse=True)
+    assert 0 < result[-1] <= result[0] < 1
 
 
 IN_BLOCKS: dict[str, Value] = {"pattern": "blocks", "block": 16, "sparsity": 0.75}
@@ -144,8 +144,8 @@ def test_mlp_is_a_gated_layer_whose_gate_and_up_agree_but_for_a_factor(activatio
 
 
 def test_the_spread_leaves_out_units_that_are_surely_off() -> None:
-    asked = problem(active=8.0, skew="iid", dtype="fp32")
-    drawn = built(asked)
+    spec = problem(active=8.0, skew="iid", dtype="fp32")
+    drawn = built(spec)
     exact = {n: t.double() for n, t in {**drawn.weights, **drawn.activations}.items()}
     spread = load_op("ffn").spread(**exact, activation="relu")
     y = load_op("ffn").definition(**exact, activation="relu")
@@ -155,13 +155,13 @@ def test_the_spread_leaves_out_units_that_are_surely_off() -> None:
 def test_only_units_that_are_on_are_work() -> None:
     nnz = {"wg": N * K, "wu": N * K, "wd": N * K}
     for op, gates in (("ffn", 2), ("mlp", 1)):
-        own = {name: nnz[name] for name in load_op(op).weights}
+        counts = {name: nnz[name] for name in load_op(op).weights}
         dense, few = problem(op), problem(op, active=N / 4, skew="iid")
         flops, bytes_ = load_op(op).flops, load_op(op).fewest_bytes
-        assert flops(dense, own) == 2 * M * (1 + gates) * N * K
-        assert flops(few, own) == 2 * M * (1 + gates / 4) * N * K
+        assert flops(dense, counts) == 2 * M * (1 + gates) * N * K
+        assert flops(few, counts) == 2 * M * (1 + gates / 4) * N * K
         one = Problem(op, {**few.fields, "m": 1})
-        assert bytes_(one, own, 2) == 2 * ((1 + gates / 4) * N * K + 2 * K)
+        assert bytes_(one, counts, 2) == 2 * ((1 + gates / 4) * N * K + 2 * K)
 
 
 def test_units_on_for_any_token_are_a_union() -> None:
@@ -206,7 +206,7 @@ def test_fields_that_biases_cannot_achieve_are_refused(written: str, message: st
 
 
 def test_the_packaged_suite_sweeps_tokens_and_active_units() -> None:
-    problems = [found.problem for found in read("ffn").contests]
+    problems = [result.problem for result in read("ffn").contests]
     assert {p["active"] for p in problems} == {8, 20, 29, 113, 280, 600}
     assert {p["m"] for p in problems} >= {1, 131072}
     assert {p["skew"] for p in problems} == {"iid", "zipf", "correlated"}
@@ -224,13 +224,13 @@ def test_formats_stand_beside_each_other_at_one_layer() -> None:
     """The packaged suite by the reference, at sizes for a CPU."""
     contests = read("ffn-formats").contests
     assert len(contests) == 12
-    for found in contests:
-        at = found.problem
+    for result in contests:
+        at = result.problem
         if at["m"] != 16 or at["sparsity"] not in (0.8, 0.25):
             continue
-        asked = Problem("ffn", {**at.fields, "m": 4, "n": 512, "k": 640})
-        own = {c.format: replace(c, kernel="reference", options={}) for c in found.contenders}
-        rows, _ = contest.run(asked, [*own.values()], CPU, None)
+        spec = Problem("ffn", {**at.fields, "m": 4, "n": 512, "k": 640})
+        counts = {c.format: replace(c, kernel="reference", options={}) for c in result.contenders}
+        rows, _ = contest.run(spec, [*counts.values()], CPU, None)
         status = {row.case.contender.format: row.status for row in rows}
         spense = Status.OK if at["pattern"] == "spense_hidden" else Status.UNSUPPORTED
         assert status == {**dict.fromkeys(("dense", "bsr", "cvse"), Status.OK), "spense": spense}

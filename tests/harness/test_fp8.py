@@ -31,8 +31,8 @@ def problem(source: Source | None = None, **fields: Value) -> Problem:
     return Problem("linear", {**FIELDS, "block": 1, **fields}, 0, source)
 
 
-def built(asked: Problem, data: Path | None = None) -> DenseOperands:
-    return operands(asked, load_op("linear"), CPU, data)
+def built(spec: Problem, data: Path | None = None) -> DenseOperands:
+    return operands(spec, load_op("linear"), CPU, data)
 
 
 def test_the_smallest_number_drawn_is_the_smallest_of_e4m3() -> None:
@@ -41,20 +41,20 @@ def test_the_smallest_number_drawn_is_the_smallest_of_e4m3() -> None:
 
 
 def test_numbers_are_rounded_once() -> None:
-    found, exact = torch.empty(100_000, dtype=E4M3), torch.empty(100_000)
-    fill(found, 0, "w")
+    result, exact = torch.empty(100_000, dtype=E4M3), torch.empty(100_000)
+    fill(result, 0, "w")
     fill(exact, 0, "w")
-    assert torch.equal(found.float(), exact.to(E4M3).float())
-    assert (found.float() != 0).all()
+    assert torch.equal(result.float(), exact.to(E4M3).float())
+    assert (result.float() != 0).all()
 
 
 @pytest.mark.parametrize("k", [512, 25600])
 def test_no_weight_that_is_kept_is_zero(k: int) -> None:
-    found = built(problem(m=1, n=16, k=k))
-    w = found.weights["w"]
-    assert w.dtype == found.activations["x"].dtype == E4M3
-    assert found.nnz == {"w": 16 * k // 2}
-    assert found.sparsity == 0.5
+    result = built(problem(m=1, n=16, k=k))
+    w = result.weights["w"]
+    assert w.dtype == result.activations["x"].dtype == E4M3
+    assert result.nnz == {"w": 16 * k // 2}
+    assert result.sparsity == 0.5
     assert (is_stored(w).view(-1, 4).sum(1) == 2).all()
     assert torch.equal(is_stored(w), w.float() != 0)
 
@@ -64,10 +64,10 @@ def test_these_bits_never_change() -> None:
 
 
 def test_activations_are_drawn_again_in_place() -> None:
-    asked, found = problem(), built(problem())
-    x, first = found.activations["x"], found.activations["x"].float()
-    redraw(asked, load_op("linear"), found.activations, 1)
-    assert found.activations["x"] is x
+    spec, result = problem(), built(problem())
+    x, first = result.activations["x"], result.activations["x"].float()
+    redraw(spec, load_op("linear"), result.activations, 1)
+    assert result.activations["x"] is x
     assert (x.float() != first).float().mean() > 0.9
 
 
@@ -78,24 +78,24 @@ def test_weights_of_a_file_are_refused_and_its_pattern_is_not(tmp_path: Path) ->
         built(problem(source), tmp_path)
     (tmp_path / "p.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
     source = Source("p.smtx", sources.sha256(tmp_path / "p.smtx"))
-    found = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
-    assert (found.weights["w"].float() != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+    result = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
+    assert (result.weights["w"].float() != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("pattern", ["spense_rows", "spense_columns"])
 def test_a_contest_is_right_on_a_cpu(pattern: str) -> None:
-    asked = problem(pattern=pattern, sparsity=0.25)
+    spec = problem(pattern=pattern, sparsity=0.25)
     contenders = [
         Contender("dense", "torch_dense", baseline=True),
         Contender("dense", "reference"),
         Contender("csr", "reference"),
         Contender("bsr", "reference", {"block": 32}),
     ]
-    rows, _ = contest.run(asked, contenders, CPU, None)
+    rows, _ = contest.run(spec, contenders, CPU, None)
     assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * 4
-    kept = 3 * 256 * 512 // 4
-    assert {row.nnz for row in rows} == {kept}
-    assert {row.fewest_bytes for row in rows} == {kept + 16 * 512 + 2 * 16 * 256}
+    count = 3 * 256 * 512 // 4
+    assert {row.nnz for row in rows} == {count}
+    assert {row.fewest_bytes for row in rows} == {count + 16 * 512 + 2 * 16 * 256}
     assert {row.dense_bytes for row in rows} == {256 * 512}
 
 
@@ -132,17 +132,17 @@ def test_cublas_gives_the_reason_for_no_fp8(
     monkeypatch: pytest.MonkeyPatch, fields: Any, device: Any, capability: Any, reason: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = cublas.unsupported(problem(**fields), device)
-    assert found is None if reason is None else reason in str(found)
+    result = cublas.unsupported(problem(**fields), device)
+    assert result is None if reason is None else reason in str(result)
 
 
 def by_cublas(device: torch.device, pinned: Any = None, **fields: Value) -> tuple[Launch, float]:
     """Return the baseline's launch, and the part of the allowed error that it makes."""
-    op, asked = load_op("linear"), problem(**fields)
-    drawn = operands(asked, op, device, None)
+    op, spec = load_op("linear"), problem(**fields)
+    drawn = operands(spec, op, device, None)
     weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    given = Operands(asked, weights, drawn.activations, op.definition, pinned)
-    launch = cublas.prepare(given)
+    inputs = Operands(spec, weights, drawn.activations, op.definition, pinned)
+    launch = cublas.prepare(inputs)
     exact = drawn.weights["w"].double(), drawn.activations["x"].double()
     right = Expected(
         op.definition(*exact), op.spread(*exact), torch.bfloat16, op.depth(*exact), sums=FP8
@@ -179,5 +179,5 @@ def test_both_accumulations_are_right_on_a_gpu(fast: bool, k: int) -> None:
 
 @pytest.mark.gpu
 def test_fp8_has_the_same_bits_on_a_gpu() -> None:
-    found = operands(problem(), load_op("linear"), torch.device("cuda:0"), None)
-    assert found.digest == built(problem()).digest
+    result = operands(problem(), load_op("linear"), torch.device("cuda:0"), None)
+    assert result.digest == built(problem()).digest

@@ -29,9 +29,9 @@ def test_one_link_of_a_ring_moves_by_the_scores() -> None:
 
 
 def test_of_equal_scores_the_first_links_move_to_the_first_free_nodes() -> None:
-    found = ring(np.zeros((10, 10), np.int32), 1)  # 2 of 10: 0-1 to 0-2, then 1-2 to 1-0
-    assert found[0, :4].tolist() == [True, True, True, False]
-    assert found[1, :4].tolist() == [True, True, False, False]
+    result = ring(np.zeros((10, 10), np.int32), 1)  # 2 of 10: 0-1 to 0-2, then 1-2 to 1-0
+    assert result[0, :4].tolist() == [True, True, True, False]
+    assert result[1, :4].tolist() == [True, True, False, False]
 
 
 def test_a_node_that_is_linked_to_all_keeps_its_links() -> None:
@@ -40,10 +40,10 @@ def test_a_node_that_is_linked_to_all_keeps_its_links() -> None:
 
 @pytest.mark.parametrize(("nodes", "m"), SIZES)
 def test_a_ring_has_the_cells_of_its_level(nodes: int, m: int) -> None:
-    found = ring(dice(nodes), m)
-    assert found.sum() == ring_cells(nodes)[m - 1] == nodes * (2 * m + 1)
-    assert (found == found.T).all()
-    assert found.diagonal().all()
+    result = ring(dice(nodes), m)
+    assert result.sum() == ring_cells(nodes)[m - 1] == nodes * (2 * m + 1)
+    assert (result == result.T).all()
+    assert result.diagonal().all()
 
 
 def test_a_fifth_of_the_links_of_a_ring_have_moved() -> None:
@@ -77,12 +77,12 @@ def test_hubs_are_drawn_by_dice_among_the_links_so_far() -> None:
 
 @pytest.mark.parametrize(("nodes", "m"), [*SIZES, (10, 9)])
 def test_hubs_have_the_cells_of_their_level(nodes: int, m: int) -> None:
-    found = hubs(dice(nodes), m)
+    result = hubs(dice(nodes), m)
     links = 2 * m * (nodes - m)
-    assert found.sum() == hub_cells(nodes)[m - 1] == links + m * m + nodes - m
-    assert (found == found.T).all()
-    assert found.diagonal().all()
-    assert found[:m, :m].all()
+    assert result.sum() == hub_cells(nodes)[m - 1] == links + m * m + nodes - m
+    assert (result == result.T).all()
+    assert result.diagonal().all()
+    assert result[:m, :m].all()
 
 
 def test_the_largest_hubs_are_as_large_as_a_library_s() -> None:
@@ -103,7 +103,7 @@ def test_the_largest_hubs_are_as_large_as_a_library_s() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (6, 6), (7, 4), (5, 12)])
 def test_cliques_share_rows_and_columns_evenly(shape: tuple[int, int]) -> None:
     for parts, cells in enumerate(clique_cells(*shape), start=1):
-        found = cliques(np.zeros(shape, np.int32), parts)
-        assert found.sum() == cells
-        assert len(np.unique(found, axis=0)) == parts
-        assert np.ptp(found.sum(1)) <= 1
+        result = cliques(np.zeros(shape, np.int32), parts)
+        assert result.sum() == cells
+        assert len(np.unique(result, axis=0)) == parts
+        assert np.ptp(result.sum(1)) <= 1

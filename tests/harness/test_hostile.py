@@ -1,19 +1,33 @@
 """Kernels that attack the contest get no time, and do not affect the rows of other kernels."""
 
+import ctypes
 import gc
 import json
+import mmap
+import os
+import random
+import sys
 import weakref
 from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
 
 import declare
+import forging
 import hostile
 import hostile_gpu
+import numpy as np
 import pytest
 import torch
 
-from sparsebench.harness.bench import contest, correctness, spot_checks, timing
+from sparsebench.harness.bench import contest, correctness, sealed_clocks, spot_checks, timing
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
-from sparsebench.harness.bench.tampering import Guard, TamperingError, checksum
+from sparsebench.harness.bench.process_state import ProcessState
+from sparsebench.harness.bench.sealed_clocks import addresses as real_addresses
+from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError, checksum
+from sparsebench.harness.plan.suite import Contest
+from sparsebench.harness.run.worker_process import Log, Worker, WorkerLoss
+from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -40,10 +54,26 @@ REASONS = {
     "replaces_code_of_the_check": "replaced _judge.__code__",
     "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
     "works_in_a_thread": "before timing: ",
+    "copies_the_expected_answer": "inspected calls are wrong",
+    "slow_at_first": "inspected calls are wrong",
+    "zeroes_the_expected_answer": "changed the expected answer",
 }
-
-
-LATE = "spoils_while_timed"
+SETTINGS = {
+    "sets_a_precision": "fp32",
+    "sets_an_environment_variable": "HOME",
+    "sets_no_gradients": "gradients",
+    "sets_tf32": "precision",
+    "sets_the_attention": "attention",
+    "sets_the_collector": "collection",
+    "sets_the_default_dtype": "dtype",
+    "sets_the_determinism": "deterministic",
+    "sets_the_directory": "directory",
+    "sets_the_precision": "precision",
+    "sets_the_threads": "threads",
+    "sets_the_tracer": "profiling",
+    "sets_the_umask": "umask",
+}
+LATE, HONEST = "spoils_while_timed", "moves_the_start"
 
 
 def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
@@ -51,7 +81,8 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM) -> list[Row]:
 
 
 def test_every_hostile_kernel_is_named() -> None:
-    assert {f"hostile:{name}" for name in (*REASONS, LATE)} == {*declare.names(hostile)}
+    named = {f"hostile:{name}" for name in (*REASONS, *SETTINGS, LATE, HONEST)}
+    assert named == {*declare.names(hostile)}
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -74,6 +105,95 @@ def test_a_hostile_kernel_gets_no_time_and_harms_no_other(
     assert REASONS[name] in result.detail
     assert not result.samples_us
     json.dumps([asdict(row) for row in (first, second, result)])
+
+
+def test_a_setting_of_the_process_is_put_back_and_its_contender_named() -> None:
+    before, state = ProcessState(), torch.get_rng_state()
+    hostile_ones = [Contender("dense", f"hostile:{name}") for name in SETTINGS]
+    innocent, *found = rows(BASELINE, *hostile_ones)
+    assert innocent.status is Status.OK, innocent.detail
+    for row, word in zip(found, SETTINGS.values(), strict=True):
+        assert row.status is Status.WRONG, row.case.contender.kernel
+        assert row.detail.startswith("prepare: changed ")
+        assert word in row.detail
+    assert not before.restore()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_random_numbers_and_new_variables_are_put_back_without_blame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = ProcessState()
+    expected = torch.rand(1), random.random(), np.random.rand()
+    before.restore()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "1")
+    torch.rand(5)
+    assert not before.restore()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    before.restore()
+
+
+def test_a_start_time_that_is_moved_changes_no_time() -> None:
+    _, row = rows(BASELINE, Contender("dense", f"hostile:{HONEST}"))
+    assert row.status is Status.OK, row.detail
+    assert min(row.samples_us) >= 1e6 * hostile.LATER_S
+
+
+def test_a_clock_whose_machine_code_was_rewritten_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    page.write(bytes(range(64)))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    monkeypatch.setattr(sealed_clocks, "addresses", lambda: {"clock": address})
+    seal = Seal()
+    seal.check()
+    sealed_clocks.write(address + 3, b"\xc3")
+    with pytest.raises(TamperingError, match="machine code of clock"):
+        seal.check()
+    seal.check()
+    assert ctypes.string_at(address, 64) == bytes(range(64))
+    assert "clock_gettime" in {*real_addresses()}
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_contender_that_rewrites_torch_is_found(
+    attempt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "victim.py"
+    file.write_text("right = True\n")
+    module = ModuleType("torch.victim")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "torch.victim", module)
+
+    def rewrites(operands: Operands) -> Launch:
+        w, x = declare.weight_and_input(operands)
+        file.write_text("right = False\n")
+        return Launch(lambda: x @ w.T)
+
+    monkeypatch.setattr(hostile, "rewrites", declare.kernel()(rewrites), raising=False)
+    contenders = [BASELINE, Contender("dense", "hostile:rewrites")]
+    options = ContestOptions(attempt=attempt)
+    if attempt:
+        first, second = contest.run(PROBLEM, contenders, CPU, None, options)[0]
+        assert (first.status, second.status) == (Status.OK, Status.WRONG)
+        assert "torch.victim" in second.detail
+    else:
+        with pytest.raises(Fatal, match=r"torch\.victim"):
+            contest.run(PROBLEM, contenders, CPU, None, options)
+
+
+def test_rows_that_a_kernel_writes_in_place_of_its_worker_are_not_taken() -> None:
+    worker = Worker("cpu", None, Log())
+    try:
+        options = asdict(ContestOptions(measures=(("kernel", "hot"),)))
+        lost = worker.measure(Contest(PROBLEM, forging.RIVALS), options, 60.0)
+    finally:
+        worker.kill()
+    assert isinstance(lost, WorkerLoss)
+    assert lost.case == Case(PROBLEM, forging.RIVALS[1]).id
+    assert "forged" in lost.detail
 
 
 @pytest.mark.gpu

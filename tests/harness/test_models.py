@@ -81,8 +81,8 @@ def test_block_sparse_keeps_the_largest_blocks_and_the_head():
     weight = before["model.layers.1.mlp.down_proj.weight"]
     blocks = weight.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2)
     norms = blocks.square().sum((2, 3))
-    kept = norms >= norms.flatten().sort().values[-norms.numel() // 4]
-    expected = (blocks * kept[:, :, None, None]).transpose(1, 2).flatten(2).flatten(0, 1)
+    mask = norms >= norms.flatten().sort().values[-norms.numel() // 4]
+    expected = (blocks * mask[:, :, None, None]).transpose(1, 2).flatten(2).flatten(0, 1)
     torch.testing.assert_close(layer.to_dense().weight, expected)
 
 

@@ -198,19 +198,19 @@ BAD_VALUES = {
 def test_values_of_a_file_that_cannot_be_measured_are_a_row_and_known_before(
     name: str, tmp_path: Path
 ) -> None:
-    asked = problem(in_file(tmp_path, BAD_VALUES[name]), dtype="fp16")
+    spec = problem(in_file(tmp_path, BAD_VALUES[name]), dtype="fp16")
     with pytest.raises(Unsupported, match=r"^w\.safetensors:fc") as raised:
-        built(asked, tmp_path)
-    assert unusable(asked, load_op("linear"), tmp_path) == str(raised.value)
-    rows, _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+        built(spec, tmp_path)
+    assert unusable(spec, load_op("linear"), tmp_path) == str(raised.value)
+    rows, _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
     assert [(row.status, row.detail) for row in rows] == [
         (Status.UNSUPPORTED, f"operands: {raised.value}")
     ]
 
 
 def test_a_file_that_has_changed_is_a_failed_row(weights: Source, tmp_path: Path) -> None:
-    asked = problem(replace(weights, sha256="0"))
-    (row,), _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    spec = problem(replace(weights, sha256="0"))
+    (row,), _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
     assert row.status is Status.FAILED
     assert "it has changed" in row.detail
 
@@ -222,14 +222,14 @@ SIZES = [("fp32", 1e-30), ("fp32", 1e-37), ("fp32", 1e36), ("bf16", 1e36)]
 def test_right_results_stay_right_however_small_or_large_the_weights(
     dtype: str, size: float, tmp_path: Path
 ) -> None:
-    asked = problem(in_file(tmp_path, torch.randn(64, 128) * size), dtype=dtype)
-    rows, _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    spec = problem(in_file(tmp_path, torch.randn(64, 128) * size), dtype=dtype)
+    rows, _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
     assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")]
 
 
 def test_an_answer_that_no_output_can_hold_is_unsupported(tmp_path: Path) -> None:
-    asked = problem(in_file(tmp_path, torch.full((64, 128), 6e4)), dtype="fp16")
-    (row,), _ = contest.run(asked, [Contender("dense", "torch_dense")], CPU, tmp_path)
+    spec = problem(in_file(tmp_path, torch.full((64, 128), 6e4)), dtype="fp16")
+    (row,), _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
     assert row.status is Status.UNSUPPORTED
     assert "fits torch.float16" in row.detail
 
@@ -237,10 +237,10 @@ def test_an_answer_that_no_output_can_hold_is_unsupported(tmp_path: Path) -> Non
 def test_a_block_with_a_tiny_value_is_chosen_before_one_of_zeros(tmp_path: Path) -> None:
     weight = torch.zeros(32, 32)
     weight[0, 0], weight[17, 17] = 1.0, 1e-30
-    asked = problem(in_file(tmp_path, weight), n=32, k=32, dtype="fp32")
+    spec = problem(in_file(tmp_path, weight), n=32, k=32, dtype="fp32")
     fields = {"pattern": "blocks", "block": 16, "sparsity": 0.5}
-    found = built(replace(asked, fields={**asked.fields, **fields}), tmp_path)
-    assert found.nnz == {"w": 2}
+    result = built(replace(spec, fields={**spec.fields, **fields}), tmp_path)
+    assert result.nnz == {"w": 2}
 
 
 @pytest.mark.parametrize(

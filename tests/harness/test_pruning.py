@@ -141,8 +141,8 @@ def test_unstructured_spensegpt_masks_all_rows_of_a_block_together() -> None:
     inputs = torch.linalg.qr(torch.randn(512, 128, generator=torch.Generator().manual_seed(7)))[0]
     weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(8))
     pruned = spensegpt.prune(weight, inputs, 128, pattern.Pattern.of("0.75"))
-    kept = weight.abs().flatten().argsort(descending=True)[: 8 * 128 // 4]
-    expected = torch.zeros(8 * 128, dtype=torch.bool).index_fill_(0, kept, True).view(8, 128)
+    largest = weight.abs().flatten().argsort(descending=True)[: 8 * 128 // 4]
+    expected = torch.zeros(8 * 128, dtype=torch.bool).index_fill_(0, largest, True).view(8, 128)
     assert torch.equal(pruned != 0, expected)
     torch.testing.assert_close(pruned[expected], weight[expected], rtol=1e-3, atol=1e-3)
 

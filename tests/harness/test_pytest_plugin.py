@@ -61,9 +61,9 @@ def run(folder: Path, *arguments: str, device: str = "cpu") -> tuple[int, str]:
     paths = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
     # In a worker of pytest-xdist there are no benchmarks.
     alone = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    asked = ["-W", "error", "--sparsebench-device", device, *arguments]
+    options = ["-W", "error", "--sparsebench-device", device, *arguments]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *asked],
+        [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=folder,
         env={**alone, "PYTHONPATH": paths},
         capture_output=True,
@@ -78,17 +78,17 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     """Return what a session over SUITE said, and its JSON."""
     folder = tmp_path_factory.mktemp("session")
     (folder / "suite.yaml").write_text(SUITE)
-    _, said = run(folder, "suite.yaml", "--benchmark-only", "-rs", "--benchmark-json=out.json")
-    return said, json.loads((folder / "out.json").read_text())
+    _, output = run(folder, "suite.yaml", "--benchmark-only", "-rs", "--benchmark-json=out.json")
+    return output, json.loads((folder / "out.json").read_text())
 
 
 def test_cases_are_benchmarks_grouped_by_problem(session: tuple[str, dict[str, Any]]) -> None:
-    _, found = session
+    _, benchmarks = session
     names = ["dense/torch_dense", "bsr/scipy_bsr", "bsr/scipy_bsr-block:32"]
-    assert [bench["name"] for bench in found["benchmarks"]] == 2 * names
-    groups = [bench["group"] for bench in found["benchmarks"]]
+    assert [bench["name"] for bench in benchmarks["benchmarks"]] == 2 * names
+    groups = [bench["group"] for bench in benchmarks["benchmarks"]]
     assert groups == 3 * [PROBLEM] + 3 * [PROBLEM.replace("m:4", "m:8")]
-    assert found["benchmarks"][1]["params"]["kernel"] == "scipy_bsr"
+    assert benchmarks["benchmarks"][1]["params"]["kernel"] == "scipy_bsr"
 
 
 def test_the_timer_is_device_time(session: tuple[str, dict[str, Any]]) -> None:
@@ -119,20 +119,20 @@ def test_an_unsupported_case_is_skipped_with_its_reason(session: tuple[str, Any]
 
 
 def test_a_wrong_output_fails_in_one_line_and_has_no_time(session: tuple[str, Any]) -> None:
-    said, _ = session
-    assert "6 failed, 6 passed, 2 skipped" in said
-    assert said.count("\nwrong: before timing: relative error 1.00e+00") == 2
+    output, _ = session
+    assert "6 failed, 6 passed, 2 skipped" in output
+    assert output.count("\nwrong: before timing: relative error 1.00e+00") == 2
     looked_at = r"\nwrong: before timing: \d+ of \d+ inspected calls are wrong"
-    assert len(re.findall(looked_at, said)) == 2
-    assert said.count("\nfailed: prepare: RuntimeError: no such instruction") == 2
-    assert "Traceback" not in said
+    assert len(re.findall(looked_at, output)) == 2
+    assert output.count("\nfailed: prepare: RuntimeError: no such instruction") == 2
+    assert "Traceback" not in output
 
 
 @pytest.mark.exhaustive
 def test_deselected_cases_take_no_part(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "faulty:crashes"))
-    code, said = run(tmp_path, "suite.yaml", "-k", "torch_dense and m:4")
-    assert (code, "1 passed, 1 deselected" in said) == (0, True)
+    code, output = run(tmp_path, "suite.yaml", "-k", "torch_dense and m:4")
+    assert (code, "1 passed, 1 deselected" in output) == (0, True)
 
 
 @pytest.mark.exhaustive
@@ -140,18 +140,18 @@ def test_a_case_is_named_by_its_id_and_compared_with_before(tmp_path: Path) -> N
     (tmp_path / "suite.yaml").write_text(SUITE)
     case = f"suite.yaml::{PROBLEM}::bsr/scipy_bsr"
     assert run(tmp_path, case, "--benchmark-save=before")[0] == 0
-    code, said = run(tmp_path, "suite.yaml", "-k", "m:4 and bsr", "--benchmark-compare")
-    assert (code, "2 passed" in said) == (0, True)
-    assert "bsr/scipy_bsr (NOW)" in said
-    assert "bsr/scipy_bsr (0001_before)" in said
+    code, output = run(tmp_path, "suite.yaml", "-k", "m:4 and bsr", "--benchmark-compare")
+    assert (code, "2 passed" in output) == (0, True)
+    assert "bsr/scipy_bsr (NOW)" in output
+    assert "bsr/scipy_bsr (0001_before)" in output
 
 
 @pytest.mark.exhaustive
 def test_only_is_that_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(SUITE)
     only = ("--sparsebench-only", "kernel=scipy_bsr m=8")
-    code, said = run(tmp_path, "suite.yaml", "--collect-only", "-q", *only)
-    ids = [line for line in said.splitlines() if "::" in line]
+    code, output = run(tmp_path, "suite.yaml", "--collect-only", "-q", *only)
+    ids = [line for line in output.splitlines() if "::" in line]
     eight = f"suite.yaml::{PROBLEM.replace('m:4', 'm:8')}::"
     names = ["dense/torch_dense", "bsr/scipy_bsr", "bsr/scipy_bsr-block:32"]
     assert (code, ids) == (0, [eight + name for name in names])
@@ -165,10 +165,10 @@ def test_a_bad_suite_is_one_line(tmp_path: Path) -> None:
     }
     for name, (right, wrong, _) in bad.items():
         (tmp_path / f"{name}.yaml").write_text(ONE.replace(right, wrong, 1))
-    code, said = run(tmp_path, *(f"{name}.yaml" for name in bad))
-    assert (code, "Traceback" in said) == (2, False)
+    code, output = run(tmp_path, *(f"{name}.yaml" for name in bad))
+    assert (code, "Traceback" in output) == (2, False)
     for name, (_, _, expected) in bad.items():
-        lines = [line for line in said.splitlines() if f"{name}.yaml: " in line]
+        lines = [line for line in output.splitlines() if f"{name}.yaml: " in line]
         assert len(lines) == 1
         assert expected in lines[0]
 
@@ -176,16 +176,16 @@ def test_a_bad_suite_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_missing_pytest_benchmark_is_reported(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "cublas"))
-    code, said = run(tmp_path, "suite.yaml", "-p", "no:benchmark")
-    assert (code, "expected pytest-benchmark to run it, found none" in said) == (2, True)
+    code, output = run(tmp_path, "suite.yaml", "-p", "no:benchmark")
+    assert (code, "expected pytest-benchmark to run it, found none" in output) == (2, True)
 
 
 def test_other_sessions_are_left_alone_and_import_nothing(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(SUITE)  # in the folder, but not named
     (tmp_path / "compose.yaml").write_text("services: {}\n")
     (tmp_path / "test_light.py").write_text(LIGHT)
-    code, said = run(tmp_path, ".")
-    assert (code, "1 passed" in said) == (0, True)
+    code, output = run(tmp_path, ".")
+    assert (code, "1 passed" in output) == (0, True)
     assert "collected 0 items" in run(tmp_path, "compose.yaml")[1]
 
 
@@ -195,24 +195,24 @@ def test_a_lost_device_ends_the_session(tmp_path: Path) -> None:
     (tmp_path / "breaks" / "kernel.py").write_text(BREAKS)
     two = ONE.replace("KERNEL", "breaks.kernel").replace("m: 4", "m: [4, 8]")
     (tmp_path / "suite.yaml").write_text(two)
-    code, said = run(tmp_path, "suite.yaml")
+    code, output = run(tmp_path, "suite.yaml")
     assert code == 2
-    assert "one of the contest: timing: StopIteration" in said
-    assert "CUDA error" in said
-    assert "1 error" in said
+    assert "one of the contest: timing: StopIteration" in output
+    assert "CUDA error" in output
+    assert "1 error" in output
 
 
 @pytest.mark.gpu
 def test_scopes_and_caches_are_cases_of_their_own_on_a_gpu(tmp_path: Path) -> None:
     measures = "scopes: [kernel, op]\ncaches: [cold, hot]\n"
     (tmp_path / "suite.yaml").write_text(ONE.replace("KERNEL", "cublas").strip() + "\n" + measures)
-    code, said = run(
+    code, output = run(
         tmp_path, "suite.yaml", "-k", "cublas", "--benchmark-json=out.json", device="cuda"
     )
-    assert code == 0, said
-    found = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
-    names = [bench["name"].removeprefix("dense/cublas") for bench in found]
+    assert code == 0, output
+    benchmarks = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
+    names = [bench["name"].removeprefix("dense/cublas") for bench in benchmarks]
     assert names == ["", "-kernel-hot", "-op-cold", "-op-hot"]
-    assert [bench["extra_info"]["clock"] for bench in found] == ["graph"] * 2 + ["events"] * 2
-    assert len({bench["group"] for bench in found}) == 4
-    assert found[0]["extra_info"]["gpu"]
+    assert [bench["extra_info"]["clock"] for bench in benchmarks] == ["graph"] * 2 + ["events"] * 2
+    assert len({bench["group"] for bench in benchmarks}) == 4
+    assert benchmarks[0]["extra_info"]["gpu"]

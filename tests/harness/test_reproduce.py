@@ -70,9 +70,9 @@ def held(first: Sequence[float], second: Sequence[float], processes: int = 8) ->
 
 
 def test_verdicts_agree_when_they_are_the_same() -> None:
-    found = held([2.0, 1.0, 0.5], [3.0, 1.001, 2.0])
-    assert (found.cells, found.agreed, found.reproduced) == (3, 2, False)
-    assert found.comparison.cases.agree.dropna().tolist() == [True, True, False]
+    result = held([2.0, 1.0, 0.5], [3.0, 1.001, 2.0])
+    assert (result.cells, result.agreed, result.reproduced) == (3, 2, False)
+    assert result.comparison.cases.agree.dropna().tolist() == [True, True, False]
 
 
 def test_nineteen_of_twenty_cells_are_enough() -> None:
@@ -82,15 +82,15 @@ def test_nineteen_of_twenty_cells_are_enough() -> None:
 
 
 def test_nothing_is_reproduced_over_a_change_from_faster_to_slower() -> None:
-    found = held([2.0] * 20, [2.0] * 19 + [0.5])
-    assert (found.agreed, found.reversed, found.reproduced) == (19, 1, False)
+    result = held([2.0] * 20, [2.0] * 19 + [0.5])
+    assert (result.agreed, result.reversed, result.reproduced) == (19, 1, False)
 
 
 def test_looks_agree_within_the_tolerance_of_their_length_and_processes() -> None:
-    found = held([2.0, 2.0], [2.0 * 1.06, 2.0 * 1.08], processes=2)  # 50 µs: 7 % of one process
-    assert found.comparison.cases.agree.dropna().tolist() == [True, False]
-    assert found.comparison.cases.tolerance[1] == pytest.approx(0.07)
-    assert (found.looks, found.close, found.counts["choices"]) == (2, 1, "first process")
+    result = held([2.0, 2.0], [2.0 * 1.06, 2.0 * 1.08], processes=2)  # 50 µs: 7 % of one process
+    assert result.comparison.cases.agree.dropna().tolist() == [True, False]
+    assert result.comparison.cases.tolerance[1] == pytest.approx(0.07)
+    assert (result.looks, result.close, result.counts["choices"]) == (2, 1, "first process")
     assert held([2.0], [2.0 * 1.09], processes=1).agreed == 1
     assert held([2.0], [2.0 * 1.11], processes=1).agreed == 0
 
@@ -102,8 +102,8 @@ def test_a_look_is_never_reproduced() -> None:
 
 
 def test_different_verdicts_agree_if_the_speed_ups_are_close() -> None:
-    found = held([1.0, 0.98, 1.02], [1.02, 1.02, 1.02])
-    cases = found.comparison.cases
+    result = held([1.0, 0.98, 1.02], [1.02, 1.02, 1.02])
+    cases = result.comparison.cases
     assert list(cases.outcome_a.iloc[1::2]) == ["equal", "slower", "faster"]
     assert cases.agree.dropna().tolist() == [True, False, True]
 
@@ -123,10 +123,10 @@ def test_few_cells_may_disagree_by_chance() -> None:
     ],
 )
 def test_the_scope_and_cache_state_identify_the_cell(gpu: dict[str, str], place: Place) -> None:
-    found = agreement(made_up([2.0]), made_up([2.0], {"gpu": gpu}))
-    assert found.place is place
-    assert f" on {place}, {gpu['name']}" in found.sentences[0]
-    assert bool(found.comparison.cases.time_b_over_a.isna().all()) == (place is Place.ANOTHER)
+    result = agreement(made_up([2.0]), made_up([2.0], {"gpu": gpu}))
+    assert result.place is place
+    assert f" on {place}, {gpu['name']}" in result.sentences[0]
+    assert bool(result.comparison.cases.time_b_over_a.isna().all()) == (place is Place.ANOTHER)
 
 
 def test_cases_that_one_run_does_not_support_are_listed_and_not_compared() -> None:
@@ -134,8 +134,8 @@ def test_cases_that_one_run_does_not_support_are_listed_and_not_compared() -> No
     lost = [r.case.problem["m"] == 2 and r.case.contender == BSR for r in second.rows]
     gone = {"status": Status.UNSUPPORTED, "samples_us": ()}
     rows = [replace(r, **gone) if g else r for r, g in zip(second.rows, lost, strict=True)]
-    found = agreement(made_up([2.0, 2.0]), replace(second, rows=rows))
-    assert (found.cells, found.one_sided) == (1, 1)
+    result = agreement(made_up([2.0, 2.0]), replace(second, rows=rows))
+    assert (result.cells, result.one_sided) == (1, 1)
     with pytest.raises(ResultError, match="expected a case with a speedup"):
         agreement(made_up([2.0, 2.0]), replace(second, rows=[r for r in rows if r.digest == "2"]))
 
@@ -155,7 +155,7 @@ def test_digests_of_two_kinds_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedup", "status", "said"),
+    ("speedup", "status", "message"),
     [
         (2.0, Status.OK, "Confirmed: bsr/bsr_triton is 2 times as fast as dense/cublas (2 to 2, "),
         (1.001, Status.OK, "Not confirmed (equal): bsr/bsr_triton is 1 times as fast"),
@@ -163,7 +163,7 @@ def test_digests_of_two_kinds_are_not_compared() -> None:
     ],
 )
 def test_a_headline_states_the_result_of_the_confirming_run(
-    speedup: float, status: Status, said: str
+    speedup: float, status: Status, message: str
 ) -> None:
     run = made_up([speedup])
     if status is not Status.OK:
@@ -171,10 +171,10 @@ def test_a_headline_states_the_result_of_the_confirming_run(
         rows = [replace(r, **ended) if r.case.contender == BSR else r for r in run.rows]
         run = replace(run, rows=rows)
     cell = {"case_id": Case(run.rows[0].case.problem, BSR).id, "scope": "kernel", "cache": "cold"}
-    (found,) = headlines(replace(run, state={"confirms": {"cells": [cell]}}))
-    assert found.sentence.startswith(said)
-    assert found.sentence.endswith("kernel time, cold cache, NVIDIA H200.")
-    assert found.confirmed == said.startswith("Confirmed")
+    (result,) = headlines(replace(run, state={"confirms": {"cells": [cell]}}))
+    assert result.sentence.startswith(message)
+    assert result.sentence.endswith("kernel time, cold cache, NVIDIA H200.")
+    assert result.confirmed == message.startswith("Confirmed")
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +203,9 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
     out = tmp_path / "again"
     done = sparsebench("reproduce", simulated, "--device", device, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["place"], found["reproduced"]) == ("the same kind of device", True)
-    assert (found["cells"], found["agreed"]) == (4, 4)
+    result = json.loads(done.stdout)
+    assert (result["place"], result["reproduced"]) == ("the same kind of device", True)
+    assert (result["cells"], result["agreed"]) == (4, 4)
     fresh = store.read(out)
     assert fresh.state["reproduces"] == {"manifest_sha256": bundle.identity(simulated)}
     assert fresh.state["suite"] == "mine"

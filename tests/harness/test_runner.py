@@ -164,7 +164,7 @@ def test_a_command_that_fails_leaves_no_worker_behind(
     started: list[early_start.Process] = []
     spawn = early_start.spawn
     monkeypatch.setattr(
-        early_start, "spawn", lambda *asked: started.append(spawn(*asked)) or started[-1]
+        early_start, "spawn", lambda *words: started.append(spawn(*words)) or started[-1]
     )
     monkeypatch.setattr(sys, "argv", ["sparsebench", "run", "no-such-suite"])
     assert main() == 2
@@ -227,7 +227,7 @@ def test_resume_repeats_unfinished_contests_whole(
 ) -> None:
     flags, path = ONE, shutil.copytree(measured, tmp_path / "run")
     rows = store.rows(path)
-    asked = [(row.case.id, row.reference) for row in rows]
+    order = [(row.case.id, row.reference) for row in rows]
     problems = [row.case.problem.id for row in rows]
     done = problems.index(problems[-1])  # the last contest is cut within its first row
     lines = (path / "rows.jsonl").read_text().splitlines(keepends=True)
@@ -235,7 +235,7 @@ def test_resume_repeats_unfinished_contests_whole(
     before = json.loads((path / "run.json").read_text())
     assert measure(suite, flags, None, path) == path
     assert store.rows(path)[:done] == rows[:done]
-    assert [(row.case.id, row.reference) for row in store.rows(path)] == asked
+    assert [(row.case.id, row.reference) for row in store.rows(path)] == order
     state = store.read(path).state
     assert state["contests"] == {"done": 8, "of": 8}
     assert state["started"] == before["started"]
@@ -279,9 +279,9 @@ def test_a_stop_leaves_a_valid_run(stop: signal.Signals, tmp_path: Path) -> None
         assert child.poll() is None
         time.sleep(0.1)
     os.kill(child.pid, stop)
-    _, said = child.communicate()
+    _, output = child.communicate()
     assert child.returncode == 130
-    assert "interrupted" in said
+    assert "interrupted" in output
     run = store.read(out)
     assert run.state["status"] == "interrupted"
     done = {row.case.problem.id for row in [*run.rows, *run.reference]}

@@ -75,7 +75,7 @@ def halves(suite: Suite, gpus: list[str], tmp_path_factory: pytest.TempPathFacto
     """Return two shards, each measured by hand on its own GPU."""
     folder = tmp_path_factory.mktemp("halves")
     flags = [Flags(gpus[n], replicates=1, shard=f"{n + 1}/2") for n in (0, 1)]
-    return [measure(suite, own, folder / own.shard[0], None) for own in flags]
+    return [measure(suite, shard, folder / shard.shard[0], None) for shard in flags]
 
 
 def on(devices: list[str], replicates: int) -> Plan:
@@ -88,8 +88,8 @@ def key(row: Row) -> tuple[object, ...]:
 
 def expected(suite: Suite, replicates: int) -> set[tuple[object, ...]]:
     """Return the keys of all rows that a plan asks for."""
-    asked = [c for c in planned(suite, "sim") if not c.reference]
-    cases = [Case(contest.problem, k).id for contest in asked for k in contest.contenders]
+    contests = [c for c in planned(suite, "sim") if not c.reference]
+    cases = [Case(contest.problem, k).id for contest in contests for k in contest.contenders]
     return {(case, number, "kernel", "cold") for number in range(replicates) for case in cases}
 
 
@@ -110,9 +110,9 @@ def test_the_report_gives_the_number_of_gpus(
     merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", figures)
-    said = sparsebench("report", merged, "--out", tmp_path / "page.html")
+    done = sparsebench("report", merged, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert said.stdout.startswith("2 × simulated H200")
+    assert done.stdout.startswith("2 × simulated H200")
     assert "2 × simulated H200, on 1 host" in page
     assert "no interval spans two devices" in page
 
@@ -158,8 +158,53 @@ def test_a_stopped_plan_is_resumed(
     assert not folders.is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
-    kept = {(key(row), row.device): row.samples_us for row in begun if not row.reference}
-    assert kept.items() <= {(key(row), row.device): row.samples_us for row in run.rows}.items()
+    samples = {(key(row), row.device): row.samples_us for row in begun if not row.reference}
+    assert samples.items() <= {(key(row), row.device): row.samples_us for row in run.rows}.items()
+
+
+@pytest.mark.parametrize("deleted", ["2", "2/1", "2/suite.yaml", "claims"])
+def test_a_plan_is_resumed_after_a_part_was_deleted(
+    deleted: str, suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(Stopped):
+        share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
+    path = out.with_name("run.shards") / deleted
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if deleted == "claims":
+        shutil.rmtree(path.parent / "1" / "1", ignore_errors=True)
+        shutil.rmtree(path.parent / "2" / "1", ignore_errors=True)
+    resume(out)
+    assert Counter(map(key, store.read(out).rows)) == Counter(expected(suite, 1))
+
+
+def test_a_deleted_suite_or_choices_are_one_line_before_any_job(
+    suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    for name in ("suite.yaml", "pinned.json"):
+        folder = tmp_path / f"{name}.shards"
+        folders.create(folder, on(gpus[:2], replicates=1), suite.text, [{"case": {"choice": 1}}])
+        (folder / name).unlink()
+        done = sparsebench("run", "--resume", tmp_path / name)
+        assert done.returncode == 2
+        assert name in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_part_whose_job_the_scheduler_forgot_is_lost(
+    suite: Suite, gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(on(gpus[:2], replicates=1), by="slurm")
+    folders.create(tmp_path / "run.shards", plan, suite.text)
+    monkeypatch.setattr(cluster_jobs, "_alive", lambda folder, plan: {2: "RUNNING"})
+    parts = [folders.Progress(1, 0, complete=False, device="", status="running"),
+             folders.Progress(2, 0, complete=False, device="", status="running")]  # fmt: skip
+    words = cluster_jobs.statuses(tmp_path / "run.shards", plan, parts)
+    assert words == {1: "lost", 2: "running"}
+    assert cluster_jobs._describe({2: "RUNNING"}, 1) == "jobs: 1 running, 1 lost"
 
 
 @pytest.mark.exhaustive
@@ -194,8 +239,8 @@ def test_a_gpu_of_another_kind_is_refused_before_it_measures(
 
 
 def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: Path) -> None:
-    said = sparsebench("merge", *halves, "--out", tmp_path / "run")
-    assert said.returncode == 0, said.stderr
+    done = sparsebench("merge", *halves, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
     run = store.read(tmp_path / "run")
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
@@ -261,10 +306,10 @@ WRONG = {
 def test_runs_of_different_plans_are_an_error_and_nothing_is_written(
     what: str, halves: list[Path], tmp_path: Path
 ) -> None:
-    make, said = WRONG[what]
-    given = make(halves, tmp_path)
-    with pytest.raises(ResultError, match=said):
-        merge(given, tmp_path / "run")
+    make, message = WRONG[what]
+    runs = make(halves, tmp_path)
+    with pytest.raises(ResultError, match=message):
+        merge(runs, tmp_path / "run")
     assert {path.name for path in tmp_path.iterdir()} <= {"copy"}
 
 
@@ -321,14 +366,14 @@ def test_shards_have_every_contest_once(suite: Suite) -> None:
 def test_cores_are_near_their_gpu_and_not_shared() -> None:
     cores = [frozenset({n, n + 8}) for n in range(8)]  # two hyperthreads each
     left, right = set(range(4)) | set(range(8, 12)), set(range(4, 8)) | set(range(12, 16))
-    given = shared_out([left, left, right], cores)
-    assert given == [{0, 2, 8, 10}, {1, 3, 9, 11}, right]
+    result = shared_out([left, left, right], cores)
+    assert result == [{0, 2, 8, 10}, {1, 3, 9, 11}, right]
     assert shared_out([{0}, {0}], [frozenset({0})]) == [{0}, {0}]
     assert read_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--devices", "sim,sim"], "expected each device once, found sim twice"),
         (["--devices", "sim", "--device", "sim"], "expected --device or --devices, found both"),
@@ -341,13 +386,13 @@ def test_cores_are_near_their_gpu_and_not_shared() -> None:
     ],
 )
 def test_contradicting_options_are_refused(
-    options: list[object], said: str, suite: Suite, tmp_path: Path
+    options: list[object], message: str, suite: Suite, tmp_path: Path
 ) -> None:
     file, out = tmp_path / "several.yaml", tmp_path / "run"
     file.write_text(SUITE)
     done = sparsebench("run", file, *options, "--out", out)
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
     assert [path.name for path in tmp_path.iterdir()] == ["several.yaml"]
 
 

@@ -27,11 +27,11 @@ def suite(
 
 @pytest.mark.parametrize("name", sorted(suites().keys() - {"dlmc", "trained"}))
 def test_every_packaged_suite_can_be_read(name: str) -> None:
-    found = read(name)
-    assert found.contests
-    ids = [contest.problem.id for contest in found.contests]
+    result = read(name)
+    assert result.contests
+    ids = [contest.problem.id for contest in result.contests]
     assert len(set(ids)) == len(ids)
-    assert all(contest.contenders[0].baseline for contest in found.contests)
+    assert all(contest.contenders[0].baseline for contest in result.contests)
 
 
 def test_the_sparsity_suite_is_the_sweep_that_is_published() -> None:
@@ -46,27 +46,27 @@ def test_lists_are_sweeps_and_mappings_set_several_fields(tmp_path: Path) -> Non
         "{op: linear, size: [{n: 64, k: 32}, {n: 32, k: 64}], m: [1, 2], dtype: [fp32, bf16],"
         " pattern: blocks, block: [8, [4, 16]], sparsity: 0.5, seed: [0, 1]}"
     )
-    found = suite(
+    result = suite(
         tmp_path, problem, "{format: bsr, kernel: scipy_bsr, params: {block: [$block, 4]}}"
     )
-    assert len(found.contests) == 2 * 2 * 2 * 2 * 2
-    first = found.contests[0]
+    assert len(result.contests) == 2 * 2 * 2 * 2 * 2
+    first = result.contests[0]
     assert (first.problem["n"], first.problem["k"], first.problem["block"]) == (64, 32, 8)
     assert [c.params["block"] for c in first.contenders] == [8, 4]
-    assert {str(c.problem["block"]) for c in found.contests} == {"8", "[4, 16]"}
+    assert {str(c.problem["block"]) for c in result.contests} == {"8", "[4, 16]"}
 
 
 def test_a_problem_of_two_sweeps_is_measured_once(tmp_path: Path) -> None:
     twice = "{op: linear, n: 64, k: 32, m: [1, 2], dtype: fp32, pattern: dense}\n  - {op: linear,"
-    found = suite(tmp_path, f"{twice} n: 64, k: 32, m: [2, 4], dtype: fp32, pattern: dense}}")
-    assert [contest.problem["m"] for contest in found.contests] == [1, 2, 4]
+    result = suite(tmp_path, f"{twice} n: 64, k: 32, m: [2, 4], dtype: fp32, pattern: dense}}")
+    assert [contest.problem["m"] for contest in result.contests] == [1, 2, 4]
 
 
 def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> None:
     gradient = PROBLEM.replace("linear", "linear_dgrad")
     entry = "{op: linear_dgrad, format: csr, kernel: scipy_csr_dgrad}"
-    found = suite(tmp_path, f"{PROBLEM}\n  - {gradient}", f"{CONTENDER}\n  - {entry}")
-    kernels = [[c.kernel for c in contest.contenders] for contest in found.contests]
+    result = suite(tmp_path, f"{PROBLEM}\n  - {gradient}", f"{CONTENDER}\n  - {entry}")
+    kernels = [[c.kernel for c in contest.contenders] for contest in result.contests]
     assert kernels == [["scipy_csr"], ["scipy_csr", "scipy_csr_dgrad"]]
 
 
@@ -82,10 +82,10 @@ def test_a_weight_may_have_a_parameter_of_its_own(tmp_path: Path) -> None:
     problem = PROBLEM.replace("linear", "ffn")
     entry = "{format: bsr, kernel: reference, params: {block: 8, wd.block: [$block, 4]}}"
     (contest,) = suite(tmp_path, problem, entry).contests
-    asked = [c.params for c in contest.contenders]
-    assert asked == [{"block": 8, "wd.block": 8}, {"block": 8, "wd.block": 4}]
-    found = [contest.contenders[1].params_of(weight) for weight in ("wg", "wu", "wd")]
-    assert found == [{"block": 8}, {"block": 8}, {"block": 4}]
+    params = [c.params for c in contest.contenders]
+    assert params == [{"block": 8, "wd.block": 8}, {"block": 8, "wd.block": 4}]
+    result = [contest.contenders[1].params_of(weight) for weight in ("wg", "wu", "wd")]
+    assert result == [{"block": 8}, {"block": 8}, {"block": 4}]
 
 
 def test_a_spense_format_can_take_its_fraction_and_split_from_the_pattern(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_a_spense_format_can_take_its_fraction_and_split_from_the_pattern(tmp_pa
     [contest] = suite(tmp_path, linear, entry).contests
     assert contest.contenders[0].params == {"dense_fraction": 0.25, "split": "columns"}
     mlp = f"{{op: ffn, pattern: spense_hidden, {sizes}}}"
-    own = "{dense_fraction: $dense_fraction, split: rows, wd.split: columns}"
-    [contest] = suite(tmp_path, mlp, entry.replace(both, own)).contests
+    params = "{dense_fraction: $dense_fraction, split: rows, wd.split: columns}"
+    [contest] = suite(tmp_path, mlp, entry.replace(both, params)).contests
     assert contest.contenders[0].params["dense_fraction"] == 0.25
     for problem in (mlp, PROBLEM):
         with pytest.raises(SuiteError, match=r"params.*: expected \$ and one of .*; found \$"):
@@ -119,9 +119,9 @@ def test_the_sweep_of_2017_keeps_the_number_of_weights() -> None:
 
 def test_a_contender_competes_only_where_its_entry_says(tmp_path: Path) -> None:
     both = PROBLEM.replace("fp32", "[fp32, bf16]")
-    found = suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}\n"
+    result = suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}\n"
                   "  - {format: dense, kernel: reference}")  # fmt: skip
-    kernels = {c.problem["dtype"]: [k.kernel for k in c.contenders] for c in found.contests}
+    kernels = {c.problem["dtype"]: [k.kernel for k in c.contenders] for c in result.contests}
     assert kernels == {"fp32": ["scipy_csr", "reference"], "bf16": ["reference"]}
     with pytest.raises(SuiteError, match=r"expected one at linear with .*dtype=bf16"):
         suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}")
@@ -137,8 +137,8 @@ def test_quick_has_each_of_the_four_formats_by_our_best_kernels() -> None:
 
 
 def test_a_contender_that_is_also_the_baseline_competes_once(tmp_path: Path) -> None:
-    found = suite(tmp_path, rest=f"baselines:\n  - {CONTENDER}\n")
-    (contest,) = found.contests
+    result = suite(tmp_path, rest=f"baselines:\n  - {CONTENDER}\n")
+    (contest,) = result.contests
     assert [(c.kernel, c.baseline) for c in contest.contenders] == [("scipy_csr", True)]
 
 
@@ -193,11 +193,11 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_with_the_place(name: str, tmp_path: Path) -> None:
-    problem, contender, rest, said = BAD[name]
+    problem, contender, rest, expected = BAD[name]
     with pytest.raises(SuiteError) as error:
         suite(tmp_path, problem, contender, rest)
     message = str(error.value)
-    assert said in message
+    assert expected in message
     assert "s.yaml: " in message
     assert "\n" not in message
 
@@ -215,10 +215,10 @@ def test_files_become_problems_by_content(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for name in ("x", "y"):  # a copy is the same problem
         (tmp_path / "a" / f"{name}.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
-    found = suite(
+    result = suite(
         tmp_path, "{op: linear, source: {file: '**/*.smtx'}, m: 1, dtype: fp32, pattern: file}"
     )
-    (contest,) = found.contests
+    (contest,) = result.contests
     assert contest.problem.source is not None
     assert contest.problem.source.path == "a/x.smtx"
     assert (contest.problem["n"], contest.problem["k"]) == (2, 4)
@@ -227,14 +227,14 @@ def test_files_become_problems_by_content(tmp_path: Path) -> None:
 
 def test_only_can_leave_out_and_baselines_stay() -> None:
     whole = read("decode").contests
-    kept = only(whole, "kernel!=cusparse_bell|torch_bsr m!=16")
+    selection = only(whole, "kernel!=cusparse_bell|torch_bsr m!=16")
     kernels = {k.kernel for contest in whole for k in contest.contenders}
-    assert {k.kernel for c in kept for k in c.contenders} == kernels - {
+    assert {k.kernel for c in selection for k in c.contenders} == kernels - {
         "cusparse_bell",
         "torch_bsr",
     }
-    assert {contest.problem["m"] for contest in kept} == {c.problem["m"] for c in whole} - {16}
-    assert all(contest.contenders[0].baseline for contest in kept)
+    assert {contest.problem["m"] for contest in selection} == {c.problem["m"] for c in whole} - {16}
+    assert all(contest.contenders[0].baseline for contest in selection)
     with pytest.raises(
         SuiteError, match=r"expected at least one case of kernel!=cusparse_b, found"
     ):
@@ -243,23 +243,23 @@ def test_only_can_leave_out_and_baselines_stay() -> None:
 
 def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
     rest = "baselines:\n  - {format: dense, kernel: torch_dense}\n"
-    found = suite(tmp_path, PROBLEM.replace("m: 8", "m: [8, 16]"), rest=rest)
-    (contest,) = only(found.contests, "m=16 kernel=scipy_csr")
+    result = suite(tmp_path, PROBLEM.replace("m: 8", "m: [8, 16]"), rest=rest)
+    (contest,) = only(result.contests, "m=16 kernel=scipy_csr")
     assert contest.problem["m"] == 16
     assert [c.kernel for c in contest.contenders] == ["torch_dense", "scipy_csr"]
-    assert len(only(found.contests, "sparsity=0.50")) == 2
-    assert len(only(found.contests, "m=16|8 sparsity=0.5")) == 2
-    assert [c.problem["m"] for c in only(found.contests, "m=8|16 m=16")] == [16]
+    assert len(only(result.contests, "sparsity=0.50")) == 2
+    assert len(only(result.contests, "m=16|8 sparsity=0.5")) == 2
+    assert [c.problem["m"] for c in only(result.contests, "m=8|16 m=16")] == [16]
     with pytest.raises(SuiteError, match="'m=8 m=16': expected at least one case, found none"):
-        only(found.contests, "m=8 m=16")
+        only(result.contests, "m=8 m=16")
     with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
-        only(found.contests, "m=17 m=16")
+        only(result.contests, "m=17 m=16")
     with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
-        only(found.contests, "m=16|17")
+        only(result.contests, "m=16|17")
     with pytest.raises(SuiteError, match="expected field=value with a field of"):
-        only(found.contests, "tokens=16")
+        only(result.contests, "tokens=16")
     with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
-        only(found.contests, "m=17")
+        only(result.contests, "m=17")
 
 
 def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(
@@ -273,8 +273,8 @@ def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(
 
 def test_a_merge_key_takes_the_fields_of_another_problem(tmp_path: Path) -> None:
     merged = f"&p {PROBLEM}\n  - &q {{<<: *p, m: 16}}\n  - {{<<: [*q, *p], n: 128}}"
-    found = [contest.problem for contest in suite(tmp_path, merged).contests]
-    assert [(p["m"], p["n"], p["k"], p["block"]) for p in found] == [
+    result = [contest.problem for contest in suite(tmp_path, merged).contests]
+    assert [(p["m"], p["n"], p["k"], p["block"]) for p in result] == [
         (8, 64, 64, 8),
         (16, 64, 64, 8),
         (16, 128, 64, 8),

@@ -55,7 +55,7 @@ STORES = "return super().from_dense(dense)"
 
 
 @pytest.mark.parametrize(
-    ("from_dense", "to_dense", "found"),
+    ("from_dense", "to_dense", "reason"),
     [
         (STORES, "self.values.clone()", None),
         (STORES, "self.values.half()", "expected torch.bfloat16 back, found torch.float16"),
@@ -71,17 +71,17 @@ def test_a_format_that_breaks_its_contract_is_found(
     monkeypatch: pytest.MonkeyPatch,
     from_dense: str,
     to_dense: str,
-    found: str | None,
+    reason: str | None,
 ) -> None:
     (tmp_path / "other_format.py").write_text(
         FORMAT.format(from_dense=from_dense, to_dense=to_dense)
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_format", raising=False)
-    if found is None:
+    if reason is None:
         testing.check_format("other_format:FORMAT")
     else:
-        with pytest.raises(AssertionError, match=found):
+        with pytest.raises(AssertionError, match=reason):
             testing.check_format("other_format:FORMAT")
 
 
@@ -95,7 +95,7 @@ OP = replace(linear.OP, {changed})
 
 
 @pytest.mark.parametrize(
-    ("changed", "found"),
+    ("changed", "reason"),
     [
         ("definition=lambda x, w: linear.definition(w, x)", r"expected arguments \['w', 'x'\]"),
         ("definition=lambda w, x: linear.definition(w, x).float()", "an output of torch.float16"),
@@ -108,12 +108,12 @@ OP = replace(linear.OP, {changed})
     ],
 )
 def test_an_op_that_breaks_its_contract_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, found: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, reason: str
 ) -> None:
     (tmp_path / "other_op.py").write_text(OP.format(changed=changed))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_op", raising=False)
-    with pytest.raises(AssertionError, match=found):
+    with pytest.raises(AssertionError, match=reason):
         testing.check_op("other_op:OP")
 
 
@@ -125,7 +125,7 @@ PATTERN = Pattern({rule})
 
 
 @pytest.mark.parametrize(
-    ("rule", "found"),
+    ("rule", "reason"),
     [
         ("lambda w: Rule(w.elements, group=4, kept=(1,))", None),
         ("lambda w: Rule(w.elements, group=w.k, kept=(0,))", "expected a level that it has"),
@@ -137,15 +137,15 @@ PATTERN = Pattern({rule})
     ],
 )
 def test_a_pattern_that_breaks_its_contract_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, found: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, reason: str | None
 ) -> None:
     (tmp_path / "other_pattern.py").write_text(PATTERN.format(rule=rule))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_pattern", raising=False)
-    if found is None:
+    if reason is None:
         testing.check_pattern("other_pattern:PATTERN")
     else:
-        with pytest.raises(AssertionError, match=found):
+        with pytest.raises(AssertionError, match=reason):
             testing.check_pattern("other_pattern:PATTERN")
 
 

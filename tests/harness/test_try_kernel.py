@@ -22,15 +22,15 @@ def test_a_kernel_is_checked_and_timed_beside_its_baseline() -> None:
     assert ours.startswith("bsr/scipy_bsr")
     assert dense.startswith("dense/torch_dense")
     assert "baseline" in dense
-    for told in ("pattern=blocks", "bound: ", "weights: 4", "convert", "one process: a look"):
-        assert told in done.stdout
+    for text in ("pattern=blocks", "bound: ", "weights: 4", "convert", "one process: a look"):
+        assert text in done.stdout
 
 
 def test_words_become_fields_options_and_parameters() -> None:
     words = ["m=8", "n=64", "k=64", "block=16x32", "sparsity=0.5", "seed=3", "baseline=reference"]
-    found = plan("torch_bsr", [*words, "tuned=true"], CPU)
-    baseline, ours = found.contenders
-    assert (found.problem["block"], found.problem.seed) == ([16, 32], 3)
+    result = plan("torch_bsr", [*words, "tuned=true"], CPU)
+    baseline, ours = result.contenders
+    assert (result.problem["block"], result.problem.seed) == ([16, 32], 3)
     assert (ours.params, ours.options) == ({"block": [16, 32]}, {"tuned": True})
     assert (baseline.kernel, baseline.baseline) == ("reference", True)
 
@@ -54,7 +54,7 @@ def test_the_pattern_follows_from_the_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["scipy_bs"], "found 'scipy_bs' (did you mean scipy_bsr?)"),
         (["scipy_bsr", "sparsty=0.9"], "found 'sparsty' (did you mean sparsity?)"),
@@ -73,10 +73,10 @@ def test_the_pattern_follows_from_the_words() -> None:
         (["scipy_bsr", "op=ffn", "m=8", "n=64", "k=64"], "scipy_bsr: computes linear, not ffn"),
     ],
 )
-def test_impossible_trials_are_one_line_and_exit_2(arguments: list[str], said: str) -> None:
+def test_impossible_trials_are_one_line_and_exit_2(arguments: list[str], message: str) -> None:
     done = sparsebench("try", *arguments, "--device", "cpu")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands.publish import address
+from sparsebench.reports.build import Surrounding
 from sparsebench.reports.site import grids
 from sparsebench.reports.site import publish as sites
 from sparsebench.reports.site.cards import Card
@@ -172,14 +173,34 @@ def test_a_site_from_before_short_addresses_is_moved(
     assert [file.name for file in old.iterdir()] == ["index.html"]
 
 
-def test_two_runs_of_one_name_have_two_addresses(
+def test_an_earlier_version_of_a_run_keeps_its_page_and_its_place_in_the_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
-    other = copied(tmp_path / "again" / "ffn-step", commit="1" * 40)
-    publish([STEP, other], tmp_path / "site", Site(), unchecked)
-    addresses = {path.name for path in (tmp_path / "site" / "h200").iterdir()}
-    assert addresses == {"ffn-step", "ffn-step-2"}
+    evidence = {}
+
+    def build(run: object, file: Path, surrounding: Surrounding, **more: object) -> None:
+        evidence[file.parent.name] = surrounding.evidence
+
+    monkeypatch.setattr(sites, "build", build)
+    to = tmp_path / "site"
+    publish([STEP], to, Site(), unchecked)
+    assert "No case was measured by two verdicts" in (to / "history.html").read_text()
+    later = copied(tmp_path / "later" / "ffn-step", commit="1" * 40)
+    state = json.loads((later / "run.json").read_text())
+    state["started"] = "2026-12-24T00:00:00+00:00"
+    (later / "run.json").write_text(json.dumps(state))
+    bundle.seal(later)
+    publish([later], to, Site(), unchecked)
+    assert {path.name for path in (to / "h200").iterdir()} == {"ffn-step", "ffn-step-2"}
+    assert 'href="../../h200/ffn-step-2/index.html"' in evidence["ffn-step"]
+    assert "newer version" not in evidence["ffn-step-2"]
+    runs, history = ((to / name).read_text() for name in ("runs.html", "history.html"))
+    assert re.findall(r'href="(h200/[\w-]+)/', runs) == ["h200/ffn-step-2"]
+    assert re.findall(r'href="(h200/[\w-]+)/', history)[:2] == ["h200/ffn-step", "h200/ffn-step-2"]
+    assert "commit 84a765b &gt; 1111111" in history
+    assert "gains as much (1.000× [" in history
+    badges = {path.name for path in (to / "badges").glob("*.svg")}
+    assert len(badges) == 2
 
 
 def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
@@ -253,7 +274,7 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(
     page = to / "compare" / "ffn-step.html"
     text = page.read_text()
     assert str(tmp_path) not in text
-    assert '<a href="../index.html">All runs</a>' in text
+    assert 'href="../runs.html">Runs</a>' in text
     assert "is faster than" in text
     for place in ("h200/ffn-step", "another-gpu/other"):
         assert f'href="../{place}/index.html"' in text

@@ -9,12 +9,14 @@ import pytest
 from rich.console import Console
 
 from sparsebench.reports.build import build
+from sparsebench.reports.elsewhere import Elsewhere
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import Answer, answer_json, answer_markdown
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.store import Run
+from sparsebench.results.store import Run, read
+from tests.tools.paths import PUBLISHED
 
 DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)
@@ -183,6 +185,17 @@ def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:
             made = run(8, 50.0)
             console.print(Answer(made, analyse(made)))
         assert ("\x1b[32m" in capture.get()) == (system is not None)
+
+
+def test_a_machine_without_a_gpu_sees_the_published_answer_marked() -> None:
+    here = read(PUBLISHED / "cpu" / "quick-cpu")
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(Elsewhere(here, PUBLISHED))
+    first, *rest = capture.get().strip().splitlines()
+    assert first.startswith("NOT MEASURED HERE")
+    assert "nvidia-h200/quick" in first
+    assert any("bsr_wgmma" in line for line in rest)
 
 
 def test_a_cell_is_escaped_in_html_and_markdown() -> None:

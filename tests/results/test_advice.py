@@ -19,6 +19,7 @@ from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
 
+SIMULATED = PUBLISHED / "sim" / "quick-sim"
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -117,7 +118,7 @@ def test_more_zeros_of_a_kind_never_take_more_memory(evidence: Evidence) -> None
 
 
 def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidence) -> None:
-    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "slug": "h200-ffn"})()
+    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "address": "h200/ffn"})()
     ((path, page),) = prune.pages([card], Site())
     assert path == prune.PAGE
     section = page.partition('id="llama-3-8b-nvidia-h200-16"')[2].partition("</section>")[0]
@@ -126,7 +127,7 @@ def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidenc
     for text in [answer.verdict, *(kind.step.text for kind in answer.kinds)]:
         assert text in section
         assert text in printed.replace("\\", "")
-    assert 'href="runs/h200-ffn/index.html"' in section
+    assert 'href="h200/ffn/index.html"' in section
 
 
 def test_a_site_without_published_runs_has_no_page_about_them() -> None:
@@ -171,6 +172,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["Lama-3-8B", "--gpu", "H200", "--batch", 1], "Llama-3-8B?"),
         (["Llama-3-8B", "--gpu", "NVIDIA", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", "H200", "--batch", 0], "--batch"),
+        (["Llama-3-8B", "--gpu", "H200", "--batch", 1, "--run", SIMULATED], "--run"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[Any], token: str) -> None:

@@ -67,7 +67,7 @@ def load(path: Path, device: torch.device) -> Loaded:
 
     Raises SuiteError if transformers is missing, or if the files are not a model with gated MLPs.
     """
-    transformers = _transformers(path)
+    transformers = transformers_for(path)
     options: dict[str, Any] = {"local_files_only": True}
     if path.suffix == ".gguf":
         require_regular(path)
@@ -144,7 +144,7 @@ def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
     fresh = to.with_name(f"{to.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        with quiet(_transformers(to)):
+        with quiet(transformers_for(to)):
             model.save_pretrained(fresh)
             loaded.tokenizer.save_pretrained(fresh)
         fresh.rename(to)
@@ -240,7 +240,8 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _transformers(path: Path) -> Any:
+def transformers_for(path: Path) -> Any:
+    """Import transformers. Raises SuiteError with the path if it is missing."""
     try:
         return import_module("transformers")
     except ImportError as error:

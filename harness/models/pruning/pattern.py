@@ -69,7 +69,8 @@ def keep(weight: Tensor, scores: Tensor, columns: int, pattern: Pattern = TWO_FO
 
 def input_norms(x: Tensor) -> Tensor:
     """Return the norm of each input of x [tokens, k]; in fp32, squares of 1e-30 would be zero."""
-    return x.norm(dim=0, dtype=torch.float64).to(x.dtype)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)
+    return norms.to(x.dtype)
 
 
 def magnitude(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:

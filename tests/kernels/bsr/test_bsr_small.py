@@ -10,12 +10,12 @@ import torch
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_small
+from sparsebench.kernels.bsr._launch import packed
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
     NO_STRIP,
     cut,
-    gathered,
     lists_of,
     sources,
     swizzle,
@@ -46,7 +46,7 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     lists = lists_of(w, config.features, warpgroups, transposed)
     steps, bounds = work(lists, len(x), config.tokens, b, workers=5)
     order, pieces = torch.from_numpy(lists.order), torch.from_numpy(swizzle(b))
-    blocks = unpacked(gathered(w.values, sources(order, pieces)))
+    blocks = unpacked(packed(w.values, sources(order, pieces)).view(-1, *w.block))
     padded = np.pad(x.numpy(), ((0, config.tokens), (0, 64)))  # zero outside of X
     width = w.shape[1] if transposed else w.shape[0]
     y = np.full((len(x), width), np.nan, np.float32)

@@ -13,7 +13,8 @@ from sparsebench.kernels._common.cuda import pitch
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_strips
-from sparsebench.kernels.bsr._small_steps import gathered, worked
+from sparsebench.kernels.bsr._launch import packed as packed_pieces
+from sparsebench.kernels.bsr._small_steps import worked
 from sparsebench.kernels.bsr.bsr_strips import Config, boxes_of, costs_of, packed_order, tiles_of
 from tests.emulation.cuda_on_cpu import built
 from tests.kernels.bsr.examples import Shape, example
@@ -102,7 +103,7 @@ def test_the_threads_multiply_tiles_on_a_cpu(
     values = w.values.to(dtype)
     values = values.transpose(1, 2).contiguous() if transposed else values
     order = packed_order(tiles, lists)
-    packed = gathered(values.view(-1, 1, 8), order.clamp(0)).view(-1, 8)
+    packed = packed_pieces(values.view(-1, 1, 8), order.clamp(0))
     packed[: len(order)][order < 0] = 0
     width = w.shape[1] if transposed else w.shape[0]
     y = torch.full((len(a), width), float("nan"), dtype=dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.selection import bucket
 from sparsebench.kernels.bsr import bsr_small, bsr_strips, bsr_wgmma
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_plans
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -39,12 +40,9 @@ class Driver:
         ctypes.memmove(place.value, struct.pack("16q", *fields, *[0] * (16 - len(fields))), 128)
         return 0
 
-    def cuLaunchKernel(self, kernel, *rest) -> int:
-        self.launches.append(ctypes.string_at(rest[-2][0], self.size))
+    def cuLaunchKernelEx(self, config, kernel, args, extra) -> int:
+        self.launches.append(ctypes.string_at(args[0], self.size))
         return 0
-
-    def cuLaunchKernelEx(self, config, kernel, *rest) -> int:
-        return self.cuLaunchKernel(kernel, *rest)
 
 
 def map_of(matrix: Tensor, box: tuple[int, int]) -> tuple[int, ...]:
@@ -58,13 +56,14 @@ def driver(monkeypatch) -> Iterator[Driver]:
     """Plan, bind and launch the Hopper kernels on a CPU, without effect."""
     driver = Driver()
     properties = SimpleNamespace(multi_processor_count=5)
-    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "driver", lambda: driver)
     monkeypatch.setattr(cuda, "_set_device", lambda: lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "load", lambda *args: (SimpleNamespace(ptr=1), "code"))
-    planners = {16: _bsr_plans._plan_small, 24: _bsr_plans._plan_strips, 64: _bsr_plans._plan_wgmma}
-    monkeypatch.setattr(_bsr_plans, "choose_planner", lambda call, device: planners[call.block[0]])
+    engines = {16: "bsr_small", 24: "bsr_strips", 64: "bsr_wgmma"}
+    monkeypatch.setattr(_bsr_plans, "engines_of", lambda call, device: [engines[call.block[0]]])
+    monkeypatch.setattr(_bsr_plans.knobs.runtime, "interpret", True)  # not dense products in torch
     cuda.tensor_map.cache_clear()
     yield driver
     cuda.tensor_map.cache_clear()
@@ -100,7 +99,7 @@ def test_a_launch_has_the_addresses_of_its_operands(driver):
 
     def check(m: int, x: Tensor) -> None:
         alive.extend((x, y := layer(x).detach()))
-        tokens = bsr_wgmma.configurations(m, 128)[0].tokens
+        tokens = bsr_wgmma.configurations(bucket(m), 128)[0].tokens
         expected = (x, (tokens, 64)), (blocks, (64, 64)), (y, (64, 64))
         for at, matrix in enumerate(expected):
             assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == map_of(*matrix)
@@ -117,37 +116,33 @@ def test_a_launch_has_the_addresses_of_its_operands(driver):
     layer.set_pattern(other.offsets, other.columns)
     blocks = layer.values.detach().view(-1, 64)
     check(300, alive[0])
-    pattern = pattern_of(layer.offsets, layer.columns)
-    plan = next(iter(pattern.plans.values()))
-    with pytest.raises(Unsupported, match="planned for"):
-        plan(alive[0].half(), layer.values)
+    with pytest.raises(Unsupported, match="one dtype"):
+        layer(alive[0].half())
 
 
 @pytest.mark.parametrize("op", ["linear", "dgrad"])
 def test_odd_blocks_get_the_default_configuration(op, driver, monkeypatch):
     w = layer_of(120, 192, (24, 48), dtype=torch.bfloat16).bsr
-    call = _bsr_plans.Call(op, 300, w.shape, w.block, torch.bfloat16)
-    multiply = _bsr_plans._plan_strips(call, w)
+    call = _bsr_plans.Call(op, 320, w.shape, w.block, torch.bfloat16)
+    product = pattern_of(w.offsets, w.columns).select(call).product
     transposed = op == "dgrad"
     (read, written), driver.size = (w.shape if transposed else w.shape[::-1]), 512
     x = torch.zeros(300, read, dtype=torch.bfloat16)
-    y = multiply(x, w.values)
+    y = product.run(x, product.pack(w.values))
     assert y.shape == (300, written)
     tiles = bsr_strips.tiles_of(w, transposed)
-    tokens = bsr_strips.configurations(tiles, 300, 1)[0].tokens  # a CPU counts as one
+    tokens = bsr_strips.configurations(tiles, 320, 1)[0].tokens  # a CPU counts as one
     (box,) = bsr_strips.boxes_of(tiles.depth)
     assert struct.unpack_from("6q", driver.launches[-1], 0) == map_of(x, (tokens, box))
-    with pytest.raises(Unsupported, match="planned for"):
-        multiply(x.half(), w.values)
 
 
 def test_equal_addresses_give_the_same_arguments(driver):
     w = layer_of(128, 192, 16, dtype=torch.bfloat16).bsr
     plan = bsr_small.plan(w, 300, bsr_small.Config(64, 64))
-    addresses = 4096, (192, 1), 8192, 16384
+    addresses = 300, 4096, (192, 1), 8192, 16384
     first = plan.arguments(*addresses)
     assert plan.arguments(*addresses) is first
-    for at, other in enumerate((4112, (256, 1), 8208, 16400)):
+    for at, other in enumerate((299, 4112, (256, 1), 8208, 16400)):
         changed = plan.arguments(*addresses[:at], other, *addresses[at + 1 :])
         assert changed[1].raw != first[1].raw
 

@@ -194,8 +194,10 @@ def test_one_plan_serves_other_operands(module: Any, config: Any) -> None:
     for factor in (1, 2):
         values = bsr_wgrad.bind(plan, dy * factor, x)()
         assert_right_gradient(values, dy * factor, x, pattern, factor)
+    values = bsr_wgrad.bind(plan, dy[:10], x[:10])()  # fewer tokens, too
+    assert_right_gradient(values, dy[:10], x[:10], pattern)
     with pytest.raises(Unsupported, match="planned for"):
-        bsr_wgrad.bind(plan, dy[:10], x[:10])
+        bsr_wgrad.bind(plan, torch.cat([dy, dy]), torch.cat([x, x]))
 
 
 @pytest.mark.gpu

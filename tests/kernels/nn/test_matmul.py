@@ -19,6 +19,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
+from sparsebench.kernels.nn import _frozen_op
 from sparsebench.kernels.nn import matmul as module
 from sparsebench.kernels.peers import scipy_csr
 from tests.compiling.nvcc import hopper
@@ -158,7 +159,7 @@ def test_bitmap_mma_runs_only_for_sizes_at_which_it_was_measured_faster(
     tile = Bitmap.from_dense(few.view(16, 256))
     times = n // 16 * (k // 256)  # only the number of records matters; none is read
     whole = replace(tile, shape=(n, k), records=tile.records.expand(times, -1))
-    assert module.bits_are_faster(m, whole) is faster
+    assert _frozen_op.bits_are_faster(m, whole) is faster
 
 
 def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
@@ -166,9 +167,9 @@ def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
     w = Bitmap.from_dense(dense)
     sparsebench.matmul(x, w).sum().backward()
     torch.testing.assert_close(x.grad, dense.sum(0).expand(7, -1))
-    copy = module._WEIGHTS[id(w)].dense
+    copy = _frozen_op.plans_of(w).dense
     sparsebench.matmul(x, w)
-    assert module._WEIGHTS[id(w)].dense is copy
+    assert _frozen_op.plans_of(w).dense is copy
     w.records.zero_()  # written in place, including the bits
     assert not sparsebench.matmul(x, w).any()
 
@@ -183,9 +184,12 @@ def test_a_bitmap_is_correct_on_a_gpu_with_either_kernel(m: int) -> None:
     x = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
     expected = (x.double() @ dense.double().T).bfloat16()
     torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0, atol=0)
-    prepared = module._WEIGHTS[id(w)]
-    assert bool(prepared.prepared) == (m <= 16)
-    assert (prepared.dense is None) == (m <= 16)
+    plans = _frozen_op.plans_of(w)
+    (selected,) = plans.operator.plans.values()
+    assert selected.choice["kernel"] == ("bitmap_mma" if m <= 16 else "dense")
+    assert (plans.dense is None) == (m <= 16)
+    for _ in range(3):  # planned, recorded, and without Python
+        torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0, atol=0)
 
 
 def test_launches_are_freed_with_their_weight() -> None:

@@ -14,7 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.spense import Spense
 from sparsebench.harness.models.pruning.mlp import GatedMLP
+from sparsebench.kernels._common.selection import Operator, bucket
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import _spense_op as layers
 from sparsebench.kernels.spense import _written_out, spense_wgmma
@@ -392,29 +394,34 @@ def test_a_second_derivative_is_refused():
 # ---- plans ----
 
 
-def test_equal_tiles_of_tokens_share_their_work_list(monkeypatch):
+def operator_of(w: Spense, activation: str | None = None) -> Operator:
+    tiles = w.sparse.shape, w.dense.shape
+    return layers.operator_of(w.shape, w.sparse_shape, tiles, w.dtype, activation, w.sparse.device)
+
+
+def test_equal_layers_share_the_plan_of_a_bucket_of_tokens(monkeypatch):
     monkeypatch.setattr(spense_wgmma, "load", lambda *args: (None, "code"))
     monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(spense_wgmma, "unsupported", lambda problem, device: None)
-    monkeypatch.setattr(layers, "_PLANS", {})
+    layers.operator_of.cache_clear()
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
-    plans = {m: layers._plan(torch.zeros(m, 1024, dtype=BF16), w) for m in (600, 700, 900)}
-    assert plans[600].items is plans[700].items
-    assert plans[600].items is not plans[900].items
-    for m, plan in plans.items():
-        alone = spense_wgmma.plan(w, m, plan.config)
-        assert replace(plan, items=None) == replace(alone, items=None)
-        assert torch.equal(plan.items, alone.items)
-    hidden = layers._plan(torch.zeros(600, 1024, dtype=BF16), w, "silu")
-    assert hidden.items is not plans[600].items
-    assert (plans[600].y, hidden.y) == ((600, 512), (600, 256))
+    operator = operator_of(w)
+    assert operator is operator_of(layer_of(512, 1024, 0.5, "columns")[0].spense)
+    plan = operator.select(bucket(600)).product.plan
+    assert operator.select(bucket(630)).product.plan is plan
+    alone = spense_wgmma.plan(w, 640, plan.config)
+    assert replace(plan, items=None) == replace(alone, items=None)
+    assert torch.equal(plan.items, alone.items)
+    hidden = operator_of(w, "silu").select(640).product.plan
+    assert (plan.y, hidden.y) == ((640, 512), (640, 256))
+    layers.operator_of.cache_clear()
 
 
-def test_a_gpu_without_the_kernel_is_unsupported(monkeypatch):
-    monkeypatch.setattr(layers, "_PLANS", {})
+def test_a_gpu_without_the_kernel_is_unsupported():
+    layers.operator_of.cache_clear()
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     with pytest.raises(Unsupported, match="GPU"):
-        layers._plan(torch.zeros(4, 1024, dtype=BF16), w)
+        operator_of(w).select(4)
 
 
 # ---- on a GPU ----
@@ -498,7 +505,7 @@ def test_a_gpu_captures_and_compiles_layers(dtype: torch.dtype):
         mlp = SpenseGatedMLP.from_dense(*weights, dense=512, dtype=E4M3, largest=40.0)
         right, close = OnCpu(deepcopy(mlp)), close_in_fp8
     mlp = mlp.cuda()
-    layers._PLANS.clear()
+    layers.operator_of.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         run = torch.compile(mlp, fullgraph=True)
@@ -521,7 +528,7 @@ def test_a_capture_before_the_first_call_raises(dtype: torch.dtype):
     w = layer_of(256, 144, 0.5, "rows")[1]
     layer = SpenseLinear.from_dense(w, dense_fraction=0.5, dtype=dtype).cuda()
     x = torch.zeros(4, 144, device="cuda")
-    layers._PLANS.clear()
+    layers.operator_of.cache_clear()
     graph = torch.cuda.CUDAGraph()
     x = x.to(BF16)
     before = pytest.raises(RuntimeError, match="captur")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
@@ -18,7 +19,14 @@ from sparsebench.harness.catalog import names
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.dense import _gemm, cublas, reference, torch_dense
-from sparsebench.kernels.peers import _cusparse, cusparse_bell, scipy_bsr, scipy_csr, torch_bsr
+from sparsebench.kernels.peers import (
+    _cusparse,
+    cusparse_bell,
+    scipy_bsr,
+    scipy_csr,
+    torch_bsr,
+    torch_decoded,
+)
 from sparsebench.results.record import Problem
 
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "tf32": 2.0**-11}
@@ -28,6 +36,7 @@ ON_THE_CPU = [
     (reference, Bsr, {"block": [3, 5]}),
     (torch_dense, Dense, {}),
     (scipy_csr, Csr, {}),
+    (torch_decoded, Bitmap, {}),
     (scipy_bsr, Bsr, {"block": 1}),
     (scipy_bsr, Bsr, {"block": 4}),
     (scipy_bsr, Bsr, {"block": [3, 5]}),

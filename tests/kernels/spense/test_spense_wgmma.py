@@ -377,9 +377,10 @@ def planned(w: Spense, m: int) -> spense_wgmma.Plan:
     """Return a plan with shapes only, without a GPU."""
     nothing: Any = None
     shapes = tuple(w.sparse.shape), tuple(w.dense.shape)
-    y = m, w.shape[0]
+    sizes, kinds = ((m, w.shape[1]), (m, w.shape[0])), (w.dtype, w.dtype)
+    work = nothing, b"", 0, 0
     return spense_wgmma.Plan(
-        nothing, Config(16, 1, 4), nothing, b"", 0, 0, (m, w.shape[1]), y, *shapes, w.dtype
+        nothing, Config(16, 1, 4), *work, *sizes, *shapes, (), w.shape[0], *kinds
     )
 
 

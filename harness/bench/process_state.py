@@ -1,0 +1,212 @@
+"""What a contender can change for the whole process, and so for every later contest.
+
+    numerics     tf32, reduced precision, deterministic algorithms, default dtype and device
+    speed        threads, cores, cuDNN's and attention's switches, garbage collection, tracing
+    place        directory, umask, environment, current GPU and stream, limits of the CUDA context
+    randomness   generators of torch, CUDA, numpy and Python: put back without blame, because a
+                 kernel may draw numbers while it tunes. So are new environment variables that
+                 libraries read at a call; others, which libraries set on import, stay
+
+`ProcessState` records all of them when a contest starts. `restore` puts back what differs, and
+returns the names of what only a careless or hostile kernel changes. `rewritten_modules` finds files
+of Python modules that were written since this process loaded them.
+"""
+
+import ctypes
+import gc
+import os
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How to read something, and how to put it back."""
+
+MATMUL = [
+    "allow_tf32",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+]
+CUDNN = ["enabled", "allow_tf32", "benchmark", "deterministic"]
+PRECISIONS: dict[str, Any] = {  # torch's new switches of tf32; those in MATMUL and CUDNN are older
+    "torch": torch.backends,
+    "matmul": torch.backends.cuda.matmul,
+    "cudnn": torch.backends.cudnn,
+}
+ATTENTION = ["flash", "mem_efficient", "math", "cudnn"]
+READ_LATER = "CUBLAS", "CUDNN", "CUDA_LAUNCH", "NVIDIA_TF32", "OMP_", "MKL_", "PYTORCH_"
+PACKAGES = "torch", "numpy", "triton", "sparsebench"
+LIMITS = {"the granularity of L2 fetches": 5, "the persisting part of L2": 6}  # CUlimit
+
+
+class ProcessState:
+    """The settings of this process as they were."""
+
+    def __init__(self) -> None:
+        """Record the present state."""
+        self._settings = _settings()
+        self._before = {name: _read(read) for name, (read, _) in self._settings.items()}
+        self._environment = dict(os.environ)
+        self._random = _random_states()
+
+    def restore(self) -> list[str]:
+        """Put everything back, and return what was changed, with values."""
+        changed = self._restore_settings()
+        if changed:
+            self._restore_settings()  # an old switch of torch also writes the new one
+        changed += self._restore_environment()
+        for name, (now, write) in _random_states().items():
+            before, _ = self._random[name]
+            if not _same(before, now):
+                write(before)
+        return changed
+
+    def _restore_settings(self) -> list[str]:
+        changed = []
+        for name, (read, write) in self._settings.items():
+            before, now = self._before[name], _read(read)
+            if before != now:
+                write(before)
+                changed.append(f"{name} from {before} to {now}")
+        return changed
+
+    def _restore_environment(self) -> list[str]:
+        changed = [n for n, value in self._environment.items() if os.environ.get(n) != value]
+        os.environ.update({name: self._environment[name] for name in changed})
+        for name in os.environ.keys() - self._environment.keys():
+            if name.startswith(READ_LATER):
+                del os.environ[name]
+        return [f"the environment variable {name}" for name in changed]
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """Read a setting; torch refuses to name a precision that was set in its old and its new way."""
+    try:
+        return read()
+    except RuntimeError:
+        return "unreadable"
+
+
+@cache
+def _settings() -> dict[str, Setting]:
+    """Return everything that is read by a function without arguments, in the order of repair."""
+    settings: dict[str, Setting] = {}
+    for title, owner in PRECISIONS.items():
+        if hasattr(owner, "fp32_precision"):
+            place = owner, "fp32_precision"
+            settings[f"{title}'s fp32"] = partial(getattr, *place), partial(setattr, *place)
+    settings |= {
+        "torch's threads": (torch.get_num_threads, torch.set_num_threads),
+        "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "the precision of fp32 products": (
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
+        "deterministic algorithms": (
+            torch.get_deterministic_debug_mode,
+            torch.set_deterministic_debug_mode,
+        ),
+        "the default device": (
+            lambda: str(torch.get_default_device()),
+            lambda _: torch.set_default_device(None),
+        ),
+        "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        "the working directory": (os.getcwd, os.chdir),
+        "the umask": (_umask, os.umask),
+        "the cores of the process": (
+            lambda: os.sched_getaffinity(0),
+            partial(os.sched_setaffinity, 0),
+        ),
+        "garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+        "its thresholds": (gc.get_threshold, lambda counts: gc.set_threshold(*counts)),
+        "the tracing function": (sys.gettrace, sys.settrace),
+        "the profiling function": (sys.getprofile, sys.setprofile),
+        "the switching interval": (sys.getswitchinterval, sys.setswitchinterval),
+        "subnormal numbers": (_keeps_subnormals, lambda keep: torch.set_flush_denormal(not keep)),
+    }
+    switches = [("matmul", torch.backends.cuda.matmul, name) for name in MATMUL]
+    switches += [("cudnn", torch.backends.cudnn, name) for name in CUDNN]
+    for title, owner, name in switches:
+        if hasattr(owner, name):  # not in every version of torch
+            settings[f"{title}.{name}"] = (
+                partial(getattr, owner, name),
+                partial(setattr, owner, name),
+            )
+    for name in ATTENTION:
+        enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
+        settings[f"{name} attention"] = enabled, getattr(torch.backends.cuda, f"enable_{name}_sdp")
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        settings["the current GPU"] = torch.cuda.current_device, torch.cuda.set_device
+        settings["the current stream"] = torch.cuda.current_stream, torch.cuda.set_stream
+        for name, limit in LIMITS.items():
+            settings[name] = partial(_limit, limit), partial(_set_limit, limit)
+    return settings
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _keeps_subnormals() -> bool:
+    """Return whether the CPU computes with subnormal numbers."""
+    return bool(torch.tensor(1e-39) * 0.5 > 0)
+
+
+def _limit(limit: int) -> int:
+    """Return a limit of the CUDA context, or -1 if the driver does not tell."""
+    value = ctypes.c_size_t()
+    with suppress(OSError):
+        if ctypes.CDLL("libcuda.so.1").cuCtxGetLimit(ctypes.byref(value), limit) == 0:
+            return value.value
+    return -1
+
+
+def _set_limit(limit: int, value: int) -> None:
+    ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(limit, ctypes.c_size_t(value))
+
+
+def _random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
+    """Return the state of each generator, and how to put it back."""
+    states: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "python": (random.getstate(), random.setstate),
+        "numpy": (np.random.get_state(), np.random.set_state),
+        "torch": (torch.get_rng_state(), torch.set_rng_state),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state(), torch.cuda.set_rng_state
+    return states
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Compare two states of a generator: tuples with an array in numpy's."""
+    if isinstance(before, torch.Tensor):
+        return torch.equal(before, now)
+    pairs = zip(before, now, strict=True)
+    return all(np.array_equal(b, n) if isinstance(b, np.ndarray) else b == n for b, n in pairs)
+
+
+_files: dict[str, tuple[int, int]] = {}  # time and size, as this process first saw them
+
+
+def rewritten_modules() -> list[str]:
+    """Return the modules of PACKAGES whose files have changed since an earlier call."""
+    changed = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in PACKAGES and (file := getattr(module, "__file__", None)):
+            with suppress(OSError):
+                status = os.stat(file)
+                now = status.st_mtime_ns, status.st_size
+                if _files.setdefault(file, now) != now:
+                    _files[file] = now
+                    changed.append(name)
+    return sorted(changed)

@@ -1,0 +1,41 @@
+"""`sparsebench convert`: give sparse checkpoints of other tools layers that run."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebench.harness.commands._console import print_json, stdout
+from sparsebench.harness.commands._options import Device, Json
+
+
+def convert(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A local Hugging Face directory, from compressed-tensors or with 2:4."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Directory to write.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float16 or bfloat16: multiply by scales, and round. Default: as stored."
+        ),
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint with 2:4 or bitmask weights into sparse layers."""
+    from sparsebench.errors import SuiteError
+    from sparsebench.harness.machine.device import pick
+    from sparsebench.harness.models.pruning.convert import HALF, convert, lines
+
+    kinds = {str(kind).removeprefix("torch."): kind for kind in HALF}
+    if dtype is not None and dtype not in kinds:
+        raise SuiteError(f"--dtype: expected {' or '.join(kinds)}, found {dtype!r}")
+    conversion = convert(checkpoint, out, kinds[dtype] if dtype else None, pick(device))
+    if as_json:
+        print_json(asdict(conversion))
+    else:
+        for line in lines(out, conversion):
+            stdout.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,244 @@
+"""Read the checkpoints that compressed-tensors 0.14 and older wrote, without that package.
+
+    config.json    quantization_config (older: compression_config)
+                       format            dense, float-quantized, naive-quantized, int-quantized
+                       sparsity_config   format: sparse-24-bitmask, sparse-bitmask or dense
+    safetensors    of a module, with the prefix `MODULE.`, or before 0.9 `MODULE.weight.`
+                       shape             int64 [2, 1] or [2]: n, k
+                       compressed        the elements whose bit is set, row by row
+                       bitmask           uint8 [n, ceil(k / 8)]; bit i of byte j is column 8 j + i
+                       row_offsets       int64 [n], sparse-bitmask only: elements before each row
+                   or  weight            with its zeros
+                   and weight_scale      [n, 1] or one number; weight_zero_point, input_scale
+
+In sparse-24-bitmask two bits of every group of 4 are set, so a bit may mark a zero. Format names
+are compared with those above and are never looked up. Source: compressed-tensors 0.14.0.1.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import SuiteError
+from sparsebench.formats._format import BITS, has_value, require
+from sparsebench.harness.inputs.sources import require_regular
+
+TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
+SPARSE = TWO_FOUR, BITMASK, "dense"
+QUANTIZED = "dense", "float-quantized", "naive-quantized", "int-quantized", "mixed-precision"
+PACKED = ("shape", "compressed", "bitmask", "row_offsets")
+UNUSED = ("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale")
+UNREADABLE = ("weight_packed", "weight_g_idx", "weight_global_scale", "scale_packed", "meta")
+MOST = 2**24  # rows or columns
+
+
+@dataclass
+class Module:
+    """The tensors of a module that make up its weight, by what they are: name in the file.
+
+    packed  shape, compressed, bitmask and perhaps row_offsets; or only weight
+    """
+
+    packed: dict[str, str] = field(default_factory=dict)
+    scale: str | None = None
+    zero_point: str | None = None
+
+
+class Checkpoint:
+    """A local checkpoint directory.
+
+    config   the content of config.json without the compression
+    sparse   the format of the sparse weights: one of SPARSE
+    modules  those with a weight, by name
+    others   names of all tensors that belong to no weight, such as biases
+    unused   names of tensors that only compressed-tensors uses
+
+    Raises SuiteError if the files are not such a checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read config.json and the headers of all files."""
+        self.folder = folder
+        self.config = _json(folder / "config.json")
+        compression = self.config.pop("quantization_config", None)
+        compression = self.config.pop("compression_config", None) or compression or {}
+        self.sparse = _sparse_format(folder, compression)
+        self._files: dict[Path, Any] = {}
+        self.modules, self.others, self.unused = _modules([*self.places])
+        packed = next((name for name, m in self.modules.items() if len(m.packed) > 1), None)
+        if packed and self.sparse == "dense":
+            expected = f"sparsity_config.format {TWO_FOUR} or {BITMASK} for the bitmask of {packed}"
+            raise SuiteError(f"{folder}: expected {expected}, found dense or none")
+
+    @cached_property
+    def places(self) -> dict[str, Path]:
+        """Return the file of each tensor by name. Raises SuiteError."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            names = {*_json(index).get("weight_map", {}).values()}
+            if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
+                raise SuiteError(
+                    f"{index}: expected names of files beside it, found {outside[0]!r}"
+                )
+        else:
+            names = {"model.safetensors"}
+        return {
+            key: self.folder / name for name in sorted(names) for key in [*self._open(name).keys()]
+        }
+
+    def _open(self, name: str) -> Any:
+        path = self.folder / name
+        require_regular(path)
+        try:
+            return safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise SuiteError(f"{path}: expected a safetensors file, found {error}") from error
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor. Raises SuiteError."""
+        path = self.places[name]
+        if path not in self._files:
+            self._files[path] = self._open(path.name)
+        try:
+            tensor: Tensor = self._files[path].get_tensor(name)
+        except (SafetensorError, RuntimeError, AttributeError) as error:
+            raise SuiteError(f"{path}: expected a tensor {name}, found {error}") from error
+        return tensor
+
+    def weight(self, module: Module) -> Tensor:
+        """Return the weight with its zeros, as stored: without its scale. Raises FormatError."""
+        parts = {part: self.tensor(name) for part, name in module.packed.items()}
+        return parts["weight"] if "weight" in parts else unpacked(parts)
+
+    def scale(self, module: Module) -> Tensor | None:
+        """Return the factor of the stored values, fp32 [n, 1] or one. Raises FormatError."""
+        if module.scale is None:
+            return None
+        if module.zero_point is not None:
+            zero = not self.tensor(module.zero_point).float().any()
+            require(zero, f"{module.zero_point}: expected 0, found an asymmetric quantization")
+        return self.tensor(module.scale).float()
+
+
+def unpacked(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight of a bitmask and its values. Raises FormatError unless they fit."""
+    shape, values, bitmask = (
+        parts["shape"].flatten().tolist(),
+        parts["compressed"],
+        parts["bitmask"],
+    )
+    sizes = all(isinstance(size, int) and 0 < size <= MOST for size in shape)
+    require(sizes and len(shape) in (1, 2), f"shape: expected n and k, found {shape}")
+    expected = [*shape[:-1], -(-shape[-1] // 8)]
+    layout = f"{bitmask.dtype} {list(bitmask.shape)}"
+    fits = [*bitmask.shape] == expected and bitmask.dtype == torch.uint8
+    require(fits, f"bitmask: expected uint8 {expected}, found {layout}")
+    bits = (bitmask[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    stored = bits.flatten(-2).bool()
+    require(not stored[..., shape[-1] :].any(), "bitmask: expected no bit beyond the last column")
+    stored = stored[..., : shape[-1]]
+    counts, count = stored.sum(-1), values.numel()
+    require(int(counts.sum()) == count, f"compressed: expected {int(counts.sum())}, found {count}")
+    offsets = parts.get("row_offsets")
+    follow = offsets is None or torch.equal(offsets.flatten(), counts.cumsum(0).flatten() - counts)
+    require(follow, "row_offsets: expected the counts of the bitmask, found others")
+    weight = torch.zeros(shape, dtype=values.dtype)
+    whole = BITS[values.element_size()]
+    weight.view(whole)[stored] = values.view(whole).flatten()
+    return weight
+
+
+def _modules(names: list[str]) -> tuple[dict[str, Module], list[str], list[str]]:
+    """Group tensors by module; return modules, the other tensors, and those that are not used."""
+    modules: dict[str, Module] = {}
+    others, unused = [], []
+    packed = {name.rpartition(".")[0] for name in names if name.endswith(".bitmask")}
+    for name in names:
+        prefix, _, part = name.rpartition(".")
+        owner = prefix.removesuffix(".weight") if prefix in packed else prefix
+        module = modules.setdefault(owner, Module())
+        if (part in PACKED and prefix in packed) or part == "weight":
+            module.packed[part] = name
+        elif part == "weight_scale":
+            module.scale = name
+        elif part == "weight_zero_point":
+            module.zero_point = name
+        elif part in UNUSED:
+            unused.append(name)
+        elif part in UNREADABLE:
+            raise SuiteError(f"{name}: expected values of 8 bits or more, found packed ones")
+        else:
+            others.append(name)
+    for name, module in modules.items():
+        missing = [part for part in PACKED[:3] if part not in module.packed]
+        if "bitmask" in module.packed and ("weight" in module.packed or missing):
+            expected = f"{', '.join(PACKED[:3])} and no weight"
+            raise SuiteError(f"{name}: expected {expected}, found {', '.join(module.packed)}")
+        if module.scale and not module.packed:
+            raise SuiteError(f"{name}: expected a weight for its scale, found none")
+    return {name: m for name, m in modules.items() if m.packed}, others, unused
+
+
+def _sparse_format(folder: Path, compression: Any) -> str:
+    """Return the sparse format. Raises SuiteError for anything that cannot be read."""
+    where = f"{folder / 'config.json'}: quantization_config"
+    if not isinstance(compression, dict):
+        raise SuiteError(f"{where}: expected an object, found {compression!r:.60}")
+    method = compression.get("quant_method", "compressed-tensors")
+    _require_one_of(f"{where}.quant_method", method, ("compressed-tensors",))
+    if compression.get("transform_config"):
+        raise SuiteError(f"{where}.transform_config: expected none, found one")
+    sparsity = compression.get("sparsity_config") or {}
+    groups = compression.get("config_groups") or {}
+    if not isinstance(sparsity, dict) or not isinstance(groups, dict):
+        raise SuiteError(f"{where}: expected objects in sparsity_config and config_groups")
+    formats = {"format": compression.get("format")}
+    formats |= {
+        f"config_groups.{name}.format": group.get("format")
+        for name, group in groups.items()
+        if isinstance(group, dict)
+    }
+    for key, quantized in formats.items():
+        accepted = (*SPARSE[:2], *QUANTIZED) if key == "format" else QUANTIZED
+        _require_one_of(f"{where}.{key}", quantized or "dense", accepted)
+    sparse = sparsity.get("format") or (formats["format"] if formats["format"] in SPARSE else None)
+    return _require_one_of(f"{where}.sparsity_config.format", sparse or "dense", SPARSE)
+
+
+def _require_one_of(where: str, name: object, names: tuple[str, ...]) -> str:
+    if not isinstance(name, str) or name not in names:
+        hint = did_you_mean(name, names) if isinstance(name, str) else ""
+        raise SuiteError(f"{where}: expected {' or '.join(names)}, found {name!r:.60}{hint}")
+    return name
+
+
+def _json(path: Path) -> dict[str, Any]:
+    require_regular(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SuiteError(f"{path}: expected JSON, found {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise SuiteError(f"{path}: expected an object, found {type(content).__name__}")
+    return content
+
+
+def bytes_of(checkpoint: Checkpoint) -> int:
+    """Return the size of a checkpoint's files of tensors."""
+    return sum(path.stat().st_size for path in {*checkpoint.places.values()})
+
+
+def is_two_four(weight: Tensor) -> bool:
+    """Return whether this is a matrix [n, k] with at most 2 values in every 4 of a row."""
+    if weight.dim() != 2 or weight.shape[1] % 4 or not weight.numel():
+        return False
+    stored = has_value(weight.view(BITS[weight.element_size()]))
+    return int(stored.unflatten(1, (-1, 4)).sum(-1, dtype=torch.uint8).max()) <= 2

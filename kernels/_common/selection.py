@@ -1,0 +1,343 @@
+"""Choose how to run a product: engines offer candidates, and the fastest here is kept.
+
+    pinned            the choice of an earlier process of a run, taken again
+    user's cache      what a search found on this GPU with this code, for these sizes
+    package's list    the same, from published GPUs (kernels/tuned/*.choices)
+    search            times the candidates once, on the operands of the call
+    nearest           if no search is allowed: the entry of a list nearest in size, up to twice
+    model             else the first candidate: engines order theirs by the bytes they load
+
+    $SPARSEBENCH_CHOICES, else $XDG_CACHE_HOME/sparsebench/choices
+      └─ sm90_132-NVIDIA_H200-1f2e3d4c.choices     GPU, and a digest of the code of the engines
+           {"problem": {...}, "kernel": "bsr_strips", "config": {...}}      one line a choice
+
+A process reads a file once, and appends its choices with one write each, so several processes may
+search at once; the last line of a problem counts. A line that is damaged, or names a kernel or a
+configuration that no longer exists, is skipped. A file that cannot be written costs a search in
+each process, which is said once. No choice affects a result: plans are always made for the weight
+at hand.
+
+A search is never made while a CUDA graph is captured. SPARSEBENCH_SEARCH=0 switches it off.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from importlib.metadata import version
+from importlib.resources import files
+from importlib.util import find_spec
+from itertools import chain, islice, zip_longest
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.tuned_table import REACH, file_name, source
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PLANS = 64  # that a weight keeps: the ones used last
+BUILDERS = 8  # threads that make plans, and compile
+TRIED = 16  # candidates that a search times
+PACKED = 2  # orders of a frozen weight that are kept
+SIZES = "m", "n", "k", "density"
+
+
+class Product(Protocol):
+    """A planned product: `run` returns a new tensor, on torch's current stream.
+
+    code   digest of the machine code, or None
+    pack   makes what `run` reads of the weight's values; None if it reads them as stored
+    order  identifies what `pack` makes; None without `pack`
+    """
+
+    code: str | None
+    pack: Callable[[Tensor], Tensor] | None
+    order: Hashable | None
+    run: Callable[..., Tensor]
+
+
+Timed = Callable[[Product], Callable[[], object]]
+"""Returns the call of a product that a search times, on operands of the caller."""
+
+
+class Candidate(NamedTuple):
+    """A kernel, its configuration, and a function that plans it. Raises Unsupported."""
+
+    kernel: str
+    config: "DataclassInstance"
+    plan: Callable[[], Product]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Return the kernel and the fields of the configuration, as rows have them."""
+        return {"kernel": self.kernel, **asdict(self.config)}
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A planned product, why it was chosen (`by`), and what was timed for it."""
+
+    product: Product
+    choice: Mapping[str, Any]
+    by: str
+    lines: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(eq=False)
+class Operator:
+    """Everything that is made once for a weight: plans, and copies in the order of a kernel.
+
+    engines  names of all kernels that `offer` may name; their code decides which file is read
+    offer    (call, choice or None) -> for each engine its candidates, the likeliest engines and
+             candidates first; only the one that a choice names, if any. Raises Unsupported
+    problem  (call) -> sizes and layout, as a line of the cache has them
+    device   of the weight
+    plans    by call, the one used last at the end
+    """
+
+    engines: tuple[str, ...]
+    offer: Callable[[Any, Mapping[str, Any] | None], Sequence[Iterable[Candidate]]]
+    problem: Callable[[Any], dict[str, Any]]
+    device: torch.device
+    plans: OrderedDict[Hashable, Selected] = field(default_factory=OrderedDict)
+
+    def select(
+        self, call: Hashable, timed: Timed | None = None, pinned: Mapping[str, Any] | None = None
+    ) -> Selected:
+        """Return the plan of a call, which the first call makes. Raises Unsupported, RuntimeError.
+
+        timed   what a search times; None forbids it
+        pinned  Selected.choice of an earlier process, which is taken again
+        """
+        if (selected := self.plans.get(call)) is not None:
+            return selected
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.problem(call)} is not planned: call it once before capturing a CUDA graph"
+            )
+        selected = self.plans[call] = self._choose(call, timed, pinned)
+        while len(self.plans) > PLANS:
+            self.plans.popitem(last=False)
+        return selected
+
+    def _choose(
+        self, call: Hashable, timed: Timed | None, pinned: Mapping[str, Any] | None
+    ) -> Selected:
+        if self.device.type != "cuda":
+            return _planned(self.offer(call, None), "model")
+        if pinned:
+            return _planned([self._matching(call, pinned)], str(pinned.get("by", "pinned")))
+        problem, file = self.problem(call), user_file(self.device, self.engines)
+        lists = {"cache": _read(file), "package": _package(self.device)}
+        for by, choices in lists.items():
+            if same := self._matching(call, choices.get(_key(problem))):
+                with suppress(Unsupported):
+                    return _planned([same], by)
+        if timed and may_search():
+            selected = _search(self.offer(call, None), timed, self.device)
+            _append(file, problem, selected.choice)
+            return selected
+        near = _nearest(problem, chain.from_iterable(each.items() for each in lists.values()))
+        if close := self._matching(call, near):
+            with suppress(Unsupported):
+                return _planned([close], "nearest")
+        return _planned(self.offer(call, None), "model")
+
+    def _matching(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
+        """Return the candidate that a choice names, if there still is such a configuration."""
+        if not choice or choice.get("kernel") not in self.engines:
+            return []
+        try:
+            return [*chain.from_iterable(self.offer(call, choice))]
+        except (TypeError, Unsupported):
+            return []
+
+
+def configured(kernel: Any, choice: Mapping[str, Any]) -> Any:
+    """Return the configuration of a choice, by the class Config of a kernel's module.
+
+    Raises TypeError if the class has other fields.
+    """
+    named = {name: value for name, value in choice.items() if name not in ("by", "kernel")}
+    return kernel.Config(**named)
+
+
+def may_search() -> bool:
+    """Return whether a first call may time candidates (SPARSEBENCH_SEARCH)."""
+    return os.environ.get("SPARSEBENCH_SEARCH", "1") != "0"
+
+
+def bucket(tokens: int) -> int:
+    """Return the number of tokens that a plan is made for: the least of these that holds them.
+
+    1, 8, 16, in steps of 16 to 256, and then eight numbers for each power of two. A plan for M
+    tokens multiplies fewer, so a length that is new costs nothing if its bucket is planned.
+    """
+    if tokens <= 8:
+        return 1 if tokens <= 1 else 8
+    step = 16 if tokens <= 256 else 1 << ((tokens - 1).bit_length() - 4)
+    return -(-tokens // step) * step
+
+
+# ---- making and timing candidates ----
+
+
+def _planned(engines: Iterable[Iterable[Candidate]], by: str) -> Selected:
+    """Plan the first candidate that can run. Raises Unsupported with all reasons."""
+    reasons: list[str] = []
+    for candidate in chain.from_iterable(_offers(engine, reasons) for engine in engines):
+        try:
+            return Selected(candidate.plan(), candidate.choice, by)
+        except Unsupported as error:
+            reasons.append(str(error))
+    raise Unsupported("; ".join(dict.fromkeys(reasons)) or "no kernel can run it")
+
+
+def _offers(engine: Iterable[Candidate], reasons: list[str]) -> Iterator[Candidate]:
+    """Yield what an engine offers until it raises Unsupported, and list why."""
+    try:
+        yield from engine
+    except Unsupported as error:
+        reasons.append(str(error))
+
+
+def _search(engines: Sequence[Iterable[Candidate]], timed: Timed, device: torch.device) -> Selected:
+    """Plan candidates in threads, time those that can run, and return the fastest.
+
+    They are the best of each engine, then the second best of each, and so on.
+    """
+    reasons: list[str] = []
+    ranked = chain.from_iterable(zip_longest(*[_offers(engine, reasons) for engine in engines]))
+    offered = list(islice(filter(None, ranked), TRIED))
+    start = partial(torch.cuda.synchronize, device)  # makes the device's context current
+    with ThreadPoolExecutor(BUILDERS, "", start) as pool:
+        products = list(pool.map(partial(_attempt, device=device), offered))
+    running = [(c, p) for c, p in zip(offered, products, strict=True) if p is not None]
+    if not running:
+        return _planned([offered], "search")  # raises with the reasons
+    if len(running) == 1:
+        return Selected(running[0][1], running[0][0].choice, "search")
+    with torch.no_grad():
+        result = search([timed(product) for _, product in running], device)
+    lines = result.lines([candidate.choice for candidate, _ in running], whole=True)
+    best, product = running[result.best]
+    return Selected(product, best.choice, "search", lines)
+
+
+def _attempt(candidate: Candidate, device: torch.device) -> Product | None:
+    try:
+        with torch.cuda.device(device):
+            return candidate.plan()
+    except Unsupported:
+        return None
+
+
+# ---- the lists of choices ----
+
+
+def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
+    """Return the file of this GPU and of the code of these engines."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("SPARSEBENCH_CHOICES") or Path(home) / "sparsebench" / "choices"
+    gpu = torch.cuda.get_device_properties(device)
+    kind = file_name((gpu.major, gpu.minor), gpu.multi_processor_count).removesuffix(".json")
+    name = "".join(c if c.isalnum() else "_" for c in gpu.name)
+    return Path(folder) / f"{kind}-{name}-{_code_of(engines)}.choices"
+
+
+@cache
+def _code_of(engines: tuple[str, ...]) -> str:
+    """Return a digest of the code of kernels and of the compilers' versions."""
+    versions = [version(name) for name in ("torch", "triton") if find_spec(name)]
+    parts = [source(name) for name in engines] + versions
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def _package(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return the package's choices for this kind of GPU, made with any code of the kernels."""
+    gpu = torch.cuda.get_device_properties(device)
+    kind = file_name((gpu.major, gpu.minor), gpu.multi_processor_count).removesuffix(".json")
+    return _read(Path(str(files("sparsebench.kernels"))) / "tuned" / f"{kind}.choices")
+
+
+_FILES: dict[Path, dict[str, dict[str, Any]]] = {}
+"""The choices of each file by problem, read once."""
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the choices of a file by problem; none if it cannot be read."""
+    if file in _FILES:
+        return _FILES[file]
+    choices: dict[str, dict[str, Any]] = {}
+    try:
+        text = file.read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        text = ""
+    except OSError as error:
+        _warn(f"{file}: choices are not read: {error}")
+        text = ""
+    for line in text.splitlines():
+        try:
+            written = json.loads(line)
+            choices[_key(written["problem"])] = {"kernel": written["kernel"], **written["config"]}
+        except (ValueError, KeyError, TypeError):
+            _warn(f"{file}: a line that is no choice is skipped: {line[:60]!r}")
+    _FILES[file] = choices
+    return choices
+
+
+def _append(file: Path, problem: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
+    """Keep a choice in this process, and in the file if it can be written."""
+    _read(file)[_key(problem)] = dict(choice)
+    config = {name: value for name, value in choice.items() if name != "kernel"}
+    line = {"problem": dict(problem), "kernel": choice["kernel"], "config": config}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as end:
+            end.write(json.dumps(line) + "\n")
+    except OSError as error:
+        _warn(f"{file}: choices are not kept, so every process searches: {error}")
+
+
+def _key(problem: Mapping[str, Any]) -> str:
+    return json.dumps(dict(problem), sort_keys=True)
+
+
+def _nearest(
+    problem: Mapping[str, Any], choices: Iterable[tuple[str, dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return the choice of the problem nearest in size, each within a factor of two, or None."""
+    best, least = None, float("inf")
+    rest = {name: value for name, value in problem.items() if name not in SIZES}
+    for key, choice in choices:
+        other = json.loads(key)
+        if {name: value for name, value in other.items() if name not in SIZES} != rest:
+            continue
+        apart = [abs(log2(max(other[s], 1e-6) / max(problem[s], 1e-6))) for s in SIZES]
+        if max(apart) <= REACH and sum(apart) < least:
+            best, least = choice, sum(apart)
+    return best
+
+
+_SAID: set[str] = set()
+
+
+def _warn(message: str) -> None:
+    """Warn once per message."""
+    if message not in _SAID:
+        _SAID.add(message)
+        warnings.warn(message, stacklevel=3)

@@ -1,0 +1,176 @@
+"""The plans of weights that layers and `matmul` never train: bitmap and CSR.
+
+    bitmap   bitmap_mma, or torch's own product with a dense copy of W. The copy is made when it is
+             first chosen, and stays: with it W takes three times the memory or more
+    csr      csr_cuda
+
+A weight's Operator is an attribute of the weight, and is made again if torch counts a write to it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.selection import Candidate, Operator, bucket, configured
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.bitmap import bitmap_mma
+from sparsebench.kernels.csr import csr_cuda
+from sparsebench.results.record import Problem
+
+Weight = Bitmap | Csr
+NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+ATTRIBUTE = "_sparsebench_operator"
+# On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
+# 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
+FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
+
+
+@dataclass
+class Plans:
+    """An Operator, torch's counts of the writes to its weight, and the dense copy of a bitmap."""
+
+    operator: Operator
+    versions: tuple[int, ...]
+    dense: Tensor | None = None
+
+
+def multiply(x: Tensor, w: Weight) -> Tensor:
+    """Return X @ W.T [m, n] by the planned kernel. Raises Unsupported."""
+    if not x.shape[0]:
+        return x.new_zeros(0, w.shape[0])
+    operator, m = plans_of(w).operator, bucket(x.shape[0])
+    selected = operator.plans.get(m)
+    if selected is None:
+        selected = operator.select(m, lambda product: partial(product.run, x))
+    return selected.product.run(x)
+
+
+def is_planned(m: int, w: Weight) -> bool:
+    """Return whether `multiply` has a plan for m tokens."""
+    return m > 0 and bucket(m) in plans_of(w).operator.plans
+
+
+def plans_of(w: Weight) -> Plans:
+    """Return the plans of a weight as it is now. Raises Unsupported for an inference tensor."""
+    arrays = w.arrays().values()
+    if any(array.is_inference() for array in arrays):
+        expected = "expected a weight made outside of torch.inference_mode"
+        raise Unsupported(f"matmul: {expected}, because torch does not count writes to this one")
+    versions = tuple(array._version for array in arrays)
+    made: Plans | None = w.__dict__.get(ATTRIBUTE)
+    if made is None or made.versions != versions:
+        operator = _bitmap(w) if isinstance(w, Bitmap) else _csr(w)
+        made = Plans(operator, versions)
+        object.__setattr__(w, ATTRIBUTE, made)
+    return made
+
+
+def dense_copy(w: Bitmap) -> Tensor:
+    """Return the dense copy of a bitmap, which the first call makes."""
+    plans = plans_of(w)
+    if plans.dense is None:
+        plans.dense = w.to_dense()
+    if is_capturing(plans.dense):
+        keep(plans.dense)
+    return plans.dense
+
+
+def bits_are_faster(m: int, w: Bitmap) -> bool:
+    """Return whether bitmap_mma was faster than cuBLAS for a layer this large, on an H200."""
+    (n, k), size = w.shape, w.dtype.itemsize
+    large = n * k >= (MORE_ELEMENTS if m > 1 else ELEMENTS) and n >= ROWS
+    return size == 2 and m <= FEW and large and w.stored_bytes <= BYTES * n * k * size
+
+
+# ---- what each format offers ----
+
+
+@dataclass(frozen=True)
+class Config:
+    """The configuration of the dense copy: none."""
+
+
+class Dense:
+    """torch's own product with the dense copy."""
+
+    code = pack = order = None
+
+    def __init__(self, w: Bitmap) -> None:
+        """Make the copy, unless there is one."""
+        self.dense = dense_copy(w)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        on_tape(complete=False)
+        return linear(x, self.dense)
+
+
+def _bitmap(w: Bitmap) -> Operator:
+    (n, k), device = w.shape, w.records.device
+    bytes_of_dense = n * k * w.dtype.itemsize
+
+    def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
+        dense = [Candidate("dense", Config(), lambda: Dense(w))]
+        if device.type != "cuda" or choice == {"kernel": "dense"}:
+            return [dense]
+        bits = _bits(m, choice)
+        if choice:
+            return [bits]
+        return [bits, dense] if bits_are_faster(m, w) else [dense, bits]
+
+    def _bits(m: int, choice: Mapping[str, Any] | None) -> Iterable[Candidate]:
+        x = torch.empty(m, k, dtype=w.dtype, device="meta")
+        sizes = Problem("linear", {"m": m, "dtype": NAMES[w.dtype]})
+        reason = bitmap_mma.unsupported(sizes, device)
+        if reason := reason or bitmap_mma.unsupported_operands(x, w):
+            raise Unsupported(reason)
+        if choice:
+            configs = [configured(bitmap_mma, choice)]
+        else:
+            workers = {split: bitmap_mma.at_once(split, device) for split in bitmap_mma.SPLITS}
+            configs = bitmap_mma.configurations(n, k, m, w.room, w.dtype.itemsize, workers)
+        for config in configs[: bitmap_mma.TRIED]:
+            yield Candidate("bitmap_mma", config, partial(_bits_product, w, m, config))
+
+    def problem(m: int) -> dict[str, Any]:
+        density = float(f"{w.stored_bytes / bytes_of_dense:.2g}")
+        fields = {"op": "bitmap.linear", "dtype": NAMES[w.dtype]}
+        return {**fields, "m": m, "n": n, "k": k, "density": density}
+
+    return Operator(("bitmap_mma", "dense"), offer, problem, device)
+
+
+def _bits_product(w: Bitmap, m: int, config: bitmap_mma.Config) -> bitmap_mma.Product:
+    product = bitmap_mma.Product(w, config, w.records.device)
+    product.require(m)
+    return product
+
+
+def _csr(w: Csr) -> Operator:
+    (n, k), device, stored = w.shape, w.values.device, max(len(w.values), 1)
+    name = NAMES[w.values.dtype]
+
+    def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
+        x = torch.empty(m, k, dtype=w.values.dtype, device="meta")
+        reason = csr_cuda.unsupported(Problem("linear", {"dtype": name}), device)
+        if reason := reason or csr_cuda.unsupported_operands(x, w):
+            raise Unsupported(reason)
+        configs = [configured(csr_cuda, choice)] if choice else csr_cuda.space(w.values.dtype)
+        plan = partial(csr_cuda.Product, w, m, aligned=csr_cuda.is_aligned(x))
+        return [[Candidate("csr_cuda", c, partial(plan, c)) for c in configs]]
+
+    def problem(m: int) -> dict[str, Any]:
+        density = float(f"{stored / (n * k):.2g}")
+        return {"op": "csr.linear", "dtype": name, "m": m, "n": n, "k": k, "density": density}
+
+    return Operator(("csr_cuda",), offer, problem, device)

@@ -1,0 +1,92 @@
+"""What users get: the kernel that `sparsebench.matmul` and the layers choose for a format.
+
+A suite gets it by a contender without a kernel: `{format: bsr, params: {block: $block}}`. `prepare`
+plans the product as the first call of a layer does, with a search, and every timed call is a call
+as users make it. `Launch.choice` names the kernel and the configuration that ran.
+
+    linear         a frozen weight (BlockSparseLinear.freeze): packed once
+    linear_dgrad   a weight in training: packed at every call
+    linear_wgrad   blocks of the gradient
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.selection import Product, Selected, bucket
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
+from sparsebench.kernels.nn import _frozen_op, _spense_op
+from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._bsr_plans import Call
+from sparsebench.kernels.nn.matmul import matmul
+from sparsebench.results.record import Problem
+
+OPS = "linear", "linear_dgrad", "linear_wgrad"
+
+
+def prepare(operands: Operands) -> Launch:
+    """Plan the product of the format's weight. Raises Unsupported."""
+    op = operands.problem.op
+    weight = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
+    if isinstance(weight, Bsr):
+        selected, run = _bsr(operands, weight)
+    elif op != "linear":
+        raise Unsupported(f"expected op linear for {type(weight).__name__}, found {op}")
+    else:
+        x = operands.activations["x"]
+        selected, run = _selected(operands, weight, x), partial(matmul, x, weight)
+    if selected is None:
+        return Launch(run, {"kernel": "torch"})
+    choice = {**selected.choice, "by": selected.by}
+    return Launch(run, choice, selected.product.code, selected.lines)
+
+
+def _bsr(operands: Operands, w: Bsr) -> tuple[Selected, Callable[[], Output]]:
+    """Return the plan of a block-sparse product, and the call that a layer makes."""
+    op, activations, pinned = operands.problem.op, operands.activations, operands.pinned
+    pattern, sizes = pattern_of(w.offsets, w.columns), (w.shape, w.block, w.values.dtype)
+    if op == "linear":
+        x = activations["x"]
+        pattern.frozen = True
+        call = Call("linear", bucket(len(x)), *sizes, live=False)
+        return pattern.select(call, x, w.values, pinned), partial(matmul, x, w)
+    dy = activations["dy"]
+    if op == "linear_dgrad":
+        call = Call("dgrad", len(dy), *sizes)
+        selected = pattern.select(call._replace(m=bucket(len(dy))), dy, w.values, pinned)
+        return selected, partial(pattern.run, call, dy, w.values)
+    x = activations["x"]
+    call = Call("wgrad", len(dy), *sizes)
+    selected = pattern.select(call._replace(m=bucket(len(dy))), dy, x, pinned)
+    return selected, lambda: replace(w, values=pattern.run(call, dy, x))
+
+
+def _selected(operands: Operands, w: Any, x: Tensor) -> Selected | None:
+    """Return the plan of a frozen weight; None if torch multiplies it."""
+    m = bucket(len(x))
+    if isinstance(w, Spense) and x.is_cuda:
+        tiles = w.sparse.shape, w.dense.shape
+        operator = _spense_op.operator_of(w.shape, w.sparse_shape, tiles, w.dtype, None, x.device)
+        run: Callable[[Product], Any] = lambda p: partial(p.run, x, w.sparse, w.dense)  # noqa: E731
+        return operator.select(m, run, operands.pinned)
+    if isinstance(w, Bitmap | Csr) and x.is_cuda:
+        operator = _frozen_op.plans_of(w).operator
+        return operator.select(m, lambda p: partial(p.run, x), operands.pinned)
+    return None
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why no layer computes the op, or None; `prepare` asks the format's kernels."""
+    return None if problem.op in OPS else f"expected one of {', '.join(OPS)}, found {problem.op}"
+
+
+KERNEL = Kernel("any", "any", "any", prepare, unsupported)

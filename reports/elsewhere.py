@@ -1,0 +1,72 @@
+"""What a published GPU says about the problems of a run, for a machine without a GPU.
+
+    run on a CPU ─> its suite and problems ─> the published run of that suite on a GPU ─> its answer
+
+Nothing of it was measured here, and its first line says so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from sparsebench.reports.terminal import by_size, findings, results
+from sparsebench.results import files, store
+from sparsebench.results.analysis import analyse
+from sparsebench.results.formatting import amount
+from sparsebench.results.provenance import device_name
+from sparsebench.results.record import Status
+from sparsebench.results.store import Run
+
+PUBLISHED = Path("results/published")
+HOW = "To measure a GPU, run the same command on a machine with an NVIDIA GPU."
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The answer of a published GPU to the problems of a run, for a rich console."""
+
+    run: Run
+    published: Path = PUBLISHED
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the published answer, if there is one, and how to measure a GPU."""
+        yield Text()
+        if there := published_run(self.run, self.published):
+            processes = amount(int(there.state["flags"]["replicates"]), "process")
+            device, where = device_name(there.environment), f"{there.path}, {processes}"
+            heading = f"NOT MEASURED HERE: the same suite on one {device} ({where})"
+            yield Text(heading, style="bold yellow")
+            cases = by_size(analyse(there).cases)
+            cases = cases[cases.status == Status.OK]
+            for line in findings(cases):
+                yield Text(line)
+            yield Text()
+            yield results(cases)
+            yield Text()
+        yield Text(HOW)
+
+
+def published_run(run: Run, published: Path) -> Run | None:
+    """Return the published run on a GPU of most processes that shares problems, with these alone.
+
+    A run that is named after the suite comes before others.
+    """
+    ids = {row.case.problem.id for row in run.rows}
+    ranked: list[tuple[bool, int, Path]] = []
+    for file in sorted(published.glob("*/*/run.json")):
+        state = files.from_json(file)
+        gpu = files.from_json(file.with_name("environment.json"))
+        if state.get("suite") == run.state.get("suite") and gpu.get("gpu") and "sim" not in gpu:
+            named = file.parent.name == state["suite"]
+            ranked.append((named, int(state["flags"]["replicates"]), file.parent))
+    for _, _, path in sorted(ranked, reverse=True):
+        there = store.read(path)
+        rows = [row for row in there.rows if row.case.problem.id in ids]
+        if rows:
+            return replace(there, rows=rows)
+    return None

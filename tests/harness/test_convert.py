@@ -1,0 +1,433 @@
+"""`sparsebench convert`: checkpoints written from the description with numpy.packbits."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sparsebench import matmul
+from sparsebench.errors import FormatError, SparsebenchError, SuiteError
+from sparsebench.formats.bsr import Bsr
+from sparsebench.harness.models.pruning import convert as conversion
+from sparsebench.harness.models.pruning import model as models
+from sparsebench.harness.models.pruning.convert import convert
+from sparsebench.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
+from tests.harness.tiny_models import generated, tiny, tokenizer, transformers
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import ROOT
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
+IDS = torch.arange(3, 35).view(2, 16)
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(autouse=True)
+def _without_bars():
+    with models.quiet(transformers):
+        yield
+
+
+def bits_of(weight: Tensor) -> Tensor:
+    """Return the bits of a weight as integers, on which torch computes for every dtype."""
+    return weight.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.itemsize])
+
+
+def two_four(weight: Tensor) -> Tensor:
+    """Keep the 2 largest of 4, and in some groups fewer; write some zeros as -0.0."""
+    groups = weight.unflatten(1, (-1, 4))
+    rank = groups.abs().argsort(-1, descending=True).argsort(-1)
+    kept = groups.where(rank < 2, 0.0)
+    kept[::3, ::5] = 0
+    kept[1::3, ::5, 1:] = 0
+    kept[::2] = kept[::2].where(kept[::2] != 0, -0.0)
+    return kept.flatten(1)
+
+
+def half(weight: Tensor) -> Tensor:
+    return weight.where(torch.rand(weight.shape) < 0.5, 0.0)
+
+
+def packed(name: str, weight: Tensor, form: str, old: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a compressed weight."""
+    bits = bits_of(weight)
+    if form == TWO_FOUR:  # the two of largest absolute value, as torch ranks them
+        order = (bits if weight.itemsize == 1 else weight).view(-1, 4).abs().topk(2, 1).indices
+        stored = torch.zeros(order.shape[0], 4, dtype=torch.bool).scatter_(1, order, True)
+        stored = stored.view(weight.shape)
+        values, shape = bits[stored].view(len(weight), -1), torch.tensor(weight.shape).view(2, 1)
+    else:
+        stored = (weight.float() if weight.itemsize == 1 else weight) != 0
+        values, shape = bits[stored], torch.tensor(weight.shape)
+    mask = torch.from_numpy(np.packbits(stored.numpy(), axis=-1, bitorder="little"))
+    prefix = f"{name}.weight." if old else f"{name}."
+    tensors = {f"{prefix}shape": shape, f"{prefix}bitmask": mask}
+    tensors[f"{prefix}compressed"] = values.view(weight.dtype)
+    if form == BITMASK:
+        counts = stored.sum(-1)
+        tensors[f"{prefix}row_offsets"] = counts.cumsum(0) - counts
+    return tensors
+
+
+def write(
+    path: Path,
+    form: str,
+    *,
+    scales: str = "",
+    old: bool = False,
+    config: dict[str, Any] | None = None,
+    change: Callable[[dict[str, Tensor]], Any] = lambda _: None,
+    **fields: Any,
+) -> Any:
+    """Write a checkpoint whose linear layers are sparse; return the dense model of its weights.
+
+    form    sparse-24-bitmask, sparse-bitmask, or dense 2:4
+    scales  channel or tensor: the values are fp8
+    old     the names before compressed-tensors 0.9
+    """
+    torch.manual_seed(1)
+    model = tiny(**{"dtype": BF16, **fields})
+    tensors: dict[str, Tensor] = {}
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers" in n}
+    with torch.no_grad():
+        for name, layer in linear.items():
+            weight = (half if form == BITMASK else two_four)(layer.weight)
+            layer.weight.copy_(weight)
+            if scales:
+                scale = weight.float().abs().amax(1, keepdim=True) / 448
+                scale = scale if scales == "channel" else scale.max().view(1)
+                weight = (weight.float() / scale).to(E4M3)
+                layer.weight.copy_(weight.float() * scale)
+                tensors[f"{name}.weight_scale"] = scale
+                tensors[f"{name}.input_scale"] = torch.ones(1)
+            tensors |= (
+                {f"{name}.weight": weight} if form == "dense" else packed(name, weight, form, old)
+            )
+    model.save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    state = load_file(path / "model.safetensors")
+    tensors |= {k: t for k, t in state.items() if k.removesuffix(".weight") not in linear}
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    group = {"weights": {"num_bits": 8, "type": "float", "strategy": scales, "symmetric": True}}
+    compression = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if scales else "dense",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group} if scales else {},
+        "sparsity_config": {"format": form, "sparsity_structure": "2:4", "targets": ["Linear"]},
+    }
+    content = json.loads((path / "config.json").read_text())
+    content["compression_config" if old else "quantization_config"] = config or compression
+    (path / "config.json").write_text(json.dumps(content))
+    return model
+
+
+def loaded(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path)
+
+
+CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
+    ({"form": TWO_FOUR}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
+    ({"form": TWO_FOUR, "old": True}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
+    ({"form": TWO_FOUR, "dtype": torch.float16}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
+    (
+        {"form": TWO_FOUR, "attention_bias": True, "mlp_bias": True},
+        {"SpenseLinear": 14},
+    ),
+    ({"form": TWO_FOUR, "hidden_act": "gelu"}, {"SpenseLinear": 14}),
+    ({"form": TWO_FOUR, "kind": "gemma3"}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
+    ({"form": "dense"}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
+    ({"form": BITMASK}, {"BitmapLinear": 14}),
+    ({"form": BITMASK, "old": True, "attention_bias": True}, {"BitmapLinear": 14}),
+    ({"form": BITMASK, "dtype": torch.float32}, {"BitmapLinear": 14}),
+]
+
+
+@pytest.mark.parametrize(("options", "layers"), CASES, ids=lambda value: str(value))
+def test_a_converted_model_computes_what_its_dense_weights_do(options, layers, tmp_path):
+    model = write(tmp_path / "old", **options)
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == layers
+    assert written.dense == {}
+    restored = loaded(tmp_path / "new")
+    counts = [type(m).__name__ for _, m in restored.named_modules() if type(m).__name__ in layers]
+    within = counts.count("SpenseGatedMLP") * 2  # gate_up and down
+    assert len(counts) == sum(layers.values()) + within
+    assert torch.equal(restored(IDS).logits, model(IDS).logits)
+    assert torch.equal(generated(restored), generated(model))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "new")("so")["input_ids"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+    restored.save_pretrained(tmp_path / "again")
+    assert torch.equal(loaded(tmp_path / "again")(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("form", [TWO_FOUR, "dense"])
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_fp8_weights_keep_their_values_and_scales(form, scales, tmp_path):
+    model = write(tmp_path / "old", form, scales=scales)
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == {"SpenseLinear": 14}
+    assert written.unused == {"input_scale": 14}
+    restored = loaded(tmp_path / "new")
+    for name, layer in restored.named_modules():
+        if isinstance(layer, SpenseLinear):
+            assert layer.dtype == E4M3
+            assert torch.equal(layer.to_dense().weight, model.get_submodule(name).weight)
+    with torch.no_grad():
+        expected, logits = model(IDS).logits, restored(IDS).logits
+    error = (logits - expected).norm() / expected.norm()
+    assert error < 0.05  # activations are rounded to e4m3
+    convert(tmp_path / "old", tmp_path / "16", BF16)
+    assert torch.equal(loaded(tmp_path / "16")(IDS).logits, expected)
+
+
+def test_integers_and_32_bits_are_converted_with_a_dtype(tmp_path):
+    def as_integers(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("compressed")]:
+            tensors[name] = tensors[name].float().mul(100).round().to(torch.int8)
+
+    write(tmp_path / "int8", TWO_FOUR, scales="channel", change=as_integers)
+    write(tmp_path / "fp32", TWO_FOUR, dtype=torch.float32)
+    write(tmp_path / "fp8", BITMASK, scales="channel")
+    for name in ("int8", "fp32", "fp8"):
+        with pytest.raises(FormatError, match="--dtype bfloat16"):
+            convert(tmp_path / name, tmp_path / "new")
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith("new")]
+        written = convert(tmp_path / name, tmp_path / f"{name}-16", BF16)
+        assert sum(written.layers.values()) in (10, 14)
+        assert loaded(tmp_path / f"{name}-16").dtype == BF16
+
+
+def test_sizes_that_no_kernel_has_stay_dense_and_are_counted(tmp_path):
+    model = write(tmp_path / "old", TWO_FOUR, intermediate_size=132)
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == {"SpenseLinear": 8}
+    assert sum(written.dense.values()) == 6
+    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
+
+
+def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
+    def change(tensors: dict[str, Tensor]) -> None:
+        torch.manual_seed(0)
+        for part in ("shape", "bitmask", "compressed"):
+            del tensors[f"{UP}.{part}"]
+        tensors[f"{UP}.weight"] = torch.randn(256, 64, dtype=BF16)
+        table = two_four(tensors.pop("model.embed_tokens.weight"))
+        tensors.update(packed("model.embed_tokens", table, TWO_FOUR))
+
+    write(tmp_path / "old", TWO_FOUR, change=change)
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == {"SpenseLinear": 10, "SpenseGatedMLP": 1}
+    assert sum(written.dense.values()) == 2
+    restored = loaded(tmp_path / "new")
+    assert type(restored.get_submodule(UP)) is nn.Linear
+    assert restored(IDS).logits.isfinite().all()
+
+
+def test_experts_and_layers_whose_weight_is_read_stay_dense_and_are_counted(tmp_path):
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1}
+    mamba = transformers.MambaConfig(**sizes, state_size=8)
+    moe = transformers.MixtralConfig(
+        **sizes, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
+    )
+    for config, sparse, dense in ((mamba, 1, 3), (moe, 4, 25)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+        folder = tmp_path / config.model_type
+        model.save_pretrained(folder)
+        state = load_file(folder / "model.safetensors")
+        for name, weight in state.items():
+            if "layers" in name and weight.dim() == 2 and name.endswith("weight"):
+                state[name] = two_four(weight)
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        expected = loaded(folder)(IDS).logits
+        written = convert(folder, tmp_path / f"{config.model_type}-new")
+        assert written.layers == {"SpenseLinear": sparse}
+        assert sum(written.dense.values()) == dense
+        logits = loaded(tmp_path / f"{config.model_type}-new")(IDS).logits
+        assert torch.equal(logits, expected)
+
+
+def test_shards_are_read_and_written(tmp_path, monkeypatch):
+    model = write(tmp_path / "old", TWO_FOUR)
+    state = load_file(tmp_path / "old/model.safetensors")
+    (tmp_path / "old/model.safetensors").unlink()
+    places = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(state)}
+    for file in {*places.values()}:
+        save_file(
+            {n: state[n] for n, place in places.items() if place == file}, tmp_path / "old" / file
+        )
+    index = tmp_path / "old/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 60_000)
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert len([*(tmp_path / "new").glob("model-0*-of-0*.safetensors")]) > 2
+    assert (written.before, written.after) > (0, 0)
+    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
+    places["x"] = "../../secret.safetensors"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(SuiteError, match="beside it"):
+        convert(tmp_path / "old", tmp_path / "again")
+
+
+def test_the_command_says_what_it_wrote(tmp_path):
+    write(tmp_path / "old", TWO_FOUR, scales="channel")
+    done = sparsebench("convert", tmp_path / "old", "--out", tmp_path / "new", "--device", "cpu")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "14 SpenseLinear" in done.stdout
+    assert "14 input_scale" in done.stdout
+    done = sparsebench("convert", tmp_path / "old", "--out", tmp_path / "new", "--device", "cpu")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    options = "--dtype", "bfloat16", "--json", "--device", "cpu"
+    done = sparsebench("convert", tmp_path / "old", "--out", tmp_path / "16", *options)
+    assert json.loads(done.stdout)["layers"] == {"SpenseGatedMLP": 2, "SpenseLinear": 8}
+
+
+def _config(**fields: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "sparsity_config": {"format": TWO_FOUR}, **fields}
+
+
+def _zero_point(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{UP}.weight_scale"] = torch.ones(1)
+    tensors[f"{UP}.weight_zero_point"] = torch.ones(1)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("method", {"config": {"quant_method": "gptq"}}, "quant_method.*'gptq'"),
+    (
+        "hostile",
+        {"config": _config(sparsity_config={"format": "os.system:echo"})},
+        "sparsity_config.format: expected sparse-24-bitmask.*os.system",
+    ),
+    (
+        "close",
+        {"config": _config(sparsity_config={"format": "sparse-24-bitmsk"})},
+        "did you mean sparse-24-bitmask",
+    ),
+    ("list", {"config": _config(sparsity_config={"format": [TWO_FOUR]})}, "sparsity_config.format"),
+    ("packed", {"config": _config(format="pack-quantized")}, "format: .*pack-quantized"),
+    ("transform", {"config": _config(transform_config={"x": 1})}, "transform_config"),
+    ("dense", {"config": _config(sparsity_config={"format": "dense"})}, "for the bitmask of"),
+    (
+        "group",
+        {"config": _config(config_groups={"g": {"format": "nvfp4-pack-quantized"}})},
+        "nvfp4",
+    ),
+    ("missing", {"change": lambda t: t.pop(f"{UP}.shape")}, f"{UP}: expected shape"),
+    ("shape", {"change": lambda t: t[f"{UP}.shape"].mul_(2)}, f"{UP}: bitmask: expected"),
+    ("negative", {"change": lambda t: t[f"{UP}.shape"].neg_()}, f"{UP}: shape"),
+    ("bits", {"change": lambda t: t[f"{UP}.bitmask"].fill_(255)}, f"{UP}: compressed: expected"),
+    (
+        "scale",
+        {"change": lambda t: t.update({f"{UP}.weight_scale": torch.ones(2, 2)})},
+        f"{UP}: weight_scale",
+    ),
+    ("zero", {"change": _zero_point}, f"{UP}.weight_zero_point"),
+    (
+        "int4",
+        {"change": lambda t: t.update({f"{UP}.weight_packed": torch.ones(2)})},
+        "weight_packed",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
+)
+def test_what_cannot_be_read_is_one_line_and_writes_nothing(options, message, tmp_path):
+    write(tmp_path / "old", TWO_FOUR, **options)
+    with pytest.raises(SparsebenchError, match=message) as error:
+        convert(tmp_path / "old", tmp_path / "new")
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_model_without_sparse_weights_is_refused(tmp_path):
+    tiny(dtype=BF16).save_pretrained(tmp_path / "old")
+    with pytest.raises(SuiteError, match="14 linear layers without 2:4"):
+        convert(tmp_path / "old", tmp_path / "new")
+    with pytest.raises(SuiteError, match="expected the directory"):
+        convert(tmp_path / "none", tmp_path / "new")
+    content = json.loads((tmp_path / "old/config.json").read_text()) | {"architectures": ["os"]}
+    (tmp_path / "old/config.json").write_text(json.dumps(content))
+    with pytest.raises(SuiteError, match="architectures"):
+        convert(tmp_path / "old", tmp_path / "new")
+
+
+def test_layers_are_those_of_the_package() -> None:
+    assert {SpenseGatedMLP, SpenseLinear, BitmapLinear} <= {*conversion.checkpoint.KINDS.values()}
+
+
+# ---- by compressed-tensors itself ----
+
+
+@pytest.fixture(scope="module")
+def written_by_compressed_tensors(tmp_path_factory) -> Path:
+    """Return a folder that compressed-tensors wrote: COMPRESSED_TENSORS_PYTHON runs the writer."""
+    python = os.environ.get("COMPRESSED_TENSORS_PYTHON", sys.executable)
+    found = subprocess.run(
+        [python, "-c", "import compressed_tensors.compressors"], check=False, capture_output=True
+    )
+    if found.returncode:
+        pytest.skip(f"needs compressed-tensors 0.14.0.1 in COMPRESSED_TENSORS_PYTHON or {python}")
+    path = tmp_path_factory.mktemp("compressed_tensors")
+    script = Path(__file__).with_name("compressed_tensors_writer.py")
+    done = subprocess.run([python, script, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("sparse-24-bitmask", "SpenseGatedMLP", 2),
+        ("sparse-24-bitmask-fp8", "SpenseLinear", 14),
+        ("sparse-bitmask", "BitmapLinear", 14),
+    ],
+)
+def test_what_compressed_tensors_wrote_is_read(
+    name, kind, count, written_by_compressed_tensors, tmp_path
+):
+    written = convert(written_by_compressed_tensors / name, tmp_path / "new")
+    assert written.layers[kind] == count
+    assert written.dense == {}
+    model = loaded(tmp_path / "new").dequantize()
+    weights = load_file(written_by_compressed_tensors / f"{name}.safetensors")
+    assert len(weights) == 14
+    for layer, weight in weights.items():
+        assert torch.equal(model.get_submodule(layer).weight, weight), layer
+
+
+def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("llama-2of4"), TWO_FOUR)
+    tiny(dtype=BF16).save_pretrained("llama")
+    tokenizer().save_pretrained("llama")
+    Path("text.txt").write_text(models.python_reference()[:4000], encoding="utf-8")
+    page = (ROOT / "kernels/nn/MIGRATION.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        if language == "python":
+            exec(block, names)
+        else:
+            for command in block.splitlines():
+                done = sparsebench(*command.split()[1:], "--device", "cpu")
+                assert done.returncode == 0, done.stderr
+    for folder in ("llama-spense", "llama-two-four", "llama-pruned"):
+        kinds = {type(module) for module in loaded(Path(folder)).modules()}
+        assert SpenseGatedMLP in kinds
+    weight = torch.randn(64, 64, dtype=BF16) * torch.tensor([1, 0, 0, 1]).repeat(16)
+    assert SpenseLinear.from_dense(weight, dtype=E4M3)(weight).dtype == BF16
+    assert matmul(weight, Bsr.from_dense(weight, block=64)).shape == (64, 64)
