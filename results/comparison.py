@@ -153,7 +153,7 @@ class Agreement:
         lines.append(f"Speedups {within}: {self.close} of {self.cells}.")
         if self.reversed:
             changed = f"{amount(self.reversed, 'cell')} changed from faster to slower or back"
-            lines.append(f"{changed}, which no run may that reproduces another.")
+            lines.append(f"{changed}; a run in which any cell does is not a reproduction.")
         lines.append(self.choices.sentence)
         if self.looks:
             few = f"Fewer than {FEWEST} processes give a look, not a verdict"

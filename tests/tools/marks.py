@@ -1,10 +1,15 @@
-"""Marks by which `make test` runs a sample of what `make test-all` runs whole."""
+"""Marks: what a test needs, and what `make test` leaves to `make test-all`."""
 
+import shutil
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
 import pytest
+
+needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+needs_gxx = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
 
 def sampled(cases: Iterable[Any], *kept: int) -> list[Any]:
