@@ -313,7 +313,7 @@ def test_a_run_is_never_written_over(run: Path) -> None:
 def test_a_wrong_case_exits_with_3_and_is_in_the_report(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("failures")])
+    monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("untimed")])
     suite = tmp_path / "wrong.yaml"
     suite.write_text(
         SUITE.replace(
