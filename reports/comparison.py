@@ -30,7 +30,7 @@ from sparsebench.results.formatting import (
     listed,
     significant,
 )
-from sparsebench.results.outcome import DIFFERENT
+from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
@@ -209,6 +209,12 @@ def _notes(result: Compared) -> list[str]:
         notes.append(
             f"{listed(blind)} recorded no clocks or power, so a power limit would not show."
         )
+    schemas = {run.schema for side in result.sides for run in side.runs}
+    if len(schemas) > 1:
+        notes.append(
+            f"The rows have different schemas, {listed(sorted(schemas))}: fields that an older one "
+            "lacks are not compared."
+        )
     for other in result.others:
         for side, only in ((other.a, other.comparison.only_a), (other.b, other.comparison.only_b)):
             if len(only):
@@ -223,7 +229,7 @@ def _notes(result: Compared) -> list[str]:
             more = len(other.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
             notes.append(f"{other.a.name} and {other.b.name} differ in {facts}{rest}.")
-    return notes
+    return [*notes, f"results/outcome.py defines {listed([*Outcome])}."]
 
 
 def _runs(result: Compared) -> list[str]:
@@ -247,7 +253,7 @@ def _about(run: Run, analysis: Any) -> str:
 
 
 def _on_gpu(side: Side) -> bool:
-    return not side.simulated and any("gpu" in run.environment for run in side.runs)
+    return not side.simulated and any(run.environment.get("gpu") for run in side.runs)
 
 
 def _telemetry(side: Side) -> bool:

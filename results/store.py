@@ -124,6 +124,7 @@ class Run:
     state: dict[str, Any]
     rows: list[Row]
     reference: list[Row] = field(default_factory=list)
+    schema: str = ROWS_SCHEMA
 
 
 def create(
@@ -244,7 +245,7 @@ def read(path: Path | str) -> Run:
         raise ResultError(f"{path}: expected the directory of a run, found none")
     suite_text = files.text(path / "suite.yaml", files.YAML_BYTES)
     suite = files.from_yaml(str(path / "suite.yaml"), suite_text)
-    found = rows(path)
+    schema, found = _rows(path)
     return Run(
         path=path,
         suite=_typed(path / "suite.yaml", suite, _Suite),
@@ -253,11 +254,17 @@ def read(path: Path | str) -> Run:
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
         rows=[row for row in found if not row.reference],
         reference=[row for row in found if row.reference],
+        schema=schema,
     )
 
 
 def rows(path: Path) -> list[Row]:
     """Return all rows on disk, reference rows included, without a torn last line."""
+    return _rows(path)[1]
+
+
+def _rows(path: Path) -> tuple[str, list[Row]]:
+    """Return the schema of the rows and the rows."""
     plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
     if zipped.exists() and not plain.exists():
         plain = zipped
@@ -272,7 +279,7 @@ def rows(path: Path) -> list[Row]:
     whole = first == current
     read = [_row(plain, number, line, whole) for number, line in enumerate(lines, start=2)]
     _each_once(plain, read)
-    return read
+    return str(json.loads(first)["schema"]), read
 
 
 def _each_once(file: Path, rows: Iterable[Row]) -> None:

@@ -287,7 +287,7 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], messa
         (["run", "quick", "--timeout", "soon"], "--timeout"),
         (["run", "dlmc"], "expected --data DIR"),
         (["report", "nowhere"], "nowhere: expected the directory of a run"),
-        (["compare", "nowhere", "nowhere"], "nowhere: expected the directory of a run"),
+        (["compare", "nowhere", "nowhere"], "nowhere: expected a run"),
         (
             ["run", "--resume", "nowhere", "--only", "m=8", "--replicates", "3"],
             "found --out --only --replicates",

@@ -159,6 +159,51 @@ def test_a_stopped_plan_is_resumed(
     assert samples.items() <= {(key(row), row.device): row.samples_us for row in run.rows}.items()
 
 
+@pytest.mark.parametrize("deleted", ["2", "2/1", "2/suite.yaml", "claims"])
+def test_a_plan_is_resumed_after_a_part_was_deleted(
+    deleted: str, suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(Stopped):
+        share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
+    path = out.with_name("run.shards") / deleted
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if deleted == "claims":
+        shutil.rmtree(path.parent / "1" / "1", ignore_errors=True)
+        shutil.rmtree(path.parent / "2" / "1", ignore_errors=True)
+    resume(out)
+    assert Counter(map(key, store.read(out).rows)) == Counter(expected(suite, 1))
+
+
+def test_a_deleted_suite_or_choices_are_one_line_before_any_job(
+    suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    for name in ("suite.yaml", "pinned.json"):
+        folder = tmp_path / f"{name}.shards"
+        folders.create(folder, on(gpus[:2], replicates=1), suite.text, [{"case": {"choice": 1}}])
+        (folder / name).unlink()
+        done = sparsebench("run", "--resume", tmp_path / name)
+        assert done.returncode == 2
+        assert name in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_part_whose_job_the_scheduler_forgot_is_lost(
+    suite: Suite, gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(on(gpus[:2], replicates=1), by="slurm")
+    folders.create(tmp_path / "run.shards", plan, suite.text)
+    monkeypatch.setattr(cluster_jobs, "_alive", lambda folder, plan: {2: "RUNNING"})
+    parts = [folders.Progress(1, 0, complete=False, device="", status="running"),
+             folders.Progress(2, 0, complete=False, device="", status="running")]  # fmt: skip
+    words = cluster_jobs.statuses(tmp_path / "run.shards", plan, parts)
+    assert words == {1: "lost", 2: "running"}
+    assert cluster_jobs._describe({2: "RUNNING"}, 1) == "jobs: 1 running, 1 lost"
+
+
 @pytest.mark.exhaustive
 def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(
     suite: Suite, gpus: list[str], tmp_path: Path

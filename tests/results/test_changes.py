@@ -228,12 +228,14 @@ def test_simulated_runs_are_named_first() -> None:
     assert page.index(">SIMULATED</span> B is simulated") < page.index("B is faster than A")
 
 
-def test_a_run_without_telemetry_and_a_look_are_named() -> None:
+def test_a_run_without_telemetry_an_older_schema_and_a_look_are_named() -> None:
     blind = run("b", processes=3)
-    blind = replace(blind, rows=[replace(row, telemetry={}) for row in blind.rows])
+    rows = [replace(row, telemetry={}) for row in blind.rows]
+    blind = replace(blind, rows=rows, schema="sparsebench/rows@2")
     text = " ".join(shown(run(processes=3), blind).split())
     assert "b recorded no clocks or power" in text
     assert "a and b are looks" in text
+    assert "different schemas, sparsebench/rows@2 and sparsebench/rows@3" in text
 
 
 def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:

@@ -1,9 +1,14 @@
-"""Marks by which `make test` runs a sample of what `make test-all` runs whole."""
+"""Marks: what a test needs, and what `make test` leaves to `make test-all`."""
 
+import shutil
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
+needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+needs_gxx = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
 
 def sampled(cases: Iterable[Any], *kept: int) -> list[Any]:

@@ -209,7 +209,6 @@ def captured(calls) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(64, 64), Config(128, 256)], ids=str)
 @pytest.mark.parametrize("block", bsr_small.BLOCKS)
@@ -238,7 +237,6 @@ def test_a_layer_reads_the_output_of_the_previous_layer(config, block):
             assert all(map(torch.equal, outs(), alone))
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(64, 32), Config(64, 128)], ids=str)
 def test_weights_may_be_written_just_before_the_launch(config):

@@ -175,7 +175,6 @@ def test_the_activation_compiles_to_loads_of_16_bytes(activation, tmp_path, monk
     assert ptx.count("st.global.v4") == ptx.count("st.global") > 0
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])

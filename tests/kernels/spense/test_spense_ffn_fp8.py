@@ -467,7 +467,6 @@ def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
             assert_right(kernel.prepare(these), asked, drawn)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 def test_hybrid_layers_are_right_on_a_gpu(activation: str) -> None:
@@ -482,7 +481,6 @@ def test_hybrid_layers_are_right_on_a_gpu(activation: str) -> None:
         assert_right(again, asked, drawn)
 
 
-@pytest.mark.gpu
 @hopper
 def test_layers_are_captured_and_follow_their_inputs_on_a_gpu() -> None:
     asked = problem(m=40, n=1024, k=512, pattern="spense_hidden", sparsity=0.25)

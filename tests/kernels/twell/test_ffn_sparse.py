@@ -5,7 +5,6 @@ The op mlp (no gate) tests mlp_sparse and mlp_few, which run the same kernels.
 
 import ctypes
 import re
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,9 +39,9 @@ from sparsebench.kernels.twell import (
 )
 from sparsebench.kernels.twell._twell_gate import Tiles
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import built
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
 CPU = torch.device("cpu")
@@ -168,8 +167,7 @@ def test_kernels_for_few_tokens_refuse_many(kernel: Any, op: str) -> None:
 # ---- its code ----
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize("k", sampled([2048, 200, 2040]))
 @pytest.mark.parametrize("split", sampled([1, 8]))
 @pytest.mark.parametrize(
@@ -185,8 +183,7 @@ def test_the_kernel_compiles_without_spills(
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize("k", sampled([2560, 2048, 200, 1032]))
 @pytest.mark.parametrize("split", sampled([8, 7, 3, 2]))
 def test_without_a_fallback_the_kernel_compiles_without_spills(
@@ -280,7 +277,7 @@ PAIRS += [(case, IN_TILES[(i + j) % 3]) for i, case in enumerate(CASES) for j in
 PAIRS += [(case, WHOLE[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25, 40, 42, 46), ids=str)
 def test_threads_on_a_cpu_compute_the_layer(
     case: tuple[Any, ...], kind: tuple[Any, ...], tmp_path: Path
@@ -423,7 +420,7 @@ def test_an_unknown_mode_is_refused() -> None:
         torch_compile.prepare(prepared(problem(2, 8, 8, "fp32")), mode="fast")
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 def test_a_compiled_definition_follows_its_activations() -> None:
     case = prepared(problem(3, 24, 16, "fp32"))
     launch = torch_compile.prepare(case)
@@ -447,7 +444,6 @@ def layer(case: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
     return ffn_sparse.prepare(case, way=way)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(
     ("dtype", "activation", "skew"), [("bf16", "relu", "iid"), ("fp16", "relu2", "correlated")]
@@ -466,7 +462,6 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, ac
             assert torch.equal(launch().clone(), launch())
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
 @pytest.mark.parametrize("way", GATES[1:], ids=str)
@@ -482,7 +477,6 @@ def test_gates_in_tiles_give_the_same_layer_on_a_gpu(shape, way, dtype, activati
             assert torch.equal(launch().clone(), launch())
 
 
-@pytest.mark.gpu
 @hopper
 def test_a_pinned_choice_is_repeated_on_a_gpu() -> None:
     for active in (8, 600):
@@ -519,7 +513,6 @@ def test_unknown_ways_are_refused() -> None:
         ffn_sparse.prepare(replace(case, pinned={"way": "packed"}))
 
 
-@pytest.mark.gpu
 @hopper
 def test_few_refuses_many_tokens_on_a_gpu() -> None:
     with pytest.raises(Unsupported, match="expected 1 to 64 tokens, found 300"):
@@ -530,7 +523,6 @@ def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Op
     return prepared(problem(m, n, k, active=active), GPU)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 def test_full_empty_and_heavy_tokens_are_correct_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
@@ -547,7 +539,6 @@ def test_full_empty_and_heavy_tokens_are_correct_on_a_gpu(way: ffn_sparse.Way | 
     assert_correct(layer(case, way)(), case)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
@@ -562,7 +553,6 @@ def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
     assert y[:7].isfinite().all()
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 @pytest.mark.parametrize("active", [8, 600])
@@ -579,7 +569,6 @@ def test_a_graph_replays_a_layer_on_a_gpu(active: float, way: ffn_sparse.Way | T
         assert_correct(y, case)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("kernel", [ffn_dense_triton, torch_compile])
 @pytest.mark.parametrize("m", [1, 33, 300, 2000])
