@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from markupsafe import Markup
 from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
+from sparsebench.harness.plan.suite import expand
 from sparsebench.reports.build import Figure, _drawn, load_figure
 from sparsebench.results.provenance import flat
 from tests.tools.command_line import sparsebench as command_line
@@ -86,6 +88,8 @@ def test_plug_ins_of_an_installed_package_are_listed(installed: dict[str, str]) 
     assert result["patterns"]["main_diagonal"] == on_diagonal
     assert result["figures"]["fastest"] == "The fastest case, in a sentence."
     assert result["suites"]["diagonals"] == "Somebody else's suite"
+    claims = sparsebench(installed, "claims", "list")
+    assert "broadcast-is-faster" in claims
 
 
 def test_an_installed_suite_runs_with_its_own_op_pattern_and_figure(
@@ -384,3 +388,28 @@ def test_an_error_in_a_plug_in_names_the_plug_in(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     assert_refused(tmp_path, f"{fields}, sparsity: 0.5", "torch_dense", line)
+
+
+@pytest.mark.parametrize("consumes", ["diagonal", "sparsebench_example.diagonal:FORMAT"])
+def test_the_names_of_a_format_are_one_format(
+    consumes: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = load("kernels", "diagonal_torch")
+    monkeypatch.setattr(
+        sys.modules["sparsebench_example.diagonal_torch"],
+        "KERNEL",
+        replace(kernel, consumes=consumes),
+    )
+    names = "diagonal", "sparsebench_example.diagonal", "sparsebench_example.diagonal:FORMAT"
+    entries = "\n".join(f"  - {{format: {name!r}, kernel: diagonal_torch}}" for name in names)
+    problem = (
+        "{op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: main_diagonal, sparsity: 0.984375}"
+    )
+    text = f"schema: sparsebench/suite@1\ntitle: t\nproblems: [{problem}]\ncontenders:\n{entries}\n"
+    (contest,) = expand("s.yaml", text).contests
+    assert [contender.format for contender in contest.contenders] == ["diagonal"]
+
+
+def test_validate_names_the_flag_that_allows_plug_ins(simulated: Path, here: Path) -> None:
+    done = command_line("validate", simulated)
+    assert "--allow-plugins" in done.stdout + done.stderr
