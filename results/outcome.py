@@ -14,6 +14,7 @@ a ratio at or beyond the margin. It comes first, so 1.004 [1.002, 1.006] is equa
 from enum import StrEnum
 
 MARGIN = 0.01  # of `equal`: 8 processes resolve it at an sd of 1 %, typical of short calls
+FALSE_DISCOVERIES = 0.05  # share of wrong ones among cases called faster or slower
 
 
 class Outcome(StrEnum):
@@ -63,3 +64,9 @@ def outcome(low: float, high: float, margin: float = MARGIN) -> Outcome:
     if low > 1:
         return Outcome.FASTER
     return Outcome.SLOWER if high < 1 else Outcome.NOT_SETTLED
+
+
+def among_many(low: float, high: float, q: float) -> Outcome:
+    """Return the outcome of one of many ratios; faster and slower need q <= FALSE_DISCOVERIES."""
+    word = outcome(low, high)
+    return Outcome.NOT_SETTLED if word in DIFFERENT and q > FALSE_DISCOVERIES else word
