@@ -13,12 +13,8 @@ import pandas as pd
 
 from sparsebench.results.formatting import between, times
 from sparsebench.results.noise import LAUNCH_US
-from sparsebench.results.outcome import MARGIN, UNDECIDED, VERDICTS, Outcome
-from sparsebench.results.statistics import (
-    FALSE_DISCOVERIES,
-    MOST,
-    IntervalKind,
-)
+from sparsebench.results.outcome import FALSE_DISCOVERIES, MARGIN, UNDECIDED, VERDICTS, Outcome
+from sparsebench.results.statistics import MOST, IntervalKind
 
 
 def any_verdict(cases: pd.DataFrame) -> bool:
