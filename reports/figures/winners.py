@@ -99,4 +99,3 @@ def _sparse(line: "pd.Series[Any]", cases: pd.DataFrame) -> list[str | Markup]:
 def _label(ran: str) -> str:
     """Name a contender as sentences do; the table of every case shows what a portfolio chose."""
     return ran.partition(" (chosen: ")[0]
-
