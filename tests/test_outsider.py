@@ -79,6 +79,7 @@ def test_the_outsider_notices_a_changed_digest() -> None:
     assert listed == {(outsider.digest(run), run) for run in outsider.runs()}
 
 
+@pytest.mark.exhaustive
 def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
     done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
