@@ -358,8 +358,11 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def lines(out: Path, conversion: Conversion) -> Iterator[str]:
     """Yield what a conversion did, for a terminal."""
     layers = ", ".join(f"{count} {kind}" for kind, count in conversion.layers.items())
-    sizes = f"{conversion.after / 1e9:.2f} GB in place of {conversion.before / 1e9:.2f} GB"
-    yield f"{out}: {layers}, {conversion.dtype}, {sizes}"
+    after, before = (
+        f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+        for size in (conversion.after, conversion.before)
+    )
+    yield f"{out}: {layers}, {conversion.dtype}, {after} in place of {before}"
     for reason, count in conversion.dense.items():
         yield f"dense: {count} {reason}"
     for name, count in conversion.unused.items():
