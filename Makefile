@@ -10,6 +10,8 @@ PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=$(if $(findstri
 
 # Without this, Python would take our folders for installed packages of the same names.
 export PYTHONSAFEPATH := 1
+# Images of containers often set this; tests start many processes, and each would compile every file.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench test test-all browser compiled site picture lint types clean
 .DEFAULT_GOAL := bench
