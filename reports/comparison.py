@@ -30,13 +30,12 @@ from sparsebench.results.formatting import (
     listed,
     significant,
 )
-from sparsebench.results.outcome import DIFFERENT
+from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
-MOST = 26  # sides
 LINES = 30
 FACTS_SHOWN = 8
 
@@ -75,8 +74,6 @@ class Compared:
 
 def compared(sides: Sequence[Side]) -> Compared:
     """Compare every side with the first; raises ResultError if two share no case with a time."""
-    if not 2 <= len(sides) <= MOST:
-        raise ResultError(f"compare: expected 2 to {MOST} runs or names, found {len(sides)}")
     others = [changes(sides[0], side) for side in sides[1:]]
     for other in others:
         if other.contenders.empty:
@@ -100,7 +97,8 @@ def markdown(result: Compared) -> str:
     texts = []
     for part in parts(result):
         if isinstance(part, Paragraph):
-            texts.append(f"**{part.text}**" if part.style == "result" else part.text)
+            text = part.text.replace("<", "\\<")
+            texts.append(f"**{text}**" if part.style == "result" else text)
         else:
             fold = part.title.startswith(EVERY)
             head, foot = (f"<details><summary>{EVERY}</summary>\n\n", "\n\n</details>")
@@ -209,6 +207,12 @@ def _notes(result: Compared) -> list[str]:
         notes.append(
             f"{listed(blind)} recorded no clocks or power, so a power limit would not show."
         )
+    schemas = {run.schema for side in result.sides for run in side.runs}
+    if len(schemas) > 1:
+        notes.append(
+            f"The rows have different schemas, {listed(sorted(schemas))}: fields that an older one "
+            "lacks are not compared."
+        )
     for other in result.others:
         for side, only in ((other.a, other.comparison.only_a), (other.b, other.comparison.only_b)):
             if len(only):
@@ -223,7 +227,7 @@ def _notes(result: Compared) -> list[str]:
             more = len(other.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
             notes.append(f"{other.a.name} and {other.b.name} differ in {facts}{rest}.")
-    return notes
+    return [*notes, f"results/outcome.py defines {listed([*Outcome])}."]
 
 
 def _runs(result: Compared) -> list[str]:
@@ -247,7 +251,7 @@ def _about(run: Run, analysis: Any) -> str:
 
 
 def _on_gpu(side: Side) -> bool:
-    return not side.simulated and any("gpu" in run.environment for run in side.runs)
+    return not side.simulated and any(run.environment.get("gpu") for run in side.runs)
 
 
 def _telemetry(side: Side) -> bool:

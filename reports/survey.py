@@ -180,7 +180,8 @@ def grid(problems: pd.DataFrame) -> Table:
     lines: list[list[Cell]] = [
         [title, *(_text(cells.get(m)) for m in tokens)] for title, cells in grid_rows(problems)
     ]
-    open_ = "" if problems.settled.all() else f" ({OPEN} not settled)"
+    unsettled = (problems.best_gain.notna() & ~problems.settled).any()
+    open_ = f" ({OPEN} not settled)" if unsettled else ""
     title = f"{KEY}{open_}"
     return Table(title=title, columns=["", *map(str, tokens)], lines=lines, words=[""])
 
@@ -250,9 +251,16 @@ def _state(
     """Return sentences about how much is settled, the kernels, the clock and the machine."""
     lines = []
     if len(problems):
-        settled, once = int(problems.settled.sum()), int((problems.processes < FEWEST).sum())
-        few = f"; {once} of them had fewer than {FEWEST} processes" if once else ""
-        lines.append(f"{settled} of {amount(len(problems), 'problem')} are settled{few}.")
+        timed, settled = problems.best_gain.notna(), problems.settled
+        once = int((timed & (problems.processes < FEWEST)).sum())
+        counts = {
+            "settled": int(settled.sum()),
+            f"measured in fewer than {FEWEST} processes": once,
+            "not settled": int((timed & ~settled).sum()) - once,
+            "without a time": int((~timed).sum()),
+        }
+        parts = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+        lines.append(f"Problems: {parts}.")
     newer = [k for k in kernels if not k["supported"] and "compute capability" in k["reason"]]
     if newer:
         reason = pd.Series([kernel["reason"] for kernel in newer]).mode()[0]
@@ -261,9 +269,9 @@ def _state(
             "The portable kernels took their place."
         )
     marks = pd.concat([frames.cases.mark.fillna("") for frames in by_run.values()] or [pd.Series()])
-    counts = marks[marks != ""].value_counts()
+    slowed = marks[marks != ""].value_counts()
     if len(marks):
-        slow = ", ".join(f"{count} {mark}" for mark, count in counts.items()) or "none slowed down"
+        slow = ", ".join(f"{count} {mark}" for mark, count in slowed.items()) or "none slowed down"
         lines.append(f"Clock, in {amount(len(marks), 'case')}: {slow}.")
     warnings = [finding for finding in fitness if finding["level"] == "warning"]
     return lines + [f"Warning: {each['check']}: {each['found']}." for each in warnings]

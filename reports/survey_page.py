@@ -86,8 +86,9 @@ def _drawn(
     ]
     steps = [f"{name} {seconds:g} s" for name, seconds in survey["seconds"].items()]
     page = build.rendered(
-        first=[(Figure("answer", "The answer", 0, _undrawn), _first(summary))],
-        sections=[(Figure(n, title, 0, _undrawn), body) for n, title, body in sections if body],
+        first=[_section("answer", "The answer", _first(summary))],
+        groups=[("Details", [_section(*section) for section in sections if section[2]])],
+        evidence=None,
         badges=summary.badges,
         surrounding=build.Surrounding(),
         links=[*((f"{n}/report.html",) * 2 for n in by_run), ("survey.json", "survey.json")],
@@ -240,6 +241,6 @@ def _listed(file: Path) -> list[dict[str, Any]]:
     return list(data)
 
 
-def _undrawn(frames: Frames) -> Markup:
-    """Take the place of `draw` for a section that is drawn already."""
-    return NOTHING
+def _section(name: str, title: str, body: Markup) -> tuple[Figure, Markup]:
+    """Return a section that is drawn already, as the template takes it."""
+    return Figure(name, title, 0, lambda frames: body), body

@@ -34,10 +34,9 @@ import pandas as pd
 
 from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, frame
 from sparsebench.results.noise import Noise, noise
-from sparsebench.results.outcome import DIFFERENT, Outcome, outcome
+from sparsebench.results.outcome import Outcome, among_many
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import (
-    FALSE_DISCOVERIES,
     IntervalKind,
     Ratio,
     more_processes,
@@ -131,7 +130,7 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
     logs = [np.log(speedups) for speedups in lines.speedups]
     q = q_values([float(p_value(d)) for d in logs])
     outcomes = [
-        _outcome(*line) for line in zip(lines.speedup_low, lines.speedup_high, q, strict=True)
+        among_many(*line) for line in zip(lines.speedup_low, lines.speedup_high, q, strict=True)
     ]
     more = [
         more_processes(d) if verdict is Outcome.NOT_SETTLED else None
@@ -313,11 +312,6 @@ def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
         "interval_kind": str(estimate.interval_kind),
         "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in used},
     }
-
-
-def _outcome(low: float, high: float, q: float) -> Outcome:
-    verdict = outcome(low, high)
-    return Outcome.NOT_SETTLED if verdict in DIFFERENT and q > FALSE_DISCOVERIES else verdict
 
 
 def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:

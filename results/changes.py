@@ -37,13 +37,13 @@ import scipy
 from sparsebench.errors import ResultError
 from sparsebench.results import store
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.comparison import Comparison, compare
+from sparsebench.results.comparison import Comparison, compare, same_code
 from sparsebench.results.families import OURS, family
-from sparsebench.results.outcome import DIFFERENT, Outcome, outcome
+from sparsebench.results.outcome import DIFFERENT, Outcome, among_many
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
 from sparsebench.results.sides import Side, bundles, short_card, short_name, side
-from sparsebench.results.statistics import FALSE_DISCOVERIES, FEWEST, q_values, welch
+from sparsebench.results.statistics import FEWEST, q_values, welch
 from sparsebench.results.store import Run
 
 BETWEEN = 0.0075  # sd between cards of one kind, of log times and log gains
@@ -173,17 +173,10 @@ def difference(
 
 def outcomes(tests: pd.DataFrame) -> list[str]:
     """Return the outcome of each test; "" without one."""
-    known = tests.p.notna()
-    q = pd.Series(np.nan, tests.index)
-    q[known] = q_values(tests.p[known])
-    words = [outcome(low, high) for low, high in zip(tests.low, tests.high, strict=True)]
-    settled = [
-        w not in DIFFERENT or at <= FALSE_DISCOVERIES for w, at in zip(words, q, strict=True)
-    ]
-    return [
-        str(word if is_settled else Outcome.NOT_SETTLED) if is_known else ""
-        for word, is_settled, is_known in zip(words, settled, known, strict=True)
-    ]
+    known = tests[tests.p.notna()]
+    ends = zip(known.low, known.high, q_values(known.p), strict=True)
+    words = {place: str(among_many(*each)) for place, each in zip(known.index, ends, strict=True)}
+    return [words.get(place, "") for place in tests.index]
 
 
 def threshold(text: str) -> float:
@@ -296,10 +289,9 @@ def _of_baseline(line: Line, libraries: str, searched: bool) -> tuple[Cause, str
 
 
 def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tuple[Cause, str]:
-    known = bool(line["codes_a"] and line["codes_b"])
-    compiled = known and line["codes_a"] != line["codes_b"]
-    if source and family(line["kernel"]) in OURS and (compiled or not known):
-        what = "other compiled code" if compiled else "other source"
+    same = same_code(line["codes_a"], line["codes_b"])
+    if source and family(line["kernel"]) in OURS and not same:
+        what = "other source" if same is None else "other compiled code"
         return Cause.KERNEL, what + (f", or {libraries}" if libraries else "")
     if libraries:
         return Cause.LIBRARY, libraries

@@ -122,18 +122,10 @@ class Agreement:
     @property
     def counts(self) -> dict[str, Any]:
         """Return the numbers as JSON data."""
-        return {
-            "place": str(self.place),
-            "reproduced": self.reproduced,
-            "cells": self.cells,
-            "agreed": self.agreed,
-            "close": self.close,
-            "reversed": self.reversed,
-            "looks": self.looks,
-            "one_sided": self.one_sided,
-            "choices": str(self.choices),
-            "plugins": self.plugins,
-        }
+        names = "reproduced", "cells", "agreed", "close", "reversed", "looks", "one_sided"
+        counts = {name: getattr(self, name) for name in names}
+        words = {"place": str(self.place), "choices": str(self.choices)}
+        return {**words, **counts, "plugins": self.plugins}
 
     @property
     def sentences(self) -> list[str]:
@@ -153,7 +145,7 @@ class Agreement:
         lines.append(f"Speedups {within}: {self.close} of {self.cells}.")
         if self.reversed:
             changed = f"{amount(self.reversed, 'cell')} changed from faster to slower or back"
-            lines.append(f"{changed}, which no run may that reproduces another.")
+            lines.append(f"{changed}; a run in which any cell does is not a reproduction.")
         lines.append(self.choices.sentence)
         if self.looks:
             few = f"Fewer than {FEWEST} processes give a look, not a verdict"
@@ -217,7 +209,7 @@ def agreement(first: Run, second: Run) -> Agreement:
         looks=int((in_both & looks(cases)).sum()),
         one_sided=int(one_sided.sum()),
         choices=choices_of(second.state),
-        same_code=_same_code(one, other),
+        same_code=_same_code(cases),
         plugins=_plugins(first, second),
     )
 
@@ -230,6 +222,16 @@ def looks(cases: pd.DataFrame) -> pd.Series:
 def tolerance(single: float, processes_a: int, processes_b: int) -> float:
     """Return the tolerance for means of several processes from that for single ones."""
     return float(single * np.sqrt(1 / processes_a + 1 / processes_b))
+
+
+def same_code(a: set[str], b: set[str]) -> bool | None:
+    """Return whether two sides compiled a case to equal code; None if that is unknown.
+
+    A case has several digests if its processes searched. A prefix (`sass:`) names what a digest
+    covers; only digests with equal prefixes are comparable.
+    """
+    covered = [{code.rpartition(":")[0] for code in codes} for codes in (a, b)]
+    return a == b if a and b and covered[0] == covered[1] else None
 
 
 def _tolerance(cases: pd.DataFrame) -> pd.Series:
@@ -291,22 +293,12 @@ def _place(first: Run, second: Run) -> Place:
     return Place.SAME_KIND if same else Place.ANOTHER
 
 
-def _same_code(first: Side, second: Side) -> tuple[int, int]:
-    """Count the cases with equal compiled code in both runs, and those with comparable digests.
-
-    A case has several digests if its processes searched. A prefix (`sass:`) names what a digest
-    covers; only digests with equal prefixes are comparable.
-    """
-    before, now = (
-        each.cases.drop_duplicates("case_id").set_index("case_id") for each in (first, second)
-    )
-    pairs = [(before.codes[case], now.codes[case]) for case in before.index.intersection(now.index)]
-    known = [(a, b) for a, b in pairs if a and b and _prefixes(a) == _prefixes(b)]
-    return sum(a == b for a, b in known), len(known)
-
-
-def _prefixes(codes: set[str]) -> set[str]:
-    return {code.rpartition(":")[0] for code in codes}
+def _same_code(cases: pd.DataFrame) -> tuple[int, int]:
+    """Count the cases with equal compiled code in both runs, and those with comparable digests."""
+    each_once = cases.drop_duplicates("case_id")
+    pairs = zip(each_once.codes_a, each_once.codes_b, strict=True)
+    known = [same for a, b in pairs if (same := same_code(a, b)) is not None]
+    return sum(known), len(known)
 
 
 def _plugins(first: Run, second: Run) -> list[str]:

@@ -14,6 +14,7 @@ a ratio at or beyond the margin. It comes first, so 1.004 [1.002, 1.006] is equa
 from enum import StrEnum
 
 MARGIN = 0.01  # of `equal`: 8 processes resolve it at an sd of 1 %, typical of short calls
+FALSE_DISCOVERIES = 0.05  # share of wrong ones among cases called faster or slower
 
 
 class Outcome(StrEnum):
@@ -39,8 +40,8 @@ MEANINGS = {
     "used for a ratio of speedups.",
     Outcome.EQUAL: f"The whole interval is within {100 * MARGIN:g} % of 1. There may be a smaller "
     "difference, which does not matter.",
-    Outcome.NOT_SETTLED: "The interval allows more than one of these answers, or fewer than 6 "
-    "processes were measured, so that there is no interval. More processes may settle it.",
+    Outcome.NOT_SETTLED: "The interval allows more than one of these answers, or too few "
+    "processes were measured to have one. More processes may settle it.",
     Outcome.NOT_MEASURED: "A side has no time: the kernel does not support the case, failed, or "
     "gave a wrong result. The row gives the reason.",
 }
@@ -63,3 +64,9 @@ def outcome(low: float, high: float, margin: float = MARGIN) -> Outcome:
     if low > 1:
         return Outcome.FASTER
     return Outcome.SLOWER if high < 1 else Outcome.NOT_SETTLED
+
+
+def among_many(low: float, high: float, q: float) -> Outcome:
+    """Return the outcome of one of many ratios; faster and slower need q <= FALSE_DISCOVERIES."""
+    word = outcome(low, high)
+    return Outcome.NOT_SETTLED if word in DIFFERENT and q > FALSE_DISCOVERIES else word

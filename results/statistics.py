@@ -28,7 +28,6 @@ from sparsebench.results.outcome import MARGIN
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
 MOST = 100  # the largest number of processes that more_processes considers
 TAIL = 0.025  # probability on each side of a 95 % interval
-FALSE_DISCOVERIES = 0.05
 
 Floats = NDArray[np.float64]
 

@@ -38,6 +38,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"
+ROW_BYTES = 2**20  # the longest published row has 49 KB
 REPLICATES = 1000  # at most
 _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
@@ -124,6 +125,7 @@ class Run:
     state: dict[str, Any]
     rows: list[Row]
     reference: list[Row] = field(default_factory=list)
+    schema: str = ROWS_SCHEMA
 
 
 def create(
@@ -244,7 +246,7 @@ def read(path: Path | str) -> Run:
         raise ResultError(f"{path}: expected the directory of a run, found none")
     suite_text = files.text(path / "suite.yaml", files.YAML_BYTES)
     suite = files.from_yaml(str(path / "suite.yaml"), suite_text)
-    found = rows(path)
+    schema, found = _rows(path)
     return Run(
         path=path,
         suite=_typed(path / "suite.yaml", suite, _Suite),
@@ -253,11 +255,17 @@ def read(path: Path | str) -> Run:
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
         rows=[row for row in found if not row.reference],
         reference=[row for row in found if row.reference],
+        schema=schema,
     )
 
 
 def rows(path: Path) -> list[Row]:
     """Return all rows on disk, reference rows included, without a torn last line."""
+    return _rows(path)[1]
+
+
+def _rows(path: Path) -> tuple[str, list[Row]]:
+    """Return the schema of the rows and the rows."""
     plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
     if zipped.exists() and not plain.exists():
         plain = zipped
@@ -272,7 +280,7 @@ def rows(path: Path) -> list[Row]:
     whole = first == current
     read = [_row(plain, number, line, whole) for number, line in enumerate(lines, start=2)]
     _each_once(plain, read)
-    return read
+    return str(json.loads(first)["schema"]), read
 
 
 def _each_once(file: Path, rows: Iterable[Row]) -> None:
@@ -288,7 +296,9 @@ def _each_once(file: Path, rows: Iterable[Row]) -> None:
 
 def _row(file: Path, number: int, line: str, whole: bool) -> Row:
     try:
-        data = json.loads(line)
+        if len(line) > ROW_BYTES:
+            raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
+        data = files.parsed(line)
         missing = [f.name for f in fields(Row) if f.name not in data] if whole else []
         unknown = sorted(data.keys() - {f.name for f in fields(Row)})
         if not missing and not unknown:

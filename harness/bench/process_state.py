@@ -4,8 +4,8 @@
     speed        threads, cores, cuDNN's and attention's switches, garbage collection, tracing
     place        directory, umask, environment, current GPU and stream, limits of the CUDA context
     randomness   generators of torch, CUDA, numpy and Python: put back without blame, because a
-                 kernel may draw numbers while it tunes. So are new environment variables, which
-                 libraries set when they are imported
+                 kernel may draw numbers while it tunes. So are new environment variables that
+                 libraries read at a call; others, which libraries set on import, stay
 
 `ProcessState` records all of them when a contest starts. `restore` puts back what differs, and
 returns the names of what only a careless or hostile kernel changes. `rewritten_modules` finds files
@@ -41,6 +41,7 @@ PRECISIONS: dict[str, Any] = {  # torch's new switches of tf32; those in MATMUL 
     "cudnn": torch.backends.cudnn,
 }
 ATTENTION = ["flash", "mem_efficient", "math", "cudnn"]
+READ_LATER = "CUBLAS", "CUDNN", "CUDA_LAUNCH", "NVIDIA_TF32", "OMP_", "MKL_", "PYTORCH_"
 PACKAGES = "torch", "numpy", "triton", "sparsebench"
 LIMITS = {"the granularity of L2 fetches": 5, "the persisting part of L2": 6}  # CUlimit
 
@@ -78,9 +79,10 @@ class ProcessState:
 
     def _restore_environment(self) -> list[str]:
         changed = [n for n, value in self._environment.items() if os.environ.get(n) != value]
-        if dict(os.environ) != self._environment:
-            os.environ.clear()
-            os.environ.update(self._environment)
+        os.environ.update({name: self._environment[name] for name in changed})
+        for name in os.environ.keys() - self._environment.keys():
+            if name.startswith(READ_LATER):
+                del os.environ[name]
         return [f"the environment variable {name}" for name in changed]
 
 

@@ -9,6 +9,7 @@ error inside sparsebench, SPARSEBENCH_TRACEBACK=1 also prints the traceback.
 import os
 import sys
 import traceback
+import warnings
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
@@ -26,6 +27,7 @@ from sparsebench.harness.commands._console import (
     DEFECT,
     INTERRUPTED,
     UNFIT,
+    show_warning,
     stderr,
     stdout,
 )
@@ -95,6 +97,7 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):  # an ASCII terminal shows ? and loses no result
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+    warnings.showwarning = show_warning
     try:
         if any(word.partition("=")[0] == "--to" for word in sys.argv[1:]):
             raise SuiteError("no such option: --to; use --out")

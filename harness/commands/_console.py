@@ -82,6 +82,12 @@ def warn(finding: "Finding") -> None:
         stderr.print(f"{level} {escape(text)}", soft_wrap=True, highlight=False)
 
 
+def show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a Python warning as one line on stderr, in place of warnings.showwarning."""
+    line = " ".join(str(message).split())
+    stderr.print(f"[bold red]warning:[/] {escape(line)}", soft_wrap=True, highlight=False)
+
+
 def message_printer(debug: bool = False) -> "Callable[[Finding], None]":
     """Return a callback that prints findings and the reason of the first failed case on stderr.
 

@@ -1,6 +1,6 @@
 """`sparsebench status`: how far a run is."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ def status(
 ) -> None:
     """Show a run's progress; works on any host that can read its folder."""
     from sparsebench.harness.shared_runs import shared_folder
-    from sparsebench.harness.shared_runs.cluster_jobs import jobs
+    from sparsebench.harness.shared_runs.cluster_jobs import jobs, statuses
     from sparsebench.results import store
     from sparsebench.results.formatting import amount
 
@@ -33,6 +33,8 @@ def status(
     folder = shared_folder.beside(run)
     plan, suite = shared_folder.read(folder)
     shares, sent = list(shared_folder.progress(folder, plan)), jobs(folder)
+    words = statuses(folder, plan, shares)
+    shares = [replace(share, status=words[share.number]) for share in shares]
     contests = plan.contests(suite)
     done, total = sum(share.contests for share in shares), len(contests) * plan.flags.replicates
     left = shared_folder.unclaimed(folder, contests)

@@ -60,7 +60,7 @@ SAFE = 0.9  # share of the time left that is planned; later processes leave out 
 AGAIN = 0.25  # start of a later process over the first one: it imports beside the one before
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
-PAGE_S = 20.0  # both reports and the page take 12 s on two idle cores
+PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
 MOST = 8  # processes of a verdict, if all problems fit; else FEWEST
 SILENT_S = 60.0  # without an answer for so long a contender has hung
 

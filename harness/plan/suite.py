@@ -30,7 +30,7 @@ NAME.wg, NAME.wu, NAME.wd and NAME.x (_from_files.py). Sweeps are counted before
 (_limits.py).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsebench._discovery import did_you_mean, documents, unknown
+from sparsebench._discovery import canonical, did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
@@ -137,7 +137,9 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     written = parse(where, text, SuiteFile)
     try:
         if published:
-            written = _in_names_of_today(written)
+            written = _renamed(written, lambda entry: format_of(entry.kernel, entry.format))
+        else:
+            written = _renamed(written, lambda entry: canonical("formats", entry.format))
         for group in () if published else GROUPS:
             for number, entry in enumerate(getattr(written, group)):
                 if reason := removal(entry.kernel):
@@ -244,12 +246,11 @@ def _fields(
     return fields
 
 
-def _in_names_of_today(written: SuiteFile) -> SuiteFile:
-    """Return a suite with the formats of its contenders as they are named today."""
+def _renamed(written: SuiteFile, name_of: Callable[[ContenderEntry], str]) -> SuiteFile:
+    """Return a suite with other names of the formats of its contenders."""
     groups = {
         group: [
-            entry.model_copy(update={"format": format_of(entry.kernel, entry.format)})
-            for entry in getattr(written, group)
+            entry.model_copy(update={"format": name_of(entry)}) for entry in getattr(written, group)
         ]
         for group in GROUPS
     }
@@ -302,7 +303,8 @@ def _contenders(
     if not _competes(entry, problem):
         return
     kernel = load_kernel(entry.kernel)
-    if kernel.consumes not in ("any", entry.format):
+    names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
+    if kernel.consumes != "any" and len(names) > 1:
         expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
         raise SuiteError(f"{where}: {expected}, found {entry.format}")
     accepted = keywords(weights_format(entry.format).from_dense)

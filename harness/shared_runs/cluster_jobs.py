@@ -37,6 +37,7 @@ TRIES = 3  # jobs of a part that may end one after the other without a new conte
 MINUTES = 240  # of a job, unless `time` is parameters
 TIMEOUTS = 1000  # how often a job may reach its limit and be queued again
 SQUEUE_S = 60.0  # then the controller is taken as away, and the next round retries
+LOST = "lost"  # a part whose job the scheduler has ended or forgotten
 FAILED = "launch failed"  # squeue's reason for a job that is held until an operator releases it
 
 
@@ -86,7 +87,7 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
             if unclaimed and not alive:
                 lost = lost or ended[:1]  # any part can take what no part has claimed
             done = min(sum(part.contests for part in parts), total)
-            options.progress(done, total, _describe(alive))
+            options.progress(done, total, _describe(alive, len(lost)))
             if alive is not None and not alive and not lost:
                 return
             for part in lost:
@@ -190,10 +191,21 @@ def _command_line(job: str) -> bytes:
     return b""
 
 
-def _describe(alive: Mapping[int, str] | None) -> str:
+def statuses(folder: Path, plan: Plan, parts: Iterable[Progress]) -> dict[int, str]:
+    """Return a word for each part: its own status, or lost if its job ended before it was done."""
+    alive = None if plan.by == "devices" else _alive(folder, plan)
+    return {
+        part.number: LOST
+        if alive is not None and not part.complete and part.number not in alive
+        else part.status
+        for part in parts
+    }
+
+
+def _describe(alive: Mapping[int, str] | None, lost: int) -> str:
     if alive is None:
         return "the scheduler does not answer"
-    counts = sorted(Counter(alive.values()).items())
+    counts = sorted(Counter([*alive.values(), *[LOST] * lost]).items())
     return f"jobs: {', '.join(f'{n} {name.lower()}' for name, n in counts) or 'none left'}"
 
 

@@ -8,6 +8,7 @@ A process that was killed leaves its run directory as it was; the next process c
 contests and seals it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,8 @@ def work(
         begun(part)
         rank, pinned = options.rank or large_first, shared_folder.pinned(folder)
         options = replace(options, rank=rank, part=part, pinned=pinned, origin=plan.origin)
-        out = None if ours else folder / str(number) / str(len(runs) + 1)
+        places = (folder / str(number) / str(count) for count in itertools.count(1))
+        out = None if ours else next(place for place in places if not place.exists())
         measure(suite, flags, out, ours, options)
 
 

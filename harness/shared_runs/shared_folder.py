@@ -101,7 +101,17 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
             store.write_json(fresh / "pinned.json", list(pinned))
         flags = asdict(plan.flags)
         flags["data"] = str(plan.flags.data.absolute()) if plan.flags.data else None
-        store.write_json(fresh / "plan.json", {"schema": SCHEMA, **asdict(plan), "flags": flags})
+        written = {"schema": SCHEMA, **asdict(plan), "flags": flags, "choices": len(pinned)}
+        store.write_json(fresh / "plan.json", written)
+
+
+def repair(folder: Path, plan: Plan, text: str) -> None:
+    """Make again what was deleted of the parts; their lost contests are measured again."""
+    for name in ("claims", *map(str, plan.numbers)):
+        (folder / name).mkdir(exist_ok=True)
+    for number in plan.numbers:
+        if not (suite := folder / str(number) / "suite.yaml").exists():
+            write_file(suite, text)
 
 
 def read(folder: Path) -> tuple[Plan, Suite]:
@@ -110,13 +120,15 @@ def read(folder: Path) -> tuple[Plan, Suite]:
     data = files.from_json(file)
     if data.pop("schema", None) != SCHEMA:
         raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
+    if data.pop("choices", 0) and not (folder / "pinned.json").exists():
+        raise ResultError(f"{folder / 'pinned.json'}: expected the plan's choices, found no file")
     try:
         flags = data.pop("flags")
         flags["data"] = Path(flags["data"]) if flags["data"] else None
         plan = Plan(**{**data, "flags": Flags(**flags), "devices": tuple(data["devices"])})
     except (KeyError, TypeError) as error:
         raise ResultError(f"{file}: expected a plan, found {error}") from error
-    text = (folder / "suite.yaml").read_text("utf-8")
+    text = files.text(folder / "suite.yaml", files.YAML_BYTES)
     suite = expand(str(folder / "suite.yaml"), text, plan.flags.data)
     return plan, replace(suite, name=plan.suite)
 

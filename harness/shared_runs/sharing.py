@@ -60,6 +60,7 @@ def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008
     """Measure the rest of a run that is shared out, and return the merged run."""
     folder = shared_folder.beside(run)
     plan, suite = shared_folder.read(folder)
+    shared_folder.repair(folder, plan, suite.text)
     measure = _measure_on_this_host if plan.by == "devices" else cluster_jobs.measure_parts
     measure(folder, suite, plan, options)
     runs = seal_all(folder, plan, suite)

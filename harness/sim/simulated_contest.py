@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp, prod
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -45,6 +46,7 @@ ENDS = {
     "wrong": Status.WRONG,
 }
 CRASH_CODE = 7
+MEMORY_BYTES = 80 * 2**30
 THROTTLED = 0.7  # of the clock, in the second half of a contest
 SLOW_START = 2.0  # times as long, in the first block
 ENERGY_WINDOW_S = 2.0
@@ -111,7 +113,12 @@ def unsupported(spec: Spec, problem: Problem, contender: Contender) -> str | Non
         return None
     major, minor = map(int, spec.capability.split("."))
     kernel = load_kernel(contender.kernel)
-    with patch.object(torch.cuda, "get_device_capability", lambda device: (major, minor)):
+    facts = SimpleNamespace(major=major, minor=minor, total_memory=MEMORY_BYTES)
+    cuda = {
+        "get_device_capability": lambda device: (major, minor),
+        "get_device_properties": lambda device: facts,
+    }
+    with patch.multiple(torch.cuda, **cuda):
         reason = kernel_contract.unsupported(kernel, problem, torch.device("cuda"))
     return None if reason is None or "pip install" in reason else reason
 

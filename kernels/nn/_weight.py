@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 
-PROPERTIES = {"dtype", "grad_fn", "is_leaf", "layout", "names", "ndim", "shape"}
+PROPERTIES = {"dtype", "grad_fn", "is_leaf", "is_quantized", "is_sparse", "itemsize", "layout"}
+PROPERTIES |= {"names", "ndim", "shape"}
 METHODS = {
     "__len__",
     "__repr__",

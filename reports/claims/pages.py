@@ -8,6 +8,7 @@ The strongest verdict comes first, so that title, badge and tables agree. Simula
 if there are no measured ones.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,7 +218,10 @@ def _mark(condition: Condition, published: str, ours: str) -> str:
         return "?"
     if condition.same is not None:
         return "=" if condition.same else "≠"
-    return "=" if published.casefold() in map(str.casefold, ours.split(", ")) else "≠"
+    if published.casefold() in map(str.casefold, ours.split(", ")):
+        return "="
+    word, numbers = not re.search(r"\d", published), re.search(r"\d", ours)
+    return "?" if word and numbers and not re.search(r"[A-Za-z]{3}", ours) else "≠"
 
 
 def _bounds(planned: PlannedClaim) -> list[str]:

@@ -36,6 +36,7 @@ from sparsebench.results.formatting import (
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7
 TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
+SMALL = 0.1  # gains below it have one digit in a range
 SHOWN = 4  # contests in the tooltip of a cell
 OP, DTYPE = "linear", "bf16"  # of a grid, if they were measured
 USUAL = 0.9  # the sparsity at which the best other kernel is named
@@ -163,10 +164,9 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
 
 
 def best_places(lines: pd.DataFrame) -> list[str]:
-    """Return a sentence per GPU, simulated ones last: the contests won, and the largest gain."""
+    """Return a sentence per GPU: the contests that these lines win, and the largest gain."""
     sentences = []
-    ranked = lines.sort_values("simulated", kind="stable")
-    for gpu, group in ranked.groupby("gpu", sort=False):
+    for gpu, group in lines.groupby("gpu", sort=False):
         contests = len(group.drop_duplicates(["run", "place"]))
         won = group[group.wins]
         line = f"{gpu}: the fastest in {len(won)} of {amount(contests, 'contest')}"
@@ -288,7 +288,8 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """Return the range of several gains, or a single gain and its interval."""
     gain, low, high = (records[0][name] for name in ("gain", "low", "high"))
     if len(records) > 1:
-        ends = dict.fromkeys([rounded(records[-1]["gain"]), rounded(gain)])
+        ends = dict.fromkeys(rounded(end, SMALL / 10) if end < SMALL else rounded(end)
+                             for end in (records[-1]["gain"], gain))  # fmt: skip
         return f"{'–'.join(ends)}×", ""
     if pd.isna(low) or high <= low:
         return times(gain), ""

@@ -207,6 +207,7 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
     simulated = cases.simulated.astype(bool)
     parts = [
         {
+            "best": grids.best_places(part),
             "cases": grids.cases(part),
             "grids": [(gpu, grids.grids(own)) for gpu, own in part.groupby("gpu", sort=False)],
         }
@@ -220,7 +221,6 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
         title=grids.named(name) if what == "format" else name,
         doc=doc,
         family="" if what == "format" else family(name),
-        best=grids.best_places(cases),
         measured=parts[0],
         modelled=parts[1],
         others=sorted(cases.kernel.unique() if what == "format" else cases.kind.unique()),

@@ -133,7 +133,7 @@ const showCards = (run, rows, texts, names) => {
     const close = make("button", "close");
     close.addEventListener("click", () => box.remove());
     const fields = run.fields.filter((name) => at(own, name) !== "–").map((name) => `${name} ${at(own, name)}`);
-    const table = make("table"), body = make("tbody");
+    const table = Object.assign(make("table"), { className: "stacked" }), body = make("tbody");
     const heads = ["contender", "time, µs", "speedup", "of bound, %", "configuration"];
     table.append(make("thead", "", make("tr", "", ...heads.map((head) => make("th", head)))), body);
     for (const cells of rivals) {
@@ -141,6 +141,7 @@ const showCards = (run, rows, texts, names) => {
       link.href = `#${rows[texts.indexOf(cells)].id}`;
       const values = [link, at(cells, "time, µs"), at(cells, "speedup"), at(cells, "of bound, %"), at(cells, "configuration")];
       body.append(make("tr", "", ...values.map((each) => make("td", "", each))));
+      [...body.lastChild.cells].forEach((cell, i) => (cell.dataset.head = i ? heads[i] : ""));
     }
     const only = at(own, "sparsity") === "–" && at(own, "source") !== "–" ? `case=${at(own, "case")}` : words(own, run.select);
     const kernel = at(own, "contender").split(" ")[0].split("/").pop();
@@ -183,9 +184,9 @@ for (const table of document.querySelectorAll("table.sortable")) {
   const constants = Object.entries(run.same);
   const word = (cells, wanted) => {
     const [, name, rest] = wanted.match(/^([^:]+):(.+)$/) ?? [];
-    if (name && column(name) >= 0) return fits(rest, cells[column(name)], numeric[column(name)]);
-    const shared = constants.find(([own]) => own.toLowerCase() === name?.toLowerCase());
+    const shared = constants.find(([own]) => own.toLowerCase() === name?.toLowerCase()); // "m" is not the column "mark"
     if (shared) return fits(rest, shared[1], !Number.isNaN(+shared[1]));
+    if (name && column(name) >= 0) return fits(rest, cells[column(name)], numeric[column(name)]);
     const same = constants.some(([, value]) => value.toLowerCase() === wanted.toLowerCase());
     if (!Number.isNaN(+wanted)) return same || cells.some((cell) => cell.replaceAll(",", "") === wanted);
     return same || cells.some((cell) => cell.toLowerCase().includes(wanted.toLowerCase()));

@@ -127,7 +127,8 @@ def load(folder: str, name: str) -> Any:
         raise SuiteError(f"{name}: expected package.module or package.module:NAME")
     path, _, attribute = place.partition(":")
     if path.partition(".")[0] != "sparsebench" and not _allowed.get():
-        raise SuiteError(f"{name}: not imported, because {path} is no module of sparsebench")
+        why = f"{path} is no module of sparsebench; --allow-plugins imports it"
+        raise SuiteError(f"{name}: not imported, because {why}")
     module = _imported(path, f"{name}: expected to import {path}")
     try:
         value = attrgetter(attribute or constant)(module)
@@ -135,6 +136,21 @@ def load(folder: str, name: str) -> Any:
         expected = f"expected {path} to define {attribute or constant}"
         raise SuiteError(f"{name}: {expected}, found no such name") from error
     return module if folder in WHOLE and not attribute else value
+
+
+def canonical(folder: str, name: str) -> str:
+    """Return the first name of an object that has several, such as an entry point and its place.
+
+    `acme.ell:FORMAT`, `acme.ell` and an entry point `ell` of either are one format.
+    """
+    places, constant = modules(folder), f":{CONSTANTS[folder]}"
+
+    def whole(place: str) -> str:
+        return place if ":" in place else place + constant
+
+    place = whole(places.get(name, name))
+    names = [known for known, other in places.items() if whole(other) == place]
+    return names[0] if names else place.removesuffix(constant)
 
 
 def _imported(path: str, expected: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Test a plug-in: the contracts of formats, kernels, ops, patterns and figures as functions.
+"""Test a plug-in: the contracts of formats, kernels, ops, patterns, figures, suites and claims.
 
     from sparsebench import testing
 
@@ -14,10 +14,16 @@ Or a test for each sentence of a contract:
 A name is what a suite writes: that of an entry point, `package.module` or `package.module:NAME`.
 The package must be installed, or on the path. Our own formats, ops and patterns are tested by the
 same functions. A check raises AssertionError, which says what was expected and what was found;
-pytest is not needed. A suite is tested by `sparsebench check SUITE --device cpu`.
+pytest is not needed.
 """
 
 from sparsebench.harness.testing.contract import Check
+from sparsebench.harness.testing.documents import (
+    check_claim,
+    check_suite,
+    claim_checks,
+    suite_checks,
+)
 from sparsebench.harness.testing.figures import check_figure, figure_checks
 from sparsebench.harness.testing.formats import check_format, format_checks
 from sparsebench.harness.testing.kernels import check_kernel, kernel_checks
@@ -26,14 +32,18 @@ from sparsebench.harness.testing.patterns import check_pattern, pattern_checks
 
 __all__ = [
     "Check",
+    "check_claim",
     "check_figure",
     "check_format",
     "check_kernel",
     "check_op",
     "check_pattern",
+    "check_suite",
+    "claim_checks",
     "figure_checks",
     "format_checks",
     "kernel_checks",
     "op_checks",
     "pattern_checks",
+    "suite_checks",
 ]

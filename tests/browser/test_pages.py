@@ -5,20 +5,34 @@ from typing import Any
 
 import pytest
 
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
+
 pytestmark = pytest.mark.browser
 
-PAGES = ["report", "site", "run", "format", "kernel"]
+PAGES = ["report", "site", "runs", "run", "format", "kernel", "claims", "claim"]
+PAGES += ["history", "glossary", "comparison"]
 WAYS = [(1280, "light", "screen"), (400, "light", "screen"), (1280, "dark", "screen")]
 WAYS += [(400, "dark", "screen"), (1280, "light", "print")]
 
 
 @pytest.fixture(scope="session")
-def places(report: Path, site: Path) -> dict[str, Path]:
-    (published,) = site.glob("runs/nvidia-h200-*/index.html")
+def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    comparison = tmp_path_factory.mktemp("comparison") / "page.html"
+    among = "--among", PUBLISHED
+    done = sparsebench("compare", "H100", "H200", "--html", comparison, *among)
+    assert done.returncode == 0, done.stderr
     return {
+        "comparison": comparison,
+        "history": site / "history.html",
+        "glossary": site / "glossary.html",
         "report": report,
         "site": site / "index.html",
-        "run": published,
+        "runs": site / "runs.html",
+        "run": site / "h200" / "sparsity-4096" / "index.html",
+        "step": site / "h200" / "ffn-step" / "index.html",
+        "claims": site / "claims" / "index.html",
+        "claim": site / "claims" / "torch-bsr-blog.html",
         "format": site / "formats" / "bsr.html",
         "kernel": site / "kernels" / "bsr_triton.html",
     }
@@ -62,24 +76,121 @@ def test_the_first_screen_of_a_report_has_the_answer_and_a_map(
     assert page.locator("#answer svg").count() >= 1
 
 
-def test_the_first_screen_of_the_site_shows_which_format_wins(
+def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(
     places: dict[str, Path], show: Any
 ) -> None:
     page = show(places["site"]).page
-    simulated = page.locator("section", has_text="simulated H200")
-    assert simulated.locator(".simulated").count() >= 1
-    row = simulated.locator("tr", has=page.get_by_role("rowheader", name="m 16", exact=True)).first
-    assert "BSR 64" in row.inner_text()
-    assert page.get_by_role("heading", name="Where sparse formats beat dense").is_visible()
-    assert page.locator("h1").bounding_box()["height"] > 10
-    assert page.locator("#gpu-1 table").first.bounding_box()["y"] < 800
+    assert page.evaluate("document.documentElement.scrollHeight") <= 900
+    view = page.locator(".view:visible")
+    assert view.locator(".finding").inner_text().startswith("Yes: blocks of")
+    rows = view.get_by_role("rowheader").all_inner_texts()
+    assert rows == [*(f"blocks of {size}" for size in (128, 64, 32, 16)), "CSR"]
+    assert view.locator("a.cell").first.get_attribute("href") == "h200/sparsity-4096/index.html"
+    assert not page.locator(".simulated").count()
+    assert "simulated" not in page.locator("select[name=gpu]").inner_text()
+    doors = page.locator(".doors").inner_text()
+    assert "Do published claims hold?" in doors
+    assert "make bench" in doors
+
+
+def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(
+    places: dict[str, Path], show: Any
+) -> None:
+    page = show(places["site"], address="#gpu=NVIDIA+H200&tokens=4096").page
+    assert page.locator(".view:visible table").get_attribute("data-tokens") == "4096"
+
+
+def test_simulated_runs_come_after_every_measured_one(places: dict[str, Path], show: Any) -> None:
+    heads = show(places["runs"]).page.locator("section h2").all_inner_texts()
+    assert heads == ["NVIDIA H200", "simulated H200"]
+    page = show(places["format"]).page
+    marked = page.locator(".simulated").first.bounding_box()["y"]
+    assert marked > page.locator("#cases").bounding_box()["y"]
+
+
+def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(
+    places: dict[str, Path], show: Any
+) -> None:
+    page = show(places["run"]).page
+    cell = page.locator("a[data-cell]:visible").nth(12)
+    cell.click()
+    card = page.locator("aside.card")
+    assert card.is_visible()
+    times = [float(text.split(" ")[0].replace(",", "")) for text in
+             card.locator("tbody td:nth-child(2)").all_inner_texts()]  # fmt: skip
+    assert len(times) > 3
+    assert times == sorted(times)
+    run, trial = card.locator("code").all_inner_texts()
+    assert run.startswith('sparsebench run sparsity --only "')
+    assert {"block=64", "sparsity=0.9", "m=4096"} <= {*run.split('"')[1].split()}
+    assert trial.startswith("sparsebench try bsr_wgmma ")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    card.get_by_role("button").click()
+    assert not card.count()
+
+
+@pytest.mark.parametrize("words", ["m:4096", "4096", "dtype:bf16", "bf16"])
+def test_a_filter_finds_the_values_that_all_lines_share(
+    words: str, places: dict[str, Path], show: Any
+) -> None:
+    page = show(places["run"], address=f"#q={words}").page
+    shown, count = page.locator("#cases output").inner_text().split(" of ")
+    assert shown == count
+
+
+@pytest.mark.parametrize("words", ["90 %", "90%", "sparsity:90"])
+def test_a_filter_finds_a_percentage(words: str, places: dict[str, Path], show: Any) -> None:
+    page = show(places["run"]).page
+    page.locator("#cases details").evaluate("(details) => (details.open = true)")
+    page.locator("#cases input[name=q]").fill(words)
+    shown, count = map(int, page.locator("#cases output").inner_text().split(" of "))
+    assert 0 < shown < count
+
+
+def test_pages_of_formats_have_a_filter(places: dict[str, Path], show: Any) -> None:
+    page = show(places["format"]).page
+    page.locator("#cases input[name=q]").fill("block:128 speedup:>2")
+    rows = page.locator("#cases tbody tr:visible")
+    assert rows.count() > 2
+    assert all("×" in text for text in rows.all_inner_texts())
+    assert {*page.locator("#cases tbody tr:visible td:nth-child(7)").all_inner_texts()} == {"128"}
+
+
+def test_an_old_address_leads_to_the_run(site: Path, show: Any) -> None:
+    (old,) = site.glob("runs/nvidia-h200-sparsity-*/index.html")
+    page = show(old).page
+    page.wait_for_url("**/h200/sparsity-4096/index.html")
+    assert page.locator(".headline").is_visible()
+
+
+def test_a_run_shows_its_evidence_and_four_groups(places: dict[str, Path], show: Any) -> None:
+    page = show(places["run"]).page
+    assert page.locator(".headline b").inner_text().startswith("5.52× [")
+    assert "bound" in page.locator(".headline").inner_text()
+    assert "sparsebench run sparsity" in page.locator(".again").inner_text()
+    heads = page.locator(".group > h2").all_inner_texts()
+    assert heads == ["Results", "Efficiency", "Trust", "Data"]
+
+
+def test_no_two_texts_of_a_chart_overlap(places: dict[str, Path], show: Any) -> None:
+    page = show(places["run"]).page
+    page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    overlapping = """() => [...document.querySelectorAll('svg[role=img]')].flatMap((svg) => {
+      const boxes = [...svg.querySelectorAll('text')]
+        .map((text) => [text.textContent, text.getBoundingClientRect()]);
+      return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
+        .filter(([b, q]) => Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+                         && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4)
+        .map(([b]) => `${svg.getAttribute('aria-label')}: ${a} | ${b}`));
+    })"""
+    assert not page.evaluate(overlapping)[:5]
 
 
 def test_on_a_narrow_screen_every_value_of_a_line_is_visible(
     places: dict[str, Path], show: Any
 ) -> None:
     out = "(all) => all.filter((each) => each.getBoundingClientRect().right > 400).length"
-    for name, lines in (("site", ".runs td, .runs .badge"), ("run", "#winners td, #cases td")):
+    for name, lines in (("runs", ".runs td, .runs .badge"), ("run", "#winners td, #cases td")):
         page = show(places[name], 400).page
         page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
         assert page.locator(lines).count() > 3
@@ -93,7 +204,7 @@ def test_on_a_narrow_screen_every_value_of_a_line_is_visible(
 def test_a_choice_is_kept_in_the_address_and_restored_from_it(
     places: dict[str, Path], show: Any
 ) -> None:
-    page = show(places["run"]).page
+    page = show(places["step"]).page
     select = page.locator(".choose select").first
     name = select.get_attribute("name")
     current = select.input_value()
@@ -105,7 +216,7 @@ def test_a_choice_is_kept_in_the_address_and_restored_from_it(
     assert f"{name}=" in address
     after = page.locator(".view:visible").inner_text()
     assert after != before
-    again = show(places["run"], address=address).page
+    again = show(places["step"], address=address).page
     assert again.locator(".choose select").first.input_value() == wanted
     assert again.locator(".view:visible").inner_text() == after
 

@@ -1,6 +1,7 @@
 """What the tests of the CUDA C++ kernels for Hopper share: to compile here, and to run there."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -16,10 +17,23 @@ from tests.compiling.record import known
 HOPPERS_OWN = "arch=compute_90a,code=sm_90a"
 CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
-hopper = pytest.mark.skipif(
+Test = Callable[..., object]
+
+needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != cuda.HOPPER,
     reason="needs a GPU of compute capability 9.0",
 )
+
+
+def hopper(test: Test) -> Test:
+    """Mark a test that runs on a GPU of compute capability 9.0."""
+    return pytest.mark.gpu(needs_hopper(test))
+
+
+def by_nvcc(test: Test) -> Test:
+    """Mark a test that compiles kernels by nvcc, unless the record knows them."""
+    skip = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+    return pytest.mark.compiles(skip(test))
 
 
 def assert_compiles_cleanly(

@@ -235,6 +235,44 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     assert restored(IDS).logits.isfinite().all()
 
 
+def test_every_weight_is_compressed_by_old_versions(tmp_path):
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".weight")]:
+            tensors.update(
+                packed(name.removesuffix(".weight"), tensors.pop(name), BITMASK, old=True)
+            )
+
+    model = write(tmp_path / "old", BITMASK, old=True, change=change)
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == {"BitmapLinear": 15}  # with the head
+    assert sum(written.dense.values()) == 6  # an embedding and five norms
+    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
+
+
+def test_experts_and_layers_whose_weight_is_read_stay_dense_and_are_counted(tmp_path):
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1}
+    mamba = transformers.MambaConfig(**sizes, state_size=8)
+    moe = transformers.MixtralConfig(
+        **sizes, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
+    )
+    for config, sparse, dense in ((mamba, 1, 3), (moe, 4, 25)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+        folder = tmp_path / config.model_type
+        model.save_pretrained(folder)
+        state = load_file(folder / "model.safetensors")
+        for name, weight in state.items():
+            if "layers" in name and weight.dim() == 2 and name.endswith("weight"):
+                state[name] = two_four(weight)
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        expected = loaded(folder)(IDS).logits
+        written = convert(folder, tmp_path / f"{config.model_type}-new")
+        assert written.layers == {"SpenseLinear": sparse}
+        assert sum(written.dense.values()) == dense
+        logits = loaded(tmp_path / f"{config.model_type}-new")(IDS).logits
+        assert torch.equal(logits, expected)
+
+
 def test_shards_are_read_and_written(tmp_path, monkeypatch):
     model = write(tmp_path / "old", TWO_FOUR)
     state = load_file(tmp_path / "old/model.safetensors")

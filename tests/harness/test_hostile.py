@@ -126,10 +126,10 @@ def test_random_numbers_and_new_variables_are_put_back_without_blame(
     before = ProcessState()
     expected = torch.rand(1), random.random(), np.random.rand()
     before.restore()
-    monkeypatch.setenv("SPARSEBENCH_NEW_VARIABLE", "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "1")
     torch.rand(5)
     assert not before.restore()
-    assert "SPARSEBENCH_NEW_VARIABLE" not in os.environ
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert (torch.rand(1), random.random(), np.random.rand()) == expected
     before.restore()
 

@@ -191,7 +191,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
         BlockSparse(64, 0.8),
         r"^1: .*sparsity 0.8.*32x128 of 2 blocks",
     ),
-    (lambda: nn.Sequential(nn.Linear(64, 64)), BlockSparse(0), r"^0: block: expected at least 1x1"),
+    (lambda: nn.Sequential(nn.Linear(64, 64)), BlockSparse(0), r"^0: block: expected an integer"),
     (lambda: nn.Sequential(nn.Linear(64, 64)), BlockSparse(8, 2), r"^0: sparsity: expected 0 to 1"),
     (_tied, BlockSparse(), r"^0: .*weight shared"),
     (_hooked, BlockSparse(), r"^0: .*hooks"),

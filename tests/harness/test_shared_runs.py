@@ -6,14 +6,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from heapq import heappop, heappush
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
-from sparsebench.harness.plan.suite import Suite, read
+from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags
@@ -28,6 +30,7 @@ from sparsebench.reports.build import figures
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
+from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -159,6 +162,51 @@ def test_a_stopped_plan_is_resumed(
     assert samples.items() <= {(key(row), row.device): row.samples_us for row in run.rows}.items()
 
 
+@pytest.mark.parametrize("deleted", ["2", "2/1", "2/suite.yaml", "claims"])
+def test_a_plan_is_resumed_after_a_part_was_deleted(
+    deleted: str, suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(Stopped):
+        share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
+    path = out.with_name("run.shards") / deleted
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if deleted == "claims":
+        shutil.rmtree(path.parent / "1" / "1", ignore_errors=True)
+        shutil.rmtree(path.parent / "2" / "1", ignore_errors=True)
+    resume(out)
+    assert Counter(map(key, store.read(out).rows)) == Counter(expected(suite, 1))
+
+
+def test_a_deleted_suite_or_choices_are_one_line_before_any_job(
+    suite: Suite, gpus: list[str], tmp_path: Path
+) -> None:
+    for name in ("suite.yaml", "pinned.json"):
+        folder = tmp_path / f"{name}.shards"
+        folders.create(folder, on(gpus[:2], replicates=1), suite.text, [{"case": {"choice": 1}}])
+        (folder / name).unlink()
+        done = sparsebench("run", "--resume", tmp_path / name)
+        assert done.returncode == 2
+        assert name in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_part_whose_job_the_scheduler_forgot_is_lost(
+    suite: Suite, gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(on(gpus[:2], replicates=1), by="slurm")
+    folders.create(tmp_path / "run.shards", plan, suite.text)
+    monkeypatch.setattr(cluster_jobs, "_alive", lambda folder, plan: {2: "RUNNING"})
+    parts = [folders.Progress(1, 0, complete=False, device="", status="running"),
+             folders.Progress(2, 0, complete=False, device="", status="running")]  # fmt: skip
+    words = cluster_jobs.statuses(tmp_path / "run.shards", plan, parts)
+    assert words == {1: "lost", 2: "running"}
+    assert cluster_jobs._describe({2: "RUNNING"}, 1) == "jobs: 1 running, 1 lost"
+
+
 @pytest.mark.exhaustive
 def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(
     suite: Suite, gpus: list[str], tmp_path: Path
@@ -197,6 +245,21 @@ def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: P
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
     assert all(line.checked for line in validate(halves[0]))
+
+
+def test_runs_of_eight_gpus_are_merged(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process(monkeypatch)
+    runs = []
+    for number in range(1, 9):
+        (tmp_path / f"{number}.yaml").write_text(f"seed: {number}")
+        flags = Flags(f"sim:{tmp_path}/{number}.yaml", replicates=1, shard=f"{number}/8")
+        runs.append(measure(suite, flags, tmp_path / str(number), None))
+    run = store.read(merge(runs, tmp_path / "run"))
+    measured = {row.case.problem.id for row in [*run.rows, *run.reference]}
+    assert measured == {contest.problem.id for contest in planned(suite, "sim")}
+    assert len(run.environment["devices"]) == 8
 
 
 def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:
@@ -274,6 +337,22 @@ def test_parts_claim_different_problems_and_a_late_part_finds_none(
     assert not [*late.take(contests, 0), *late.take(contests, 1)]
     again = Part(folder, 1, "here")  # a restarted job finds its claims
     assert sorted(c.problem.id for c in again.take(contests, 1)) == sorted(taken[:6:2])
+
+
+def test_sixteen_gpus_share_a_plan_evenly(tmp_path: Path) -> None:
+    """By a made-up clock, a contest takes 2 to 4 s, and a GPU then claims its next one."""
+    text = SUITE.replace("[16, 64]", str([*range(1, 41)]))
+    contests, draw = planned(expand("many.yaml", text), "sim"), Random(0)
+    folders.create(tmp_path / "run.shards", Plan("many", Flags("sim"), ("sim",) * 16), text)
+    waiting = [(0.0, n, Part(tmp_path / "run.shards", n, "").take(contests, 0)) for n in range(16)]
+    taken, ended = list[str](), 0.0
+    while waiting:
+        ended, number, turns = heappop(waiting)
+        if contest := next(turns, None):
+            taken.append(contest.problem.id)
+            heappush(waiting, (ended + draw.uniform(2, 4), number, turns))
+    assert Counter(taken) == Counter(contest.problem.id for contest in contests)
+    assert ended < 3 * len(contests) / 16 + 4
 
 
 def test_shards_have_every_contest_once(suite: Suite) -> None:

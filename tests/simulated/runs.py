@@ -16,9 +16,8 @@ import numpy as np
 from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, regrets, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
-from sparsebench.results.outcome import DIFFERENT, VERDICTS, Outcome, outcome
+from sparsebench.results.outcome import VERDICTS, Outcome, among_many
 from sparsebench.results.statistics import (
-    FALSE_DISCOVERIES,
     Floats,
     Interval,
     block_logs,
@@ -159,11 +158,8 @@ def different(found: Interval) -> float:
 def outcomes(logs: Floats) -> dict[Outcome, float]:
     """Return how often each outcome is said, as of a case alone in its run (verdict.py)."""
     found, p = hodges_lehmann(logs), p_value(logs)
-    said = [outcome(*ends) for ends in zip(np.exp(found.low), np.exp(found.high), strict=True)]
-    clear = [
-        Outcome.NOT_SETTLED if word in DIFFERENT and chance > FALSE_DISCOVERIES else word
-        for word, chance in zip(said, p, strict=True)
-    ]
+    ends = zip(np.exp(found.low), np.exp(found.high), p, strict=True)
+    clear = [among_many(*each) for each in ends]
     return {word: clear.count(word) / len(clear) for word in VERDICTS}
 
 

@@ -12,6 +12,7 @@ memory holds the largest gated MLP and one shard. The output loads by `from_pret
 """
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,7 @@ from sparsebench.harness.models.pruning.compressed import (
 from sparsebench.harness.models.pruning.gated import STEP, Gated, is_dense, named, require_gated
 from sparsebench.harness.models.pruning.mlp import ACTIVATIONS
 from sparsebench.harness.models.pruning.model import quiet, transformers_for, usable
+from sparsebench.harness.models.pruning.surroundings import require_unread
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn.matmul import NAMES
 
@@ -85,9 +87,12 @@ def convert(
     if dtype not in (None, *HALF):
         raise SuiteError(f"dtype: expected float16 or bfloat16, found {dtype}")
     stored = Checkpoint(source)
-    fresh = out.with_name(f"{out.name}.new")
+    fresh = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         fresh.mkdir()
+    except OSError as error:
+        raise SuiteError(f"{out}: expected a writable directory; found {error}") from error
+    try:
         for file in source.iterdir():
             index = file.name.endswith(".index.json") or file.name == CONFIG
             if file.is_file() and file.suffix not in NOT_COPIED and not index:
@@ -227,9 +232,13 @@ class _Converter:
             return kind if compressed or values.dim() == 2 else ""
         if (module is self.head and not compressed) or self.users[id(module.weight)] > 1:
             return "heads"
+        try:
+            require_unread(self.model, [name])
+        except FormatError:
+            return "linear layers with whose weight other code computes"
         step = 2 * STEP if values.dtype == E4M3 else STEP
         if not bitmask and (values.shape[1] % step or values.shape[0] % STEP):
-            return f"linear layers whose sizes are no multiples of {STEP}, and {step} along k"
+            return f"linear layers whose sizes are no multiples of {step}"
         found = f"{values.dtype}{' with a scale' if weight.scale is not None else ''}"
         if bitmask:
             fits = values.dtype in NAMES and weight.scale is None
@@ -349,10 +358,13 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def lines(out: Path, conversion: Conversion) -> Iterator[str]:
     """Yield what a conversion did, for a terminal."""
     layers = ", ".join(f"{count} {kind}" for kind, count in conversion.layers.items())
-    sizes = f"{conversion.after / 1e9:.2f} GB in place of {conversion.before / 1e9:.2f} GB"
-    yield f"{out}: {layers}, {conversion.dtype}, {sizes}"
+    after, before = (
+        f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+        for size in (conversion.after, conversion.before)
+    )
+    yield f"{out}: {layers}, {conversion.dtype}, {after} in place of {before}"
     for reason, count in conversion.dense.items():
         yield f"dense: {count} {reason}"
     for name, count in conversion.unused.items():
         yield f"left out: {count} {name}; fp8 layers scale each token by its largest element"
-    yield f"AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it after import sparsebench.nn"
+    yield f"from_pretrained({str(out)!r}) loads it after import sparsebench.nn"

@@ -6,10 +6,8 @@ mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 
 import ctypes
 import re
-import shutil
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,10 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import built, device_code
 from tests.kernels.contract import assert_device_refusal, captured, refusal
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_cupy, needs_gxx, sampled
 
 STAND_INS = """
   #include "mma_on_cpu.h"
@@ -122,7 +120,6 @@ def example(
     return x.to(dtype), Bitmap.from_dense(w.to(dtype))
 
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CASES = [
     (Config(8, 2, 2, 2, 2, 2), 3, 1, 70, 1032, 0.5, BF16),
@@ -140,7 +137,7 @@ CASES += [
 ]
 
 
-@needs_compiler
+@needs_gxx
 @pytest.mark.parametrize(
     ("config", "workers", "m", "n", "k", "sparsity", "dtype"),
     sampled(CASES, 0, 1, 7, 11, -2),
@@ -163,7 +160,7 @@ def test_its_threads_give_the_product_on_a_cpu(
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
 
-@needs_compiler
+@needs_gxx
 def test_nan_and_infinity_are_where_the_definition_has_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +174,7 @@ def test_nan_and_infinity_are_where_the_definition_has_them(
     assert right[:, 3].isnan().all()
 
 
-@needs_compiler
+@needs_gxx
 def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(3, 40, 520, 0.5, BF16)
     wide = torch.full((3, 544), float("nan"), dtype=BF16)[:, :520]
@@ -249,8 +246,7 @@ def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int
         assert config.split == 1 or config.rows * {2: 66, 4: 30, 8: 15}[config.split] * 16 >= n
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize("dtype", sampled([BF16, FP8, FP16]), ids=str)
 @pytest.mark.parametrize(
     "config",
@@ -271,7 +267,7 @@ def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_pat
     assert_compiles_cleanly("bitmap_mma", bitmap_mma.constants_of(config, dtype), tmp_path)
 
 
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
 def test_nvrtc_compiles_it(dtype: torch.dtype) -> None:
     constants = bitmap_mma.constants_of(Config(8, 1, 7, 2, 2, 2), dtype)
@@ -281,7 +277,6 @@ def test_nvrtc_compiles_it(dtype: torch.dtype) -> None:
 # ---- on a GPU ----
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP8], ids=str)
 @pytest.mark.parametrize(
@@ -305,7 +300,6 @@ def test_the_products_are_right_on_a_gpu(
         torch.testing.assert_close(program(), right, rtol=0, atol=0)
 
 
-@pytest.mark.gpu
 @hopper
 def test_a_prepared_launch_is_captured_and_reads_rewritten_activations() -> None:
     x, w = example(9, 1024, 2048, 0.6)

@@ -133,7 +133,6 @@ def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: st
 
 
 @hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", bsr_ffn.PRODUCTS)
 def test_a_hopper_gpu_computes_it_by_each_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, SMALL
 from tests.kernels.bsr.examples import example, on_gpu
 from tests.kernels.contract import refusal
+from tests.tools.marks import crossed
 
 
 def unpacked(values: torch.Tensor) -> np.ndarray:
@@ -79,9 +80,11 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", SMALL, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES["bsr_small"], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "transposed", "config"),
+    crossed(SHAPES["bsr_small"], [False, True], SMALL),
+    ids=str,
+)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     dense = w.to_dense()
@@ -209,7 +212,6 @@ def captured(calls) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(64, 64), Config(128, 256)], ids=str)
 @pytest.mark.parametrize("block", bsr_small.BLOCKS)
@@ -238,7 +240,6 @@ def test_a_layer_reads_the_output_of_the_previous_layer(config, block):
             assert all(map(torch.equal, outs(), alone))
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(64, 32), Config(64, 128)], ids=str)
 def test_weights_may_be_written_just_before_the_launch(config):

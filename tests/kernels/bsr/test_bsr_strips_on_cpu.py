@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from sparsebench.kernels.bsr._small_steps import worked
 from sparsebench.kernels.bsr.bsr_strips import Config, boxes_of, costs_of, packed_order, tiles_of
 from tests.emulation.cuda_on_cpu import built
 from tests.kernels.bsr.examples import Shape, example
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
 IN_CPP = """
@@ -84,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize(("config", "shape", "transposed"), sampled(CASES, 0, 5), ids=str)
 def test_the_threads_multiply_tiles_on_a_cpu(

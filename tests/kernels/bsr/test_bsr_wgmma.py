@@ -1,7 +1,6 @@
 """bsr_wgmma: its groups, its schedule and its work lists, emulated in NumPy."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise, product
 from typing import Any
 
@@ -21,6 +20,7 @@ from sparsebench.results.record import Problem
 from tests.kernels.bsr.cases import SHAPES, WGMMA
 from tests.kernels.bsr.examples import example
 from tests.kernels.contract import refusal
+from tests.tools.marks import crossed, needs_cupy
 
 
 def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
@@ -56,9 +56,11 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", [Config(256, 1), Config(64, 2)])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES["bsr_wgmma"])
+@pytest.mark.parametrize(
+    ("shape", "transposed", "config"),
+    crossed(SHAPES["bsr_wgmma"], [False, True], [Config(256, 1), Config(64, 2)]),
+    ids=str,
+)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     dense = w.to_dense().numpy()
@@ -194,7 +196,7 @@ def test_the_smaller_tile_comes_first_if_there_are_few_items(m, width, tokens):
     assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
 
 
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 def test_an_error_of_nvrtc_names_the_macros():
     constants = bsr_wgmma.constants_of(WGMMA[0], torch.float16, transposed=False)
     with pytest.raises(RuntimeError, match=r"NVRTC, bsr_wgmma.cu -DTOKENS=256: .*CLUSTER"):

@@ -4,9 +4,7 @@ bsr_small, bsr_strips and bsr_wgmma run on Hopper, bsr_resident on any GPU from 
 has the tests that only one kernel needs: its work lists and what it refuses.
 """
 
-import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,20 @@ from sparsebench.kernels._kernel import Kernel, Operands
 from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
 from sparsebench.kernels.bsr.bsr_strips import tiles_of
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, needs_hopper
 from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
 from tests.kernels.contract import captured
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_cupy, sampled
 
 HALF, BF16 = torch.float16, torch.bfloat16
 KERNELS = bsr_resident, bsr_small, bsr_strips, bsr_wgmma
 DECLARED = [kernel for module in KERNELS for kernel in (module.KERNEL, module.DGRAD)]
 CONFIGS = [
     *(pytest.param(bsr_resident, config, id=f"resident-{config}") for config in RESIDENT),
-    *(pytest.param(bsr_small, c, marks=hopper, id=f"small-{c}") for c in SMALL),
-    *(pytest.param(bsr_strips, c, marks=hopper, id=f"strips-{c}") for c in STRIPS),
-    *(pytest.param(bsr_wgmma, c, marks=hopper, id=f"wgmma-{c}") for c in WGMMA),
+    *(pytest.param(bsr_small, c, marks=needs_hopper, id=f"small-{c}") for c in SMALL),
+    *(pytest.param(bsr_strips, c, marks=needs_hopper, id=f"strips-{c}") for c in STRIPS),
+    *(pytest.param(bsr_wgmma, c, marks=needs_hopper, id=f"wgmma-{c}") for c in WGMMA),
 ]
 LARGE: dict[Any, list[Shape]] = {
     bsr_resident: [],
@@ -83,8 +81,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(("module", "config"), COMPILED, ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
     module: Any, config: Any, tmp_path: Path
@@ -95,7 +92,7 @@ def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
         assert_compiles_cleanly(name_of(module), constants, tmp_path, allowed=allowed)
 
 
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 @pytest.mark.parametrize(
     ("module", "config"), [(bsr_small, SMALL[0]), (bsr_strips, STRIPS[0]), (bsr_wgmma, WGMMA[0])]
 )
@@ -119,7 +116,7 @@ def launches(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("module", "config"), CONFIGS)
@@ -139,7 +136,7 @@ def test_the_products_are_right_on_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 @pytest.mark.parametrize(("module", "config"), CONFIGS)
 def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(module: Any, config: Any) -> None:
     side = {bsr_resident: 10, bsr_small: 16, bsr_strips: 24, bsr_wgmma: 64}[module]
@@ -163,10 +160,10 @@ PREPARED = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 @pytest.mark.parametrize(
     ("module", "shape"),
-    [pytest.param(*c, marks=() if c[0] is bsr_resident else hopper) for c in PREPARED],
+    [pytest.param(*c, marks=() if c[0] is bsr_resident else needs_hopper) for c in PREPARED],
 )
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad"])
 def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(

@@ -4,10 +4,8 @@ test_NAME.py has the tests that only one of them needs: its work lists and what 
 """
 
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,11 @@ from sparsebench.kernels.bsr._wgrad_schedule import TILES
 from sparsebench.kernels.bsr._wgrad_small_schedule import room_of
 from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_SMALL
 from tests.kernels.bsr.examples import Shape, activations, assert_right_gradient, moved, pattern_of
 from tests.kernels.contract import captured
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_cupy, sampled
 
 KERNELS = bsr_wgrad, bsr_wgrad_small
 CONFIGS = [*((bsr_wgrad, c) for c in WGRAD), *((bsr_wgrad_small, c) for c in WGRAD_SMALL)]
@@ -118,8 +116,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(("module", "config"), COMPILED, ids=str)
 def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
     module: Any, config: Any, tmp_path: Path
@@ -128,7 +125,7 @@ def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
         assert_compiles_cleanly(name_of(module), constants, tmp_path)
 
 
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 @pytest.mark.parametrize(
     ("module", "config"), [(bsr_wgrad, WGRAD[0]), (bsr_wgrad_small, WGRAD_SMALL[0])]
 )
@@ -143,7 +140,6 @@ def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, Tensor, Tensor]:
     return moved(pattern_of(shape), dtype), dy, x
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("module", "config"), CONFIGS, ids=str)
@@ -164,7 +160,6 @@ def test_the_sums_are_right_on_a_gpu_and_the_same_bits_every_time(
             assert all(torch.equal(a, b) for a, b in pairwise(bits))
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(
     ("module", "config", "block"),
@@ -183,7 +178,6 @@ def test_a_nan_stays_in_its_row_and_column(module: Any, config: Any, block: int)
     assert torch.equal(dense, there)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(
     ("module", "config"), [(bsr_wgrad, WGRAD[1]), (bsr_wgrad_small, WGRAD_SMALL[0])]
@@ -200,7 +194,6 @@ def test_one_plan_serves_other_operands(module: Any, config: Any) -> None:
         bsr_wgrad.bind(plan, torch.cat([dy, dy]), torch.cat([x, x]))
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("module", KERNELS)
 def test_a_prepared_launch_is_captured_and_sums_rewritten_activations(module: Any) -> None:

@@ -5,7 +5,6 @@ On the CPU the kernel's own source runs thread by thread, with the arguments of 
 
 import ctypes
 import re
-import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,7 @@ from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.csr._panels import Shape, bounds_of, parts_of, work_of
 from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import built
 from tests.kernels.contract import assert_device_refusal, captured
 from tests.kernels.csr.examples import (
@@ -37,7 +36,7 @@ from tests.kernels.csr.examples import (
     on_this_machine,
     on_two_sms,
 )
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 
 
 @cache
@@ -80,14 +79,11 @@ def emulated(
     return program.out
 
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-
-
 EVERY = [(8, FP32), (16, FP32), (32, FP32), (64, FP32)]
 EVERY += [(16, BF16), (64, BF16), (32, FP16), (128, FP16)]
 
 
-@needs_compiler
+@needs_gxx
 @pytest.mark.parametrize("room", [8000, 40000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tokens", "dtype"), sampled(EVERY, 0, 5))
@@ -105,7 +101,7 @@ def test_its_threads_give_the_product_on_a_cpu(
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
 
-@needs_compiler
+@needs_gxx
 @pytest.mark.parametrize("tokens", [8, 32])
 def test_a_matrix_of_zeros_gives_zeros(
     tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +111,7 @@ def test_a_matrix_of_zeros_gives_zeros(
     assert torch.equal(y, torch.zeros(9, 1))
 
 
-@needs_compiler
+@needs_gxx
 def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding of steps multiplies zeros by zeros, and no token of X."""
     x, w = example(SHAPES[1], FP32)
@@ -223,8 +219,7 @@ def test_a_panel_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
 CONFIGS = [(config, dtype) for dtype in (FP32, BF16) for config in csr_cuda.space(dtype)]
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(("config", "dtype"), sampled(CONFIGS), ids=str)
 def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
     for aligned in (True, False):

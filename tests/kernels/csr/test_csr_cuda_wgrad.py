@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.csr import csr_cuda_wgrad
 from sparsebench.kernels.csr.csr_cuda_wgrad import Config
-from tests.compiling.nvcc import assert_compiles_cleanly
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import built
 from tests.kernels.csr.examples import (
     BF16,
@@ -29,7 +28,7 @@ from tests.kernels.csr.examples import (
     on_this_machine,
     on_two_sms,
 )
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 
 
 @cache
@@ -78,7 +77,7 @@ def emulated(
     return (then or first).out
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("room", [24000, 90000])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[3]], ids=str)
 @pytest.mark.parametrize(
@@ -119,8 +118,7 @@ def test_operands_that_the_kernel_cannot_read_are_unsupported(
 CONFIGS = [(config, dtype) for dtype in (FP32, BF16) for config in csr_cuda_wgrad.space()]
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(("config", "dtype"), sampled(CONFIGS), ids=str)
 def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
     for aligned in (True, False):

@@ -5,7 +5,6 @@ in kernels/spense/NOTES.md.
 """
 
 import re
-import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sparsebench.kernels._common import cuda
-from tests.compiling.nvcc import CLEAN, nvcc_version, text_of
+from tests.compiling.nvcc import CLEAN, by_nvcc, nvcc_version, text_of
 from tests.compiling.record import known
 from tests.kernels.spense.examples import CUOBJDUMP
 from tests.tools.marks import sampled
@@ -27,8 +26,7 @@ IN_A_STEP = {  # instructions: sparse products, copies into tensor memory
 }
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(("mx", "gather"), sampled([(1, 1), (1, 0), (0, 1), (0, 0)]))
 def test_the_main_loop_of_the_plan_compiles(mx: int, gather: int, tmp_path: Path) -> None:
     macros = {"MX": mx, "GATHER": gather, "STAGES": STAGES[mx]}

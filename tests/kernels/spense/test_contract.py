@@ -1,7 +1,6 @@
 """The contract of spense_mma and spense_wgmma: what they refuse, and on a GPU their products."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.kernels.spense.examples import (
     example,
     on_gpu,
 )
+from tests.tools.marks import needs_cupy
 
 KERNELS = [spense_mma, spense_wgmma]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__[-5:])
@@ -88,14 +88,14 @@ def test_other_devices_and_dtypes_are_unsupported(
     assert_device_refusal(kernel.KERNEL, device, capability, problem, reasons, monkeypatch)
 
 
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_nvrtc_compiles_spense_mma_for_every_target(target: str) -> None:
     constants = spense_mma.constants_of(MMA_CONFIGS[4], torch.float16, dense=True)
     assert cuda.compiled("spense_mma", constants, target).startswith(b"\x7fELF")
 
 
-@pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
+@needs_cupy
 def test_nvrtc_compiles_spense_wgmma_with_its_watchdog() -> None:
     constants = spense_wgmma.constants_of(WGMMA_CONFIGS[0], torch.float16)
     assert cuda.compiled("spense_wgmma", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")

@@ -104,7 +104,6 @@ def test_the_suite_stores_pruned_weights_half_dense_and_the_others_dense() -> No
                     assert contender.params_of(name)["dense_fraction"] == fraction
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("pruned", ["mlp", "all"])

@@ -5,7 +5,6 @@ stand-ins for PTX and TMA.
 """
 
 import ctypes
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.kernels.contract import captured, refusal
 from tests.kernels.spense.epilogue_on_cpu import KERNEL, Case, on_cpu
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 
 ACTIVATIONS = [name for name in spense_wgmma.ACTIVATIONS if name]
 NAMES = "bf16", "fp16", "fp8"
@@ -114,7 +113,7 @@ def layout(case: Case, dtype: torch.dtype) -> Spense:
     return Spense((n, k), dtype, (sparse, k), *blobs)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 @pytest.mark.parametrize(("name", "activation"), sampled(KINDS, 0, 2))
 def test_its_threads_write_the_hidden_units_on_a_cpu(
@@ -278,7 +277,6 @@ def assert_right_on_gpu(config: Config, name: str, activation: str, watchdog: bo
             assert torch.equal(h.nan_to_num(9999), seen[0].nan_to_num(9999)), shape
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -286,7 +284,6 @@ def test_hidden_units_are_right_on_a_hopper_gpu(config: Config, name: str) -> No
     assert_right_on_gpu(config, name, "relu", watchdog=True)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", NAMES)
@@ -295,7 +292,6 @@ def test_activations_are_right_on_a_hopper_gpu(config: Config, name: str, activa
     assert_right_on_gpu(config, name, activation)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(name: str) -> None:

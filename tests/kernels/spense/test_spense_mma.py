@@ -6,7 +6,6 @@ mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 
 import ctypes
 import re
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -22,10 +21,10 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import CLEAN, known_by_nvcc
+from tests.compiling.nvcc import CLEAN, by_nvcc, known_by_nvcc
 from tests.emulation.cuda_on_cpu import built, device_code
 from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, Shape, example
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import KERNELS
 
 KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
@@ -111,10 +110,7 @@ def emulated(
     return seen[0]
 
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-
-
-@needs_compiler
+@needs_gxx
 @pytest.mark.parametrize(
     ("shape", "config", "workers", "late"),
     sampled(
@@ -143,7 +139,7 @@ def test_its_threads_give_the_product_on_a_cpu(
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
 
-@needs_compiler
+@needs_gxx
 def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(SHAPES[1], torch.float16)
     wide = torch.full((x.shape[0], x.shape[1] + 24), float("nan")).half()[:, : x.shape[1]]
@@ -152,7 +148,7 @@ def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(y, (x.float() @ w.to_dense().float().T).half(), rtol=0, atol=0)
 
 
-@needs_compiler
+@needs_gxx
 def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example((20, 136, 528, 0.25, "columns"), torch.float16)
     dense = w.to_dense()
@@ -168,7 +164,7 @@ def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.Mo
     assert right.isnan().any(0)[:4].tolist() == [False, True, True, True]
 
 
-@needs_compiler
+@needs_gxx
 def test_a_wrong_byte_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(SHAPES[1], torch.float16)
     right = (x.float() @ w.to_dense().float().T).half()
@@ -240,8 +236,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(("config", "dense", "target"), sampled(COMPILED, 0, -1), ids=str)
 def test_it_compiles_without_a_spill(
     config: Config, dense: bool, target: str, tmp_path: Path

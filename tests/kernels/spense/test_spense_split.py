@@ -6,7 +6,6 @@ whole kernel on a Hopper GPU.
 """
 
 import ctypes
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.kernels.spense.epilogue_on_cpu import KERNEL, on_cpu
+from tests.tools.marks import needs_gxx
 
 BEFORE = """
 static u32 map_shared_rank(u32 address, int cta) { return address | cta << 24; }
@@ -85,7 +85,7 @@ CASES = [  # tokens, warpgroups, split
 ]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(
     case: tuple[int, int, int], tmp_path: Path

@@ -6,7 +6,6 @@ wgmma.mma_async.sp).
 """
 
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
@@ -27,7 +26,7 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config, Scales
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, Shape, example, on_gpu
 from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
 from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
@@ -300,8 +299,7 @@ def test_the_model_ranks_the_winners_first(
     assert won in [(tokens, *sizes) for tokens, _, *sizes in found[: likelier + 1]]
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(
     ("config", "dtype", "activation"),
     sampled(
@@ -384,7 +382,6 @@ def planned(w: Spense, m: int) -> spense_wgmma.Plan:
     )
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(256, 2, 4)], ids=str)
 def test_accumulators_of_fp8_are_scaled(config: Config) -> None:

@@ -113,7 +113,6 @@ def test_the_suite_has_a_model_for_decoder_few() -> None:
     assert OP.held_bytes(problems[0]) == pytest.approx(38 * 102.8e6 + 0.2e9, rel=0.02)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("m", [1, 16, 33, 64])

@@ -5,7 +5,6 @@ Without a gate (`gated` False) the cases test mlp_few, which launches the same k
 
 import ctypes
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import ffn_few
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import built
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
 GPU = torch.device("cuda", 0)
@@ -100,8 +99,7 @@ def test_copies_of_x_are_timed_from_33_tokens_on() -> None:
 # ---- its code ----
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(
     ("n", "k"), sampled([(5632, 2048), (14336, 4096), (1000, 200), (28672, 4096)])
 )
@@ -114,8 +112,7 @@ def test_the_kernel_compiles_without_spills(m: int, n: int, k: int, tmp_path: Pa
         assert_compiles_cleanly("ffn_few", constants, tmp_path)
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize(
     ("n", "k"), sampled([(5632, 2048), (9728, 2560), (16384, 4096), (16384, 1024)], 0, 1)
 )
@@ -186,7 +183,7 @@ WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True,
 PAIRS = [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize(
     ("case", "way", "x_by"),
     sampled(((*pair, x_by) for x_by in ("loads", "copies") for pair in PAIRS), 0, 2, 8, 44),
@@ -240,7 +237,6 @@ def launched(operands: Operands, squared: bool) -> ffn_few.BoundKernel:
     return ffn_few.launch(*operands, torch.empty_like(operands[0]), squared=squared)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(
     ("dtype", "squared", "gated"), [("bf16", False, True), ("fp16", True, False)]
@@ -260,7 +256,6 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(shape, dtype, squared, g
             assert torch.equal(program(), first)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [3, 16, 32, 64])
 def test_full_and_empty_tokens_and_units_are_correct_on_a_gpu(m: int) -> None:
@@ -275,7 +270,6 @@ def test_full_and_empty_tokens_and_units_are_correct_on_a_gpu(m: int) -> None:
     assert (program()[2] == 0).all()
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [3, 16, 32, 64])
 def test_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
@@ -294,7 +288,6 @@ def test_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
     assert torch.equal(program(), y)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
 def test_a_graph_replays_the_kernel_on_a_gpu(m: int) -> None:

@@ -5,9 +5,7 @@ The op mlp (no gate) tests mlp_sparse and mlp_few, which run the same kernels.
 
 import ctypes
 import re
-import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,9 +18,8 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.bench.operands import operands, redraw
+from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_kernel, load_op, names
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._common.search import Search
@@ -40,9 +37,10 @@ from sparsebench.kernels.twell import (
 )
 from sparsebench.kernels.twell._twell_gate import Tiles
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import built
-from tests.tools.marks import sampled
+from tests.kernels.layers import assert_correct, given, problem_of
+from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
 CPU = torch.device("cpu")
@@ -52,27 +50,8 @@ GROUPED = "library", "alone"
 
 
 def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:
-    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": "relu", "skew": "iid"}
-    rest = {"pattern": "dense", "sparsity": 0.0, "block": 1, "active": None}
-    return Problem(op, {**fields, **rest, **more})
-
-
-def prepared(task: Problem, device: torch.device = CPU) -> Operands:
-    op = load_op(task.op)
-    drawn = operands(task, op, device, None)
-    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    definition = partial(op.definition, activation=task["activation"])
-    return Operands(task, weights, drawn.activations, definition)
-
-
-def assert_correct(y: Tensor, case: Operands) -> None:
-    """Check Y as the harness does."""
-    names = {name: w.to_dense().double() for name, w in case.weights.items()}
-    names |= {name: x.double() for name, x in case.activations.items()}
-    op, how = load_op(case.problem.op), {"activation": case.problem["activation"]}
-    reference, spread = op.definition(**names, **how), op.spread(**names, **how)
-    verdict = check(y, Expected(reference, spread, y.dtype, max(case.problem["n"], 1)))
-    assert verdict.reason is None, verdict.reason
+    fields = {"activation": "relu", "pattern": "dense", "sparsity": 0.0} | more
+    return problem_of(op, m=m, n=n, k=k, dtype=dtype, **fields)
 
 
 # ---- sizes and limits of the sparse kernel ----
@@ -143,7 +122,7 @@ def test_a_portfolio_names_its_choice(
     m: int, op: str, way: Any, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = ffn_sparse if op == "ffn" else mlp_sparse
-    case = prepared(problem(m, 64, 32, op=op))
+    case = given(problem(m, 64, 32, op=op))
     for i, expected in enumerate(chosen):
         monkeypatch.setattr(ffn_sparse, "search", lambda *_, i=i: Search(i))
         launch = kernel.prepare(case, way=way)
@@ -168,8 +147,7 @@ def test_kernels_for_few_tokens_refuse_many(kernel: Any, op: str) -> None:
 # ---- its code ----
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize("k", sampled([2048, 200, 2040]))
 @pytest.mark.parametrize("split", sampled([1, 8]))
 @pytest.mark.parametrize(
@@ -185,8 +163,7 @@ def test_the_kernel_compiles_without_spills(
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize("k", sampled([2560, 2048, 200, 1032]))
 @pytest.mark.parametrize("split", sampled([8, 7, 3, 2]))
 def test_without_a_fallback_the_kernel_compiles_without_spills(
@@ -280,7 +257,7 @@ PAIRS += [(case, IN_TILES[(i + j) % 3]) for i, case in enumerate(CASES) for j in
 PAIRS += [(case, WHOLE[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25, 40, 42, 46), ids=str)
 def test_threads_on_a_cpu_compute_the_layer(
     case: tuple[Any, ...], kind: tuple[Any, ...], tmp_path: Path
@@ -360,7 +337,7 @@ def test_interpreted_dense_products_write_the_groups_left(m, heavy, gated, dtype
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_interpreted_fused_gate_and_up_are_correct(dtype, activation, path):
-    case = prepared(problem(19, 72, 40, dtype, activation=activation))
+    case = given(problem(19, 72, 40, dtype, activation=activation))
     x = case.activations["x"]
     wg, wu, wd = (case.weights[name].to_dense() for name in ("wg", "wu", "wd"))
     configs = ffn_dense_triton.configurations(len(x), x.element_size(), path)
@@ -420,12 +397,12 @@ def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(Unsupported, match="option mode: expected one of default, max-autotune"):
-        torch_compile.prepare(prepared(problem(2, 8, 8, "fp32")), mode="fast")
+        torch_compile.prepare(given(problem(2, 8, 8, "fp32")), mode="fast")
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 def test_a_compiled_definition_follows_its_activations() -> None:
-    case = prepared(problem(3, 24, 16, "fp32"))
+    case = given(problem(3, 24, 16, "fp32"))
     launch = torch_compile.prepare(case)
     redraw(case.problem, OP, case.activations, 1)
     assert_correct(launch(), case)
@@ -447,7 +424,6 @@ def layer(case: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
     return ffn_sparse.prepare(case, way=way)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(
     ("dtype", "activation", "skew"), [("bf16", "relu", "iid"), ("fp16", "relu2", "correlated")]
@@ -458,7 +434,7 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, ac
     op = kernel.KERNEL.op
     for active in (1, shape[1] / 64, shape[1] / 2):
         task = problem(*shape, dtype, op, activation=activation, active=active, skew=skew)
-        case = prepared(task, GPU)
+        case = given(task, GPU)
         launch = kernel.prepare(case, way="library")
         for draw in (1, 2):
             redraw(task, load_op(op), case.activations, draw)
@@ -466,7 +442,6 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, ac
             assert torch.equal(launch().clone(), launch())
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
 @pytest.mark.parametrize("way", GATES[1:], ids=str)
@@ -474,7 +449,7 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, ac
 def test_gates_in_tiles_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
     for active in (1, shape[1] / 64, shape[1] / 2):
         task = problem(*shape, dtype, activation=activation, active=active)
-        case = prepared(task, GPU)
+        case = given(task, GPU)
         launch = layer(case, way)
         for draw in (1, 2):
             redraw(task, OP, case.activations, draw)
@@ -482,7 +457,6 @@ def test_gates_in_tiles_give_the_same_layer_on_a_gpu(shape, way, dtype, activati
             assert torch.equal(launch().clone(), launch())
 
 
-@pytest.mark.gpu
 @hopper
 def test_a_pinned_choice_is_repeated_on_a_gpu() -> None:
     for active in (8, 600):
@@ -504,13 +478,13 @@ def test_a_pinned_choice_is_repeated_on_a_gpu() -> None:
     assert_correct(ffn_sparse.prepare(replace(case, pinned=launch.choice))(), case)
     assert ffn_sparse.prepare(case, way="sparse").choice["way"] in ("few", "alone")
     task = problem(300, 1024, 512, op="mlp", active=8)
-    launch = mlp_sparse.prepare(prepared(task, GPU))
-    again = mlp_sparse.prepare(replace(prepared(task, GPU), pinned=launch.choice))
+    launch = mlp_sparse.prepare(given(task, GPU))
+    again = mlp_sparse.prepare(replace(given(task, GPU), pinned=launch.choice))
     assert again.choice == launch.choice
 
 
 def test_unknown_ways_are_refused() -> None:
-    case = prepared(problem(4, 64, 32))
+    case = given(problem(4, 64, 32))
     with pytest.raises(Unsupported, match=r"expected one of best, sparse"):
         ffn_sparse.prepare(case, way="dense")
     with pytest.raises(Unsupported, match="use library"):
@@ -519,7 +493,6 @@ def test_unknown_ways_are_refused() -> None:
         ffn_sparse.prepare(replace(case, pinned={"way": "packed"}))
 
 
-@pytest.mark.gpu
 @hopper
 def test_few_refuses_many_tokens_on_a_gpu() -> None:
     with pytest.raises(Unsupported, match="expected 1 to 64 tokens, found 300"):
@@ -527,10 +500,9 @@ def test_few_refuses_many_tokens_on_a_gpu() -> None:
 
 
 def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
-    return prepared(problem(m, n, k, active=active), GPU)
+    return given(problem(m, n, k, active=active), GPU)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 def test_full_empty_and_heavy_tokens_are_correct_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
@@ -547,7 +519,6 @@ def test_full_empty_and_heavy_tokens_are_correct_on_a_gpu(way: ffn_sparse.Way | 
     assert_correct(layer(case, way)(), case)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
@@ -562,7 +533,6 @@ def test_nan_stays_in_its_token_on_a_gpu(way: ffn_sparse.Way | Tiles) -> None:
     assert y[:7].isfinite().all()
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", GATES, ids=str)
 @pytest.mark.parametrize("active", [8, 600])
@@ -579,13 +549,12 @@ def test_a_graph_replays_a_layer_on_a_gpu(active: float, way: ffn_sparse.Way | T
         assert_correct(y, case)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("kernel", [ffn_dense_triton, torch_compile])
 @pytest.mark.parametrize("m", [1, 33, 300, 2000])
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 def test_dense_kernels_are_correct_on_a_gpu(kernel: Any, m: int, activation: str) -> None:
-    case = prepared(problem(m, 1024, 512, activation=activation), GPU)
+    case = given(problem(m, 1024, 512, activation=activation), GPU)
     launch = kernel.prepare(case)
     redraw(case.problem, OP, case.activations, 1)
     assert_correct(launch(), case)

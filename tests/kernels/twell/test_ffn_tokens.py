@@ -80,7 +80,6 @@ def assert_correct(y: Tensor, layer: Layer) -> None:
     assert verdict.reason is None, verdict.reason
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("shape", "gated"), CASES, ids=str)
 @pytest.mark.parametrize("m", TOKENS)
@@ -102,7 +101,6 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(
             assert torch.equal(launch(), first)
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [33, 100, 500])
 def test_a_graph_replays_a_layer_and_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
@@ -129,7 +127,6 @@ def test_a_graph_replays_a_layer_and_nan_stays_in_its_token_on_a_gpu(m: int) -> 
         case.x[20, 5] = old
 
 
-@pytest.mark.gpu
 @hopper
 def test_too_many_tokens_are_refused() -> None:
     operands = layer(513, 64, 64, torch.bfloat16, False, True)

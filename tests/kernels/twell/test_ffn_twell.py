@@ -1,7 +1,6 @@
 """Test the gate in TwELL words: its epilogue thread by thread on a CPU, all on a Hopper GPU."""
 
 import ctypes
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from sparsebench.formats.twell import Twell
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import _twell_gate, ffn_twell
 from sparsebench.kernels.twell._twell_gate import Config, Tiles
-from tests.compiling.nvcc import assert_compiles_cleanly, hopper
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import built, without_ptx
-from tests.tools.marks import sampled
+from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
 TILES = [Tiles(256, 31), Tiles(256, 127), Tiles(64, 7), Tiles(128, 3), Tiles(256, 3)]
@@ -100,7 +99,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize(
     ("case", "tiles"), sampled([(c, t) for c in CASES for t in TILES], 0, 7, 26), ids=str
 )
@@ -140,8 +139,7 @@ def assert_words(words: Tensor, dense: Tensor, gate: Tensor, tiles: Tiles) -> No
     assert torch.equal(stored.to_dense().nan_to_num(9999), expected.nan_to_num(9999))
 
 
-@pytest.mark.compiles
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@by_nvcc
 @pytest.mark.parametrize("config", sampled(_twell_gate.configurations()), ids=str)
 @pytest.mark.parametrize("tiles", sampled(TILES), ids=str)
 def test_the_gate_compiles_without_spills_or_serialised_products(
@@ -159,7 +157,6 @@ SHAPES = [(1, 8, 16), (20, 200, 528), (300, 1552, 1280), (513, 520, 2064), (3000
 SHAPES += [(1024, 5632, 2048)]
 
 
-@pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("tiles", TILES, ids=str)
