@@ -145,12 +145,12 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     if not suites:
         has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in chosen.items())
         raise ResultError(f"{' and '.join(chosen)}: expected a suite that all have; {has}")
-    sides = []
-    for text in texts:
-        runs = [store.read(each.path) for each in chosen[text] if each.suite in suites]
-        folder = paths[text].resolve().name if text in paths else text
-        sides.append(side(*runs, name=text if folder in texts else folder))
-    return sides
+    names = [paths[text].resolve().name if text in paths else text for text in texts]
+    names = names if len(set(names)) == len(names) else list(texts)
+    return [
+        side(*(store.read(c.path) for c in chosen[text] if c.suite in suites), name=name)
+        for text, name in zip(texts, names, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
