@@ -69,7 +69,7 @@ def grid(other: Changes) -> Table:
 
 
 def cases(others: Sequence[Changes]) -> Table:
-    """Return every case: first those that are no longer measured, then by size of difference."""
+    """Return every case: first those that broke, then by the size of the difference."""
     by_case: dict[tuple[Any, ...], dict[int, dict[Any, Any]]] = {}
     for number, other in enumerate(others):
         for line in other.cases[other.cases.word != ""].to_dict("records"):
@@ -184,8 +184,10 @@ def _best(lines: Sequence[Line], end: str) -> Line:
 
 
 def _rank(line: Line) -> float:
-    """Return the sort key of a case: no longer measured, then settled, then open, each by size."""
-    return 2e3 if line["word"] == Outcome.NOT_MEASURED else _size(line["word"], line["time"])
+    """Return the sort key of a case: broken, then settled, then open, then not measured."""
+    if line["word"] == Outcome.NOT_MEASURED:
+        return 2e3 if line["broken"] else -1.0
+    return _size(line["word"], line["time"])
 
 
 def _size(word: str, ratio: float) -> float:

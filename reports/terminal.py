@@ -225,8 +225,9 @@ def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
 
 
 def _once(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return each case once with its worst status."""
-    cases_of_suite = cases[~cases.twin.astype(bool)]
+    """Return each case once with its worst status; a twin only if it failed."""
+    failed = ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
+    cases_of_suite = cases[~cases.twin.astype(bool) | failed]
     worst_first = cases_of_suite.sort_values("status", key=lambda status: status == Status.OK)
     return worst_first.drop_duplicates("case_id")
 

@@ -180,6 +180,10 @@ class Removed:
 def redact(run: Path, to: Path) -> Removed:
     """Copy a bundle into an empty folder without names and paths; seal it again if it changed."""
     names, counts = verify(run), Counter[str]()
+    for name in [MANIFEST, *names]:
+        place = run / (f"{ROWS}.gz" if name == ROWS and not (run / ROWS).exists() else name)
+        if not place.resolve().is_relative_to(run.resolve()):
+            raise ResultError(f"{place}: expected a file of the run, found a link out of it")
     texts = {name: content(run, name).decode("utf-8", "replace") for name in names}
     private = _names(texts)
     changed = False

@@ -19,7 +19,7 @@ from sparsebench.results.bundle import ROWS
 from sparsebench.results.ceilings import LIGHT
 from sparsebench.results.formatting import amount
 from sparsebench.results.provenance import device_name
-from sparsebench.results.record import Row, Status
+from sparsebench.results.record import WRONG, Row, Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
@@ -124,6 +124,11 @@ def _right(run: Run, rows: list[Row]) -> int:
             if found is None or not 0 <= found <= most or found == math.inf:
                 message = f"expected {name} of at most {most:g} in an ok row, found {found}"
                 raise ResultError(f"{_where(run, row)}: {message}")
+        allowed = (row.case.contender.error or {}).get("at_most")
+        most = allowed if allowed is not None else WRONG * (row.usual_error or math.inf)
+        if row.error is not None and row.error > most:
+            message = f"expected an error of at most {most:.2g} in an ok row, found {row.error:.2g}"
+            raise ResultError(f"{_where(run, row)}: {message}")
     return len(right)
 
 

@@ -13,6 +13,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,11 +76,24 @@ def decoded(file: Path, data: bytes, raised: Raised = ResultError) -> str:
 def from_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     try:
-        data = json.loads(text(file, JSON_BYTES))
+        data = parsed(text(file, JSON_BYTES))
     except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
         raise ResultError(f"{file}: expected JSON, found {error}") from error
     if not isinstance(data, dict):
         raise ResultError(f"{file}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def parsed(written: str) -> Any:
+    """Return the data of a JSON text. Raises ValueError, also for an object with a key twice."""
+    return json.loads(written, object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+        raise ValueError(f"expected each key once, found {twice[:40]!r} twice")
     return data
 
 

@@ -52,6 +52,7 @@ def format_of(kernel: str, stored: str) -> str:
     return FORMATS_ONCE_DENSE.get(kernel, stored) if stored == "dense" else stored
 
 
+WRONG = 3.0  # times the usual error, from which an output is wrong
 POWER_LIMITED = 0.2  # share of a contest's time from which it is reported and marked
 
 

@@ -38,6 +38,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"
+ROW_BYTES = 2**20  # the longest published row has 49 KB
 REPLICATES = 1000  # at most
 _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
@@ -295,7 +296,9 @@ def _each_once(file: Path, rows: Iterable[Row]) -> None:
 
 def _row(file: Path, number: int, line: str, whole: bool) -> Row:
     try:
-        data = json.loads(line)
+        if len(line) > ROW_BYTES:
+            raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
+        data = files.parsed(line)
         missing = [f.name for f in fields(Row) if f.name not in data] if whole else []
         unknown = sorted(data.keys() - {f.name for f in fields(Row)})
         if not missing and not unknown:

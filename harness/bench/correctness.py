@@ -52,6 +52,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
+from sparsebench.results.record import WRONG
 
 ELEMENT = 8.0
 TF32 = 2.0**-10
@@ -212,7 +213,6 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     return verdict
 
 
-WRONG = 3.0  # times the usual error; results/frame.py marks what is above 1.5
 ROUNDED, SUMMED = 0.21, 0.2
 CHANCE = 6.0  # standard errors
 FEWEST_ROWS = 16

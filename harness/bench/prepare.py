@@ -37,6 +37,8 @@ from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Status
 
+CHOICE_BYTES = 2**14  # as JSON; the longest published one has 1.4 KB
+
 
 def prepare(contest: RunningContest, entry: Entry) -> None:
     """Convert, then let the kernel pack, compile and tune."""
@@ -118,9 +120,12 @@ def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
 def plain(choice: object) -> dict[str, Any]:
     """Return a choice after a round trip through JSON. Raises TypeError if JSON cannot hold it."""
     try:
-        result = json.loads(json.dumps(choice, allow_nan=False))
+        written = json.dumps(choice, allow_nan=False)
+        result = json.loads(written)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"choice: expected text, numbers and lists: {error}") from error
+    if len(written) > CHOICE_BYTES:
+        raise TypeError(f"choice: expected at most {CHOICE_BYTES} bytes, found {len(written)}")
     if not isinstance(result, dict):
         raise TypeError(f"choice: expected a mapping, found {type(choice).__name__}")
     return result

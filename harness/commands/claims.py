@@ -241,7 +241,9 @@ def _runs(paths: list[Path] | None) -> list[Path]:
         if path.suffix == ".json" or (path / "run.json").exists():
             inside = [path]
         else:
-            inside = store.runs_in(path)
+            inside = store.runs_in(path) or [
+                run for folder in sorted(path.glob("*/")) for run in store.runs_in(folder)
+            ]
         if not inside:
             raise ResultError(f"--from {path}: expected a run, or a folder of runs, found none")
         runs += inside

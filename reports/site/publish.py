@@ -38,7 +38,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sparsebench._writing import replacing, write_file
+from sparsebench._writing import locked_folder, replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.claims import pages as claims
@@ -73,6 +73,13 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     other processes call it, so it must be a function of a module. Raises ResultError before
     anything is written.
     """
+    with locked_folder(to):
+        return _publish(runs, to, site, check)
+
+
+def _publish(
+    runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]
+) -> Published:
     state, named = _state(to), _named(runs)
     there = _folders(to)
     written = [slug for slug in named if slug not in there]
@@ -81,7 +88,6 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     site = replace(site, source=site.source or state.get("source", ""))
     made = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "source": site.source}
     made |= {"claims": _asked(site), "parquet": str(find_spec("pyarrow") is not None)}
-    to.mkdir(parents=True, exist_ok=True)
     write_file(to / STATE, json.dumps({**made, "code": ""}, indent=1) + "\n")
     _shorten(to, there)
     for slug in written:

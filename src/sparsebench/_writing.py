@@ -9,6 +9,7 @@ replaced and is written to directly. Every OSError names the file.
 """
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -35,6 +36,30 @@ def require_apart(outputs: Iterable[Path | None], inputs: Iterable[Path | None])
         if path.resolve() in taken and path.parent not in DEVICES:
             raise SparsebenchError(f"{path}: expected an output file of its own, found it in use")
         taken[path.resolve()] = path
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made, and removed if it stays empty.
+
+    Raises SparsebenchError if another process has it. The lock ends with the process.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise SparsebenchError(f"{folder}: expected a folder, found a file")
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        found = "found one that writes to it"
+        raise SparsebenchError(f"{folder}: expected no other process, {found}") from error
+    finally:
+        os.close(held)
+        if new:
+            with suppress(OSError):
+                folder.rmdir()  # fails unless it is empty
 
 
 @contextmanager

@@ -99,14 +99,14 @@ def show(browser: Any) -> Iterator[Show]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return a simulated run, whose title attacks the page, and two published ones."""
+    """Return a simulated run, whose title attacks the page, and three published ones."""
     folder = tmp_path_factory.mktemp("runs")
     suite = folder / "attack.yaml"
     suite.write_text(SIMULATED)
     done = sparsebench("run", suite, "--device", "sim", "--replicates", 2, "--out", folder / "sim")
     assert done.returncode == 0, done.stderr
-    published = [PUBLISHED / "nvidia-h200" / name for name in ("ffn-step", "sparsity-4096")]
-    return [folder / "sim", *published]
+    names = "ffn-step", "sparsity-4096", "sparsity-4096-confirmed"
+    return [folder / "sim", *(PUBLISHED / "nvidia-h200" / name for name in names)]
 
 
 @pytest.fixture(scope="session")

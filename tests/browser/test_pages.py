@@ -5,16 +5,27 @@ from typing import Any
 
 import pytest
 
+from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
+
 pytestmark = pytest.mark.browser
 
 PAGES = ["report", "site", "runs", "run", "format", "kernel", "claims", "claim"]
+PAGES += ["history", "glossary", "comparison"]
 WAYS = [(1280, "light", "screen"), (400, "light", "screen"), (1280, "dark", "screen")]
 WAYS += [(400, "dark", "screen"), (1280, "light", "print")]
 
 
 @pytest.fixture(scope="session")
-def places(report: Path, site: Path) -> dict[str, Path]:
+def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    comparison = tmp_path_factory.mktemp("comparison") / "page.html"
+    among = "--among", PUBLISHED
+    done = sparsebench("compare", "H100", "H200", "--html", comparison, *among)
+    assert done.returncode == 0, done.stderr
     return {
+        "comparison": comparison,
+        "history": site / "history.html",
+        "glossary": site / "glossary.html",
         "report": report,
         "site": site / "index.html",
         "runs": site / "runs.html",

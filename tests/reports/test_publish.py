@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from sparsebench._writing import locked_folder
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands.publish import address
 from sparsebench.reports.build import Surrounding
@@ -373,6 +374,15 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
         assert said in " ".join(done.stderr.split())
         assert not to.exists()
     assert [file.name for file in full.iterdir()] == ["thesis.tex"]
+
+
+def test_two_publications_at_once_are_one_line_and_harm_nothing(tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    with locked_folder(to):
+        done = sparsebench("publish", STEP, "--out", to)
+    assert done.returncode == 2
+    assert "no other process" in done.stderr
+    assert not to.exists()
 
 
 def test_no_run_and_a_state_of_something_else_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from sparsebench.reports.build import build
 from sparsebench.reports.elsewhere import Elsewhere
 from sparsebench.reports.tables import Table
-from sparsebench.reports.terminal import Answer, answer_json, answer_markdown
+from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -51,6 +51,15 @@ def changed(made: Run, **row: Any) -> Run:
     """Return a run with changed rows of BSR."""
     rows = [replace(r, **row) if r.case.contender == BSR else r for r in made.rows]
     return replace(made, rows=rows)
+
+
+def test_a_failed_twin_is_counted_and_named() -> None:
+    whole = run(3, 50.0)
+    failed = {"status": Status.FAILED, "samples_us": (), "detail": "illegal address"}
+    rows = [replace(r, **failed) if r.case.contender.twin else r for r in whole.rows]
+    broken = replace(whole, rows=rows)
+    assert counted(analyse(broken)) == {"ok": 2, "failed": 1}
+    assert "illegal address: cublas (twin)" in said(broken)
 
 
 def test_the_answer_is_a_sentence() -> None:

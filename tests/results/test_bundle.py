@@ -242,6 +242,11 @@ def first(**changes: Any) -> Callable[[list[Row]], list[Row]]:
     return lambda rows: [replace(rows[0], **changes), *rows[1:]]
 
 
+def with_error(row: Row, at_most: float, error: float) -> Row:
+    contender = replace(row.case.contender, error={"at_most": at_most, "why": "8 bits"})
+    return replace(row, case=replace(row.case, contender=contender), error=error)
+
+
 BOUND = {"clock": "graph", "bound_us": 10.0, "bound_by": "memory"}
 DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "another device": (first(device="GPU-2"), "found GPU-2"),
@@ -260,6 +265,12 @@ DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "no twins": (lambda r: [x for x in r if x.reference or not x.case.contender.twin], "(twin)"),
     "a large error": (first(error_of_bound=1e6), "found 1000000.0"),
     "no error": (first(error=None), "found None"),
+    "five usual errors": (first(error=5e-7, usual_error=1e-7), "found 5e-07"),
+    "an error above what the suite allows": (
+        lambda r: [with_error(r[0], at_most=1e-3, error=2e-3), *r[1:]],
+        "found 0.002",
+    ),
+    "a choice of 22 MB": (first(choice={"tiles": "x" * 22_000_000}), "ROW_BYTES"),
     "too fast": (
         first(**BOUND, samples_us=(0.001,) * 384, samples_per_block=8),
         "expected at least 9.50 µs",
@@ -275,6 +286,28 @@ DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
 def test_rows_that_were_changed_and_sealed_again_are_refused(damage: str, run: Path) -> None:
     change, message = DAMAGES[damage]
     assert message in damaged(run, change)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "run.json"])
+def test_a_key_twice_is_refused(name: str, run: Path) -> None:
+    file = run / name
+    key, value = ("status", '"ok"') if name == "rows.jsonl" else ("suite", '"small"')
+    text = file.read_text()
+    place = text.index(f'"{key}"')
+    file.write_text(f'{text[:place]}"{key}": {value}, {text[place:]}')
+    bundle.seal(run)
+    assert "each key once" in said(run)
+
+
+def test_a_link_out_of_a_run_is_not_published(run: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "private.txt"
+    outside.write_bytes((run / "lock.txt").read_bytes())
+    (run / "lock.txt").unlink()
+    (run / "lock.txt").symlink_to(outside)
+    (tmp_path / "to").mkdir()
+    with pytest.raises(ResultError, match=r"lock\.txt: expected a file of the run"):
+        bundle.redact(run, tmp_path / "to")
+    assert not list((tmp_path / "to").iterdir())
 
 
 def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_path: Path) -> None:
