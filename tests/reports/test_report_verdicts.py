@@ -189,7 +189,6 @@ def test_undecided_cases_have_hollow_markers() -> None:
     }
     assert cases.clear[cases.clear].index.to_list() == ["fast"]
     assert "hollow: equal within 1 %, or not settled" in section("speedup", page())
-    assert section("blocks", page()).count('class="cell undecided"') == 4
     assert "var(--paper)" in section("speedup", page())
 
 
@@ -202,7 +201,7 @@ def test_in_a_look_hollow_means_that_the_interval_contains_one() -> None:
 def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:
     kinds = ("op", "hot"), ("op", "cold"), ("kernel", "hot"), ("kernel", "cold")
     text = page(kinds=kinds)
-    for name in ("winners", "speedup", "blocks", "times"):
+    for name in ("winners", "speedup", "times"):
         first, *rest = section(name, text).split("<details><summary>kernel time · hot cache")
         assert "kernel time · cold cache" in first, name
         assert "as called from Python" not in first, name
