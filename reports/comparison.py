@@ -36,7 +36,6 @@ from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
-MOST = 26  # sides
 LINES = 30
 FACTS_SHOWN = 8
 
@@ -75,8 +74,6 @@ class Compared:
 
 def compared(sides: Sequence[Side]) -> Compared:
     """Compare every side with the first; raises ResultError if two share no case with a time."""
-    if not 2 <= len(sides) <= MOST:
-        raise ResultError(f"compare: expected 2 to {MOST} runs or names, found {len(sides)}")
     others = [changes(sides[0], side) for side in sides[1:]]
     for other in others:
         if other.contenders.empty:
@@ -100,7 +97,8 @@ def markdown(result: Compared) -> str:
     texts = []
     for part in parts(result):
         if isinstance(part, Paragraph):
-            texts.append(f"**{part.text}**" if part.style == "result" else part.text)
+            text = part.text.replace("<", "\\<")
+            texts.append(f"**{text}**" if part.style == "result" else text)
         else:
             fold = part.title.startswith(EVERY)
             head, foot = (f"<details><summary>{EVERY}</summary>\n\n", "\n\n</details>")

@@ -54,7 +54,7 @@ def picture(cases: pd.DataFrame, out_path: Path) -> None:
     palette = dict(zip([OURS, *SERIES.values()], sns.color_palette("colorblind"), strict=False))
     for block, axis in zip(blocks, axes, strict=True):
         _panel(axis, shown[shown.block == block], palette, blocks_text(block))
-    axes[0].set_ylabel("speedup over cuBLAS dense, ×")
+    axes[0].set_ylabel("speedup over cuBLAS dense")
     _label(axes[-1], shown[shown.block == blocks[-1]], palette)
     with replacing(out_path) as fresh:
         figure.savefig(fresh, format="svg", metadata={"Date": None})
@@ -70,7 +70,8 @@ def _panel(axis: Axes, cases: pd.DataFrame, palette: dict[str, Any], title: str)
     axis.axhline(1, color="0.3", lw=0.8)
     axis.set(title=title, xlabel="sparsity, %", yscale="log", ylim=(0.05, 20))
     axis.set_xticks(levels, [f"{100 * level:g}" for level in levels], fontsize=7)
-    axis.set_yticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
+    ticks = [0.1, 0.3, 1, 3, 10]
+    axis.set_yticks(ticks, [f"{tick:g}×" for tick in ticks])
 
 
 def _label(axis: Axes, cases: pd.DataFrame, palette: dict[str, Any]) -> None:

@@ -140,9 +140,9 @@ def left_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
         rows = [row for row in evidence.measured if not {row.layer.n, row.layer.k} <= sizes]
         layers, gpu = Estimator(evidence.layers.gpus, rows), evidence.layers.gpus[step.gpu]
         model = StepModel(step.model, step.layer.m, step.context)
-        if near := layers.estimate(step.layer, gpu):
+        if estimate := layers.estimate(step.layer, gpu):
             rest_us = model.rest_us(layers, gpu)
-            predicted.append((step, model.estimated(step.layer, near, rest_us)))
+            predicted.append((step, model.estimated(step.layer, estimate, rest_us)))
     return predicted
 
 
@@ -165,9 +165,13 @@ def _advice(
     of_layers, of_step = (Gain(most, 0.0, most, BOUND) for most in (layer.bound, step.bound(layer)))
     runs: list[Measured | Step] = []
     how = ["bound alone"]
-    if gpu and (near := evidence.layers.estimate(layer, gpu)):
-        of_layers = Gain(near.gain, near.low, near.high, ESTIMATE)
-        of_step, runs, how = step.estimated(layer, near, rest_us), [*near.rows], ["estimate"]
+    if gpu and (estimate := evidence.layers.estimate(layer, gpu)):
+        of_layers = Gain(estimate.gain, estimate.low, estimate.high, ESTIMATE)
+        of_step, runs, how = (
+            step.estimated(layer, estimate, rest_us),
+            [*estimate.rows],
+            ["estimate"],
+        )
     if same := _measured_layer(evidence, layer, gpu):
         of_layers = Gain.measured(same.gain, same.low, same.high, same.processes)
         runs, how = [same], [f"MLP: {_processes(same.processes)}"]
@@ -204,15 +208,15 @@ def _measured_layer(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Measur
 
 
 def _measured_step(
-    evidence: Evidence, asked: StepModel, layer: Layer, gpu: Gpu | None
+    evidence: Evidence, step_model: StepModel, layer: Layer, gpu: Gpu | None
 ) -> Step | None:
     """Return the deepest measured step of such layers whose head has the same share of it."""
-    names, model = ("hidden", "intermediate", "heads", "kv_heads", "head_dim"), asked.model
+    names, model = ("hidden", "intermediate", "heads", "kv_heads", "head_dim"), step_model.model
     steps = [
         step
         for step in evidence.steps
         if gpu
-        and (step.gpu, step.layer, step.context) == (gpu.name, layer, asked.context)
+        and (step.gpu, step.layer, step.context) == (gpu.name, layer, step_model.context)
         and all(getattr(step.model, name) == getattr(model, name) for name in names)
         and step.model.vocab * model.layers == model.vocab * step.model.layers
     ]
@@ -220,7 +224,7 @@ def _measured_step(
 
 
 def _verdict(
-    kinds: Sequence[Advice], gpu: Gpu | None, asked: str, tokens: int
+    kinds: Sequence[Advice], gpu: Gpu | None, gpu_name: str, tokens: int
 ) -> tuple[str, str, Advice | None]:
     """Return the word, the first sentence of the answer, and the kind that it is about."""
     pruned = [each for each in kinds if KINDS[each.kind][0] != ACTIVATIONS]
@@ -230,7 +234,7 @@ def _verdict(
     best = max(cheap or sure or pruned, key=lambda each: each.step.value)
     if gpu is None and best.step.value >= WORTH:
         most = f"a step can become at most {times(best.step.value)} as fast ({best.kind})"
-        sentence = f"Not measured: no run on {asked} is published. {at.capitalize()}, {most}."
+        sentence = f"Not measured: no run on {gpu_name} is published. {at.capitalize()}, {most}."
         return UNMEASURED, sentence, best
     if not sure:
         why = f"nothing is certain to make a step {WORTH:g} times as fast {at}"

@@ -195,9 +195,9 @@ class Estimator:
 
     def estimate(self, layer: Layer, gpu: Gpu) -> Estimate | None:
         """Return the estimate of a layer; None if no measured one is near enough."""
-        if (found := self._predict(layer, gpu)) is None:
+        if (prediction := self._predict(layer, gpu)) is None:
             return None
-        gain, dense_us, sparse_us, rows = found
+        gain, dense_us, sparse_us, rows = prediction
         widen, most = exp(self.half(layer.way)), layer.bound
         return Estimate(
             min(gain, most),
@@ -216,13 +216,13 @@ class Estimator:
 
     def half(self, way: str) -> float:
         """Return half the interval of a way's gains, as the logarithm of a factor."""
-        own = [(row, error) for row, error in self._errors if row.layer.way == way]
-        shapes = len({row.layer.shape for row, _ in own})
+        errors = [(row, error) for row, error in self._errors if row.layer.way == way]
+        shapes = len({row.layer.shape for row, _ in errors})
         if shapes < 2:
-            own, shapes = self._errors, 2
-        if not own:
+            errors, shapes = self._errors, 2
+        if not errors:
             return log(UNKNOWN)
-        sizes = sorted(abs(error) for _, error in own)
+        sizes = sorted(abs(error) for _, error in errors)
         rank = min(len(sizes), ceil((len(sizes) + 1) * LEVEL))
         return sizes[rank - 1] * (shapes + 1) / (shapes - 1)
 
@@ -233,8 +233,8 @@ class Estimator:
         for shape in {row.layer.shape for row in self.measured}:
             rest = Estimator(self.gpus, [row for row in self.measured if row.layer.shape != shape])
             for row in self.measured:
-                known = row.layer.shape == shape and rest.estimate(row.layer, self.gpus[row.gpu])
-                inside += [known.low <= row.gain <= known.high] if known else []
+                estimate = row.layer.shape == shape and rest.estimate(row.layer, self.gpus[row.gpu])
+                inside += [estimate.low <= row.gain <= estimate.high] if estimate else []
         return sum(inside), len(inside)
 
     @cached_property
@@ -247,8 +247,8 @@ class Estimator:
         errors = []
         for row in self.measured:
             others = [other for other in self.measured if other.layer.shape != row.layer.shape]
-            if found := self._predict(row.layer, self.gpus[row.gpu], others):
-                errors.append((row, log(row.gain / found[0])))
+            if prediction := self._predict(row.layer, self.gpus[row.gpu], others):
+                errors.append((row, log(row.gain / prediction[0])))
         return errors
 
     def _predict(
@@ -279,4 +279,4 @@ class Estimator:
     def _mean(self, near: Nearest, dense: bool = False) -> float:
         weights = [1 / (0.25 + distance) for distance, _ in near]
         logs = [log(row.efficiency(self.gpus[row.gpu], dense)) for _, row in near]
-        return exp(sum(w * each for w, each in zip(weights, logs, strict=True)) / sum(weights))
+        return exp(sum(w * value for w, value in zip(weights, logs, strict=True)) / sum(weights))

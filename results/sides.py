@@ -33,7 +33,8 @@ from sparsebench.results.store import Run
 
 KEYS = ["case_id", "scope", "cache"]
 MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
-MODELS = 6  # names that an error lists
+MOST = 26  # sides of a comparison
+LISTED = 6  # names that an error lists
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,11 @@ def bundles(paths: Iterable[Path]) -> list[Path]:
 def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     """Return the side that each text names, by its path or among the runs below some folders.
 
-    Raises ResultError if a name fits nothing or several GPUs, commits or cards, or if the sides
-    share no suite.
+    Raises ResultError if a name fits nothing or several GPUs, commits or cards, if it is given
+    twice, or if the sides share no suite.
     """
+    if not 2 <= len(texts) <= MOST:
+        raise ResultError(f"compare: expected 2 to {MOST} runs or names, found {len(texts)}")
     paths = {text: Path(text) for text in texts if (Path(text) / "run.json").exists()}
     unread = [Path(text) for text in texts if text not in paths and Path(text).exists()]
     if unread:
@@ -134,18 +137,20 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     known = [_Candidate.read(path) for path in bundles(among)]
     chosen = {
         text: [_Candidate.read(paths[text])] if text in paths else _matches(text, known)
-        for text in dict.fromkeys(texts)
+        for text in texts
     }
+    if twice := [text for text in texts if texts.count(text) > 1]:
+        raise ResultError(f"{twice[0]}: expected each name once, found it {len(twice)} times")
     suites = set.intersection(*({each.suite for each in runs} for runs in chosen.values()))
     if not suites:
         has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in chosen.items())
         raise ResultError(f"{' and '.join(chosen)}: expected a suite that all have; {has}")
-    sides = []
-    for text in texts:
-        runs = [store.read(each.path) for each in chosen[text] if each.suite in suites]
-        name = named_apart(runs)[0] if text in paths and len(runs) == 1 else text
-        sides.append(side(*runs, name=name))
-    return sides
+    names = [paths[text].resolve().name if text in paths else text for text in texts]
+    names = names if len(set(names)) == len(names) else list(texts)
+    return [
+        side(*(store.read(c.path) for c in chosen[text] if c.suite in suites), name=name)
+        for text, name in zip(texts, names, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -216,8 +221,8 @@ def _unknown(word: str, runs: Sequence[_Candidate]) -> str:
 
 def _few(names: Iterable[Any]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - MODELS} more" if len(ordered) > MODELS else ""
-    return (", ".join(ordered[:MODELS]) or "no runs") + more
+    more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
+    return (", ".join(ordered[:LISTED]) or "no runs") + more
 
 
 def _cases(number: int, run: Run, analysis: Analysis) -> pd.DataFrame:

@@ -83,17 +83,19 @@ class StepModel:
         *products, head = (layers.dense_us(layer, gpu) for layer in self._rest)
         stream = PASSES * self.tokens * self.model.hidden * 2
         moved = (self._cache_bytes + stream) / gpu.gb_per_s / 1e3
-        each = sum(products) + moved + self._attention_flops / gpu.rate("bf16") / 1e6
-        return self.model.layers * (each + SMALL * START_US) + head
+        layer_us = sum(products) + moved + self._attention_flops / gpu.rate("bf16") / 1e6
+        return self.model.layers * (layer_us + SMALL * START_US) + head
 
-    def estimated(self, layer: Layer, near: Estimate, rest_us: float) -> Gain:
+    def estimated(self, layer: Layer, estimate: Estimate, rest_us: float) -> Gain:
         """Return the gain of the whole step from the estimate of its MLPs."""
-        mlps = self.model.layers * near.dense_us
-        inside = near.dense_us / near.sparse_us
-        gained = (min(inside * factor, layer.bound) for factor in (1, 1 / near.widen, near.widen))
-        shorter = [mlps / gain for gain in gained]
+        mlps = self.model.layers * estimate.dense_us
+        in_step = estimate.dense_us / estimate.sparse_us
+        mlp_gains = (
+            min(in_step * factor, layer.bound) for factor in (1, 1 / estimate.widen, estimate.widen)
+        )
+        sparse_mlps = [mlps / gain for gain in mlp_gains]
         rests = [rest_us * factor for factor in (1, REST, 1 / REST)]
-        gains = [(mlps + rest) / (left + rest) for rest in rests for left in shorter]
+        gains = [(mlps + rest) / (left + rest) for rest in rests for left in sparse_mlps]
         return Gain(gains[0], min(gains), max(gains), ESTIMATE)
 
     def bound(self, layer: Layer) -> float:
@@ -130,5 +132,5 @@ class StepModel:
     @property
     def _attention_flops(self) -> float:
         """Return the FLOPs of the products with keys and values in a layer."""
-        seen = self.context if self._decodes else self.context / 2
-        return 4 * self.tokens * seen * self.model.heads * self.model.head_dim
+        context = self.context if self._decodes else self.context / 2
+        return 4 * self.tokens * context * self.model.heads * self.model.head_dim

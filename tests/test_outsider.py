@@ -79,6 +79,7 @@ def test_the_outsider_notices_a_changed_digest() -> None:
     assert listed == {(outsider.digest(run), run) for run in outsider.runs()}
 
 
+@pytest.mark.exhaustive
 def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
     done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -106,7 +107,9 @@ def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
     for name in ("formats/bsr.html", "kernels/bsr_small.html", "kernels/ffn_sparse.html"):
         grid = (tmp_path / name).read_text("utf-8")
         assert wrong_with(GRID["speedup"], grid, outsider.grids) == 1, name
+    runs = (tmp_path / "runs.html").read_text("utf-8")
+    assert wrong_with(r"<b>([\d.]+)× \[", runs, outsider.listed_runs) == 1
     for file in tmp_path.glob("h200/*/index.html"):
         assert [*outsider.answer(file)] == []
-        file.write_text(changed(r"([\d.]+)× \[", file.read_text("utf-8")), "utf-8")
+        file.write_text(changed(r"<b>([\d.]+)× \[", file.read_text("utf-8")), "utf-8")
         assert len([*outsider.answer(file)]) == 1, file

@@ -7,6 +7,8 @@ A run names the suite of the package if it has that name, else the suite.yaml of
 is of a part of its suite, every field is named, since the suite may hold more values of it.
 """
 
+from typing import Any
+
 import pandas as pd
 
 from sparsebench._discovery import documents
@@ -38,5 +40,5 @@ def again_command(run: Run, cases: pd.DataFrame, case_id: str) -> str:
     return f"sparsebench run {suite_name(run)}{only}"
 
 
-def _known(value: object) -> bool:
-    return not pd.isna(value) and value != ""
+def _known(value: Any) -> bool:
+    return not pd.isna(value) and bool(value != "")

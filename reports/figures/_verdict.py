@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.formatting import times
+from sparsebench.results.formatting import between, times
 from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.outcome import FALSE_DISCOVERIES, MARGIN, UNDECIDED, VERDICTS, Outcome
 from sparsebench.results.statistics import MOST, IntervalKind
@@ -50,6 +50,13 @@ def outcome(line: "pd.Series[Any]") -> str:
     if pd.isna(line.more_processes):
         return f"{text} ({MOST} processes would not settle it)"
     return f"{text} (+{line.more_processes} would settle it)"
+
+
+def speedup(line: Any) -> str:
+    """Write the speedup of a case with its interval; 1 for the baseline itself."""
+    if line.label == line.baseline_label:
+        return "1"
+    return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)
 
 
 def above_floor(line: "pd.Series[Any]") -> str:

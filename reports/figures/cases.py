@@ -10,9 +10,9 @@ from markupsafe import Markup
 from sparsebench.reports.figures._again import selected_fields, suite_name
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._verdict import above_floor, outcome
+from sparsebench.reports.figures._verdict import above_floor, outcome, speedup
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.formatting import between, percent, plain, significant
+from sparsebench.results.formatting import percent, plain, significant
 from sparsebench.results.frame import fields
 
 TITLE = "Every case"
@@ -35,7 +35,7 @@ def draw(frames: Frames) -> Markup:
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
     written = cases.assign(
         time=[_time(*ends) for ends in cases[TIME].itertuples(index=False)],
-        gain=[_speedup(line) for line in cases[SPEEDUP].itertuples()],
+        gain=[speedup(line) for line in cases[SPEEDUP].itertuples()],
         configuration=cases.choice.map(configuration),
         outcome=[outcome(line) for _, line in cases.iterrows()],
         above=[above_floor(line) for _, line in cases.iterrows()],
@@ -74,12 +74,6 @@ def _time(median: float, low: float, high: float) -> str:
     """Write a time with its range: `29.5 [29.4, 29.6]`."""
     span = f" [{significant(low)}, {significant(high)}]" if high > low else ""
     return significant(median) + span
-
-
-def _speedup(line: Any) -> str:
-    if line.label == line.baseline_label:
-        return "1"
-    return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)
 
 
 def _ids(cases: pd.DataFrame) -> list[str]:

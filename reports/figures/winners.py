@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
@@ -15,16 +14,16 @@ from sparsebench.reports.figures._figure import (
     swept,
 )
 from sparsebench.reports.figures._html import note
-from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome
+from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome, speedup
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.analysis import winners
-from sparsebench.results.formatting import between, interval, percent, plain, significant, times
+from sparsebench.results.formatting import between, percent, plain, significant, times
 from sparsebench.results.outcome import Outcome
 
 TITLE = "Fastest contender by shape and sparsity"
 ORDER = 15
 
-HEADS = ["problem", "at", "fastest", "weights", ">speedup", ">interval", "outcome"]
+HEADS = ["problem", "at", "fastest", "weights", ">speedup", "outcome"]
 HEADS += [">above launch", ">time, µs", "runner-up", ">leads by"]
 HEADS += ["best sparse", ">over dense"]
 WEIGHTS = ["pattern", "block"]
@@ -54,7 +53,7 @@ def _listed(cases: pd.DataFrame) -> Markup:
     x = swept(cases)
     same, groups = panels(cases, x, together=WEIGHTS)
     lines = [
-        _line(title or same, line, x) + _sparse(line, group)
+        _line(title or "–", line, x) + _sparse(line, group)
         for title, group in groups
         for _, line in _best(winners(group), x).iterrows()
     ]
@@ -76,14 +75,13 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
     return [
         title,
         percent(line.level) if x == "level" else f"{x} {plain(line[x])}",
-        Markup("<b>{}</b>").format(line.ran),
+        Markup("<b>{}</b>").format(_label(line.ran)),
         named(line, WEIGHTS) or "–",
-        "1" if line.label == line.baseline_label else times(line.speedup, line.uncertainty),
-        _interval(line),
+        speedup(line),
         outcome(line),
         above_floor(line),
         significant(line.median_us),
-        "–" if pd.isna(line.runner_up) else line.runner_up,
+        "–" if pd.isna(line.runner_up) else _label(line.runner_up),
         str(Outcome.NOT_SETTLED) if line.tied else times(line.lead, line.lead_half),
     ]
 
@@ -95,10 +93,9 @@ def _sparse(line: "pd.Series[Any]", cases: pd.DataFrame) -> list[str | Markup]:
     if line.side != "dense" or sparse.empty:
         return ["–", "–"]
     top = sparse.loc[sparse.gain.idxmax()]
-    return [top.ran, between(top.gain, top.low, top.high, top.half)]
+    return [_label(top.ran), between(top.gain, top.low, top.high, top.half)]
 
 
-def _interval(line: "pd.Series[Any]") -> str:
-    if np.isnan(line.speedup) or line.label == line.baseline_label:
-        return "–"
-    return f"[{interval(line.speedup_low, line.speedup_high, line.uncertainty)}]"
+def _label(ran: str) -> str:
+    """Name a contender as sentences do; the table of every case shows what a portfolio chose."""
+    return ran.partition(" (chosen: ")[0]

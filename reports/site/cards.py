@@ -126,7 +126,7 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
     run, cases = frames.run, frames.cases
     first = frames.views[0] if frames.views else None
     table, facts = _lines(frames), flat(run.environment)
-    source = next((run.state[name] for name in ROLES if run.state.get(name)), {})
+    source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
     analysis = Analysis(frames.rows, frames.noise, cases)
     return Card(
         schema=SCHEMA,

@@ -19,7 +19,7 @@ from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.results import store
 from sparsebench.results.formatting import listed
-from sparsebench.results.sides import named_apart, side
+from sparsebench.results.sides import MOST, named_apart, side
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def compared(cards: Sequence[Card]) -> list[Devices]:
         first, *others = sorted(of_device.values(), key=_rank)
         shared = [card for card in others if _timed(card) & _timed(first)]
         if shared:
-            suites.append(Devices(suite, [first, *shared][: comparison.MOST]))
+            suites.append(Devices(suite, [first, *shared][:MOST]))
     return suites
 
 

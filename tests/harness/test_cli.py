@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparsebench.harness.commands import _console
-from sparsebench.reports.build import figures
+from sparsebench.reports.build import load_figure
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED
@@ -34,18 +34,6 @@ problems: [{op: linear, n: 64, k: 64, m: 4, dtype: fp32, pattern: blocks, block:
 contenders: [{format: bsr, kernel: bsr_triton, params: {block: $block}}]
 baselines: [{format: dense, kernel: torch_dense}, {format: dense, kernel: cublas}]
 """
-WITHOUT_GPU_PACKAGES = """
-import sys
-for name in ("cupy", "triton", "nvmath"):
-    sys.modules[name] = None
-from sparsebench.harness.commands._app import main
-raise SystemExit(main())
-"""
-
-
-def without_gpu_packages(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-c", WITHOUT_GPU_PACKAGES, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +51,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "cases: 4 unsupported, 4 ok" in done.stdout
     assert f"report: {folder / 'run' / 'report.html'}" in done.stdout
     return folder / "run"
-
-
-def test_list_and_report_start_cold_without_gpu_packages(run: Path, tmp_path: Path) -> None:
-    listed = without_gpu_packages("list", "--json")
-    assert listed.returncode == 0, listed.stderr
-    result = json.loads(listed.stdout)
-    assert {"linear", "ffn"} <= result["ops"].keys()
-    assert {"dense", "csr", "bsr"} <= result["formats"].keys()
-    assert {"bsr_triton", "cublas", "cusparse_csr"} <= result["kernels"].keys()
-    assert {"quick", "sparsity"} <= result["suites"].keys()
-    page = tmp_path / "page.html"
-    reported = without_gpu_packages("report", run, "--out", page)
-    assert reported.returncode == 0, reported.stderr
-    assert "Small &amp; quick" in page.read_text()
 
 
 def test_check_counts_cases_and_writes_nothing(run: Path) -> None:
@@ -340,7 +314,7 @@ def test_a_run_is_never_written_over(run: Path) -> None:
 def test_a_wrong_case_exits_with_3_and_is_in_the_report(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsebench.reports.build.figures", figures)
+    monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("untimed")])
     suite = tmp_path / "wrong.yaml"
     suite.write_text(
         SUITE.replace(

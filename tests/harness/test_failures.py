@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,19 +181,17 @@ def test_no_line_is_lost_if_several_workers_write_at_once(tmp_path: Path) -> Non
     assert sorted(reasons) == sorted(lines)
 
 
-def test_a_profiler_runs_the_same_command_with_repeat(tmp_path: Path) -> None:
+def test_a_profiler_runs_the_same_command_with_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A stand-in for nsys says what it is given."""
     suite, tool = tmp_path / "small.yaml", tmp_path / "nsys"
     suite.write_text(SUITE.replace("KERNEL", "reference"))
     tool.write_text('#!/bin/sh\necho "profiled: $*"\n\n')
     tool.chmod(0o755)
     command = ["run", str(suite), "--device", "cpu", "--profile", "nsys", "--only", "m=8"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "sparsebench", *command],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("profiled: profile --trace cuda,nvtx ")
-    assert done.stdout.endswith(f"run {suite} --only m=8 --device cpu --repeat 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert sparsebench(*command).returncode == 0
+    (line,) = capfd.readouterr().out.splitlines()[:1]
+    assert line.startswith("profiled: profile --trace cuda,nvtx ")
+    assert line.endswith(f"run {suite} --only m=8 --device cpu --repeat 1")

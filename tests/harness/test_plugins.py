@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.suite import expand
 from sparsebench.reports.build import Figure, _drawn, load_figure
 from sparsebench.results.provenance import flat
-from tests.tools.command_line import sparsebench as command_line
+from tests.tools.command_line import sparsebench
 from tests.tools.paths import TESTS
 
 PACKAGE = TESTS / "thirdparty"
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +37,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.fixture(scope="module")
-def installed(site: Path) -> dict[str, str]:
-    """Return the environment that sees the package."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ["PYTHONPATH"]])}
-
-
-@pytest.fixture(scope="module")
-def simulated(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of the package's suite."""
-    out = tmp_path_factory.mktemp("runs") / "run"
-    sparsebench(
-        installed, "run", "diagonals", "--device", "sim", "--replicates", "1", "--out", str(out)
-    )
-    return out
-
-
 def forget() -> None:
     """Clear the cache of names, and unload the package."""
     modules.cache_clear()
@@ -58,27 +44,38 @@ def forget() -> None:
         del sys.modules[name]
 
 
-@pytest.fixture
-def here(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Install the package into this process and its workers, as a copy that may be changed."""
-    copy = tmp_path / "site"
-    shutil.copytree(site, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(copy), os.environ["PYTHONPATH"]]))
-    monkeypatch.syspath_prepend(copy)
-    forget()
-    yield copy
+@contextmanager
+def seen(site: Path) -> Iterator[Path]:
+    """Install the package into this process and its workers."""
+    path = os.pathsep.join([str(site), os.environ["PYTHONPATH"]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.syspath_prepend(site)
+        forget()
+        yield site
     forget()
 
 
-def sparsebench(environment: dict[str, str], *arguments: str) -> str:
-    command = [sys.executable, "-P", "-m", "sparsebench", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def simulated(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of the package's suite."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    with seen(site):
+        done = sparsebench("run", "diagonals", "--device", "sim", "--replicates", 1, "--out", out)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return out
 
 
-def test_plug_ins_of_an_installed_package_are_listed(installed: dict[str, str]) -> None:
-    result = json.loads(sparsebench(installed, "list", "--json"))
+@pytest.fixture
+def here(site: Path, tmp_path: Path) -> Iterator[Path]:
+    """Install a copy of the package that may be changed."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    with seen(shutil.copytree(site, tmp_path / "site", ignore=ignored)) as copy:
+        yield copy
+
+
+def test_plug_ins_of_an_installed_package_are_listed(here: Path) -> None:
+    result = json.loads(sparsebench("list", "--json").stdout)
     assert result["formats"]["diagonal"] == "A matrix of its main diagonal alone."
     assert result["ops"]["linear_relu"].startswith("A linear layer and its activation")
     assert result["kernels"]["diagonal_torch"] == "Diagonal product by broadcasting."
@@ -88,26 +85,28 @@ def test_plug_ins_of_an_installed_package_are_listed(installed: dict[str, str]) 
     assert result["patterns"]["main_diagonal"] == on_diagonal
     assert result["figures"]["fastest"] == "The fastest case, in a sentence."
     assert result["suites"]["diagonals"] == "Somebody else's suite"
-    claims = sparsebench(installed, "claims", "list")
+    claims = sparsebench("claims", "list").stdout
     assert "broadcast-is-faster" in claims
 
 
 def test_an_installed_suite_runs_with_its_own_op_pattern_and_figure(
-    installed: dict[str, str], tmp_path: Path
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = "--device", "cpu", "--replicates", "1", "--out", str(tmp_path / "run")
-    message = sparsebench(installed, "run", "diagonals", *flags, "--json")
-    assert json.loads(message)["cases"] == {"ok": 6}
+    monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("fastest")])
+    flags = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
+    done = sparsebench("run", "diagonals", *flags, "--json")
+    assert json.loads(done.stdout)["cases"] == {"ok": 6}
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Somebody else&#39;s figure" in page
     assert "<p>Fastest: " in page
 
 
-def test_an_installed_package_is_tested_by_its_own_tests(
-    installed: dict[str, str], tmp_path: Path
-) -> None:
+@pytest.mark.exhaustive
+def test_an_installed_package_is_tested_by_its_own_tests(site: Path, tmp_path: Path) -> None:
     tests = shutil.copytree(PACKAGE / "tests", tmp_path / "tests")
     command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", tests]
+    path = os.pathsep.join([str(site), os.environ["PYTHONPATH"]])
+    installed = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=installed, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout
@@ -135,7 +134,7 @@ def test_the_digest_covers_every_file_of_the_package(here: Path) -> None:
     changed = plugins(modules)
     assert changed != before
     assert code_sha256(changed) != code_sha256(before)
-    (here / "sparsebench_example" / "__pycache__").mkdir()
+    (here / "sparsebench_example" / "__pycache__").mkdir(exist_ok=True)
     (here / "sparsebench_example" / "__pycache__" / "diagonal.pyc").write_bytes(b"compiled")
     assert plugins(modules) == changed
 
@@ -176,7 +175,7 @@ def test_a_run_is_not_resumed_with_another_plug_in(
 ) -> None:
     run = shutil.copytree(simulated, tmp_path / "run")
     change(here)
-    done = command_line("run", "--resume", run, "--device", "sim")
+    done = sparsebench("run", "--resume", run, "--device", "sim")
     (message,) = done.stderr.strip().splitlines()
     assert done.returncode == 2
     assert line in message
@@ -189,13 +188,13 @@ def test_a_run_with_another_plug_in_version_is_reported(
     raise_the_version(here)
     edit_a_file(here)
     out = tmp_path / "again"
-    done = command_line("reproduce", simulated, "--device", "sim", "--out", out)
+    done = sparsebench("reproduce", simulated, "--device", "sim", "--out", out)
     assert "sparsebench_example 1 (" in done.stdout
 
 
 def test_a_run_is_not_reproduced_without_its_plug_in(simulated: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
-    done = command_line("reproduce", simulated, "--device", "sim", "--out", out)
+    done = sparsebench("reproduce", simulated, "--device", "sim", "--out", out)
     (message,) = done.stderr.strip().splitlines()
     assert done.returncode == 2
     assert "expected the plug-in sparsebench-example 1, which it was measured with" in message
@@ -262,7 +261,7 @@ def test_a_name_that_is_taken_is_refused(
     added(group, f"{entry} = other_suites")
     out = tmp_path / "run"
     for command in (["list"], ["run", "quick", "--device", "cpu", "--out", out]):
-        done = command_line(*command)
+        done = sparsebench(*command)
         (message,) = done.stderr.strip().splitlines()
         assert done.returncode == 2
         assert line in message
@@ -285,7 +284,7 @@ def test_a_bad_entry_point_is_refused(
     added: Callable[[str, str], None], group: str, entry: str, token: str
 ) -> None:
     added(group, entry)
-    done = command_line("list")
+    done = sparsebench("list")
     (message,) = done.stderr.strip().splitlines()
     assert done.returncode == 2
     assert token in message
@@ -327,7 +326,7 @@ def assert_refused(folder: Path, problem: str, kernel: str, token: str) -> None:
         f"problems: [{{{problem}, m: 4, n: 8, k: 8, dtype: fp32}}]\n"
         f"contenders: [{{format: dense, kernel: {kernel}}}]\n"
     )
-    done = command_line("check", suite, "--device", "cpu")
+    done = sparsebench("check", suite, "--device", "cpu")
     assert done.returncode == 2
     assert token in done.stderr
     assert done.stderr.count("\n") == 1
@@ -411,5 +410,5 @@ def test_the_names_of_a_format_are_one_format(
 
 
 def test_validate_names_the_flag_that_allows_plug_ins(simulated: Path, here: Path) -> None:
-    done = command_line("validate", simulated)
+    done = sparsebench("validate", simulated)
     assert "--allow-plugins" in done.stdout + done.stderr

@@ -6,14 +6,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from heapq import heappop, heappush
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned
-from sparsebench.harness.plan.suite import Suite, read
+from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags
@@ -28,6 +30,7 @@ from sparsebench.reports.build import figures
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
+from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -244,6 +247,21 @@ def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: P
     assert all(line.checked for line in validate(halves[0]))
 
 
+def test_runs_of_eight_gpus_are_merged(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process(monkeypatch)
+    runs = []
+    for number in range(1, 9):
+        (tmp_path / f"{number}.yaml").write_text(f"seed: {number}")
+        flags = Flags(f"sim:{tmp_path}/{number}.yaml", replicates=1, shard=f"{number}/8")
+        runs.append(measure(suite, flags, tmp_path / str(number), None))
+    run = store.read(merge(runs, tmp_path / "run"))
+    measured = {row.case.problem.id for row in [*run.rows, *run.reference]}
+    assert measured == {contest.problem.id for contest in planned(suite, "sim")}
+    assert len(run.environment["devices"]) == 8
+
+
 def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:
     """Return a function that copies the second of two shards, changes it and seals it again."""
 
@@ -319,6 +337,22 @@ def test_parts_claim_different_problems_and_a_late_part_finds_none(
     assert not [*late.take(contests, 0), *late.take(contests, 1)]
     again = Part(folder, 1, "here")  # a restarted job finds its claims
     assert sorted(c.problem.id for c in again.take(contests, 1)) == sorted(taken[:6:2])
+
+
+def test_sixteen_gpus_share_a_plan_evenly(tmp_path: Path) -> None:
+    """By a made-up clock, a contest takes 2 to 4 s, and a GPU then claims its next one."""
+    text = SUITE.replace("[16, 64]", str([*range(1, 41)]))
+    contests, draw = planned(expand("many.yaml", text), "sim"), Random(0)
+    folders.create(tmp_path / "run.shards", Plan("many", Flags("sim"), ("sim",) * 16), text)
+    waiting = [(0.0, n, Part(tmp_path / "run.shards", n, "").take(contests, 0)) for n in range(16)]
+    taken, ended = list[str](), 0.0
+    while waiting:
+        ended, number, turns = heappop(waiting)
+        if contest := next(turns, None):
+            taken.append(contest.problem.id)
+            heappush(waiting, (ended + draw.uniform(2, 4), number, turns))
+    assert Counter(taken) == Counter(contest.problem.id for contest in contests)
+    assert ended < 3 * len(contests) / 16 + 4
 
 
 def test_shards_have_every_contest_once(suite: Suite) -> None:

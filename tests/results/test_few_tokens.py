@@ -11,6 +11,7 @@ from sparsebench.results import store
 from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.results.few_tokens import MARGINS, slower_with_fewer
+from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED
 
 FIELDS = {"n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9, "block": 16}
@@ -19,6 +20,8 @@ KNOWN = {  # by run: cache, m, and the m that took less
     "calls": [("hot", 1, 64)],  # a search times with a cold cache, of every contender
     "spense-decode-again": [("cold", 16, 64)],  # configurations of another card (harness/NOTES.md)
 }
+
+SAMPLE = {"decode", *KNOWN}
 
 
 def row(m: int, time_us: float, kernel: str = "cublas", **changed: Any) -> Row:
@@ -84,7 +87,11 @@ def version(path: Path) -> int:
 
 @pytest.mark.parametrize(
     "path",
-    [run.parent for run in PUBLISHED.rglob("run.json") if version(run.parent) >= FIRST],
+    [
+        run if run.name in SAMPLE else exhaustive(run)
+        for run in (file.parent for file in sorted(PUBLISHED.rglob("run.json")))
+        if version(run) >= FIRST
+    ],
     ids=lambda path: str(path.relative_to(PUBLISHED)),
 )
 def test_no_published_dense_product_of_few_tokens_is_slower_than_one_of_more(path: Path) -> None:

@@ -82,13 +82,15 @@ def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) 
 @pytest.mark.parametrize(
     "path", [p for p in RUNS if p.name == "quick"], ids=lambda p: p.parent.name
 )
-def test_a_cpu_draws_the_bits_that_the_gpu_drew(path: Path) -> None:
+@pytest.mark.parametrize("most", [4, exhaustive(100)])
+def test_a_cpu_draws_the_bits_that_the_gpu_drew(path: Path, most: int) -> None:
     digests: dict[str, tuple[Problem, str]] = {}
     for row in store.read(path).rows:
         if row.digest:
             digests[row.case.problem.id] = row.case.problem, row.digest
     assert len(digests) >= 8
-    for problem, digest in digests.values():
+    smallest = sorted(digests.values(), key=lambda pair: pair[0]["m"] * pair[0]["n"])
+    for problem, digest in smallest[:most]:
         drawn = operands.operands(problem, load_op(problem.op), torch.device("cpu"), None)
         assert drawn.digest == digest
 

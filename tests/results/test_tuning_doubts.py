@@ -64,6 +64,7 @@ def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one
     assert not tuning_doubts.slower_than_elsewhere({name: tables[name] for name in "ac"})
 
 
+@pytest.mark.exhaustive
 def test_no_published_verdict_has_a_tuned_contender_behind_its_default() -> None:
     runs = [store.read(file.parent) for file in H200.glob("*/run.json")]
     verdicts = [run for run in runs if run.state["flags"]["replicates"] >= FEWEST]

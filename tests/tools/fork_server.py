@@ -5,8 +5,9 @@
                  <── the worker's process id ───────────────────────────
 
 The worker is the child of this process, as if it had been started here: the process between it and
-the server ends, and this process adopts it. A worker with another environment, and one that runs
-anything but our two modules, starts as usual. So does the worker of a command in a process of its
+the server ends, and this process adopts it. PYTHONPATH is that of the moment. A worker of which
+anything else in the environment differs from that of the server starts as usual, and so does one
+that runs anything but our two modules. So does the worker of a command in a process of its
 own (test_cli.py).
 """
 
@@ -68,8 +69,8 @@ class Server:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment that a worker can depend on."""
-    return {**os.environ, "PYTEST_CURRENT_TEST": ""}
+    """Return the environment that the imports of a worker can depend on."""
+    return {**os.environ, "PYTEST_CURRENT_TEST": "", "PYTHONPATH": ""}
 
 
 class Forked(subprocess.Popen[str]):
@@ -80,7 +81,8 @@ class Forked(subprocess.Popen[str]):
         self.args, self.returncode = command, None
         ends = os.pipe(), os.pipe(), os.pipe()
         (read_in, write_in), (read_out, write_out), (read_err, write_err) = ends
-        request = json.dumps({"command": command, "folder": os.getcwd()}).encode()
+        path = os.environ.get("PYTHONPATH", "")
+        request = json.dumps({"command": command, "folder": os.getcwd(), "path": path}).encode()
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         socket.send_fds(server, [request], [read_in, write_out, write_err])
@@ -129,6 +131,8 @@ def work(request: dict[str, Any], pipes: list[int]) -> None:
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(request["folder"])
+    os.environ["PYTHONPATH"] = request["path"]
+    sys.path[:0] = filter(None, request["path"].split(os.pathsep))
     module, *sys.argv[1:] = request["command"]
     code: Any = 0
     try:

@@ -1,8 +1,9 @@
 """Marks: what a test needs, and what `make test` leaves to `make test-all`."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,20 @@ def sampled(cases: Iterable[Any], *kept: int) -> list[Any]:
     listed = list(cases)
     stay = {place % len(listed) for place in kept or (0,)}
     return [case if i in stay else exhaustive(case) for i, case in enumerate(listed)]
+
+
+def crossed(*factors: Sequence[Any]) -> list[Any]:
+    """Return the product of the factors, exhaustive but for a diagonal that has every value.
+
+    [a, b, c] and [1, 2]: a1 b2 c1 stay, a2 b1 c2 are left out.
+    """
+    longest = max(map(len, factors))
+    sizes = [range(len(values)) for values in factors]
+    stay = {tuple(i % len(size) for size in sizes) for i in range(longest)}
+    return [
+        case if places in stay else exhaustive(case)
+        for places, case in zip(product(*sizes), product(*factors), strict=True)
+    ]
 
 
 def exhaustive(case: Any) -> Any:

@@ -1,22 +1,19 @@
-"""The command, or Python after -c, where torch cannot be imported."""
+"""Run Python code where neither torch nor a package for GPUs can be imported."""
 
 import sys
 from typing import Any
 
+BLOCKED = {"torch", "triton", "cupy", "nvmath"}
+
 
 class Blocked:
-    """An import of torch fails as where it is not installed."""
+    """An import fails as if the package were not installed."""
 
     def find_spec(self, name: str, *_: Any) -> None:
-        if name.partition(".")[0] == "torch":
+        if name.partition(".")[0] in BLOCKED:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Blocked())
-    if sys.argv[1] == "-c":
-        exec(sys.argv[2])
-    else:
-        from sparsebench.harness.commands._app import main
-
-        sys.exit(main())
+    exec(sys.argv[1])

@@ -26,6 +26,7 @@ from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, SMALL
 from tests.kernels.bsr.examples import example, on_gpu
 from tests.kernels.contract import refusal
+from tests.tools.marks import crossed
 
 
 def unpacked(values: torch.Tensor) -> np.ndarray:
@@ -79,9 +80,11 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", SMALL, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES["bsr_small"], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "transposed", "config"),
+    crossed(SHAPES["bsr_small"], [False, True], SMALL),
+    ids=str,
+)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     dense = w.to_dense()

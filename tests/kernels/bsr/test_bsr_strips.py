@@ -22,6 +22,7 @@ from sparsebench.kernels.bsr.bsr_strips import (
 from tests.kernels.bsr.cases import SHAPES, STRIPS
 from tests.kernels.bsr.examples import example
 from tests.kernels.contract import refusal
+from tests.tools.marks import crossed
 
 
 def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
@@ -77,9 +78,11 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", STRIPS, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES["bsr_strips"], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "transposed", "config"),
+    crossed(SHAPES["bsr_strips"], [False, True], STRIPS),
+    ids=str,
+)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     if not tiles_of(w, transposed, config.across).possible(config):

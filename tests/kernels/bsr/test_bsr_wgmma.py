@@ -20,7 +20,7 @@ from sparsebench.results.record import Problem
 from tests.kernels.bsr.cases import SHAPES, WGMMA
 from tests.kernels.bsr.examples import example
 from tests.kernels.contract import refusal
-from tests.tools.marks import needs_cupy
+from tests.tools.marks import crossed, needs_cupy
 
 
 def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
@@ -56,9 +56,11 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     return y
 
 
-@pytest.mark.parametrize("config", [Config(256, 1), Config(64, 2)])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", SHAPES["bsr_wgmma"])
+@pytest.mark.parametrize(
+    ("shape", "transposed", "config"),
+    crossed(SHAPES["bsr_wgmma"], [False, True], [Config(256, 1), Config(64, 2)]),
+    ids=str,
+)
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     dense = w.to_dense().numpy()

@@ -21,6 +21,7 @@ from sparsebench.kernels.bsr._wgrad_schedule import (
 from sparsebench.kernels.bsr.bsr_wgrad import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD
 from tests.kernels.bsr.examples import activations, pattern_of  # moved
+from tests.tools.marks import crossed
 
 DONE = 2**31
 
@@ -79,9 +80,9 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
     return values.reshape(pattern.values.shape)
 
 
-@pytest.mark.parametrize("workers", [3, 7, 60])
-@pytest.mark.parametrize("config", WGRAD, ids=str)
-@pytest.mark.parametrize("shape", SHAPES["bsr_wgrad"], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "config", "workers"), crossed(SHAPES["bsr_wgrad"], WGRAD, [3, 7, 60]), ids=str
+)
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
     pattern, (dy, x) = pattern_of(shape), activations(shape)
     expected = pattern.sample(dy.T @ x).values

@@ -12,6 +12,7 @@ from sparsebench.kernels.bsr._wgrad_small_schedule import Item, cells_of, items_
 from sparsebench.kernels.bsr.bsr_wgrad_small import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD_SMALL
 from tests.kernels.bsr.examples import activations, pattern_of  # moved
+from tests.tools.marks import crossed
 
 DONE = 2**31
 
@@ -67,9 +68,11 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
     return values.reshape(pattern.values.shape)
 
 
-@pytest.mark.parametrize("workers", [3, 7, 60])
-@pytest.mark.parametrize("config", WGRAD_SMALL, ids=str)
-@pytest.mark.parametrize("shape", SHAPES["bsr_wgrad_small"], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "config", "workers"),
+    crossed(SHAPES["bsr_wgrad_small"], WGRAD_SMALL, [3, 7, 60]),
+    ids=str,
+)
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
     pattern, (dy, x) = pattern_of(shape), activations(shape)
     expected = pattern.sample(dy.T @ x).values

@@ -5,12 +5,14 @@ Both ranks call every function whose name begins with `check_`, in alphabetical 
 
 import copy
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -372,13 +374,12 @@ def run() -> dict[str, str]:
     """Call all checks on two ranks. Return the traceback of each, empty if it passed."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", __file__, folder]
-        processes = [subprocess.Popen([*command, str(number)]) for number in range(RANKS)]
-        try:
-            for process in processes:
-                process.wait()
-        finally:
-            for process in processes:
-                process.kill()
+        with subprocess.Popen(command, start_new_session=True) as both:
+            try:
+                both.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(both.pid, signal.SIGKILL)
         failures = {}
         for name, _ in checks():
             files = [Path(folder, f"{name}.{number}") for number in range(RANKS)]
@@ -389,7 +390,10 @@ def run() -> dict[str, str]:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        rank(int(sys.argv[2]), sys.argv[1])
+        other = os.fork()  # after the imports, which take seconds, and before any CUDA context
+        rank(int(not other), sys.argv[1])
+        if other:
+            os.waitpid(other, 0)
         raise SystemExit
     failed = 0
     for name, text in run().items():
