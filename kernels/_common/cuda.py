@@ -134,12 +134,14 @@ class Tape:
     made      tensors that the launches write, the result last
     kept      owners of the other memory that the launches read
     complete  every kernel of the call is on the tape
+    dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
     launches: list[tuple[Loaded, Arguments]] = field(default_factory=list)
     made: list[Tensor] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     complete: bool = True
+    dense: Tensor | None = None
 
 
 class _Thread(local):
@@ -159,10 +161,17 @@ def taping() -> Iterator[Tape]:
         _thread.tape = None
 
 
-def on_tape(made: Tensor | None = None, *, kept: Sequence[Any] = (), complete: bool = True) -> None:
+def on_tape(
+    made: Tensor | None = None,
+    *,
+    kept: Sequence[Any] = (),
+    complete: bool = True,
+    dense: Tensor | None = None,
+) -> None:
     """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
+    tape.dense = dense
     if made is not None:
         tape.made.append(made)
     tape.kept += kept

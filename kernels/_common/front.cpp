@@ -18,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear_ops.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -64,7 +65,7 @@ struct Entry {
   c10::DispatchKeySet keys, included, excluded;  // of x; of this thread: modes, autocast
   std::vector<Made> made;  // the last is the output
   std::vector<Step> steps;
-  at::Tensor bias;
+  at::Tensor bias, dense;  // dense: no launch was recorded; torch multiplies by this weight
 };
 struct Guard { PyObject *dict, *name, *object; at::Tensor tensor; void* address; int64_t version; };
 
@@ -112,6 +113,11 @@ bool needs_gradient(Front* self, const at::Tensor& x) {
 }
 
 at::Tensor run(const Entry& entry, const at::Tensor& x) {
+  if (entry.dense.defined()) {
+    c10::AutoGradMode no_gradient(false);
+    return at::_ops::linear::call(
+        x, entry.dense, entry.bias.defined() ? std::optional<at::Tensor>(entry.bias) : std::nullopt);
+  }
   std::vector<at::Tensor> operands;
   operands.reserve(1 + entry.made.size());
   operands.push_back(x);
@@ -223,13 +229,15 @@ PyObject* front_guard(PyObject* object, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// add(x, made, steps, bias or None, kept): what was recorded for a call with x on this stream.
+// add(x, made, steps, bias or None, kept, dense or None): what was recorded for a call with x on
+// this stream.
 //   made   [(tensor, ...)]: tensors that the steps write, of which sizes and dtype are taken
 //   steps  [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
 PyObject* front_add(PyObject* object, PyObject* args) {
   Front* self = reinterpret_cast<Front*>(object);
-  PyObject *of_x, *made, *steps, *bias, *kept;
-  if (!PyArg_ParseTuple(args, "OOOOO", &of_x, &made, &steps, &bias, &kept)) return nullptr;
+  PyObject *of_x, *made, *steps, *bias, *kept, *dense;
+  if (!PyArg_ParseTuple(args, "OOOOOO", &of_x, &made, &steps, &bias, &kept, &dense))
+    return nullptr;
   const at::Tensor& x = THPVariable_Unpack(of_x);
   auto made_entry = std::make_shared<Entry>();
   Entry& entry = *made_entry;
@@ -274,6 +282,7 @@ PyObject* front_add(PyObject* object, PyObject* args) {
     entry.steps.push_back(std::move(step));
   }
   if (bias != Py_None) entry.bias = THPVariable_Unpack(bias).detach();
+  if (dense != Py_None) entry.dense = THPVariable_Unpack(dense);
   PyList_Append(self->kept, kept);
   self->entries->push_back(std::move(made_entry));
   Py_RETURN_NONE;

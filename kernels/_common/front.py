@@ -80,7 +80,7 @@ def recorded(
     with taping() as tape:
         flat = run()
     y = _with_bias(flat, bias)
-    steps = _steps(tape, x, flat)
+    steps = [] if tape.dense is not None else _steps(tape, x, flat)
     if steps is None:
         return y, front
     if front is None or front.stale:
@@ -88,7 +88,8 @@ def recorded(
         for guard in guards:
             front.guard(*guard)
     made = {id(t) for t in tape.made}
-    front.add(x, tape.made, steps, bias, [owner for owner in tape.kept if id(owner) not in made])
+    kept = [owner for owner in tape.kept if id(owner) not in made]
+    front.add(x, tape.made, steps, bias, kept, tape.dense)
     return (y, front) if _same(front(x), y) else (y, None)
 
 

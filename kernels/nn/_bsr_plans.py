@@ -4,7 +4,7 @@
       Y and dX   bsr_wgmma       blocks of multiples of 64, as stored
                  bsr_small       blocks of 16 and 32, packed; larger ones cut, up to 256 tokens
                  bsr_strips      sides that a multiple of 8 from 16 to 64 or 80 divides, packed
-                 bsr_triton      powers of two from 16, as stored, up to 256 tokens
+                 bsr_triton      powers of two from 16, as stored, below MANY tokens
       dW         bsr_wgrad       blocks that tiles of 40 to 64 divide
                  bsr_wgrad_small multiples of 8
     other GPUs, other blocks and sizes, and TRITON_INTERPRET=1
@@ -140,7 +140,7 @@ def engines_of(call: Call, device: torch.device) -> list[str]:
         if reason := unsupported_on_hopper(problem, device):
             raise Unsupported(reason)
         stored = all(side >= 16 and not side & (side - 1) for side in call.block)
-        few = call.m <= bsr_small.CUT_TOKENS and call.op != "wgrad"
+        few = call.m < MANY and call.op != "wgrad"
         first = call.live and call.m <= FEW and min(call.block) >= SIDE
         more = [triton] if stored and few else []
         return [*more, *engines] if first else [*engines, *more]

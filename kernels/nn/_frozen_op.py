@@ -111,7 +111,7 @@ class Dense:
 
     def run(self, x: Tensor) -> Tensor:
         """Multiply."""
-        on_tape(complete=False)
+        on_tape(dense=self.dense)
         return linear(x, self.dense)
 
 

@@ -127,7 +127,9 @@ static_assert(!SPLIT || W_STAGES * W_BYTES >= SHARE * STORE_BYTES, "stores lie i
 static_assert(!SPLIT || CLUSTER == 1, "a cluster shares X, or the k tiles of an item");
 
 using Out = TensorMap;  // of Y, or of H
-struct Maps { TensorMap x; Out out; };
+// TMA takes 1 to 2.6 ns for a row of a box that lies beyond X, more than for one that it reads. So
+// the last tile is loaded by `tail`, whose boxes are as high as its tokens.
+struct Maps { TensorMap x; Out out; TensorMap tail; };
 
 // Tile (row, column) of W is sparse if row < sparse_rows and column < sparse_columns. It is then
 // [row, column] of the sparse tiles; else [row - dense_row, column - dense_column] of the dense
@@ -196,17 +198,20 @@ using WPipeline = Pipeline<W_BYTES, W_STAGES>;
 
 // ---- producers: one lane each ----
 
-__device__ __forceinline__ void produce_x(const TensorMap& x, const WorkTile& tile,
-                                          XPipeline& pipeline, int rank) {
-  constexpr int LOADED = TOKENS / CLUSTER;  // tokens that this CTA loads
+__device__ __forceinline__ void produce_x(const Maps& maps, const WorkTile& tile,
+                                          XPipeline& pipeline, int rank, int m) {
+  constexpr int LOADED = TOKENS / CLUSTER;  // tokens that this CTA loads, at most
   constexpr unsigned short MULTICAST = (1 << CLUSTER) - 1;
-  const int token = tile.token + rank * LOADED;
+  const int token = tile.token + rank * LOADED, here = min(m - token, LOADED);
+  const int bytes = min(m - tile.token, TOKENS) * ROW_BYTES;  // of all CTAs
+  const TensorMap* x = here < LOADED ? &maps.tail : &maps.x;
   for (int box = 2 * tile.k_tile; box < 2 * (tile.k_tile + tile.k_tiles); box++) {
     const u32 to = pipeline.buffer() + rank * LOADED * ROW_BYTES;
     pipeline.producer_acquire();
-    mbarrier_arrive_expect_tx(pipeline.full_barrier(), X_BYTES);
-    if (CLUSTER == 1) tma_load(to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
-    else tma_load_multicast(MULTICAST, to, &x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+    mbarrier_arrive_expect_tx(pipeline.full_barrier(), bytes);
+    if (CLUSTER == 1) tma_load(to, x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+    else if (here > 0)
+      tma_load_multicast(MULTICAST, to, x, box * BOX_COLUMNS, token, pipeline.full_barrier());
     pipeline.advance();
   }
 }
@@ -731,7 +736,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
     give_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x % 32 == 0) {
       WPipeline w_pipeline = w_pipeline_of(stages, warp - 1, true);
-      if (warp == 0) produce_x(maps.x, tile, x, 0);
+      if (warp == 0) produce_x(maps, tile, x, 0, scales.m);
       else if (warp <= WARPGROUPS) produce_w(w, tile, w_pipeline, warp - 1);
     }
     __syncwarp();
@@ -788,7 +793,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
       for (int i = begin; i < end; i++) {
         const WorkTile tile = next;
         next = items[i + 1].tile;  // READ_AHEAD
-        if (warp == 0) produce_x(maps.x, tile, x, rank);
+        if (warp == 0) produce_x(maps, tile, x, rank, scales.m);
         else if (warp <= WARPGROUPS) produce_w(w, tile, w_pipeline, WARPGROUPS * rank + warp - 1);
       }
     }

@@ -68,9 +68,9 @@ POWERS = 16, 32, 64, 128, 256
 BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
 SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
 STORE_TOKENS = 16  # tokens of Y that one TMA store writes
-# Maps of x and y; Weights; First; Scales; work items, workspace, counters.
-ARGUMENTS = Layout("256s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
-SPLIT_ARGUMENTS = Layout("256s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
+# Maps of x, y and the last tile of x; Weights; First; Scales; items, workspace, counters.
+ARGUMENTS = Layout("384s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
+SPLIT_ARGUMENTS = Layout("384s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
 CLUSTERS_FIRST = range(33, 129)  # tokens for which clusters are timed first
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
 
@@ -346,6 +346,7 @@ def arguments(
     maps = _map_of(x[0], (m, k), x[1], plan.dtype, (part, BOX))
     written = BOX * plan.kind.itemsize // 4 if plan.activation else BOX  # columns, in 16 bits
     maps += _map_of(y, (m, width), width, plan.kind, (STORE_TOKENS, written))
+    maps += _map_of(x[0], (m, k), x[1], plan.dtype, (m % part or part, BOX))
     tiles, scaling = (sparse, dense, *plan.tiles), (features, tokens, plan.n, m)
     if plan.config.split:
         return SPLIT_ARGUMENTS(maps, *tiles, *struct.unpack("ii", plan.first), *scaling)

@@ -235,6 +235,20 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     assert restored(IDS).logits.isfinite().all()
 
 
+def test_every_weight_is_compressed_by_old_versions(tmp_path):
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".weight")]:
+            tensors.update(
+                packed(name.removesuffix(".weight"), tensors.pop(name), BITMASK, old=True)
+            )
+
+    model = write(tmp_path / "old", BITMASK, old=True, change=change)
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == {"BitmapLinear": 15}  # with the head
+    assert sum(written.dense.values()) == 6  # an embedding and five norms
+    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
+
+
 def test_experts_and_layers_whose_weight_is_read_stay_dense_and_are_counted(tmp_path):
     sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1}
     mamba = transformers.MambaConfig(**sizes, state_size=8)

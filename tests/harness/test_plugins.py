@@ -134,7 +134,7 @@ def test_the_digest_covers_every_file_of_the_package(here: Path) -> None:
     changed = plugins(modules)
     assert changed != before
     assert code_sha256(changed) != code_sha256(before)
-    (here / "sparsebench_example" / "__pycache__").mkdir()
+    (here / "sparsebench_example" / "__pycache__").mkdir(exist_ok=True)
     (here / "sparsebench_example" / "__pycache__" / "diagonal.pyc").write_bytes(b"compiled")
     assert plugins(modules) == changed
 

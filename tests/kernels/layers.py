@@ -37,21 +37,30 @@ def given(
     return Operands(problem, weights, dense.activations, bound(op.definition, problem))
 
 
+def expected_of(operands: Operands) -> Expected:
+    """Return the output that the harness expects for the present activations."""
+    problem, op = operands.problem, load_op(operands.problem.op)
+    plain = {name: w.to_dense() for name, w in operands.weights.items()} | {**operands.activations}
+    exact = {name: tensor.double() for name, tensor in plain.items()}
+    right, spread = (bound(f, problem)(**exact) for f in (op.definition, op.spread))
+    dtype, torchs_own = problem["dtype"], bound(op.definition, problem)(**plain)
+    rest = OUTPUTS[dtype], op.depth(**exact), *roundings(dtype, op.rounds(dtype))
+    return Expected(right, spread, *rest, parts=op.parts(problem), plain=torchs_own)
+
+
+def assert_correct(out: object, operands: Operands) -> None:
+    """Assert that an output is right, as the harness judges it."""
+    assert (error := check(out, expected_of(operands)).reason) is None, error
+
+
 def error_of(launch: Launch, operands: Operands) -> str | None:
     """Redraw the activations, poison the output, and return what is wrong with the next output."""
-    problem, activations = operands.problem, operands.activations
-    op, dtype = load_op(problem.op), problem["dtype"]
     weights = {name: w.to_dense() for name, w in operands.weights.items()}
-    redraw(problem, op, activations, 7, weights=weights)
+    redraw(operands.problem, load_op(operands.problem.op), operands.activations, 7, weights=weights)
     out = launch()
     assert isinstance(out, Tensor)
     out.fill_(torch.nan)
-    plain = {**weights, **activations}
-    exact = {name: t.double() for name, t in plain.items()}
-    right, spread = (bound(f, problem)(**exact) for f in (op.definition, op.spread))
-    rest = OUTPUTS[dtype], op.depth(**exact), *roundings(dtype, op.rounds(dtype))
-    expected = Expected(right, spread, *rest, plain=bound(op.definition, problem)(**plain))
-    return check(launch(), expected).reason
+    return check(launch(), expected_of(operands)).reason
 
 
 def assert_right(launch: Launch, operands: Operands) -> None:

@@ -27,6 +27,7 @@ from sparsebench.kernels.peers import (
     torch_wgrad,
 )
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.marks import crossed
 
 CPU = torch.device("cpu")
 DGRAD, WGRAD = load_op("linear_dgrad"), load_op("linear_wgrad")
@@ -149,8 +150,9 @@ def test_the_weight_gradient_is_that_of_the_definition_where_it_is_stored(
     assert torch.allclose(found.values.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "tf32"])
-@pytest.mark.parametrize("block", [16, [10, 24]])
+@pytest.mark.parametrize(
+    ("dtype", "block"), crossed(["fp32", "bf16", "fp16", "tf32"], [16, [10, 24]])
+)
 def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
     found = rows(
         "linear_wgrad",
@@ -186,8 +188,9 @@ def test_a_contest_of_input_gradients(dtype: str) -> None:
     assert [row.status.value for row in found] == ["ok", scipy, scipy, "ok"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "tf32"])
-@pytest.mark.parametrize("name", declare.names(wrong_wgrad))
+@pytest.mark.parametrize(
+    ("name", "dtype"), crossed(declare.names(wrong_wgrad), ["fp32", "bf16", "tf32"])
+)
 def test_every_wrong_weight_gradient_is_rejected(name: str, dtype: str) -> None:
     wrong = Contender("bsr", name, {"block": 16})
     dense = Contender("dense", "torch_dense")

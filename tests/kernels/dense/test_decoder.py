@@ -16,6 +16,7 @@ from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
 from sparsebench.results.record import Problem
 from tests.compiling.triton_kernels import complaint_about
 from tests.kernels.layers import CPU, assert_right, assert_right_twice, error_of, given, problem_of
+from tests.tools.marks import exhaustive
 
 CUDA = torch.device("cuda")
 SMALL = {
@@ -61,7 +62,7 @@ def test_an_interpreted_choice_can_be_pinned() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("parts", [exhaustive(2), 3])
 def test_interpreted_attention_is_right_in_several_parts(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +73,7 @@ def test_interpreted_attention_is_right_in_several_parts(
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("pruned", ["mlp", "all"])
+@pytest.mark.parametrize("pruned", [exhaustive("mlp"), "all"])
 def test_an_interpreted_step_of_blocks_is_right(pruned: str) -> None:
     size = {"m": 1, "hidden": 64, "intermediate": 96}
     pattern = {"pattern": "blocks", "block": 16, "sparsity": 0.5, "pruned": pruned}

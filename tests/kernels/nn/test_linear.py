@@ -279,7 +279,7 @@ def test_state_that_cannot_move_is_refused_before_a_change(state):
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     optimizer.state[layer.values]["what"] = state
     columns = layer.columns.clone()
-    with pytest.raises(FormatError, match="SGD: what"):
+    with pytest.raises(FormatError, match="what: expected state"):
         layer.set_pattern(other.offsets, other.columns)
     assert torch.equal(layer.columns, columns)
 

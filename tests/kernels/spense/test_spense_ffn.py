@@ -15,16 +15,14 @@ from triton.compiler import ASTSource
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.bench.operands import operands, redraw
-from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import _spense_op as layers
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
-from sparsebench.results.record import Contender, Problem, Status
+from sparsebench.results.record import Contender, Status
 from tests.compiling.nvcc import hopper
+from tests.kernels.layers import assert_correct, assert_right, given, problem_of
 from tests.kernels.spense.examples import pruned
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -73,7 +71,12 @@ def test_a_suite_gives_down_another_split():
 def test_down_is_converted_by_its_own_split():
     params = {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
     contender = Contender("spense", "reference", params)
-    (row,), _ = contest.run(problem(4, 512, 128), [contender], torch.device("cpu"), None)
+    (row,), _ = contest.run(
+        problem_of("ffn", m=4, n=512, k=128, dtype="bf16", pattern="two_four", sparsity=0.5),
+        [contender],
+        torch.device("cpu"),
+        None,
+    )
     assert row.status is Status.OK
     assert row.stored_bytes == 3 * 512 * 128 * (2 + 9 / 8) / 2  # with rows, down would be dense
 
@@ -101,32 +104,14 @@ def test_interpreted_activations_are_correct(m, n, activation):
     assert_activates(m, n, activation, FP16, "cpu")
 
 
-def assert_correct(y: Tensor, inputs: Operands) -> None:
-    """Check a result as the harness checks the op ffn."""
-    names = {name: w.to_dense().double() for name, w in inputs.weights.items()}
-    names |= {name: x.double() for name, x in inputs.activations.items()}
-    op, how = load_op("ffn"), {"activation": inputs.problem["activation"]}
-    right, spread = op.definition(**names, **how), op.spread(**names, **how)
-    verdict = check(y, Expected(right, spread, y.dtype, max(names["wg"].shape)))
-    assert verdict.reason is None, verdict.reason
-
-
-def problem(m: int, n: int, k: int, dtype: str = "bf16", activation: str = "silu") -> Problem:
+def ffn(
+    m: int, n: int, k: int, dtype: str, activation: str, fraction: float, device: str = "cuda"
+) -> Operands:
     fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": activation}
-    rest = {"pattern": "two_four", "sparsity": 0.5, "block": 1, "active": None, "skew": "iid"}
-    return Problem("ffn", {**fields, **rest})
-
-
-def ffn(problem: Problem, fraction: float, device: str = "cuda") -> Operands:
-    op = load_op("ffn")
-    tensors = operands(problem, op, torch.device(device), None)
-    split = {"wg": "rows", "wu": "rows", "wd": "columns"}
-    weights = {
-        name: Spense.from_dense(w, dense_fraction=fraction, split=split[name])
-        for name, w in tensors.weights.items()
-    }
-    definition = partial(op.definition, activation=problem["activation"])
-    return Operands(problem, weights, tensors.activations, definition)
+    problem = problem_of("ffn", **fields, pattern="two_four", sparsity=0.5)
+    pack = partial(Spense.from_dense, dense_fraction=fraction)
+    formats = dict.fromkeys(("wg", "wu"), pack) | {"wd": partial(pack, split="columns")}
+    return given(problem, torch.device(device), formats)
 
 
 def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
@@ -147,10 +132,9 @@ def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
 def test_feed_forward_layers_join_gate_and_up(fraction, activation, monkeypatch):
     monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
-    inputs = ffn(problem(19, 392, 72, "fp16", activation), fraction, "cpu")
+    inputs = ffn(19, 392, 72, "fp16", activation, fraction, "cpu")
     launch = spense_ffn.prepare(inputs)
-    redraw(inputs.problem, load_op("ffn"), inputs.activations, 1)
-    assert_correct(launch(), inputs)
+    assert_right(launch, inputs)
     assert launch.choice == {"gate_up": {"by": [2 * 392, 72]}, "down": {"by": [72, 392]}}
     again = spense_ffn.prepare(replace(inputs, pinned=launch.choice))
     assert again.choice == {name: {"by": choice} for name, choice in launch.choice.items()}
@@ -180,11 +164,9 @@ def test_the_activation_compiles_to_loads_of_16_bytes(activation, tmp_path, monk
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 def test_a_feed_forward_layer_is_correct_on_a_gpu(activation, dtype):
     for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
-        inputs = ffn(problem(m, 1352, 520, dtype, activation), fraction)
+        inputs = ffn(m, 1352, 520, dtype, activation, fraction)
         launch = spense_ffn.prepare(inputs)
-        redraw(inputs.problem, load_op("ffn"), inputs.activations, 1)
-        launch().fill_(float("nan"))
-        assert_correct(launch(), inputs)
+        assert_right(launch, inputs)
         again = spense_ffn.prepare(replace(inputs, pinned=launch.choice))
         assert (again.choice, again.code) == (launch.choice, launch.code)
         assert_correct(again(), inputs)

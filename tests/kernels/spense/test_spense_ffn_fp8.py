@@ -16,21 +16,20 @@ from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
 from sparsebench.errors import SuiteError
-from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import bound
-from sparsebench.harness.bench.correctness import Expected, check, roundings
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.sim import simulated_contest as sim_contest
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands, unit_scale
+from sparsebench.kernels._kernel import Launch, Operands, unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.compiling.nvcc import hopper
+from tests.kernels.layers import assert_correct, assert_right, expected_of, given
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -53,36 +52,13 @@ def problem(dtype: str = "fp8", **fields: Value) -> Problem:
     return Problem("ffn", {**sizes, **rest, **fields})
 
 
-def given(
-    asked: Problem, device: torch.device = CPU, fraction: float | None = None
-) -> tuple[Operands, DenseOperands]:
-    """Return operands for a kernel, dense or as Spense, and the same operands dense."""
-    drawn = operands(asked, OP, device, None)
-    weights: dict[str, Any] = {
-        name: Dense.from_dense(w)
-        if fraction is None
-        else Spense.from_dense(w, dense_fraction=fraction, split=SPLITS[name])
-        for name, w in drawn.weights.items()
+def packed(problem: Problem, device: torch.device = CPU, fraction: float | None = None) -> Operands:
+    """Return operands for a kernel, dense or as Spense."""
+    formats = {
+        name: partial(Spense.from_dense, dense_fraction=fraction, split=split)
+        for name, split in SPLITS.items()
     }
-    definition = bound(OP.definition, asked)
-    return Operands(asked, weights, drawn.activations, definition), drawn
-
-
-def expected_of(asked: Problem, drawn: DenseOperands) -> Expected:
-    """Return the output that the harness expects."""
-    exact = {name: t.double() for name, t in {**drawn.weights, **drawn.activations}.items()}
-    right, spread = bound(OP.definition, asked)(**exact), bound(OP.spread, asked)(**exact)
-    dtype, depth = asked["dtype"], OP.depth(**exact)
-    allowed = roundings(dtype, OP.rounds(dtype))
-    return Expected(right, spread, OUTPUTS[dtype], depth, *allowed)
-
-
-def assert_right(launch: Launch, asked: Problem, drawn: DenseOperands) -> None:
-    """Draw other activations, poison the output, and judge what the launch writes then."""
-    redraw(asked, OP, drawn.activations, 1)
-    launch().fill_(float("nan"))
-    verdict = check(launch(), expected_of(asked, drawn))
-    assert verdict.reason is None, verdict.reason
+    return given(problem, device, {} if fraction is None else formats)
 
 
 # ---- operands and contests ----
@@ -166,8 +142,7 @@ def layer(
 def test_layers_of_rounded_activations_are_right(activation: str, sparsity: float) -> None:
     pattern = {0.25: "spense_hidden", 0.9: "unstructured"}.get(sparsity, "dense")
     asked = problem(activation=activation, pattern=pattern, sparsity=sparsity)
-    drawn = operands(asked, OP, CPU, None)
-    y, expected = layer(drawn, activation), expected_of(asked, drawn)
+    y, expected = layer(operands(asked, OP, CPU, None), activation), expected_of(given(asked))
     assert check(y, expected).reason is None
     error = float((y.double() - expected.reference).norm() / expected.spread.norm())
     assert 0.7 < error / expected.eps < 0.85
@@ -182,8 +157,7 @@ def dropped(z: Tensor, columns: int) -> Tensor:
 @cache
 def example(activation: str) -> tuple[DenseOperands, Expected]:
     asked = problem(activation=activation)
-    drawn = operands(asked, OP, CPU, None)
-    return drawn, expected_of(asked, drawn)
+    return operands(asked, OP, CPU, None), expected_of(given(asked))
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -212,30 +186,31 @@ def test_wrong_layers_are_caught(what: str, activation: str) -> None:
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 def test_cublas_multiplies_step_by_step(activation: str) -> None:
     asked = problem(n=512, k=256, activation=activation)
-    these, drawn = given(asked)
+    these = packed(asked)
     for fast in (True, False):  # products of oneDNN, with the same name in torch
         pinned = {"library": "cublaslt", "use_fast_accum": fast}
         launch = cublas.prepare(replace(these, pinned=pinned))
         assert launch.choice == pinned
-        assert_right(launch, asked, drawn)
+        assert_right(launch, these)
 
 
 def test_cublas_saturates_what_it_rounds() -> None:
-    these, drawn = given(problem(m=1, n=32, k=32))
-    x, beyond = drawn.activations["x"], cublas.in_fp8(these, True)
+    these = packed(problem(m=1, n=32, k=32))
+    x, weights = these.activations["x"], {n: w.to_dense() for n, w in these.weights.items()}
+    beyond = cublas.in_fp8(these, True)
     x.fill_(1e6)
-    found = beyond(**drawn.weights, x=x)
+    found = beyond(**weights, x=x)
     x.fill_(448)
     assert found.isfinite().all()
-    assert torch.equal(found, beyond(**drawn.weights, x=x))
+    assert torch.equal(found, beyond(**weights, x=x))
     x[0, 0] = float("nan")
-    assert beyond(**drawn.weights, x=x).isnan().all()
+    assert beyond(**weights, x=x).isnan().all()
 
 
 def test_its_steps_are_one_graph_to_torch_compile() -> None:
-    these, drawn = given(problem(n=256, k=128))
+    these = packed(problem(n=256, k=128))
     run = torch.compile(cublas.in_fp8(these, True), fullgraph=True, backend="aot_eager")
-    arguments = {**drawn.weights, **drawn.activations}
+    arguments = {name: w.to_dense() for name, w in these.weights.items()} | {**these.activations}
     assert torch.equal(run(**arguments), cublas.in_fp8(these, True)(**arguments))
 
 
@@ -310,13 +285,13 @@ def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
 def test_interpreted_layers_of_two_gemms_are_right(activation, dtype, sizes) -> None:
     m, n, k = sizes
     asked = problem(dtype, m=m, n=n, k=k, activation=activation)
-    these, drawn = given(asked)
+    these = packed(asked)
     launch = _layers.ffn(these)
-    assert_right(launch, asked, drawn)
+    assert_right(launch, these)
     pinned = {name: dict(way) for name, way in launch.choice.items()}
     again = _layers.ffn(replace(these, pinned=pinned))
     assert again.choice == launch.choice
-    assert_right(again, asked, drawn)
+    assert_right(again, these)
 
 
 def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
@@ -345,10 +320,10 @@ def test_interpreted_hybrid_layers_are_right(fraction: float, monkeypatch: Any) 
     monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
     pattern = {"pattern": "two_four", "sparsity": 0.5}
     asked = problem(m=19, n=400, k=144, **pattern)
-    these, drawn = given(asked, fraction=fraction)
+    these = packed(asked, fraction=fraction)
     launch = spense_ffn.prepare(these, tuned=False)
     assert launch.choice == {"gate_up": {"tuned": False}, "down": {"tuned": False}}
-    assert_right(launch, asked, drawn)
+    assert_right(launch, these)
 
 
 SCALED = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"}
@@ -443,15 +418,15 @@ def test_two_gemms_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
     m, n, k = shape
     for activation in cublas.ACTIVATIONS:
         asked = problem(dtype, m=m, n=n, k=k, activation=activation)
-        these, drawn = given(asked, CUDA)
+        these = packed(asked, CUDA)
         launch = cublas.prepare(these)
-        assert_right(launch, asked, drawn)
+        assert_right(launch, these)
         for pair in _layers.PAIRS:
             for way in WAYS["fp8" if dtype == "fp8" else "16 bits"]:
                 pinned = dict.fromkeys((*pair, "down"), way)
                 forced = cublas.prepare(replace(these, pinned=pinned))
                 assert forced.choice == pinned
-                assert_right(forced, asked, drawn)
+                assert_right(forced, these)
 
 
 @pytest.mark.gpu
@@ -463,8 +438,8 @@ def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
     for m, n, k in SHAPES:
         for activation in ("silu", "relu2"):
             asked = problem(m=m, n=n, k=k, activation=activation)
-            these, drawn = given(asked, CUDA)
-            assert_right(kernel.prepare(these), asked, drawn)
+            these = packed(asked, CUDA)
+            assert_right(kernel.prepare(these), these)
 
 
 @hopper
@@ -473,26 +448,25 @@ def test_hybrid_layers_are_right_on_a_gpu(activation: str) -> None:
     for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
         pattern = {"pattern": "two_four", "sparsity": 0.5}
         asked = problem(m=m, n=1360, k=528, activation=activation, **pattern)
-        these, drawn = given(asked, CUDA, fraction)
+        these = packed(asked, CUDA, fraction)
         launch = spense_ffn.prepare(these)
-        assert_right(launch, asked, drawn)
+        assert_right(launch, these)
         again = spense_ffn.prepare(replace(these, pinned=launch.choice))
         assert (again.choice, again.code) == (launch.choice, launch.code)
-        assert_right(again, asked, drawn)
+        assert_right(again, these)
 
 
 @hopper
 def test_layers_are_captured_and_follow_their_inputs_on_a_gpu() -> None:
     asked = problem(m=40, n=1024, k=512, pattern="spense_hidden", sparsity=0.25)
     for kernel, fraction in ((cublas, None), (spense_ffn, 0.5)):
-        these, drawn = given(asked, CUDA, fraction)
+        these = packed(asked, CUDA, fraction)
         launch = kernel.prepare(these)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             y = launch()
         for draw in (1, 2):
-            redraw(asked, OP, drawn.activations, draw)
+            redraw(asked, OP, these.activations, draw)
             y.fill_(float("nan"))
             graph.replay()
-            verdict = check(y, expected_of(asked, drawn))
-            assert verdict.reason is None, verdict.reason
+            assert_correct(y, these)

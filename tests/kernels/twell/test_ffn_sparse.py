@@ -6,7 +6,6 @@ The op mlp (no gate) tests mlp_sparse and mlp_few, which run the same kernels.
 import ctypes
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,9 +18,8 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.bench.operands import operands, redraw
+from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_kernel, load_op, names
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._common.search import Search
@@ -41,6 +39,7 @@ from sparsebench.kernels.twell._twell_gate import Tiles
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import built
+from tests.kernels.layers import assert_correct, given, problem_of
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
@@ -51,27 +50,8 @@ GROUPED = "library", "alone"
 
 
 def problem(m: int, n: int, k: int, dtype: str = "bf16", op: str = "ffn", **more: Any) -> Problem:
-    fields = {"m": m, "n": n, "k": k, "dtype": dtype, "activation": "relu", "skew": "iid"}
-    rest = {"pattern": "dense", "sparsity": 0.0, "block": 1, "active": None}
-    return Problem(op, {**fields, **rest, **more})
-
-
-def prepared(task: Problem, device: torch.device = CPU) -> Operands:
-    op = load_op(task.op)
-    drawn = operands(task, op, device, None)
-    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    definition = partial(op.definition, activation=task["activation"])
-    return Operands(task, weights, drawn.activations, definition)
-
-
-def assert_correct(y: Tensor, case: Operands) -> None:
-    """Check Y as the harness does."""
-    names = {name: w.to_dense().double() for name, w in case.weights.items()}
-    names |= {name: x.double() for name, x in case.activations.items()}
-    op, how = load_op(case.problem.op), {"activation": case.problem["activation"]}
-    reference, spread = op.definition(**names, **how), op.spread(**names, **how)
-    verdict = check(y, Expected(reference, spread, y.dtype, max(case.problem["n"], 1)))
-    assert verdict.reason is None, verdict.reason
+    fields = {"activation": "relu", "pattern": "dense", "sparsity": 0.0} | more
+    return problem_of(op, m=m, n=n, k=k, dtype=dtype, **fields)
 
 
 # ---- sizes and limits of the sparse kernel ----
@@ -142,7 +122,7 @@ def test_a_portfolio_names_its_choice(
     m: int, op: str, way: Any, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = ffn_sparse if op == "ffn" else mlp_sparse
-    case = prepared(problem(m, 64, 32, op=op))
+    case = given(problem(m, 64, 32, op=op))
     for i, expected in enumerate(chosen):
         monkeypatch.setattr(ffn_sparse, "search", lambda *_, i=i: Search(i))
         launch = kernel.prepare(case, way=way)
@@ -357,7 +337,7 @@ def test_interpreted_dense_products_write_the_groups_left(m, heavy, gated, dtype
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_interpreted_fused_gate_and_up_are_correct(dtype, activation, path):
-    case = prepared(problem(19, 72, 40, dtype, activation=activation))
+    case = given(problem(19, 72, 40, dtype, activation=activation))
     x = case.activations["x"]
     wg, wu, wd = (case.weights[name].to_dense() for name in ("wg", "wu", "wd"))
     configs = ffn_dense_triton.configurations(len(x), x.element_size(), path)
@@ -417,12 +397,12 @@ def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(Unsupported, match="option mode: expected one of default, max-autotune"):
-        torch_compile.prepare(prepared(problem(2, 8, 8, "fp32")), mode="fast")
+        torch_compile.prepare(given(problem(2, 8, 8, "fp32")), mode="fast")
 
 
 @needs_gxx
 def test_a_compiled_definition_follows_its_activations() -> None:
-    case = prepared(problem(3, 24, 16, "fp32"))
+    case = given(problem(3, 24, 16, "fp32"))
     launch = torch_compile.prepare(case)
     redraw(case.problem, OP, case.activations, 1)
     assert_correct(launch(), case)
@@ -454,7 +434,7 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, ac
     op = kernel.KERNEL.op
     for active in (1, shape[1] / 64, shape[1] / 2):
         task = problem(*shape, dtype, op, activation=activation, active=active, skew=skew)
-        case = prepared(task, GPU)
+        case = given(task, GPU)
         launch = kernel.prepare(case, way="library")
         for draw in (1, 2):
             redraw(task, load_op(op), case.activations, draw)
@@ -469,7 +449,7 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, ac
 def test_gates_in_tiles_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
     for active in (1, shape[1] / 64, shape[1] / 2):
         task = problem(*shape, dtype, activation=activation, active=active)
-        case = prepared(task, GPU)
+        case = given(task, GPU)
         launch = layer(case, way)
         for draw in (1, 2):
             redraw(task, OP, case.activations, draw)
@@ -498,13 +478,13 @@ def test_a_pinned_choice_is_repeated_on_a_gpu() -> None:
     assert_correct(ffn_sparse.prepare(replace(case, pinned=launch.choice))(), case)
     assert ffn_sparse.prepare(case, way="sparse").choice["way"] in ("few", "alone")
     task = problem(300, 1024, 512, op="mlp", active=8)
-    launch = mlp_sparse.prepare(prepared(task, GPU))
-    again = mlp_sparse.prepare(replace(prepared(task, GPU), pinned=launch.choice))
+    launch = mlp_sparse.prepare(given(task, GPU))
+    again = mlp_sparse.prepare(replace(given(task, GPU), pinned=launch.choice))
     assert again.choice == launch.choice
 
 
 def test_unknown_ways_are_refused() -> None:
-    case = prepared(problem(4, 64, 32))
+    case = given(problem(4, 64, 32))
     with pytest.raises(Unsupported, match=r"expected one of best, sparse"):
         ffn_sparse.prepare(case, way="dense")
     with pytest.raises(Unsupported, match="use library"):
@@ -520,7 +500,7 @@ def test_few_refuses_many_tokens_on_a_gpu() -> None:
 
 
 def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
-    return prepared(problem(m, n, k, active=active), GPU)
+    return given(problem(m, n, k, active=active), GPU)
 
 
 @hopper
@@ -574,7 +554,7 @@ def test_a_graph_replays_a_layer_on_a_gpu(active: float, way: ffn_sparse.Way | T
 @pytest.mark.parametrize("m", [1, 33, 300, 2000])
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 def test_dense_kernels_are_correct_on_a_gpu(kernel: Any, m: int, activation: str) -> None:
-    case = prepared(problem(m, 1024, 512, activation=activation), GPU)
+    case = given(problem(m, 1024, 512, activation=activation), GPU)
     launch = kernel.prepare(case)
     redraw(case.problem, OP, case.activations, 1)
     assert_correct(launch(), case)

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import bound
-from sparsebench.harness.bench.correctness import Expected, Verdict, check
+from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.results.record import Problem, Value
+from tests.kernels.layers import assert_right, given
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("ffn_step")
@@ -40,14 +40,8 @@ def expected(case: Problem, arguments: Mapping[str, Tensor]) -> Expected:
     return Expected(reference, spread, dtype, depth, parts=OP.parts(case))
 
 
-def verdict_of(case: Problem, device: torch.device, **options: Any) -> Verdict:
-    """Compare the kernel's output for operands of the problem with the definition."""
-    drawn = operands(case, OP, device, None)
-    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    sparse = Operands(case, weights, drawn.activations, OP.definition)
-    launch = load_kernel("ffn_step_sparse").prepare(sparse, **options)
-    launch().fill_(float("nan"))
-    return check(launch(), expected(case, exact(drawn)))
+def launch_of(operands: Operands, **options: Any) -> Launch:
+    return load_kernel("ffn_step_sparse").prepare(operands, **options)
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
@@ -107,12 +101,13 @@ def test_the_work_matches_a_hand_computation():
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_the_kernel_stacks_the_results_of_the_layer(activation):
-    assert verdict_of(problem(activation=activation), CPU).reason is None
+    operands = given(problem(activation=activation))
+    assert_right(launch_of(operands), operands)
 
 
 def test_zero_slots_are_refused():
     with pytest.raises(Unsupported, match="option slots"):
-        verdict_of(problem(), CPU, slots=0)
+        launch_of(given(problem()), slots=0)
 
 
 def test_the_kernel_supports_the_suite():
@@ -129,8 +124,8 @@ def test_the_kernel_supports_the_suite():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_kernel_is_correct_on_a_gpu(dtype, skew, slots):
     case = problem(m=2048, n=5632, k=2048, active=29.0, skew=skew, dtype=dtype)
-    verdict = verdict_of(case, GPU, slots=slots)
-    assert verdict.reason is None, verdict
+    operands = given(case, GPU)
+    assert_right(launch_of(operands, slots=slots), operands)
 
 
 @pytest.mark.gpu
