@@ -14,6 +14,7 @@ The table fits the window, but the name of a kernel is never cut.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import pandas as pd
@@ -225,9 +226,11 @@ def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
 
 
 def _once(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return each case once with its worst status; a twin only if it failed."""
-    failed = ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
-    cases_of_suite = cases[~cases.twin.astype(bool) | failed]
+    """Return each case once with its worst status; a twin only if it failed alone."""
+    twin, failed = cases.twin.astype(bool), ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
+    same = ["problem_id", "format", "kernel", "params", "options"]
+    both = (~twin & failed).groupby([cases[name] for name in same]).transform("any")
+    cases_of_suite = cases[~twin | (failed & ~both)]
     worst_first = cases_of_suite.sort_values("status", key=lambda status: status == Status.OK)
     return worst_first.drop_duplicates("case_id")
 
@@ -300,7 +303,7 @@ def results(cases: pd.DataFrame) -> Table:
     """Return the fastest kernel of each format in each problem, beside dense."""
     timed = with_gains(cases)
     dense = timed[timed.gain == 1].groupby(CONTEST).median_us.min()
-    over_dense, bases = timed.gain.notna().any(), timed.baseline_label.dropna().unique()
+    over_dense, bases = bool(timed.gain.notna().any()), timed.baseline_label.dropna().unique()
     against = "× dense" if over_dense else f"× {kernel(bases[0])}" if len(bases) else "× baseline"
     best = timed.sort_values("median_us", kind="stable").drop_duplicates([*CONTEST, "kind"])
     alone = best.groupby(CONTEST).kind.transform("nunique") == 1
@@ -317,7 +320,7 @@ def results(cases: pd.DataFrame) -> Table:
             FORMATS.get(line["kind"], line["kind"]),
             who(line),
             duration(line["median_us"]),
-            duration(dense.get(tuple(line[name] for name in CONTEST))),
+            duration(dense.get(tuple(line[name] for name in CONTEST), nan)),
             _gain(line) if over_dense else _ratio(line),
             percent(round(line["of_bound"], 2)) if line["of_bound"] > 0 else "",
             outcome(line) if line["side"] != "dense" else "",
