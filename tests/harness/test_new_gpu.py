@@ -218,7 +218,7 @@ def test_the_page_has_the_answer_and_other_devices(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sparsebench.reports.survey.ProcessPoolExecutor", InThreads)
+    monkeypatch.setattr("sparsebench.reports.survey_page.ProcessPoolExecutor", InThreads)
     other = measure(read(surveys.SUITE), Flags("sim", replicates=1), tmp_path / "other", None)
     given = ["--device", "sim", "--budget", "60s", "--out", str(small), "--against", str(other)]
     assert _sparsebench(monkeypatch, *given) == 0
