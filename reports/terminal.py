@@ -225,9 +225,11 @@ def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
 
 
 def _once(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return each case once with its worst status; a twin only if it failed."""
-    failed = ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
-    cases_of_suite = cases[~cases.twin.astype(bool) | failed]
+    """Return each case once with its worst status; a twin only if it failed alone."""
+    twin, failed = cases.twin.astype(bool), ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
+    same = ["problem_id", "format", "kernel", "params", "options"]
+    both = (~twin & failed).groupby([cases[name] for name in same]).transform("any")
+    cases_of_suite = cases[~twin | (failed & ~both)]
     worst_first = cases_of_suite.sort_values("status", key=lambda status: status == Status.OK)
     return worst_first.drop_duplicates("case_id")
 
