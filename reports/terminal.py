@@ -33,7 +33,6 @@ from sparsebench.results.formatting import (
     between,
     blocks_text,
     duration,
-    estimate,
     kernel,
     percent,
     times,
@@ -381,7 +380,7 @@ def _ratio(line: Mapping[Any, Any]) -> Cell:
         return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]
     style = STYLES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
-    return estimate(line["speedup"], low, high, line["uncertainty"]), style
+    return between(line["speedup"], low, high, line["uncertainty"], unit=""), style
 
 
 def _gain(case: Mapping[Any, Any]) -> Cell:
@@ -389,7 +388,8 @@ def _gain(case: Mapping[Any, Any]) -> Cell:
     style = ("good" if case["gain"] > 1 else "bad") if case["decided"] else "unsure"
     if case["side"] == "dense":
         return "1", ""
-    return estimate(*(case[name] for name in ("gain", "low", "high", "half"))), style
+    ends = (case[name] for name in ("gain", "low", "high", "half"))
+    return between(*ends, unit=""), style
 
 
 def _text(cell: Cell) -> str:
