@@ -90,7 +90,7 @@ def _holds(must: Sequence[Tensor], stored: Store) -> None:
 
 
 def _refuses(device: str, stored: Store) -> None:
-    bad = {
+    bad: dict[str, Any] = {
         "a vector": torch.zeros(4, device=device),
         "a matrix of integers": torch.zeros(4, 4, dtype=torch.int32, device=device),
         "a matrix that is not contiguous": torch.zeros(8, 4, device=device).T,
