@@ -90,7 +90,7 @@ def _holds(must: Sequence[Tensor], stored: Store) -> None:
 
 
 def _refuses(device: str, stored: Store) -> None:
-    bad = {
+    bad: dict[str, Any] = {
         "an array of numpy": torch.zeros(4, 4).numpy(),
         "a sparse tensor": torch.zeros(4, 4, device=device).to_sparse(),
         "a matrix without rows": torch.zeros(0, 4, device=device),
