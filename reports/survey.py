@@ -152,7 +152,7 @@ def grid_rows(problems: pd.DataFrame) -> Iterator[tuple[str, dict[Any, "pd.Serie
 
     The formats with the largest gains come first, and gradients last.
     """
-    groups = problems.sort_values("level").groupby(ROW, sort=False, dropna=False)
+    groups: Any = problems.sort_values("level").groupby(ROW, sort=False, dropna=False)
     ranks = {name: rank for rank, name in enumerate(_names(problems))}
     several = problems.groupby("name").dtype.nunique() > 1
     ordered = sorted(groups, key=lambda row: (ranks[row[0][0]], row[0][2]))

@@ -147,7 +147,7 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
                 spots.write(spot)
             keep = outputs.append if spot else id  # a call into C either way
             # One call into C: a contender finds no start time in the frames of its callers.
-            calls: tuple[Callable[[], Any], ...] = (perf_counter, contender.call, perf_counter)
+            calls: tuple[Callable[[], Any], ...] = perf_counter, contender.call, perf_counter
             start, out, end = map(operator.call, calls)
             keep(out)
             del out

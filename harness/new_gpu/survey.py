@@ -37,7 +37,7 @@ from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.probe import probe
-from sparsebench.harness.new_gpu.problem_choice import DECIDED, coarse, deciding
+from sparsebench.harness.new_gpu.problem_choice import coarse, deciding
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
@@ -49,6 +49,7 @@ from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
+from sparsebench.results.record import Problem
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run, without_paths
 
@@ -217,7 +218,7 @@ def _decide(survey: Survey, end: float, progress: Progress) -> str:
     screened = store.read(survey.path / "screen")
     if not screened.rows:
         raise SuiteError(_too_small(survey, end))
-    candidates = deciding(analyse(screened).cases)
+    candidates = deciding(analyse(screened).cases, _problems(survey))
     if not candidates:
         return "expected a case with a time in screen/, found none"
     runs: list[Run] = []
@@ -236,6 +237,10 @@ def _decide(survey: Survey, end: float, progress: Progress) -> str:
             return reason
         runs.append(store.read(survey.path / name))
     raise AssertionError
+
+
+def _problems(survey: Survey) -> list[Problem]:
+    return [contest.problem for contest in read(survey.suite).contests]
 
 
 def _undecided(survey: Survey, left: int, of: int, end: float, progress: Progress) -> str:
@@ -332,8 +337,7 @@ def _measured(
     if stopped and store.read(target).state["status"] == "finished":
         return ""
     flags, suite = Flags(survey.device, None, SILENT_S, replicates, only), read(survey.suite)
-    problems = [contest.problem for contest in suite.contests]
-    coarse_ranks = {} if searched else coarse(problems, DECIDED)  # references come first
+    coarse_ranks = {} if searched else coarse(_problems(survey))  # references come first
     options = RunOptions(
         progress=progress,
         searched=searched.rows if searched else (),

@@ -164,7 +164,7 @@ def test_deciding_problems_start_with_the_best_of_each_shape(tmp_path: Path) -> 
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
     run = store.read(measure(read(str(file)), Flags("sim", replicates=1), tmp_path / "run", None))
-    found = list(deciding(analyse(run).cases))
+    found = list(deciding(analyse(run).cases, [c.problem for c in read(str(file)).contests]))
     problems = {row.case.problem.id: row.case.problem for row in run.rows}
     assert len(found) == len(problems)
     assert {problems[name]["sparsity"] for name in found[:2]} == {0.9}
