@@ -14,6 +14,7 @@ The table fits the window, but the name of a kernel is never cut.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import pandas as pd
@@ -301,7 +302,7 @@ def results(cases: pd.DataFrame) -> Table:
     """Return the fastest kernel of each format in each problem, beside dense."""
     timed = with_gains(cases)
     dense = timed[timed.gain == 1].groupby(CONTEST).median_us.min()
-    over_dense, bases = timed.gain.notna().any(), timed.baseline_label.dropna().unique()
+    over_dense, bases = bool(timed.gain.notna().any()), timed.baseline_label.dropna().unique()
     against = "× dense" if over_dense else f"× {kernel(bases[0])}" if len(bases) else "× baseline"
     best = timed.sort_values("median_us", kind="stable").drop_duplicates([*CONTEST, "kind"])
     alone = best.groupby(CONTEST).kind.transform("nunique") == 1
@@ -318,7 +319,7 @@ def results(cases: pd.DataFrame) -> Table:
             FORMATS.get(line["kind"], line["kind"]),
             who(line),
             duration(line["median_us"]),
-            duration(dense.get(tuple(line[name] for name in CONTEST))),
+            duration(dense.get(tuple(line[name] for name in CONTEST), nan)),
             _gain(line) if over_dense else _ratio(line),
             percent(round(line["of_bound"], 2)) if line["of_bound"] > 0 else "",
             outcome(line) if line["side"] != "dense" else "",

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sparsebench._writing import write_file
 from sparsebench.errors import FormatError, SuiteError
 from sparsebench.formats._format import require
 from sparsebench.harness.models.pruning import checkpoint
@@ -354,7 +355,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def lines(out: Path, conversion: Conversion) -> Iterator[str]:
