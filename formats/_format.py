@@ -79,7 +79,7 @@ def require_whole(name: str, value: object) -> None:
 
 def sides_of(block: object) -> tuple[int, int]:
     """Return the rows and columns of a block. Raises FormatError."""
-    sides = list(block) if isinstance(block, list | tuple) else [block, block]
+    sides: list[Any] = list(block) if isinstance(block, list | tuple) else [block, block]
     right = len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
     expected = "expected an integer of at least 1, or [rows, columns] of them"
     require(right, f"block: {expected}; found {block!r}")

@@ -10,9 +10,11 @@ point (sparsebench/_discovery.py):
 import ast
 import inspect
 from collections.abc import Callable
+from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparsebench._discovery import documents, load, modules
@@ -45,16 +47,23 @@ def names(folder: str) -> list[str]:
 def summary(folder: str, name: str) -> str:
     """Return the first line of the docstring of a file, or of its ATTR, without importing."""
     module, _, attribute = modules(folder)[name].partition(":")
+    if (file := _file_of(module)) is None:
+        return f"(the entry point's module {module} is not installed)"
+    tree = ast.parse(file.read_text("utf-8"))
+    text = _documented(tree, attribute) or ast.get_docstring(tree) or ""
+    return text.partition("\n")[0]
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module, or None; `find_spec` imports the packages above it."""
+    package, *parts = module.split(".")
+    if package == "sparsebench":  # kernels.nn would import torch
+        return Path(str(files(package))).joinpath(*parts).with_suffix(".py")
     try:
         spec = find_spec(module)
     except ModuleNotFoundError:
-        spec = None
-    if spec is None or spec.origin is None:
-        return f"(the entry point's module {module} is not installed)"
-    with open(spec.origin, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    text = _documented(tree, attribute) or ast.get_docstring(tree) or ""
-    return text.partition("\n")[0]
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def _documented(tree: ast.Module, attribute: str) -> str:

@@ -18,9 +18,9 @@ from sparsebench.results.changes import Changes, outcomes, problem_fields, teste
 from sparsebench.results.comparison import Comparison
 from sparsebench.results.formatting import (
     FORMATS,
+    between,
     blocks_text,
     duration,
-    estimate,
     kernel,
     significant,
     times,
@@ -204,4 +204,4 @@ def _speedup(line: Line, side: str) -> str:
     ends = [line[f"{name}_{side}"] for name in names]
     if pd.isna(ends[0]):
         return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
-    return f"{estimate(*ends)} {line[f'outcome_{side}']}".rstrip()
+    return f"{between(*ends, unit='')} {line[f'outcome_{side}']}".rstrip()

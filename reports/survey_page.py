@@ -8,6 +8,7 @@ beside   decide*/report.html and screen/report.html, which list every case
 import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def _other(there: Changes) -> Markup:
     runs = f"The devices were measured in different processes. Other runs: {names}."
     head = Markup("<h3>{} beside {}</h3>").format(capital(there.b.name), there.a.device)
     text = note(f"{compared(there)} {runs} Problems: {problems([there])}.")
-    return head + text + cases([there]).html()
+    return head + text + replace(cases([there]), title="").html()
 
 
 def _ceilings(by_run: dict[str, Frames], others: list[Changes], device: str) -> Markup:

@@ -14,6 +14,7 @@ The table fits the window, but the name of a kernel is never cut.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import pandas as pd
@@ -32,7 +33,6 @@ from sparsebench.results.formatting import (
     between,
     blocks_text,
     duration,
-    estimate,
     kernel,
     percent,
     times,
@@ -225,9 +225,11 @@ def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
 
 
 def _once(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return each case once with its worst status; a twin only if it failed."""
-    failed = ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
-    cases_of_suite = cases[~cases.twin.astype(bool) | failed]
+    """Return each case once with its worst status; a twin only if it failed alone."""
+    twin, failed = cases.twin.astype(bool), ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
+    same = ["problem_id", "format", "kernel", "params", "options"]
+    both = (~twin & failed).groupby([cases[name] for name in same]).transform("any")
+    cases_of_suite = cases[~twin | (failed & ~both)]
     worst_first = cases_of_suite.sort_values("status", key=lambda status: status == Status.OK)
     return worst_first.drop_duplicates("case_id")
 
@@ -300,7 +302,7 @@ def results(cases: pd.DataFrame) -> Table:
     """Return the fastest kernel of each format in each problem, beside dense."""
     timed = with_gains(cases)
     dense = timed[timed.gain == 1].groupby(CONTEST).median_us.min()
-    over_dense, bases = timed.gain.notna().any(), timed.baseline_label.dropna().unique()
+    over_dense, bases = bool(timed.gain.notna().any()), timed.baseline_label.dropna().unique()
     against = "× dense" if over_dense else f"× {kernel(bases[0])}" if len(bases) else "× baseline"
     best = timed.sort_values("median_us", kind="stable").drop_duplicates([*CONTEST, "kind"])
     alone = best.groupby(CONTEST).kind.transform("nunique") == 1
@@ -317,7 +319,7 @@ def results(cases: pd.DataFrame) -> Table:
             FORMATS.get(line["kind"], line["kind"]),
             who(line),
             duration(line["median_us"]),
-            duration(dense.get(tuple(line[name] for name in CONTEST))),
+            duration(dense.get(tuple(line[name] for name in CONTEST), nan)),
             _gain(line) if over_dense else _ratio(line),
             percent(round(line["of_bound"], 2)) if line["of_bound"] > 0 else "",
             outcome(line) if line["side"] != "dense" else "",
@@ -378,7 +380,7 @@ def _ratio(line: Mapping[Any, Any]) -> Cell:
         return "1", ""
     low, high = line["speedup_low"], line["speedup_high"]
     style = STYLES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
-    return estimate(line["speedup"], low, high, line["uncertainty"]), style
+    return between(line["speedup"], low, high, line["uncertainty"], unit=""), style
 
 
 def _gain(case: Mapping[Any, Any]) -> Cell:
@@ -386,7 +388,8 @@ def _gain(case: Mapping[Any, Any]) -> Cell:
     style = ("good" if case["gain"] > 1 else "bad") if case["decided"] else "unsure"
     if case["side"] == "dense":
         return "1", ""
-    return estimate(*(case[name] for name in ("gain", "low", "high", "half"))), style
+    ends = (case[name] for name in ("gain", "low", "high", "half"))
+    return between(*ends, unit=""), style
 
 
 def _text(cell: Cell) -> str:

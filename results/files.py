@@ -177,8 +177,8 @@ class _Loader(_Base):  # type: ignore[misc]
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace merge keys by what they name; before it, a mapping has the keys as written."""
-        if not hasattr(node, "flat"):
-            node.flat = True
+        if not hasattr(node, "checked"):
+            vars(node)["checked"] = True
             self._require_once(node)
         super().flatten_mapping(node)
 

@@ -1,6 +1,6 @@
 """How numbers and names are written on pages, in the terminal and in documents.
 
-    5.6234 with an uncertainty of 0.083   ─>   5.62, 5.62 ± 0.09, 5.62× [5.54, 5.71]
+    5.6234 with an uncertainty of 0.083   ─>   5.62, 5.62×, 5.62× [5.54, 5.71]
     29.31 µs, 90 %, a, b and c
 
 No ratio shows a digit that its measurement does not support. The uncertainty of a speedup is a
@@ -26,7 +26,6 @@ FORMATS = {
 NONE = "–"
 CASES = 3  # a selection of more cases shows only their number
 MOST = 3  # digits after the point, however small the uncertainty
-WIDE = 0.3  # fraction of the value from which an interval replaces ±
 
 
 def rounded(value: float, uncertainty: float = nan) -> str:
@@ -40,22 +39,6 @@ def rounded(value: float, uncertainty: float = nan) -> str:
         return f"{value:.{max(0, 1 - _place(value))}f}"
     places = min(MOST, -min(_place(_up(uncertainty)), _place(value)))  # rounded once, not twice
     return f"{round(value, places):.{max(0, places)}f}"
-
-
-def plus_minus(value: float, uncertainty: float = nan) -> str:
-    """Write a value with its uncertainty: `5.62 ± 0.09`; without one, the same as `rounded`."""
-    if pd.isna(value) or not isfinite(value) or not _known(uncertainty):
-        return rounded(value, uncertainty)
-    least = max(_up(uncertainty), 10.0**-MOST)
-    return f"{rounded(value, uncertainty)} ± {least:.{max(0, -_place(least))}f}"
-
-
-def estimate(value: float, low: float, high: float, uncertainty: float = nan) -> str:
-    """Write `5.62 ± 0.09`, or `2 [2.1, 24]` if the uncertainty exceeds WIDE."""
-    half = uncertainty if _known(uncertainty) else max(high - value, value - low)
-    if _known(half) and half > WIDE * abs(value) and high > low:
-        return between(value, low, high, half, unit="")
-    return plus_minus(value, half)
 
 
 def times(ratio: float, uncertainty: float = nan, unit: str = "×") -> str:

@@ -134,23 +134,23 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     if len(paths) == len(set(texts)):
         runs = [store.read(paths[text]) for text in texts]
         return [side(r, name=n) for r, n in zip(runs, named_apart(runs), strict=True)]
-    if twice := [text for text in texts if texts.count(text) > 1]:
-        raise ResultError(f"{twice[0]}: expected each name once, found it {len(twice)} times")
     known = [_Candidate.read(path) for path in bundles(among)]
     chosen = {
         text: [_Candidate.read(paths[text])] if text in paths else _matches(text, known)
         for text in texts
     }
+    if twice := [text for text in texts if texts.count(text) > 1]:
+        raise ResultError(f"{twice[0]}: expected each name once, found it {len(twice)} times")
     suites = set.intersection(*({each.suite for each in runs} for runs in chosen.values()))
     if not suites:
         has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in chosen.items())
         raise ResultError(f"{' and '.join(chosen)}: expected a suite that all have; {has}")
-    sides = []
-    for text in texts:
-        runs = [store.read(each.path) for each in chosen[text] if each.suite in suites]
-        folder = paths[text].resolve().name if text in paths else text
-        sides.append(side(*runs, name=text if folder in texts else folder))
-    return sides
+    names = [paths[text].resolve().name if text in paths else text for text in texts]
+    names = names if len(set(names)) == len(names) else list(texts)
+    return [
+        side(*(store.read(c.path) for c in chosen[text] if c.suite in suites), name=name)
+        for text, name in zip(texts, names, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

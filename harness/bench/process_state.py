@@ -132,7 +132,9 @@ def _settings() -> dict[str, Setting]:
         "the switching interval": (sys.getswitchinterval, sys.setswitchinterval),
         "subnormal numbers": (_keeps_subnormals, lambda keep: torch.set_flush_denormal(not keep)),
     }
-    switches = [("matmul", torch.backends.cuda.matmul, name) for name in MATMUL]
+    switches: list[tuple[str, object, str]] = [
+        ("matmul", torch.backends.cuda.matmul, name) for name in MATMUL
+    ]
     switches += [("cudnn", torch.backends.cudnn, name) for name in CUDNN]
     for title, owner, name in switches:
         if hasattr(owner, name):  # not in every version of torch

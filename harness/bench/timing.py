@@ -30,6 +30,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -146,7 +147,8 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
                 spots.write(spot)
             keep = outputs.append if spot else id  # a call into C either way
             # One call into C: a contender finds no start time in the frames of its callers.
-            start, out, end = map(operator.call, (perf_counter, contender.call, perf_counter))
+            calls: tuple[Callable[[], Any], ...] = perf_counter, contender.call, perf_counter
+            start, out, end = map(operator.call, calls)
             keep(out)
             del out
             time_us = 1e6 * (end - start)

@@ -25,7 +25,9 @@ Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory to write. Default: runs/…")]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, cuda:N, or for run sim or sim:FILE.yaml. Default: the best."),
+    typer.Option(
+        help="cpu, cuda, cuda:N; simulated: sim, sim:l4, sim:FILE.yaml. Default: the best."
+    ),
 ]
 Data = Annotated[Path | None, typer.Option(help="Folder with the source files that a suite names.")]
 Peers = Annotated[

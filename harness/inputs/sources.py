@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.io
-import scipy.sparse
+import scipy  # scipy.io takes 0.2 s to import, and few suites read a file
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open

@@ -44,7 +44,7 @@ def named(name: str | None) -> str:
 
 
 def simulated(name: str) -> bool:
-    """Return whether a name is that of a simulated device: `sim` or `sim:FILE.yaml`."""
+    """Return whether a name is that of a simulated device: `sim`, `sim:NAME` or `sim:FILE.yaml`."""
     return name.partition(":")[0] == "sim"
 
 

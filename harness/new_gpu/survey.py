@@ -17,6 +17,7 @@ it leaves no memory allocated on the device.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.probe import probe
-from sparsebench.harness.new_gpu.problem_choice import DECIDED, coarse, deciding
+from sparsebench.harness.new_gpu.problem_choice import coarse, deciding
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
@@ -49,6 +50,7 @@ from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
+from sparsebench.results.record import Problem
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run, without_paths
 
@@ -57,7 +59,8 @@ SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores
 SUITE = "core"
 TUNE, SCREEN = 0.2, 0.45  # shares of the time left; deciding has the rest, less PAGE_S
 SAFE = 0.9  # share of the time left that is planned; later processes leave out what does not fit
-AGAIN = 0.25  # start of a later process over the first one: it imports beside the one before
+# Start of a later process over the first one: with enough cores it imports beside the one before.
+AGAIN = 0.25 if len(os.sched_getaffinity(0)) >= 4 else 1.0
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
 PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
@@ -217,7 +220,7 @@ def _decide(survey: Survey, end: float, progress: Progress) -> str:
     screened = store.read(survey.path / "screen")
     if not screened.rows:
         raise SuiteError(_too_small(survey, end))
-    candidates = deciding(analyse(screened).cases)
+    candidates = deciding(analyse(screened).cases, _problems(survey))
     if not candidates:
         return "expected a case with a time in screen/, found none"
     runs: list[Run] = []
@@ -236,6 +239,10 @@ def _decide(survey: Survey, end: float, progress: Progress) -> str:
             return reason
         runs.append(store.read(survey.path / name))
     raise AssertionError
+
+
+def _problems(survey: Survey) -> list[Problem]:
+    return [contest.problem for contest in read(survey.suite).contests]
 
 
 def _undecided(survey: Survey, left: int, of: int, end: float, progress: Progress) -> str:
@@ -332,8 +339,7 @@ def _measured(
     if stopped and store.read(target).state["status"] == "finished":
         return ""
     flags, suite = Flags(survey.device, None, SILENT_S, replicates, only), read(survey.suite)
-    problems = [contest.problem for contest in suite.contests]
-    coarse_ranks = {} if searched else coarse(problems, DECIDED)  # references come first
+    coarse_ranks = {} if searched else coarse(_problems(survey))  # references come first
     options = RunOptions(
         progress=progress,
         searched=searched.rows if searched else (),

@@ -114,7 +114,7 @@ def unsupported(spec: Spec, problem: Problem, contender: Contender) -> str | Non
     major, minor = map(int, spec.capability.split("."))
     kernel = load_kernel(contender.kernel)
     facts = SimpleNamespace(major=major, minor=minor, total_memory=MEMORY_BYTES)
-    cuda = {
+    cuda: dict[str, Any] = {
         "get_device_capability": lambda device: (major, minor),
         "get_device_properties": lambda device: facts,
     }

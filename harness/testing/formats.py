@@ -90,14 +90,14 @@ def _holds(must: Sequence[Tensor], stored: Store) -> None:
 
 
 def _refuses(device: str, stored: Store) -> None:
-    bad = {
+    bad: dict[str, Any] = {
+        "a vector": torch.zeros(4, device=device),
+        "a matrix of integers": torch.zeros(4, 4, dtype=torch.int32, device=device),
+        "a matrix that is not contiguous": torch.zeros(8, 4, device=device).T,
         "an array of numpy": torch.zeros(4, 4).numpy(),
         "a sparse tensor": torch.zeros(4, 4, device=device).to_sparse(),
         "a matrix without rows": torch.zeros(0, 4, device=device),
         "a matrix without columns": torch.zeros(4, 0, device=device),
-        "a vector": torch.zeros(4, device=device),
-        "a matrix of integers": torch.zeros(4, 4, dtype=torch.int32, device=device),
-        "a matrix that is not contiguous": torch.zeros(8, 4, device=device).T,
     }
     for what, tensor in bad.items():
         try:

@@ -24,6 +24,7 @@ PROBLEMS = (
     "pattern=unstructured sparsity=0.5",
     "pattern=blocks block=16 sparsity=0.5",
     "pattern=two_four sparsity=0.5",
+    "activation=relu",
     "",
 )
 """The problems to try if no words are given: a format holds some of them, and refuses others."""

@@ -196,6 +196,6 @@ def _built() -> Path:
         command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(fresh)]
         command += [f"-I{include}" for include in includes]
         command += [f"-L{library}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
         fresh.replace(file)  # several processes may compile it at the same time
     return file

@@ -1,11 +1,11 @@
-"""What must follow when set_pattern moves the blocks of a layer.
+"""Keep optimizers and other ranks consistent when set_pattern moves the blocks of a layer.
 
     optimizers              the state of the values moves with the blocks; new blocks get zeros
     DistributedDataParallel every rank must move the same blocks: it averages gradients position by
                             position, and never compares values
 
 Neither registers with its parameters, so both are found among the objects of the garbage collector:
-a layer takes about 30 ms for each million objects.
+one search takes about 17 ms in a process with 200,000 objects.
 """
 
 import gc

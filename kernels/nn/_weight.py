@@ -1,4 +1,4 @@
-"""`weight` of a layer whose weight is packed: it tells dtype, device and sizes, and no values.
+"""`weight` of a layer whose weight is packed: it has dtype, device and sizes, and no values.
 
 Code that was written for nn.Linear reads `layer.weight.dtype` (T5), `.device` (peft) or `.shape`.
 Those work. An operation on it raises Unsupported and names the layer, because a dense copy would
@@ -80,7 +80,7 @@ class PackedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run what reads no value. Raises Unsupported for everything else."""
+        """Run functions that read no value. Raises Unsupported for everything else."""
         name = func.__name__
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from sparsebench.formats._format import require
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn import _bitmap_op
+from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.kernels.nn._packed import (
     dense_linear,
     frozen,
@@ -29,7 +30,7 @@ from sparsebench.kernels.nn._packed import (
     require_layout,
 )
 from sparsebench.kernels.nn._weight import PackedWeight
-from sparsebench.kernels.nn.matmul import NAMES, matmul
+from sparsebench.kernels.nn.matmul import matmul
 
 
 class BitmapLinear(nn.Linear):
@@ -88,12 +89,12 @@ class BitmapLinear(nn.Linear):
     @property
     def bitmap(self) -> Bitmap:
         """Return W in the memory of the buffers; the same object until the buffers are replaced."""
-        known = self._bitmap
-        if known is None or known[0] is not self.records or known[1] is not self.offsets:
+        cached = self._bitmap
+        if cached is None or cached[0] is not self.records or cached[1] is not self.offsets:
             sizes = self.out_features, self.in_features
             w = _bitmap_op.bitmap_of(self.records, self.offsets, *sizes, self.dtype)
-            known = self._bitmap = self.records, self.offsets, w
-        return known[2]
+            cached = self._bitmap = self.records, self.offsets, w
+        return cached[2]
 
     def to_dense(self) -> nn.Linear:
         """Return the layer as nn.Linear."""

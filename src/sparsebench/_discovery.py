@@ -134,7 +134,8 @@ def load(folder: str, name: str) -> Any:
         value = attrgetter(attribute or constant)(module)
     except AttributeError as error:
         expected = f"expected {path} to define {attribute or constant}"
-        raise SuiteError(f"{name}: {expected}, found no such name") from error
+        other = "" if attribute else f"; name another object as {path}:NAME"
+        raise SuiteError(f"{name}: {expected}, found no such name{other}") from error
     return module if folder in WHOLE and not attribute else value
 
 

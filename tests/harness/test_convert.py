@@ -293,6 +293,9 @@ def test_shards_are_read_and_written(tmp_path, monkeypatch):
     index.write_text(json.dumps({"weight_map": places}))
     with pytest.raises(SuiteError, match="beside it"):
         convert(tmp_path / "old", tmp_path / "again")
+    index.write_text("{}")
+    with pytest.raises(SuiteError, match="weight_map"):
+        convert(tmp_path / "old", tmp_path / "again")
 
 
 def test_the_command_says_what_it_wrote(tmp_path):
@@ -340,6 +343,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "nvfp4",
     ),
     ("missing", {"change": lambda t: t.pop(f"{UP}.shape")}, f"{UP}: expected shape"),
+    ("no bits", {"change": lambda t: t.pop(f"{UP}.bitmask")}, f"{UP}: expected shape"),
+    ("twice", {"change": lambda t: t.update({f"{UP}.weight": torch.ones(2)})}, "and no weight"),
     ("shape", {"change": lambda t: t[f"{UP}.shape"].mul_(2)}, f"{UP}: bitmask: expected"),
     ("negative", {"change": lambda t: t[f"{UP}.shape"].neg_()}, f"{UP}: shape"),
     ("bits", {"change": lambda t: t[f"{UP}.bitmask"].fill_(255)}, f"{UP}: compressed: expected"),

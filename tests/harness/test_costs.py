@@ -7,7 +7,7 @@ import pytest
 
 from sparsebench.harness.costs.estimates import affordable, preview
 from sparsebench.harness.costs.measured_times import AGAIN, ENERGY_S, MeasuredTimes, times
-from sparsebench.harness.new_gpu.problem_choice import DECIDED, coarse
+from sparsebench.harness.new_gpu.problem_choice import coarse
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.results.record import Case, Row, Status
@@ -106,7 +106,7 @@ def test_energy_takes_a_window_for_each_contender_and_process(
 
 def test_a_coarse_look_sees_every_shape_at_its_deciding_level_first() -> None:
     problems = [contest.problem for contest in read("core").contests]
-    ranks = coarse(problems, DECIDED)
+    ranks = coarse(problems)
     first = [each for each in problems if ranks[each.id] == 0]
     names = "pattern", "dtype", "m", "n", "k"
     shapes = {(p.op, *(p[name] for name in names)) for p in problems}

@@ -285,6 +285,7 @@ def test_a_headline_takes_six_processes(simulated: Path) -> None:
     assert "6" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_cpu_draws_the_same_bits_again(tmp_path: Path) -> None:
     suite, first, again = tmp_path / "small.yaml", tmp_path / "first", tmp_path / "again"
     suite.write_text(ON_CPU)

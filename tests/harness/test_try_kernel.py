@@ -1,14 +1,16 @@
 """`sparsebench try`: one kernel on one problem, checked and timed beside its baseline."""
 
 import re
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 from sparsebench.errors import Unsupported
 from sparsebench.harness.bench import device_ceilings
 from sparsebench.harness.run import profiling
-from sparsebench.harness.run.try_kernel import plan, repeat
+from sparsebench.harness.run.try_kernel import plan, repeat, report, try_kernel
 from tests.tools.command_line import sparsebench
 
 CPU = torch.device("cpu")
@@ -93,6 +95,15 @@ def test_a_wrong_kernel_has_no_time_and_ends_with_3() -> None:
     done = sparsebench("try", "wrong:zeros", "format=dense", *SMALL)
     assert done.returncode == 3
     assert re.search(r"wrong:zeros: wrong: before timing", done.stdout)
+
+
+def test_a_reason_is_whole_in_a_narrow_terminal() -> None:
+    result = try_kernel("wrong:zeros", ["format=dense", *SMALL[:-2]], CPU)
+    written = StringIO()
+    Console(width=40, file=written).print(report(result))
+    details = [row.detail for row in result.rows if row.detail]
+    assert details
+    assert all("".join(text.split()) in "".join(written.getvalue().split()) for text in details)
 
 
 def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,7 @@ def test_markdown_has_the_tables_for_pasting() -> None:
     made = run(8, 50.0)
     text = answer_markdown(made, analyse(made))
     assert "| format | kernel | time | dense | × dense | outcome |" in text
-    assert "| BSR | bsr_triton | 50.0 µs | 100 µs | 2.00 ± 0.01 | faster |" in text
+    assert r"| BSR | bsr_triton | 50.0 µs | 100 µs | 2.00 \[" in text
 
 
 def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:

@@ -83,8 +83,11 @@ class Checkpoint:
         """Return the file of each tensor by name. Raises SuiteError."""
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            names = {*_json(index).get("weight_map", {}).values()}
-            if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
+            places = _json(index).get("weight_map")
+            if not isinstance(places, dict):
+                raise SuiteError(f"{index}: expected a weight_map, found {places!r:.60}")
+            names = {str(name) for name in places.values()}
+            if outside := [name for name in names if Path(name).name != name]:
                 raise SuiteError(
                     f"{index}: expected names of files beside it, found {outside[0]!r}"
                 )
@@ -160,7 +163,7 @@ def _modules(names: list[str]) -> tuple[dict[str, Module], list[str], list[str]]
     """Group tensors by module; return modules, the other tensors, and those that are not used."""
     modules: dict[str, Module] = {}
     others, unused = [], []
-    packed = {name.rpartition(".")[0] for name in names if name.endswith(".bitmask")}
+    packed = {n.rpartition(".")[0] for n in names if n.endswith((".bitmask", ".compressed"))}
     for name in names:
         prefix, _, part = name.rpartition(".")
         owner = prefix.removesuffix(".weight") if prefix in packed else prefix
@@ -179,7 +182,7 @@ def _modules(names: list[str]) -> tuple[dict[str, Module], list[str], list[str]]
             others.append(name)
     for name, module in modules.items():
         missing = [part for part in PACKED[:3] if part not in module.packed]
-        if "bitmask" in module.packed and ("weight" in module.packed or missing):
+        if len(missing) < 3 and ("weight" in module.packed or missing):
             expected = f"{', '.join(PACKED[:3])} and no weight"
             raise SuiteError(f"{name}: expected {expected}, found {', '.join(module.packed)}")
         if module.scale and not module.packed:

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sparsebench._writing import write_file
 from sparsebench.errors import FormatError, SuiteError
 from sparsebench.formats._format import require
 from sparsebench.harness.models.pruning import checkpoint
@@ -39,7 +40,7 @@ from sparsebench.harness.models.pruning.mlp import ACTIVATIONS
 from sparsebench.harness.models.pruning.model import quiet, transformers_for, usable
 from sparsebench.harness.models.pruning.surroundings import require_unread
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
-from sparsebench.kernels.nn.matmul import NAMES
+from sparsebench.kernels.nn._frozen_op import NAMES
 
 E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)
 SHARD_BYTES = 4 * 10**9
@@ -51,7 +52,7 @@ AUTO = ("CausalLM", "Seq2SeqLM", "ImageTextToText", "MaskedLM", "SequenceClassif
 
 @dataclass
 class Conversion:
-    """What a conversion wrote.
+    """The outcome of a conversion.
 
     layers   number of sparse layers by class
     dense    number of compressed or linear layers that stayed dense, by reason
@@ -82,8 +83,8 @@ def convert(
     if not source.is_dir():
         raise SuiteError(f"{source}: expected the directory of a checkpoint, found none")
     if out.exists() or not out.parent.is_dir():
-        found = "an existing one" if out.exists() else f"no {out.parent}"
-        raise SuiteError(f"{out}: expected a new directory to write, found {found}")
+        actual = "an existing one" if out.exists() else f"no {out.parent}"
+        raise SuiteError(f"{out}: expected a new directory to write, found {actual}")
     if dtype not in (None, *HALF):
         raise SuiteError(f"dtype: expected float16 or bfloat16, found {dtype}")
     stored = Checkpoint(source)
@@ -121,16 +122,18 @@ class _Weight:
         values, scale = stored.weight(module), stored.scale(module)
         rows = len(values) if values.dim() else 1
         fits = scale is None or scale.numel() == 1 or scale.shape in ((rows,), (rows, 1))
-        found = f"found {list(scale.shape) if scale is not None else 'none'}"
-        require(fits, f"weight_scale: expected one for each of {rows} rows or one, {found}")
+        actual = list(scale.shape) if scale is not None else []
+        require(fits, f"weight_scale: expected one for each of {rows} rows or one, found {actual}")
         scaled = values.is_floating_point() or scale is not None
         require(scaled, f"weight: expected a weight_scale with {values.dtype}, found none")
         packed = len(module.packed) > 1
         weight = cls(stored.sparse if packed else "dense", values, scale)
         if dtype is not None:
             return cls(weight.format, weight.scaled(dtype), None)
-        found = f"found {values.dtype}: {TO_16_BITS}"
-        require(values.is_floating_point(), f"weight: expected floating-point values, {found}")
+        require(
+            values.is_floating_point(),
+            f"weight: expected floating-point values, found {values.dtype}: {TO_16_BITS}",
+        )
         return weight
 
     def scaled(self, dtype: torch.dtype) -> Tensor:
@@ -239,12 +242,12 @@ class _Converter:
         step = 2 * STEP if values.dtype == E4M3 else STEP
         if not bitmask and (values.shape[1] % step or values.shape[0] % STEP):
             return f"linear layers whose sizes are no multiples of {step}"
-        found = f"{values.dtype}{' with a scale' if weight.scale is not None else ''}"
+        actual = f"{values.dtype}{' with a scale' if weight.scale is not None else ''}"
         if bitmask:
             fits = values.dtype in NAMES and weight.scale is None
         else:
             fits = values.dtype in HALF or values.dtype == E4M3
-        require(fits, f"{name}: expected 16 bits, found {found}: {TO_16_BITS}")
+        require(fits, f"{name}: expected 16 bits, found {actual}: {TO_16_BITS}")
         return None
 
     def _bias(self, name: str) -> Tensor | None:
@@ -340,8 +343,8 @@ def _on_meta(stored: Checkpoint, folder: Path) -> nn.Module:
                     with torch.device("meta"):
                         model: nn.Module = kind._from_config(config)
                     return model
-    found = f"{stored.config.get('architectures')!r:.80}"
-    raise SuiteError(f"{stored.folder}: expected architectures of transformers, found {found}")
+    actual = f"{stored.config.get('architectures')!r:.80}"
+    raise SuiteError(f"{stored.folder}: expected architectures of transformers, found {actual}")
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -352,11 +355,11 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def lines(out: Path, conversion: Conversion) -> Iterator[str]:
-    """Yield what a conversion did, for a terminal."""
+    """Yield the lines that describe a conversion in a terminal."""
     layers = ", ".join(f"{count} {kind}" for kind, count in conversion.layers.items())
     after, before = (
         f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

@@ -1,12 +1,12 @@
-"""What a model does with the layers that are to be replaced, found before any of them changes.
+"""Check how a model uses the layers that are to be replaced, before any of them changes.
 
     require_unread    code around a layer computes with its `weight`, such as Mamba's with dt_proj's
     exception         an nn.Linear that stays dense: a gate of few rows, a router, an adapter
     others            weights that no recipe takes: experts in one tensor, Conv1D, nn.LSTM
 
 The code is the source of `forward` of every module around the layer, and of the methods that it
-calls. It may read what PackedWeight tells (kernels/nn/_weight.py): dtype, device and sizes. Code
-without source, and functions that take a whole module, are not searched: there the first call
+calls. It may read the metadata of a PackedWeight (kernels/nn/_weight.py): dtype, device and sizes.
+Code without source, and functions that take a whole module, are not searched: there the first call
 raises Unsupported.
 """
 
@@ -44,12 +44,11 @@ def require_unread(model: nn.Module, names: Sequence[str]) -> None:
             r"\.".join(r"[^.]+" if part == ANY else re.escape(part) for part in path)
             for path in paths
         )
-        if read := [part for part in parts if re.fullmatch(pattern, part)]:
-            weights = " and ".join(sorted({f"{part.rpartition('.')[2]}.weight" for part in read}))
-            found = (
-                f"found that {kind.__name__} computes with {weights}: filter_fn can leave it out"
-            )
-            require(False, f"{prefix}{read[0]}: expected a layer that is only called, {found}")
+        if matches := [part for part in parts if re.fullmatch(pattern, part)]:
+            weights = {f"{part.rpartition('.')[2]}.weight" for part in matches}
+            reads = f"{kind.__name__} computes with {' and '.join(sorted(weights))}"
+            first = f"{prefix}{matches[0]}: expected a layer that is only called"
+            require(False, f"{first}, found that {reads}: filter_fn can leave it out")
 
 
 def _parts(model: nn.Module, name: str, prefix: str) -> Iterator[str]:
@@ -87,8 +86,8 @@ def others(
     Each is a reason, a name, and the number of elements.
     """
     for name, module in model.named_modules():
-        known = isinstance(module, _KNOWN) or name.endswith(".parametrizations.weight")
-        if known or any(name == n or name.startswith(f"{n}.") for n in names):
+        excluded = isinstance(module, _EXCLUDED) or name.endswith(".parametrizations.weight")
+        if excluded or any(name == n or name.startswith(f"{n}.") for n in names):
             continue
         kind = type(module).__name__
         experts = "expert" in f"{name}.{kind}".lower()
@@ -103,7 +102,7 @@ def others(
 
 
 _CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d
-_KNOWN = nn.Linear | nn.Embedding | nn.EmbeddingBag | _CONVOLUTIONS
+_EXCLUDED = nn.Linear | nn.Embedding | nn.EmbeddingBag | _CONVOLUTIONS
 
 
 def summary(left_out: Sequence[tuple[str, str, int]]) -> str:
@@ -155,7 +154,7 @@ def _definitions(kind: type, name: str, every: bool) -> Iterator[Any]:
 
 
 class _Source(ast.NodeVisitor):
-    """Collects what a method reads and calls. Local names stand for the modules assigned to them.
+    """Collect the weights and methods that a method uses, also through local names of modules.
 
     reads, methods, inherited  paths of weights, names of methods, and of methods called by super()
     """

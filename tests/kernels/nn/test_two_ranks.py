@@ -9,6 +9,7 @@ import torch.distributed
 from tests.kernels.nn import two_ranks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_every_check_passes_on_two_ranks():
     results = two_ranks.run()
