@@ -5,15 +5,16 @@
                  <── the worker's process id ───────────────────────────
 
 The worker is the child of this process, as if it had been started here: the process between it and
-the server ends, and this process adopts it. PYTHONPATH is that of the moment. A worker of which
-anything else in the environment differs from that of the server starts as usual, and so does one
-that runs anything but our two modules. So does the worker of a command in a process of its
+the server ends, and this process adopts it. It has the present environment. If a variable that
+libraries read when they are imported has changed, the worker starts as usual, and so does one that
+runs anything but our two modules. So does the worker of a command in a process of its
 own (test_cli.py).
 """
 
 import ctypes
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from sparsebench.harness.run.worker_process import SIMULATOR
 
 MODULES = early_start.COMMAND[-1], SIMULATOR
 PR_SET_CHILD_SUBREAPER = 36
-MESSAGE_BYTES = 65536
+MESSAGE_BYTES = 2**20
+READ_BY_IMPORTS = re.compile("OMP_|MKL_|TORCH|TRITON|CUDA|NVIDIA|LD_")
 
 _spawn = early_start.spawn
 
@@ -40,7 +42,8 @@ class Server:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._environment = environment()
+        self._environment = dict(os.environ)
+        self._read_by_imports = read_by_imports()
 
     def spawn(self, *command: str) -> early_start.Process:
         """Do what `early_start.spawn` does."""
@@ -50,7 +53,7 @@ class Server:
         with self._lock:
             if self._socket is None:
                 self._socket = self._start()
-            if environment() != self._environment:
+            if read_by_imports() != self._read_by_imports:
                 return _spawn(*command)
             return Forked(self._socket, [*rest])
 
@@ -61,16 +64,16 @@ class Server:
             self._process.wait()
 
     def _start(self) -> socket.socket:
-        here, there = socket.socketpair()
+        here, there = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is whole
         command = sys.executable, "-P", __file__, str(there.fileno())
         self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=self._environment)
         there.close()
         return here
 
 
-def environment() -> dict[str, str]:
-    """Return the environment that the imports of a worker can depend on."""
-    return {**os.environ, "PYTEST_CURRENT_TEST": "", "PYTHONPATH": ""}
+def read_by_imports() -> dict[str, str]:
+    """Return the variables that libraries read when they are imported."""
+    return {name: value for name, value in os.environ.items() if READ_BY_IMPORTS.match(name)}
 
 
 class Forked(subprocess.Popen[str]):
@@ -81,8 +84,8 @@ class Forked(subprocess.Popen[str]):
         self.args, self.returncode = command, None
         ends = os.pipe(), os.pipe(), os.pipe()
         (read_in, write_in), (read_out, write_out), (read_err, write_err) = ends
-        path = os.environ.get("PYTHONPATH", "")
-        request = json.dumps({"command": command, "folder": os.getcwd(), "path": path}).encode()
+        place = {"folder": os.getcwd(), "environment": dict(os.environ)}
+        request = json.dumps({"command": command, **place}).encode()
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         socket.send_fds(server, [request], [read_in, write_out, write_err])
@@ -131,8 +134,9 @@ def work(request: dict[str, Any], pipes: list[int]) -> None:
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(request["folder"])
-    os.environ["PYTHONPATH"] = request["path"]
-    sys.path[:0] = filter(None, request["path"].split(os.pathsep))
+    os.environ.clear()
+    os.environ |= request["environment"]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     module, *sys.argv[1:] = request["command"]
     code: Any = 0
     try:
