@@ -212,7 +212,10 @@ def _finding(problems: pd.DataFrame) -> str:
             answers["yes"].append(f"{name} up to {gain_text(best)} ({where})")
         else:
             kind = "none" if known.empty else "no" if len(settled) == len(known) else "open"
-            answers[kind].append(name)
+            look = ""
+            if kind == "open":
+                look = f" (so far up to {gain_text(known.loc[known.best_gain.idxmax()])})"
+            answers[kind].append(f"{name}{look}")
     opening = {"yes": "Yes", "no": "No", "open": "Not settled", "none": "No kernel runs here for"}
     return " ".join(
         f"{opening[kind]}{'' if kind == 'none' else ':'} {listed(names)}."

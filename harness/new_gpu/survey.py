@@ -17,6 +17,7 @@ it leaves no memory allocated on the device.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,8 @@ SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores
 SUITE = "core"
 TUNE, SCREEN = 0.2, 0.45  # shares of the time left; deciding has the rest, less PAGE_S
 SAFE = 0.9  # share of the time left that is planned; later processes leave out what does not fit
-AGAIN = 0.25  # start of a later process over the first one: it imports beside the one before
+# Start of a later process over the first one: with enough cores it imports beside the one before.
+AGAIN = 0.25 if len(os.sched_getaffinity(0)) >= 4 else 1.0
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
 PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
