@@ -71,6 +71,9 @@ using Pipeline = Strips<STRIP_BYTES, W_BYTES>;
 // The first copies, as an argument: read from memory, they would start 0.6 to 1 us later.
 struct First { u64 strips; u32 tile_and_blocks; int first; };  // tile of tokens: upper 24 bits
 struct Firsts { First of[WORKERS]; };
+// TMA takes longer for a row beyond X than for one that it reads. So the last tile of tokens has
+// boxes of its own, `tail`, as high as it has tokens. With ONCE all boxes are.
+struct Maps { TensorMap x, tail; };
 
 // ---- producers ----
 
@@ -83,10 +86,12 @@ __device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, cons
   else bulk_load(pipe.w(), from, bytes, pipe.full_barrier());
 }
 
-__device__ __forceinline__ void load_x(const TensorMap& x, const Pipeline& pipe, const Step& step,
-                                       int first, int rows) {
+__device__ __forceinline__ void load_x(const Maps& maps, const Pipeline& pipe, const Step& step,
+                                       int first, int m) {
+  const int rows = ONCE ? m : min(max(m - step.token, 0), TOKENS);
+  const TensorMap& x = ONCE || rows == TOKENS ? maps.x : maps.tail;
   const u32 both = step.strips >> 16 * first;
-  const int one = both & 0xffff, other = both >> 16;
+  const int one = rows ? both & 0xffff : NO_STRIP, other = rows ? both >> 16 : NO_STRIP;
   const u32 to = pipe.x() + first * STRIP_BYTES, bar = pipe.full_barrier();
   mbarrier_arrive_expect_tx(bar, rows * 64 * ((one != NO_STRIP) + (other != NO_STRIP)));
   if constexpr (ONCE) {
@@ -100,10 +105,10 @@ __device__ __forceinline__ void load_x(const TensorMap& x, const Pipeline& pipe,
 }
 
 // Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list meanwhile.
-__device__ __forceinline__ void producer(const TensorMap& x, const char* w, const Step* steps,
+__device__ __forceinline__ void producer(const Maps& x, const char* w, const Step* steps,
                                          const First& first, Step mine, int at, int end,
                                          Pipeline pipe, int warp, int m) {
-  const int lane = threadIdx.x % 32, rows = ONCE ? m : TOKENS;
+  const int lane = threadIdx.x % 32;
   if (warp < 2) wait_on_dependent_grids();
   if (lane == 0) {  // the first step: these copies do not wait for `mine`
     Step step;
@@ -111,7 +116,7 @@ __device__ __forceinline__ void producer(const TensorMap& x, const char* w, cons
     step.token = (first.tile_and_blocks >> 8) * TOKENS;
     step.first = first.first;
     step.strips = first.strips;
-    if (warp < 2) load_x(x, pipe, step, 2 * warp, rows);
+    if (warp < 2) load_x(x, pipe, step, 2 * warp, m);
     else if (warp == 2) load_w(w, pipe, step);
     else write_note(pipe, mine);
   }
@@ -123,7 +128,7 @@ __device__ __forceinline__ void producer(const TensorMap& x, const char* w, cons
     for (; i < count; i++) {
       if (lane == i) {
         pipe.producer_acquire();
-        if (warp < 2) load_x(x, pipe, mine, 2 * warp, rows);
+        if (warp < 2) load_x(x, pipe, mine, 2 * warp, m);
         else if (warp == 2) load_w(w, pipe, mine);
         else write_note(pipe, mine);
       }
@@ -201,7 +206,7 @@ __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int w
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Starts starts,
+multiply_blocks(const __grid_constant__ Maps x, const __grid_constant__ Starts starts,
                 const __grid_constant__ Firsts firsts, const char* w, const Step* steps,
                 const int* units, char* y, int m, int width) {
   extern __shared__ char shared[];
@@ -213,7 +218,7 @@ multiply_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Sta
   Step mine;  // requested while the barriers are initialised
   if (warpgroup == WARPGROUPS) {
     mine = steps[at + threadIdx.x % 32];
-    if (warp < 2) prefetch_map(&x);
+    if (warp < 2) prefetch_map(&x.x);
   }
   const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   Pipeline pipe{{opaque(tiles), opaque(smem_address(notes))},

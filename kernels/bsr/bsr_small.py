@@ -54,8 +54,8 @@ BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
 RING_BYTES = 224 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 2048  # alignment to 1024 may take 1023
-# The map of x, starts, firsts; w, steps, units, y; m and width.
-ARGUMENTS = cuda.Layout("128s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
+# Maps of x and of its last tile, starts, firsts; w, steps, units, y; m and width.
+ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
 UNITED = 16  # side of a block that unites four of 8 x 8
 CUT_TOKENS = 256  # up to this many, blocks above 32 are cut; beyond, bsr_wgmma is faster
 TRIED = 4  # configurations that a short search times: the best by the byte model
@@ -139,9 +139,12 @@ def plan(
         tokens: int, x: int, strides: tuple[int, int], packed: int, y: int
     ) -> cuda.Arguments:
         rows = tokens if m <= config.tokens else config.tokens  # of a box (ONCE)
-        x_map = cuda.tensor_map(x, (tokens, depth), strides, dtype, (rows, STRIP))
+        of_x, tail = (x, (tokens, depth), strides, dtype), tokens % rows or rows
+        x_maps = [cuda.tensor_map(*of_x, (height, STRIP)) for height in (rows, tail)]
         each, units = (a.data_ptr() for a in rest)
-        return ARGUMENTS(x_map, first_steps, firsts, packed, each, units, y, tokens, width)
+        return ARGUMENTS(
+            b"".join(x_maps), first_steps, firsts, packed, each, units, y, tokens, width
+        )
 
     grid = len(bounds) - 1
     loaded = cuda.Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)

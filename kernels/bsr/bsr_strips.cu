@@ -63,10 +63,12 @@ constexpr int PITCH = FIRST > 32 ? 128 : FIRST > 16 ? 64 : 32;
 constexpr int PITCH_2 = SECOND > 32 ? 128 : SECOND > 16 ? 64 : SECOND ? 32 : 0;
 constexpr int TILES = TOKENS / 64, PIECES = HEIGHT / 8;     // of 64 tokens; of 8 features
 constexpr int FIRST_BYTES = TOKENS * PITCH, STRIP_BYTES = FIRST_BYTES + TOKENS * PITCH_2;
-constexpr int LOADED_BYTES = TOKENS * BOX * 2;
 constexpr int TILE_BYTES = HEIGHT * DEPTH * 2, STEP_BYTES = HEIGHT * 16;  // 8 of k
 using Pipeline = Strips<STRIP_BYTES, ROOM * 1024>;
-struct Maps { TensorMap first, second; };  // of a strip's boxes
+struct Boxes { TensorMap first, second; };  // of a strip
+// TMA takes longer for a row beyond X than for one that it reads. So the last tile of tokens has
+// boxes of its own, `tail`, as high as it has tokens.
+struct Maps { Boxes whole, tail; };
 
 // ---- producers ----
 
@@ -77,14 +79,16 @@ __device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, cons
 }
 
 // Load every second strip, starting with `first`.
-__device__ __forceinline__ void load_x(const Maps& x, const Pipeline& pipe, const Step& step,
-                                       int first) {
+__device__ __forceinline__ void load_x(const Maps& maps, const Pipeline& pipe, const Step& step,
+                                       int first, int m) {
+  const int tokens = min(max(m - step.token, 0), TOKENS);
+  const Boxes& x = tokens == TOKENS ? maps.whole : maps.tail;
   int strips[2], bytes = 0;
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int at = first + 2 * i;
-    strips[i] = at < STRIPS ? (int)(step.strips >> 16 * at & 0xffff) : NO_STRIP;
-    bytes += strips[i] != NO_STRIP ? LOADED_BYTES : 0;
+    strips[i] = at < STRIPS && tokens ? (int)(step.strips >> 16 * at & 0xffff) : NO_STRIP;
+    bytes += strips[i] != NO_STRIP ? tokens * BOX * 2 : 0;
   }
   mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
   #pragma unroll
@@ -99,7 +103,7 @@ __device__ __forceinline__ void load_x(const Maps& x, const Pipeline& pipe, cons
 
 // Lane j of each warp loads steps j, j + 32, ... It reads step j + 32 of the list meanwhile.
 __device__ __forceinline__ void producer(const Maps& x, const char* w, const Step* steps,
-                                         int at, int end, Pipeline pipe, int warp) {
+                                         int at, int end, Pipeline pipe, int warp, int m) {
   const int lane = threadIdx.x % 32;
   Step mine = steps[at + lane];
   for (; at < end; at += 32) {
@@ -108,7 +112,7 @@ __device__ __forceinline__ void producer(const Maps& x, const char* w, const Ste
     for (int i = 0; i < count; i++) {
       if (lane == i) {
         pipe.producer_acquire();
-        if (warp < 2) load_x(x, pipe, mine, warp);
+        if (warp < 2) load_x(x, pipe, mine, warp, m);
         else if (warp == 2) load_w(w, pipe, mine);
         else write_note(pipe, mine);
       }
@@ -237,7 +241,7 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
     if (WARPGROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     pipe.phase = 1;  // at first, all stages are free
     const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
-    producer(x, w, steps, at, end, pipe, warp);
+    producer(x, w, steps, at, end, pipe, warp, m);
   } else {
     if (WARPGROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const Zeros zeros{opaque(below), opaque(above)};

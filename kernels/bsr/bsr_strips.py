@@ -21,6 +21,7 @@ zeros.
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,8 +57,8 @@ ROOMS = 5, 12, 23, 26, 42
 STRIP_BYTES = 32 * 1024  # of the strips of a step, if it has several
 RING_BYTES = 222 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # alignment to 1024 may take 1023; zeros
-# Maps of x, starts; w, steps, rows, y; m and width.
-ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", *"PPPPii")
+# Maps of x and of its last tile, starts; w, steps, rows, y; m and width.
+ARGUMENTS = cuda.Layout("512s", f"{4 * WORKERS}s", *"PPPPii")
 TRIED = 8  # configurations that a short search times: the best by the byte model
 ALIGNED = 32  # columns of an aligned strip
 TRIED_ALIGNED = 2  # configurations with aligned strips that a short search times
@@ -280,7 +281,8 @@ def plan(
         tokens: int, x: int, strides: tuple[int, int], packed: int, y: int
     ) -> cuda.Arguments:
         of_x = x, (tokens, depth), strides, dtype
-        x_maps = [cuda.tensor_map(*of_x, (config.tokens, box)) for box in boxes]
+        tail = tokens % config.tokens or config.tokens
+        x_maps = [_maps(of_x, rows, boxes) for rows in (config.tokens, tail)]
         each, rows = (a.data_ptr() for a in uploaded)
         return ARGUMENTS(b"".join(x_maps), first_steps, packed, each, rows, y, tokens, width)
 
@@ -288,6 +290,12 @@ def plan(
     sizes = m, depth, (blocks, r, c), width, dtype
     source = packed_order(tiles, lists).to(device)
     return Plan(loaded, uploaded, arguments, *sizes, source, transposed)
+
+
+def _maps(of_x: tuple[Any, ...], rows: int, boxes: list[int]) -> bytes:
+    """Return struct Boxes: the maps of a strip's boxes, of which there are one or two."""
+    maps = [cuda.tensor_map(*of_x, (rows, box)) for box in boxes]
+    return (b"".join(maps)).ljust(2 * cuda.MAP_BYTES, b"\0")
 
 
 def packed_order(tiles: Tiles, lists: Lists) -> Tensor:

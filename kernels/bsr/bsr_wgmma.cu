@@ -76,7 +76,9 @@ constexpr int CHUNKS = TOKENS / SIDE, CHUNK_BYTES = SIDE * ROW_BYTES, BUFFERS = 
 constexpr unsigned short ALL = (1 << CLUSTER) - 1;  // mask of CTAs
 enum { HALF_0 = 1, HALF_1 = 2, LAST = 4, END = 8 };  // flags of a note
 
-struct Maps { TensorMap x, w, y; };
+// TMA takes longer for a row beyond X than for one that it reads. So the last tile of tokens has
+// boxes of its own, `tail`, as high as it has tokens.
+struct Maps { TensorMap x, w, y, tail; };
 
 // The host writes these: Groups.steps (_wgmma_pairs.py), Schedule.items (_wgmma_schedule.py). An
 // int holds 16 bits for each half in `columns` (of the W tiles) and in `slices` (of Y).
@@ -141,12 +143,14 @@ __device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage
 // ---- producers ----
 
 __device__ __forceinline__ void load_x(const Maps& maps, const Pipeline& pipe, Step step,
-                                       int token, int slices, bool last) {
+                                       int token, int slices, bool last, int m) {
   const int flags = (step.w0 >= 0 ? HALF_0 : 0) | (step.w1 >= 0 ? HALF_1 : 0) | (last ? LAST : 0);
   st_shared(pipe.note(), Note{flags, token, slices, 0});
   // The step of an empty block row has no tiles.
-  mbarrier_arrive_expect_tx(pipe.full_barrier(), step.x >= 0 ? X_BYTES : 0);
-  if (step.x >= 0) tma_load(pipe.x(), &maps.x, step.x, token, pipe.full_barrier());
+  const int rows = step.x >= 0 ? min(max(m - token, 0), TOKENS) : 0;
+  mbarrier_arrive_expect_tx(pipe.full_barrier(), rows * ROW_BYTES);
+  const TensorMap* x = rows == TOKENS ? &maps.x : &maps.tail;
+  if (rows) tma_load(pipe.x(), x, step.x, token, pipe.full_barrier());
 }
 
 __device__ __forceinline__ void load_w(const Maps& maps, const Pipeline& pipe, Step step,
@@ -167,7 +171,7 @@ __device__ __forceinline__ void load_w(const Maps& maps, const Pipeline& pipe, S
 // Lane j of either warp loads steps j, j + 32, ... of an item. It reads the next steps and items
 // meanwhile.
 __device__ __forceinline__ void producer(const Maps& maps, const First& first, const Step* steps,
-                                         const Item* items, Pipeline pipe, bool loads_x) {
+                                         const Item* items, Pipeline pipe, bool loads_x, int m) {
   const int lane = threadIdx.x % 32, worker = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
   int at = first.starts[worker];
   const int end = first.starts[worker + 1];
@@ -184,7 +188,8 @@ __device__ __forceinline__ void producer(const Maps& maps, const First& first, c
       for (int i = 0; i < count; i++) {
         if (lane == i) {
           pipe.producer_acquire();
-          if (loads_x) load_x(maps, pipe, mine, token, item.slices, base + i + 1 == item.count);
+          if (loads_x)
+            load_x(maps, pipe, mine, token, item.slices, base + i + 1 == item.count, m);
           else load_w(maps, pipe, mine, rank);
         }
         __syncwarp();
@@ -266,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 multiply_blocks(const __grid_constant__ Maps maps, const __grid_constant__ First first,
-                const Step* steps, const Item* items) {
+                const Step* steps, const Item* items, int m) {
   launch_dependent_grids();
   extern __shared__ char shared[];
   __shared__ Note notes[STAGES];
@@ -286,7 +291,7 @@ multiply_blocks(const __grid_constant__ Maps maps, const __grid_constant__ First
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     pipe.phase = 1;  // at first, all stages are free
-    if (warp < 2) producer(maps, first, steps, items, pipe, warp == 0);
+    if (warp < 2) producer(maps, first, steps, items, pipe, warp == 0, m);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const u32 out = tiles + STAGES * STAGE_BYTES + group * BUFFERS * CHUNK_BYTES;

@@ -44,9 +44,8 @@ THREADS = 384
 RING_BYTES = 192 * 1024  # of stages
 # The ring, two 64 x 64 chunks of Y for each warpgroup, and 1024 for alignment.
 SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
-ARGUMENTS = cuda.Layout(
-    "384s", f"{20 * WORKERS}s", *"PP"
-)  # maps of x, w and y; First; steps, items
+# Maps of x, w, y and the last tile of x; First; steps, items, m.
+ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,10 @@ def plan(
         x_map = cuda.tensor_map(x, (tokens, depth), strides, dtype, (config.tokens, SIDE))
         w_map = cuda.tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, SIDE))
         y_map = cuda.tensor_map(y, (tokens, width), (width, 1), dtype, (SIDE, SIDE))
-        return ARGUMENTS(x_map + w_map + y_map, first, *(a.data_ptr() for a in lists))
+        box = tokens % config.tokens or config.tokens, SIDE
+        tail = cuda.tensor_map(x, (tokens, depth), strides, dtype, box)
+        addresses = [a.data_ptr() for a in lists]
+        return ARGUMENTS(x_map + w_map + y_map + tail, first, *addresses, tokens)
 
     loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
     return Plan(loaded, lists, arguments, m, depth, (blocks, r, c), width, dtype)

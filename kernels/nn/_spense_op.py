@@ -30,6 +30,7 @@ from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.spense_ffn import TURN, parted
 from sparsebench.results.record import Problem
 
+MORE = 4  # configurations for more tokens that a search times too
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 NAMES = {torch.float16: "fp16", BF16: "bf16", E4M3: "fp8"}  # state dicts store the position
 LARGEST = 448  # finite e4m3 value
@@ -233,8 +234,12 @@ def operator_of(
         reason = spense_wgmma.unsupported(Problem("linear", {"dtype": NAMES[dtype]}), device)
         if reason := reason or spense_wgmma.unsupported_operands(x, w, activation):
             raise Unsupported(reason)
-        configs = [configured(spense_wgmma, choice)] if choice else None
-        configs = configs or spense_wgmma.searched(m, shape, dtype.itemsize, device)
+        if choice:
+            configs = [configured(spense_wgmma, choice)]
+        else:  # and the likeliest for half as many tokens more, so that more never take less time
+            at = shape, dtype.itemsize, device
+            more = spense_wgmma.searched(m + m // 2, *at)[:MORE]
+            configs = list(dict.fromkeys([*spense_wgmma.searched(m, *at), *more]))
         plan = partial(spense_wgmma.plan, w, m, activation=activation, device=device)
         product = spense_wgmma.Product
         return [[Candidate("spense_wgmma", c, lambda c=c: product(plan(c))) for c in configs]]

@@ -202,16 +202,18 @@ __device__ __forceinline__ void produce_x(const Maps& maps, const WorkTile& tile
                                           XPipeline& pipeline, int rank, int m) {
   constexpr int LOADED = TOKENS / CLUSTER;  // tokens that this CTA loads, at most
   constexpr unsigned short MULTICAST = (1 << CLUSTER) - 1;
-  const int token = tile.token + rank * LOADED, here = min(m - token, LOADED);
-  const int bytes = min(m - tile.token, TOKENS) * ROW_BYTES;  // of all CTAs
+  const int token = tile.token + rank * LOADED, here = min(max(m - token, 0), LOADED);
+  const int bytes = min(max(m - tile.token, 0), TOKENS) * ROW_BYTES;  // of all CTAs
   const TensorMap* x = here < LOADED ? &maps.tail : &maps.x;
   for (int box = 2 * tile.k_tile; box < 2 * (tile.k_tile + tile.k_tiles); box++) {
     const u32 to = pipeline.buffer() + rank * LOADED * ROW_BYTES;
     pipeline.producer_acquire();
     mbarrier_arrive_expect_tx(pipeline.full_barrier(), bytes);
-    if (CLUSTER == 1) tma_load(to, x, box * BOX_COLUMNS, token, pipeline.full_barrier());
-    else if (here > 0)
-      tma_load_multicast(MULTICAST, to, x, box * BOX_COLUMNS, token, pipeline.full_barrier());
+    if (here > 0) {
+      const int column = box * BOX_COLUMNS;
+      if (CLUSTER == 1) tma_load(to, x, column, token, pipeline.full_barrier());
+      else tma_load_multicast(MULTICAST, to, x, column, token, pipeline.full_barrier());
+    }
     pipeline.advance();
   }
 }

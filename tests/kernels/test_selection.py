@@ -1,0 +1,165 @@
+"""Choosing a kernel: what a search found, what lists hold, and lists that cannot be read."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import selection
+from sparsebench.kernels._common.search import Search, Trial
+from sparsebench.kernels._common.selection import Candidate, Operator, bucket
+
+GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
+PROBLEM = {"op": "bsr.linear", "m": 64, "n": 512, "k": 512, "density": 0.1}
+
+
+@dataclass(frozen=True)
+class Config:
+    tokens: int
+
+
+class Product:
+    code = pack = order = None
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def run(self) -> int:
+        return self.tokens
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, a GPU, and a search that takes the last candidate."""
+    monkeypatch.setenv("SPARSEBENCH_CHOICES", str(tmp_path))
+    monkeypatch.setenv("SPARSEBENCH_SEARCH", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
+    monkeypatch.setattr(selection, "_package", lambda device: {})
+    monkeypatch.setattr(selection, "_FILES", {})
+    monkeypatch.setattr(selection, "_SAID", set())
+    monkeypatch.setattr(selection, "search", last_is_best)
+    return tmp_path
+
+
+def last_is_best(calls: list[Any], device: torch.device) -> Search:
+    return Search(len(calls) - 1, tuple(Trial(float(len(calls) - i)) for i in range(len(calls))))
+
+
+def operator(**problem: Any) -> Operator:
+    """Offer 16, 32 and 64 tokens; 32 cannot run."""
+
+    def plan(tokens: int) -> Product:
+        if tokens == 32:
+            raise Unsupported("32 is odd")
+        return Product(tokens)
+
+    def offer(call: object, choice: Any) -> list[list[Candidate]]:
+        sizes = [choice["tokens"]] if choice else [16, 32, 64]
+        return [[Candidate("small", Config(t), lambda t=t: plan(t)) for t in sizes]]
+
+    fields = PROBLEM | problem
+    return Operator(("small",), offer, lambda call: fields, torch.device("cuda"))
+
+
+def timed(product: Any) -> Any:
+    return product.run
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(1, 1), (2, 8), (9, 16), (17, 32), (256, 256), (257, 288), (1000, 1024), (2049, 2304)],
+)
+def test_a_bucket_holds_its_tokens_with_little_room(tokens: int, expected: int) -> None:
+    assert bucket(tokens) == expected
+    assert bucket(expected) == expected
+
+
+def test_a_search_is_made_once_and_kept_for_later_processes(cache: Path) -> None:
+    first = operator().select(1, timed)
+    assert (first.by, first.choice) == ("search", {"kernel": "small", "tokens": 64})
+    assert [line["choice"]["tokens"] for line in first.lines] == [16, 64]
+    selection._FILES.clear()  # as in a new process
+    again = operator().select(1, timed)
+    assert (again.by, again.choice) == ("cache", first.choice)
+    (file,) = cache.iterdir()
+    assert "H200" in file.name
+
+
+def test_without_a_search_the_nearest_choice_is_taken_and_else_the_likeliest(cache: Path) -> None:
+    assert operator().select(1).choice["tokens"] == 16
+    operator().select(1, timed)
+    near = operator(m=96).select(1)
+    assert (near.by, near.choice["tokens"]) == ("nearest", 64)
+    assert operator(m=256).select(1).by == "model"
+    assert operator(m=96, op="bsr.dgrad").select(1).by == "model"
+
+
+def test_a_search_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEBENCH_SEARCH", "0")
+    assert operator().select(1, timed).by == "model"
+    assert not [*cache.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"problem": 1}',
+        '{"problem": {}, "kernel": "small", "config": {"tokens": 16}',
+        "\x00\xff",
+        json.dumps({"problem": PROBLEM, "kernel": "gone", "config": {}}),
+        json.dumps({"problem": PROBLEM, "kernel": "small", "config": {"tokens": 32}}),
+    ],
+)
+def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> None:
+    file = selection.user_file(torch.device("cuda"), ("small",))
+    file.write_text(line + "\n", encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert operator().select(1, timed).by == "search"
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEBENCH_CHOICES", str(tmp_path / "file" / "below"))
+        with pytest.warns(UserWarning, match="choices are not"):
+            assert operator().select(1, timed).by == "search"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert operator().select(1, timed).by == "cache"  # of this process
+
+
+def test_a_capture_needs_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captur"):
+        operator().select(1, timed)
+
+
+def test_a_choice_that_a_run_made_is_taken_again(cache: Path) -> None:
+    pinned = {"kernel": "small", "tokens": 16, "by": "search"}
+    assert operator().select(1, timed, pinned).choice["tokens"] == 16
+    with pytest.raises(Unsupported):
+        operator().select(1, timed, pinned | {"tokens": 32})
+
+
+def test_plans_that_were_used_first_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "PLANS", 2)
+    plans = Operator(
+        ("small",),
+        lambda call, choice: [[Candidate("small", Config(1), lambda: Product(1))]],
+        lambda call: PROBLEM,
+        torch.device("cpu"),
+    )
+    for call in (1, 2, 3):
+        plans.select(call)
+    assert [*plans.plans] == [2, 3]
