@@ -201,7 +201,7 @@ def _style(word: str) -> str:
 
 def _speedup(line: Line, side: str) -> str:
     names = "speedup", "speedup_low", "speedup_high", "uncertainty"
-    ends = [line[f"{name}_{side}"] for name in names]
-    if pd.isna(ends[0]):
+    value, low, high, half = (line[f"{name}_{side}"] for name in names)
+    if pd.isna(value):
         return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
-    return f"{between(*ends, unit='')} {line[f'outcome_{side}']}".rstrip()
+    return f"{between(value, low, high, half, unit='')} {line[f'outcome_{side}']}".rstrip()

@@ -214,7 +214,8 @@ def _finding(problems: pd.DataFrame) -> str:
             kind = "none" if known.empty else "no" if len(settled) == len(known) else "open"
             look = ""
             if kind == "open":
-                look = f" (so far up to {gain_text(known.loc[known.best_gain.idxmax()])})"
+                best = known.sort_values("best_gain").iloc[-1]
+                look = f" (so far up to {gain_text(best)})"
             answers[kind].append(f"{name}{look}")
     opening = {"yes": "Yes", "no": "No", "open": "Not settled", "none": "No kernel runs here for"}
     return " ".join(

@@ -388,8 +388,7 @@ def _gain(case: Mapping[Any, Any]) -> Cell:
     style = ("good" if case["gain"] > 1 else "bad") if case["decided"] else "unsure"
     if case["side"] == "dense":
         return "1", ""
-    ends = (case[name] for name in ("gain", "low", "high", "half"))
-    return between(*ends, unit=""), style
+    return between(case["gain"], case["low"], case["high"], case["half"], unit=""), style
 
 
 def _text(cell: Cell) -> str:

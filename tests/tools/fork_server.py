@@ -14,7 +14,6 @@ own (test_cli.py).
 import ctypes
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from sparsebench.harness.run.worker_process import SIMULATOR
 MODULES = early_start.COMMAND[-1], SIMULATOR
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 2**20
-READ_BY_IMPORTS = re.compile("OMP_|MKL_|TORCH|TRITON|CUDA|NVIDIA|LD_")
+READ_BY_IMPORTS = "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"
 
 _spawn = early_start.spawn
 
@@ -71,9 +70,9 @@ class Server:
         return here
 
 
-def read_by_imports() -> dict[str, str]:
+def read_by_imports() -> list[str | None]:
     """Return the variables that libraries read when they are imported."""
-    return {name: value for name, value in os.environ.items() if READ_BY_IMPORTS.match(name)}
+    return [os.environ.get(name) for name in READ_BY_IMPORTS]
 
 
 class Forked(subprocess.Popen[str]):
