@@ -102,8 +102,8 @@ def contests(cases: pd.DataFrame) -> pd.DataFrame:
     sides |= {"best": timed[timed.side != "dense"], "dense": timed[timed.side == "dense"]}
     for side in SIDES:
         first = sides[side].groupby(CONTEST, sort=False)[OF_SIDE].head(1).index
-        columns = sides[side].loc[first].set_index(CONTEST)[OF_SIDE].add_prefix(f"{side}_")
-        lines = lines.join(columns)
+        fastest = sides[side].loc[first].set_index(CONTEST)[OF_SIDE]
+        lines = lines.join(fastest.add_prefix(f"{side}_"))
     return lines.reset_index()
 
 

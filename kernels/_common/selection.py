@@ -63,10 +63,14 @@ class Product(Protocol):
     order  identifies what `pack` makes; None without `pack`
     """
 
-    code: str | None
-    pack: Callable[[Tensor], Tensor] | None
-    order: Hashable | None
-    run: Callable[..., Tensor]
+    @property
+    def code(self) -> str | None: ...
+    @property
+    def pack(self) -> Callable[[Tensor], Tensor] | None: ...
+    @property
+    def order(self) -> Hashable | None: ...
+    @property
+    def run(self) -> Callable[..., Tensor]: ...
 
 
 Timed = Callable[[Product], Callable[[], object]]

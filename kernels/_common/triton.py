@@ -208,17 +208,27 @@ class _Raw:
             elif isinstance(arg, Tensor):
                 formats.append("P")
                 address = arg.data_ptr()
-                parts.append(lambda at, hole=hole, a=address: [a if hole is None else at[hole]])
+                parts.append(partial(_address, hole, address))
             elif kind in ("i32", "i64") and isinstance(arg, int):
                 formats.append("i" if kind == "i32" else "q")
-                parts.append(lambda at, value=arg: [value])
+                parts.append(partial(_constant, arg))
             else:
                 return None
         formats += ["P", "P"]
-        parts.append(lambda at: [0, 0])
+        parts.append(partial(_constant, 0, 0))
         threads, kernel = 32 * metadata.num_warps, SimpleNamespace(ptr=compiled.function)
         loaded = Loaded(kernel, "", device.index, grid[0], threads, metadata.shared)
         return cls(loaded, formats, lambda at: [value for part in parts for value in part(at)])
+
+
+def _address(hole: int | None, address: int, addresses: Sequence[int]) -> list[Any]:
+    """Return the address of a tensor of the call, or of one that stays."""
+    return [address if hole is None else addresses[hole]]
+
+
+def _constant(*args: int) -> list[Any]:
+    """Return the values before the addresses, which are the last argument."""
+    return [*args[:-1]]
 
 
 def _described(

@@ -99,7 +99,8 @@ class Product:
     def __init__(self, plan: Plan) -> None:
         """Take the plan's order of the packed W."""
         self.plan, self.code = plan, plan.loaded.code
-        self.pack, self.order = (plan.pack, plan.order) if plan.packs else (None, None)
+        self.pack: Callable[[Tensor], Tensor] | None = plan.pack if plan.packs else None
+        self.order: bytes | None = plan.order if plan.packs else None
 
     def run(self, x: Tensor, w: Tensor) -> Tensor:
         """Multiply by the blocks, packed if there is `pack`; a graph keeps the plan alive."""

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common.front import Guard, recorded
-from sparsebench.kernels._common.selection import bucket
 from sparsebench.kernels._common.transforms import one_by_one, transformed, watched
 from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
 from sparsebench.kernels.nn._bsr_plans import Call
@@ -253,13 +252,13 @@ def multiply_recorded(
     assert columns is not None
     operands = (x, values) if bias is None else (x, values, bias)
     slow = cast or not x.is_cuda or x.dim() != 2 or transformed() or watched()
-    if slow or _differentiated(operands) or torch.jit.is_tracing():
+    if slow or _differentiated(operands) or torch._C._get_tracing_state():
         return multiply(x, values, bias, offsets, columns, n), front
     if front is not None and front.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares
     pattern = pattern_of(offsets, columns)
     live = values.requires_grad
-    planned = any(c.m == bucket(x.shape[0]) for c in pattern.operator.plans)
+    planned = pattern.is_planned(x.shape[0])
     if not planned or not x.shape[0] or readable(x) is not x:
         y = _y(pattern, x, values, n, live)
         return y if bias is None else y.add_(bias), front
@@ -303,4 +302,4 @@ class _Eager(torch.autograd.Function):
 
 
 # Function.apply looks for torch.func's wrappers first, which `multiply` has done.
-_apply = super(torch.autograd.Function, _Eager).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply

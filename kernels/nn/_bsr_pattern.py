@@ -95,19 +95,33 @@ class Pattern:
         """Plan a call; with operands, a search may time what can run it. Raises Unsupported."""
 
         def timed(product: Product) -> Any:
-            if product.pack is None:
+            assert a is not None
+            assert b is not None
+            pack = product.pack
+            if pack is None:
                 return partial(product.run, a, b)
-            if call.live:
-                return lambda: product.run(a, product.pack(b))
-            return partial(product.run, a, product.pack(b))
+            return (
+                partial(_packed_run, product, a, b)
+                if call.live
+                else partial(product.run, a, pack(b))
+            )
 
         return self.operator.select(call, None if a is None else timed, pinned)
+
+    def is_planned(self, m: int) -> bool:
+        """Return whether any product of so many tokens has a plan."""
+        return any(isinstance(c, Call) and c.m == bucket(m) for c in self.operator.plans)
 
     def equals(self, offsets: Tensor, columns: Tensor) -> bool:
         """Return whether an index equals the copy. Waits for the device."""
         pairs = (self.offsets, offsets), (self.columns, columns)
         same = all((a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) for a, b in pairs)
         return same and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _packed_run(product: Product, a: Tensor, b: Tensor) -> Tensor:
+    assert product.pack is not None
+    return product.run(a, product.pack(b))
 
 
 class Packs:

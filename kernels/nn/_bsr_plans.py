@@ -197,7 +197,11 @@ def _offered(
         configs = kernel.offered(w, call.m, call.transposed)
     for config, *tiles in configs[:OFFERED]:
         plan = partial(kernel.plan, w, call.m, config, *tiles, **sizes)
-        yield Candidate(engine, config, lambda plan=plan: product(plan()))
+        yield Candidate(engine, config, partial(_product, product, plan))
+
+
+def _product(product: Callable[[Any], Product], plan: Callable[[], Any]) -> Product:
+    return product(plan())
 
 
 HOPPER_KERNELS: dict[str, tuple[Any, Callable[[Any], Product]]] = {
@@ -228,7 +232,8 @@ def _triton(
         path = choose_path(None, bsr_triton.unsupported_by_tma(x, w), device)
         configs: list[Any] = bsr_triton.configurations(call.m, w.block, size, path)
         stored = [c for c in configs if bsr_triton.packed_block(w.block, c) == w.block]
-        configs, make = stored or configs[:1], _linear  # no padding if it can be avoided
+        configs = stored or configs[:1]  # no padding if it can be avoided
+        make: Callable[[Bsr, Any], Templates] = _linear
     elif engine == "bsr_triton_dgrad":
         path = choose_path(None, bsr_triton_dgrad.unsupported_by_tma(dy, w), device)
         configs, make = bsr_triton_dgrad.configurations(call.m, w.block, size, path), _dgrad

@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, relu, silu
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._common.selection import Candidate, Operator, bucket, configured
+from sparsebench.kernels._common.selection import Candidate, Operator, Product, bucket, configured
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._written_out import written_out
@@ -241,8 +241,11 @@ def operator_of(
             more = spense_wgmma.searched(m + m // 2, *at)[:MORE]
             configs = list(dict.fromkeys([*spense_wgmma.searched(m, *at), *more]))
         plan = partial(spense_wgmma.plan, w, m, activation=activation, device=device)
-        product = spense_wgmma.Product
-        return [[Candidate("spense_wgmma", c, lambda c=c: product(plan(c))) for c in configs]]
+
+        def product(config: spense_wgmma.Config) -> Product:
+            return spense_wgmma.Product(plan(config))
+
+        return [[Candidate("spense_wgmma", c, partial(product, c)) for c in configs]]
 
     def problem(m: int) -> dict[str, Any]:
         density = float(f"{1 - rows * columns / (2 * n * k):.2g}")

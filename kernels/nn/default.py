@@ -37,9 +37,11 @@ def prepare(operands: Operands) -> Launch:
     """Plan the product of the format's weight. Raises Unsupported."""
     op = operands.problem.op
     weight = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
+    selected: Selected | None
+    run: Callable[[], Output]
     if isinstance(weight, Bsr):
         selected, run = _bsr(operands, weight)
-    elif op != "linear":
+    elif op != "linear" or weight is None:
         raise Unsupported(f"expected op linear for {type(weight).__name__}, found {op}")
     else:
         x = operands.activations["x"]

@@ -290,8 +290,10 @@ class BlockSparseLinear(nn.Linear):
             guards[0] = Guard(None, "values", values)
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():
-            operands = (guard.tensor for guard in guards)
-            return batched(_bsr_autograd.multiply(flat, *operands, self.out_features), x)
+            operands: list[Any] = [guard.tensor for guard in guards]
+            blocks, bias, *index = operands
+            n = self.out_features
+            return batched(_bsr_autograd.multiply(flat, blocks, bias, index[0], index[1], n), x)
         y, self._front = _bsr_autograd.multiply_recorded(
             self._front, flat, self.out_features, guards, cast=cast
         )

@@ -86,8 +86,9 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
         raise Unsupported(f"matmul: expected the name of a kernel, found {_kind(kernel)}")
     if kernel is None and not torch.compiler.is_compiling():
         front = w.__dict__.get(FRONT)
-        if front is not None and (y := front(x)) is not None:
-            return y  # type: ignore[no-any-return]
+        fast: Tensor | None = None if front is None else front(x)
+        if fast is not None:
+            return fast
     n, k = w.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise Unsupported(f"matmul: expected X [..., {k}], found {list(x.shape)}")
@@ -117,7 +118,8 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
             return _by_name(x, w, "spense_mma", {})
         operands = x, w.sparse, w.dense, *w.shape, *w.sparse_shape
         if training or _is_seen():
-            return _spense_op.linear(*operands)
+            y: Tensor = _spense_op.linear(*operands)
+            return y
         if not _spense_op.planned(*operands, None, None):
             return _spense_op.eager(*operands)
         return _recorded(x, w, partial(_spense_op.eager, *operands))

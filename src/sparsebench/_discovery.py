@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from operator import attrgetter
@@ -214,7 +214,7 @@ def _entries(folder: str) -> list[EntryPoint]:
 
 
 @cache  # reading those of 250 packages takes 15 ms, and each name in a suite needs them
-def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+def _entry_points(path: tuple[str, ...]) -> Any:  # SelectableGroups before Python 3.12
     return entry_points()
 
 

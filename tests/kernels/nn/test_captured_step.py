@@ -152,7 +152,6 @@ def test_a_model_on_several_gpus_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # once per process
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gpu_replays_the_same_steps(change):
     step, plain = make(CapturedStep, device="cuda")
