@@ -252,7 +252,9 @@ ADAPTED: list[tuple[Any, Callable[..., bool] | None, Any, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "filter_fn", "targets", "layers"), ADAPTED, ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "filter_fn", "targets", "layers"), ADAPTED, ids=range(len(ADAPTED))
+)
 def test_adapters_train_on_every_layer(recipe, filter_fn, targets, layers):
     model = adapted(sparsify_(tiny(dtype=BF16), recipe, filter_fn), targets)
     assert trained(model) == layers

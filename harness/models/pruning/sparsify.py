@@ -13,7 +13,7 @@ dense weights are freed. Weights are chosen by magnitude; `sparsebench prune` ch
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -207,13 +207,21 @@ class SparseActivations:
         return mlp
 
 
-def sparsify_(model: M, recipe: Recipe, filter_fn: Filter | None = None) -> M:
+def sparsify_(
+    model: M,
+    recipe: Recipe,
+    filter_fn: Filter | None = None,
+    *,
+    tokens: Iterable[int] = (),
+) -> M:
     """Replace layers of a model by sparse ones in place; return the model.
 
     recipe     BlockSparse, TwoFour, Unstructured or SparseActivations
     filter_fn  takes a module and its name, and returns whether to replace it. It is called for
                modules of the kinds that the recipe takes, outermost first, and not for the parts of
                a replaced module. By default all are replaced, except a Hugging Face model's head
+    tokens     numbers of tokens for which each layer plans, and searches, its kernels at once;
+               other numbers do so at their first call
 
     Adapters, routers and gates of fewer than 8 rows stay dense, and so do experts that share one
     tensor. A UserWarning counts them before anything changes. `save_pretrained` of a Hugging Face
@@ -239,6 +247,10 @@ def sparsify_(model: M, recipe: Recipe, filter_fn: Filter | None = None) -> M:
         model.set_submodule(name, layer.train(module.training))
         del module  # frees its weights before the next ones are packed
     record()
+    planned = [*tokens]
+    for name in names:
+        if (plan := getattr(model.get_submodule(name), "plan", None)) is not None:
+            plan(planned)
     return model
 
 

@@ -1,0 +1,142 @@
+"""plan, freeze and packed values of layers; recorded calls equal those in Python, on a GPU."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import sparsebench
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels.nn import _bsr_pattern
+from sparsebench.kernels.nn._bsr_pattern import Packs
+from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
+from tests.compiling.nvcc import hopper
+
+
+def two_four(n: int, k: int) -> torch.Tensor:
+    return torch.randn(n, k // 4, 4).mul(torch.tensor([1.0, 0, 1, 0])).view(n, k)
+
+
+def test_a_layer_plans_ahead_and_keeps_its_gradients() -> None:
+    layer = BlockSparseLinear(64, 48, block=16, sparsity=0.5)
+    layer(torch.randn(3, 64)).sum().backward()
+    before = layer.values.grad.clone()
+    layer.plan(tokens=[1, 20])
+    plans = getattr(layer.columns, _bsr_pattern.ATTRIBUTE).operator.plans
+    assert {(call.op, call.m) for call in plans} >= {
+        (op, m) for op in ("linear", "wgrad") for m in (1, 32)
+    }
+    assert torch.equal(layer.values.grad, before)
+
+
+def test_a_frozen_layer_has_no_gradient_and_stays_right_when_it_is_written() -> None:
+    layer, x = BlockSparseLinear(64, 48, block=16, sparsity=0.5).freeze(), torch.randn(3, 64)
+    assert not any(p.requires_grad for p in layer.parameters())
+    layer(x)
+    with torch.no_grad():
+        layer.values.mul_(2)
+    torch.testing.assert_close(layer(x), layer.to_dense()(x))
+
+
+class Doubling:
+    order, code = b"twice", None
+    packed = 0
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        self.packed += 1
+        return values * 2
+
+    def run(self, *operands: Any) -> Any: ...
+
+
+def test_frozen_values_are_packed_once_and_again_after_a_write_a_move_or_a_swap() -> None:
+    packs, product, values = Packs(), Doubling(), torch.ones(4)
+    for _ in range(3):
+        assert torch.equal(packs.of(product, values), values * 2)
+    assert product.packed == 1
+    values.mul_(3)
+    assert torch.equal(packs.of(product, values), values * 2)
+    values.data = torch.full((4,), 5.0)
+    assert torch.equal(packs.of(product, values), values * 2)
+    with torch.inference_mode():
+        uncounted = torch.ones(4)
+        packs.of(product, uncounted)
+        uncounted.mul_(7)
+        assert torch.equal(packs.of(product, uncounted), uncounted * 2)
+    assert product.packed == 5
+
+
+def layers() -> dict[str, Any]:
+    """Layers in bf16 on a GPU, with a bias where they have one."""
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    dense = two_four(256, 512).bfloat16().cuda()
+    return {
+        "blocks of 64": BlockSparseLinear(512, 256, block=64, sparsity=0.5, **bf16),
+        "blocks of 16": BlockSparseLinear(512, 256, block=16, sparsity=0.5, bias=False, **bf16),
+        "frozen": BlockSparseLinear(512, 256, block=32, sparsity=0.5, **bf16).freeze(),
+        "2:4": SpenseLinear.from_dense(dense, bias=torch.randn(256, **bf16)),
+        "bitmap": BitmapLinear.from_dense(dense),
+    }
+
+
+@hopper
+@pytest.mark.parametrize("name", ["blocks of 64", "blocks of 16", "frozen", "2:4", "bitmap"])
+def test_recorded_calls_equal_those_in_python_on_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layers()[name]
+    for shape in ((1,), (40,), (2, 3), (300,)):
+        x = torch.randn(*shape, 512, device="cuda").bfloat16()
+        with torch.no_grad(), monkeypatch.context() as patch:
+            patch.setenv("SPARSEBENCH_FRONT", "0")
+            right = copy.deepcopy(layer)(x)
+        for _ in range(4):
+            with torch.no_grad():
+                assert torch.equal(layer(x), right)
+            x = x.clone()  # at another address
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for _ in range(3):
+                assert torch.equal(layer(x), right)
+        torch.cuda.synchronize()
+
+
+@hopper
+def test_a_recorded_layer_sees_writes_swaps_modes_and_gradients_on_a_gpu() -> None:
+    layer = layers()["blocks of 16"]
+    x = torch.randn(8, 512, device="cuda").bfloat16()
+
+    def right() -> torch.Tensor:
+        return layer.to_dense()(x)
+
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(layer(x), right(), rtol=0.02, atol=0.02)
+        layer.values.data.mul_(2)  # torch counts no write
+        torch.testing.assert_close(layer(x), right(), rtol=0.02, atol=0.02)
+        layer.values = torch.nn.Parameter(torch.randn_like(layer.values))
+        torch.testing.assert_close(layer(x), right(), rtol=0.02, atol=0.02)
+        with torch.autocast("cuda", torch.float16):
+            assert layer(x).dtype == torch.float16
+    layer(x).sum().backward()
+    assert layer.values.grad is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        layer.values.mul_(3)
+        graph.replay()
+        torch.testing.assert_close(y, right(), rtol=0.02, atol=0.02)
+
+
+@hopper
+def test_a_written_weight_is_packed_again_by_matmul_on_a_gpu() -> None:
+    dense = torch.randn(256, 512, device="cuda").bfloat16()
+    w, x = Bsr.from_dense(dense, block=16), torch.randn(8, 512, device="cuda").bfloat16()
+    for factor in (1, 2):
+        for _ in range(4):
+            expected = x @ w.to_dense().T
+            torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0.02, atol=0.5)
+        w.values.mul_(factor + 1)
