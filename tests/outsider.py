@@ -291,7 +291,16 @@ def stated(text: str, found: pd.DataFrame) -> Iterator[str]:
         for base in contest.blocks[contest.baseline | dense(contest)]:
             gains += [ratio(blocks, base) for blocks in contest.blocks]
     times = [time * unit for time in found.median_us for unit in (1, 1e-3)]
-    for number in re.findall(r"([\d.]+)(?:×| \[)", text):
+    leads = [
+        ratio(ours, next_one)[0]
+        for _, contest in found.groupby("place")
+        for ours in contest.blocks
+        for next_one in contest.blocks
+    ]
+    for number in re.findall(r"([\d.]+)× faster than", text):
+        if not any(agrees(number, lead) for lead in leads):
+            yield f"{number}× faster"
+    for number in re.findall(r"([\d.]+)(?:×(?! faster than)| \[)", text):
         if not any(agrees(number, gain[0]) for gain in gains):
             yield number
     for low, high in re.findall(r"\[([\d.]+), ([\d.]+)\]", text):

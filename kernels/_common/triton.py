@@ -186,7 +186,9 @@ class _Raw:
 
         holes  argument -> number of the tensor whose address it takes
         """
-        metadata, signature = compiled.metadata, [*compiled.src.signature.values()]
+        if (metadata := getattr(compiled, "metadata", None)) is None:
+            return None
+        signature = [*compiled.src.signature.values()]
         scratch = ("global_scratch_size", "profile_scratch_size")
         special = [getattr(metadata, name, 0) for name in (*scratch, "launch_cooperative_grid")]
         special += [getattr(metadata, "launch_pdl", False), getattr(metadata, "num_ctas", 1) != 1]

@@ -5,8 +5,8 @@
     contest   CONTEST_S, LARGE_S more with LARGE tokens or more, and ROW_S for each contender
     prepare   by kernel: a whole search in the first process of a run, or among finalists
 
-The seconds follow published verdicts on an NVIDIA H100 and H200; those of a contest and a row, and of
-kernels without a verdict, are estimates.
+The seconds follow published verdicts on an NVIDIA H100 and H200; those of a contest and a row, and
+of kernels without a verdict, are estimates.
 """
 
 from collections.abc import Collection, Mapping

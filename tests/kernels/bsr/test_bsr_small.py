@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsebench.errors import FormatError, Unsupported
+from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_small
 from sparsebench.kernels.bsr._launch import packed
@@ -46,7 +46,8 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     lists = lists_of(w, config.features, warpgroups, transposed)
     steps, bounds = work(lists, len(x), config.tokens, b, workers=5)
     order, pieces = torch.from_numpy(lists.order), torch.from_numpy(swizzle(b))
-    blocks = unpacked(packed(w.values, sources(order, pieces)).view(-1, *w.block))
+    pieces_of_8 = w.values.view(-1, 8)[sources(order, pieces).long()]
+    blocks = unpacked(pieces_of_8.view(-1, *w.block))
     padded = np.pad(x.numpy(), ((0, config.tokens), (0, 64)))  # zero outside of X
     width = w.shape[1] if transposed else w.shape[0]
     y = np.full((len(x), width), np.nan, np.float32)
@@ -120,9 +121,22 @@ def test_a_matrix_cut_into_smaller_blocks_is_the_same_matrix(block, side):
 
 def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
     w = Bsr.from_dense(torch.ones(128, 128).half(), block=64)
-    assert bsr_small._fitting(w, bsr_small.CUT_TOKENS).block == (32, 32)
-    with pytest.raises(Unsupported, match=r"blocks of 64x64: expected up to 256 tokens, found 257"):
-        bsr_small._fitting(w, bsr_small.CUT_TOKENS + 1)
+    assert bsr_small._fitting(w)[0].block == (32, 32)
+    x = torch.zeros(bsr_small.CUT_TOKENS + 1, 128).half()
+    assert bsr_small.unsupported_operands(x[1:], w, transposed=False) is None
+    reason = bsr_small.unsupported_operands(x, w, transposed=False)
+    assert reason == "blocks of 64x64: expected up to 256 tokens, found 257"
+
+
+@pytest.mark.parametrize("block", [8, 64, (80, 48)])
+def test_blocks_of_other_sizes_are_cut_or_united_without_a_change(block):
+    r, c = (block, block) if isinstance(block, int) else block
+    there = torch.rand(-(-168 // r), -(-136 // c)) < 0.4
+    mask = there.repeat_interleave(r, 0)[:168].repeat_interleave(c, 1)[:, :136]
+    w = Bsr.from_dense(torch.randn(168, 136).half() * mask, block=[r, c])
+    pattern, pieces = bsr_small._fitting(w)
+    values = packed(w.values, pieces).view(-1, *pattern.block)
+    assert torch.equal(replace(pattern, values=values).to_dense(), w.to_dense())
 
 
 def test_a_step_has_less_room_if_blocks_are_rare_but_enough_for_any_strip():
@@ -177,8 +191,8 @@ def test_unsupported_operands_are_refused_before_anything_is_built():
     assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), half)
     assert "expected activations of 96 columns, found shape [4, 64]" in refused(dy.half(), half)
     assert "of 64 columns, found shape [4, 96]" in refused(x.half(), half, True)
-    wide = Bsr.from_dense(w.to_dense().half(), block=[16, 32])
-    assert "expected blocks of 16x16 or 32x32, found 16x32" in refused(x.half(), wide)
+    odd = Bsr.from_dense(w.to_dense().half(), block=24)
+    assert "expected blocks of 8x8 or of multiples of 16, found 24x24" in refused(x.half(), odd)
     apart = replace(half, values=half.values.transpose(1, 2))
     assert "expected contiguous blocks" in refused(x.half(), apart)
     odd = Bsr.from_dense(w.to_dense()[:60].half().contiguous(), block=16)

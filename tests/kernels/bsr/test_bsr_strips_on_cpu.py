@@ -43,9 +43,11 @@ static void run() {
 }
 extern "C" void call(const char* x, int step, int m, int k, const int* boxes, const int* pitches,
                      const int* starts, void** pointers, int width, int grid, int bytes) {
-  TensorMap maps[2] = {};
-  for (int i = 0; i < 2; i++) maps[i] = {x, m, k, step, TOKENS, boxes[i], pitches[i]};
-  given.maps = Maps{maps[0], maps[1]};
+  TensorMap maps[4] = {};
+  const int last = m % TOKENS ? m % TOKENS : TOKENS;
+  for (int i = 0; i < 4; i++)
+    maps[i] = {x, m, k, step, i < 2 ? TOKENS : last, boxes[i % 2], pitches[i % 2]};
+  given.maps = Maps{{maps[0], maps[1]}, {maps[2], maps[3]}};
   memcpy(&given.starts, starts, sizeof given.starts);
   given.w = (const char*)pointers[0], given.steps = (const Step*)pointers[1];
   given.rows = (const int*)pointers[2], given.y = (char*)pointers[3];
