@@ -157,7 +157,8 @@ def test_pages_of_formats_have_a_filter(places: dict[str, Path], show: Any) -> N
 
 
 def test_an_old_address_leads_to_the_run(site: Path, show: Any) -> None:
-    (old,) = site.glob("runs/nvidia-h200-sparsity-*/index.html")
+    olds = site.glob("runs/nvidia-h200-sparsity-*/index.html")
+    old = next(page for page in olds if "h200/sparsity-4096/" in page.read_text("utf-8"))
     page = show(old).page
     page.wait_for_url("**/h200/sparsity-4096/index.html")
     assert page.locator(".headline").is_visible()
@@ -198,7 +199,7 @@ def test_on_a_narrow_screen_every_value_of_a_line_is_visible(
     heads = page.locator("#winners td").first.evaluate(
         "(td) => getComputedStyle(td, '::before').content"
     )
-    assert "problem" in heads
+    assert "at " in heads
 
 
 def test_a_choice_is_kept_in_the_address_and_restored_from_it(
@@ -233,6 +234,8 @@ def test_a_name_that_is_a_script_is_text(places: dict[str, Path], show: Any) -> 
 def test_every_link_within_the_site_leads_to_a_file(site: Path, show: Any) -> None:
     dead = []
     for path in sorted(site.rglob("*.html")):
+        if 'http-equiv="refresh"' in path.read_text("utf-8"):  # an old address
+            continue
         page = show(path).page
         links = page.evaluate("[...document.querySelectorAll('a[href]')].map((a) => a.href)")
         files = {link.partition("#")[0] for link in links if link.startswith("file://")}
