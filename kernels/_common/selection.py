@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import REASON, search
 from sparsebench.kernels._common.tuned_table import REACH, file_name, source
 
 if TYPE_CHECKING:
@@ -229,24 +229,32 @@ def _search(engines: Sequence[Iterable[Candidate]], timed: Timed, device: torch.
     start = partial(torch.cuda.synchronize, device)  # makes the device's context current
     with ThreadPoolExecutor(BUILDERS, "", start) as pool:
         products = list(pool.map(partial(_attempt, device=device), offered))
-    running = [(c, p) for c, p in zip(offered, products, strict=True) if p is not None]
+    running = [(c, p) for c, p in zip(offered, products, strict=True) if not isinstance(p, str)]
+    failed = [
+        {"choice": candidate.choice, "failed": reason}
+        for candidate, reason in zip(offered, products, strict=True)
+        if isinstance(reason, str)
+    ]
     if not running:
         return _planned([offered], "search")  # raises with the reasons
     if len(running) == 1:
-        return Selected(running[0][1], running[0][0].choice, "search")
+        return Selected(running[0][1], running[0][0].choice, "search", failed)
     with torch.no_grad():
         result = search([timed(product) for _, product in running], device)
     lines = result.lines([candidate.choice for candidate, _ in running], whole=True)
     best, product = running[result.best]
-    return Selected(product, best.choice, "search", lines)
+    return Selected(product, best.choice, "search", [*lines, *failed])
 
 
-def _attempt(candidate: Candidate, device: torch.device) -> Product | None:
+def _attempt(candidate: Candidate, device: torch.device) -> Product | str:
+    """Return the planned product, or why it cannot be planned."""
     try:
         with torch.cuda.device(device):
             return candidate.plan()
-    except Unsupported:
-        return None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:REASON]
 
 
 # ---- the lists of choices ----

@@ -86,7 +86,8 @@ def test_a_bucket_holds_its_tokens_with_little_room(tokens: int, expected: int) 
 def test_a_search_is_made_once_and_kept_for_later_processes(cache: Path) -> None:
     first = operator().select(1, timed)
     assert (first.by, first.choice) == ("search", {"kernel": "small", "tokens": 64})
-    assert [line["choice"]["tokens"] for line in first.lines] == [16, 64]
+    assert [line["choice"]["tokens"] for line in first.lines] == [16, 64, 32]
+    assert first.lines[-1]["failed"] == "Unsupported: 32 is odd"
     selection._FILES.clear()  # as in a new process
     again = operator().select(1, timed)
     assert (again.by, again.choice) == ("cache", first.choice)
