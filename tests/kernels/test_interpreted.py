@@ -39,4 +39,4 @@ def test_kernels_are_right_in_the_interpreter(which: str, files: list[str]) -> N
         capture_output=True,
         text=True,
     )
-    assert run.returncode in (0, 5), run.stdout[-5000:]  # 5: a share of the files without such a test
+    assert run.returncode in (0, 5), run.stdout[-5000:]  # 5: no test in this share
