@@ -111,7 +111,7 @@ def _measured(contest: RunningContest, measures: tuple[Measure, ...]) -> list[Ro
             raise Fatal("", f"a contender rewrote the files of {', '.join(modules[:3])}")
     finally:
         contest.guard.watched.clear()  # breaks a reference cycle that would keep all memory
-        with suppress(TamperingError):  # for the next contest; nobody can be blamed any more
+        with suppress(TamperingError):  # restored for the next contest; no contender is running
             contest.seal.check()
     return [row for entry in contest.entries for row in entry.rows(measures)]
 

@@ -207,12 +207,12 @@ class Seal:
         for owner, name, value in changed:
             setattr(owner, name, value)
         names = {f"{getattr(o, '__name__', type(o).__name__)}.{n}" for o, n, _ in changed}
-        found = {
+        changes = {
             "replaced": sorted(names),
             "rewrote the machine code of": self._clocks.restore(),
             "changed": self._process.restore(),
         }
-        parts = [f"{verb} {', '.join(what[:3])}" for verb, what in found.items() if what]
+        parts = [f"{verb} {', '.join(what[:3])}" for verb, what in changes.items() if what]
         if parts:
             raise TamperingError("; ".join(parts))
 

@@ -282,14 +282,15 @@ def _planned(
 ) -> tuple[str, int]:
     """Return a selection of the problems that fit into the time left, "" if none, and processes."""
     kind = "cpu" if survey.device == "cpu" else "cuda"
-    known = replace(times(runs), ceilings_s=0.0)  # the screening measured them
+    estimates = replace(times(runs), ceilings_s=0.0)  # the screening measured them
     if len(runs) == 1:
-        known = replace(known, start_s=known.start_s * (1 + AGAIN * (FEWEST - 1)) / FEWEST)
+        start_s = estimates.start_s * (1 + AGAIN * (FEWEST - 1)) / FEWEST
+        estimates = replace(estimates, start_s=start_s)
     seconds, processes = SAFE * left_s * max(1, len(survey.devices)), FEWEST
     chosen: dict[str, Sequence[str]] = {}
     for processes in (MOST, FEWEST):
         chosen = affordable(
-            read(survey.suite), known, left, seconds, processes, device=kind, searched=True
+            read(survey.suite), estimates, left, seconds, processes, device=kind, searched=True
         )
         if len(chosen) == len(left):
             break

@@ -74,9 +74,9 @@ def _keep(before: Path, home: Path) -> None:
     """Copy the bundles of a folder that `home` has no more to `home`/earlier, for the history."""
     if (before / EARLIER).exists():
         shutil.copytree(before / EARLIER, home / EARLIER)
-    kept = {bundle.identity(run) for run in store.runs_in(home)}
+    identities = {bundle.identity(run) for run in store.runs_in(home)}
     for run in store.runs_in(before):
-        if (run / bundle.MANIFEST).exists() and bundle.identity(run) not in kept:
+        if (run / bundle.MANIFEST).exists() and bundle.identity(run) not in identities:
             day = str(files.from_json(run / "run.json").get("started", ""))[:10]
             commit = str(files.from_json(run / "environment.json").get("commit") or "")[:7]
             shutil.copytree(run, home / EARLIER / f"{day}-{commit}".strip("-") / run.name)

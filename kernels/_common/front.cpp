@@ -59,6 +59,7 @@ struct Step {
   std::vector<Patch> patches;
 };
 struct Made { at::ScalarType dtype; std::vector<int64_t> sizes; };  // a tensor that a step writes
+constexpr size_t MOST = 64;  // entries; the oldest makes room
 struct Entry {
   int64_t tokens, stride;
   void* stream;
@@ -66,6 +67,8 @@ struct Entry {
   std::vector<Made> made;  // the last is the output
   std::vector<Step> steps;
   at::Tensor bias, dense;  // dense: no launch was recorded; torch multiplies by this weight
+  PyObject* owners = nullptr;  // of the other memory that the launches read
+  ~Entry() { Py_XDECREF(owners); }
 };
 struct Guard { PyObject *dict, *name, *object; at::Tensor tensor; void* address; int64_t version; };
 
@@ -74,7 +77,6 @@ struct Front {
   vectorcallfunc call;
   std::vector<Guard>* guards;
   std::vector<std::shared_ptr<Entry>>* entries;
-  PyObject* kept;  // whatever the recorded addresses need
   at::ScalarType dtype;
   c10::Device* device;
   int64_t depth, left, limit;  // calls until the layer must look again; a limit of 0: never
@@ -87,7 +89,6 @@ bool has_forward_gradient(const at::Tensor& t) {
 }
 
 bool guards_hold(Front* self) {
-  const bool grad = c10::GradMode::is_enabled();
   for (auto& guard : *self->guards) {
     if (guard.dict) {
       PyObject* item = PyDict_GetItem(guard.dict, guard.name);
@@ -97,9 +98,7 @@ bool guards_hold(Front* self) {
     if (!t.defined()) continue;
     if (t.data_ptr() != guard.address || static_cast<int64_t>(t._version()) != guard.version)
       return false;
-    if ((grad && t.requires_grad()) || has_forward_gradient(t)) {
-      return false;
-    }
+    if (has_forward_gradient(t)) return false;
   }
   return true;
 }
@@ -229,14 +228,14 @@ PyObject* front_guard(PyObject* object, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// add(x, made, steps, bias or None, kept, dense or None): what was recorded for a call with x on
+// add(x, made, steps, bias or None, owners, dense or None): what was recorded for a call with x on
 // this stream.
-//   made   [(tensor, ...)]: tensors that the steps write, of which sizes and dtype are taken
+//   made   [tensor, ...]: tensors that the steps write, of which sizes and dtype are taken
 //   steps  [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
 PyObject* front_add(PyObject* object, PyObject* args) {
   Front* self = reinterpret_cast<Front*>(object);
-  PyObject *of_x, *made, *steps, *bias, *kept, *dense;
-  if (!PyArg_ParseTuple(args, "OOOOOO", &of_x, &made, &steps, &bias, &kept, &dense))
+  PyObject *of_x, *made, *steps, *bias, *owners, *dense;
+  if (!PyArg_ParseTuple(args, "OOOOOO", &of_x, &made, &steps, &bias, &owners, &dense))
     return nullptr;
   const at::Tensor& x = THPVariable_Unpack(of_x);
   auto made_entry = std::make_shared<Entry>();
@@ -283,7 +282,8 @@ PyObject* front_add(PyObject* object, PyObject* args) {
   }
   if (bias != Py_None) entry.bias = THPVariable_Unpack(bias).detach();
   if (dense != Py_None) entry.dense = THPVariable_Unpack(dense);
-  PyList_Append(self->kept, kept);
+  entry.owners = Py_NewRef(owners);
+  if (self->entries->size() == MOST) self->entries->erase(self->entries->begin());
   self->entries->push_back(std::move(made_entry));
   Py_RETURN_NONE;
 }
@@ -297,7 +297,6 @@ PyObject* front_new(PyTypeObject* type, PyObject* args, PyObject*) {
   self->call = front_call;
   self->guards = new std::vector<Guard>();
   self->entries = new std::vector<std::shared_ptr<Entry>>();
-  self->kept = PyList_New(0);
   self->dtype = x.scalar_type();
   self->device = new c10::Device(x.device());
   self->depth = depth;
@@ -306,17 +305,41 @@ PyObject* front_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-void front_dealloc(PyObject* object) {
+// An owner may hold the weight that holds this object, so the garbage collector must see both.
+int front_traverse(PyObject* object, visitproc visit, void* arg) {
   Front* self = reinterpret_cast<Front*>(object);
-  for (auto& guard : *self->guards) {
+  if (self->guards)
+    for (auto& guard : *self->guards) {
+      Py_VISIT(guard.dict);
+      Py_VISIT(guard.name);
+      Py_VISIT(guard.object);
+    }
+  if (self->entries)
+    for (auto& entry : *self->entries) Py_VISIT(entry->owners);
+  return 0;
+}
+
+int front_clear(PyObject* object) {
+  Front* self = reinterpret_cast<Front*>(object);
+  std::vector<Guard> guards;
+  std::vector<std::shared_ptr<Entry>> entries;
+  guards.swap(*self->guards);
+  entries.swap(*self->entries);
+  for (auto& guard : guards) {
     Py_XDECREF(guard.dict);
     Py_DECREF(guard.name);
     Py_DECREF(guard.object);
   }
+  return 0;
+}
+
+void front_dealloc(PyObject* object) {
+  PyObject_GC_UnTrack(object);
+  Front* self = reinterpret_cast<Front*>(object);
+  front_clear(object);
   delete self->guards;
   delete self->entries;
   delete self->device;
-  Py_XDECREF(self->kept);
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -327,18 +350,14 @@ PyObject* front_due(PyObject* object, PyObject*) {  // whether `limit` calls hav
   return PyBool_FromLong(due);
 }
 
-PyObject* front_size(PyObject* object, PyObject*) {
-  return PyLong_FromSize_t(reinterpret_cast<Front*>(object)->entries->size());
-}
-
 PyObject* front_reduce(PyObject*, PyObject*) {  // copies and pickles as None
   return Py_BuildValue("(O())", Py_TYPE(Py_None));
 }
 
 PyMethodDef methods[] = {
     {"guard", front_guard, METH_VARARGS, nullptr}, {"add", front_add, METH_VARARGS, nullptr},
-    {"due", front_due, METH_NOARGS, nullptr},      {"size", front_size, METH_NOARGS, nullptr},
-    {"__reduce__", front_reduce, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+    {"due", front_due, METH_NOARGS, nullptr}, {"__reduce__", front_reduce, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
 PyMemberDef members[] = {{"stale", T_BOOL, offsetof(Front, stale), READONLY, nullptr},
                          {nullptr, 0, 0, 0, nullptr}};
 
@@ -363,7 +382,10 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "sparsebench_front", nullptr, -1, f
 PyMODINIT_FUNC PyInit_sparsebench_front() {
   front_type.tp_name = "sparsebench_front.Front";
   front_type.tp_basicsize = sizeof(Front);
-  front_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  front_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC;
+  front_type.tp_traverse = front_traverse;
+  front_type.tp_clear = front_clear;
+  front_type.tp_free = PyObject_GC_Del;
   front_type.tp_new = front_new;
   front_type.tp_dealloc = front_dealloc;
   front_type.tp_call = PyVectorcall_Call;

@@ -24,7 +24,6 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,8 +87,8 @@ def recorded(
         for guard in guards:
             front.guard(*guard)
     made = {id(t) for t in tape.made}
-    kept = [owner for owner in tape.kept if id(owner) not in made]
-    front.add(x, tape.made, steps, bias, kept, tape.dense)
+    owners = [owner for owner in tape.kept if id(owner) not in made]
+    front.add(x, tape.made, steps, bias, owners, tape.dense)
     return (y, front) if _same(front(x), y) else (y, None)
 
 
@@ -132,16 +131,11 @@ def front_type() -> Any:
     """Return the class Front, or None if there is none; waits until it is compiled."""
     if os.environ.get("SPARSEBENCH_FRONT", "1") == "0":
         return None
-    return begin_to_compile().result()
+    return _compiled_type()
 
 
 @cache
-def begin_to_compile() -> "Future[Any]":
-    """Start to compile front.cpp in a thread, once."""
-    return ThreadPoolExecutor(1).submit(_front_type)
-
-
-def _front_type() -> Any:
+def _compiled_type() -> Any:
     try:
         module = _load(_built())
     except (OSError, subprocess.SubprocessError, ImportError) as error:

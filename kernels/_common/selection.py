@@ -31,7 +31,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
-from importlib.resources import files
 from importlib.util import find_spec
 from itertools import chain, islice, zip_longest
 from math import log2
@@ -43,15 +42,14 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.search import REASON, search
-from sparsebench.kernels._common.tuned_table import REACH, file_name, source
+from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-PLANS = 64  # that a weight keeps: the ones used last
+PLANS = 64  # that a weight keeps: the ones made last
 BUILDERS = 8  # threads that make plans, and compile
 TRIED = 16  # candidates that a search times
-PACKED = 2  # orders of a frozen weight that are kept
 SIZES = "m", "n", "k", "density"
 
 
@@ -102,14 +100,14 @@ class Selected:
 
 @dataclass(eq=False)
 class Operator:
-    """Everything that is made once for a weight: plans, and copies in the order of a kernel.
+    """The plans of a weight, made once for each call.
 
     engines  names of all kernels that `offer` may name; their code decides which file is read
     offer    (call, choice or None) -> for each engine its candidates, the likeliest engines and
              candidates first; only the one that a choice names, if any. Raises Unsupported
     problem  (call) -> sizes and layout, as a line of the cache has them
     device   of the weight
-    plans    by call, the one used last at the end
+    plans    by call, the one made last at the end
     """
 
     engines: tuple[str, ...]
@@ -264,9 +262,9 @@ def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
     """Return the file of this GPU and of the code of these engines."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = os.environ.get("SPARSEBENCH_CHOICES") or Path(home) / "sparsebench" / "choices"
-    gpu = torch.cuda.get_device_properties(device)
-    kind = file_name((gpu.major, gpu.minor), gpu.multi_processor_count).removesuffix(".json")
-    name = "".join(c if c.isalnum() else "_" for c in gpu.name)
+    kind = file_in(Path(folder), device).stem
+    gpu = torch.cuda.get_device_properties(device).name
+    name = "".join(c if c.isalnum() else "_" for c in gpu)
     return Path(folder) / f"{kind}-{name}-{_code_of(engines)}.choices"
 
 
@@ -281,9 +279,7 @@ def _code_of(engines: tuple[str, ...]) -> str:
 @cache
 def _package(device: torch.device) -> dict[str, dict[str, Any]]:
     """Return the package's choices for this kind of GPU, made with any code of the kernels."""
-    gpu = torch.cuda.get_device_properties(device)
-    kind = file_name((gpu.major, gpu.minor), gpu.multi_processor_count).removesuffix(".json")
-    return _read(Path(str(files("sparsebench.kernels"))) / "tuned" / f"{kind}.choices")
+    return _read(file_in(folders()["package"], device).with_suffix(".choices"))
 
 
 _FILES: dict[Path, dict[str, dict[str, Any]]] = {}

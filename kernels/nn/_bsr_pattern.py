@@ -28,11 +28,12 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.selection import PACKED, Product, Selected, bucket
+from sparsebench.kernels._common.selection import Product, Selected, bucket
 from sparsebench.kernels.nn import _bsr_plans
 from sparsebench.kernels.nn._bsr_plans import Call
 
 COMPARE_EVERY = 256  # calls: a comparison takes 40 µs and waits for all queued work
+PACKED = 2  # orders of frozen values that a pattern keeps
 SIZES = 256  # numbers of tokens whose product a pattern remembers
 ATTRIBUTE = "_sparsebench_pattern"  # of the tensor `columns`
 

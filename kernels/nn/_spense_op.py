@@ -46,6 +46,10 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # dG from dA and
 }
 
 
+Layout = tuple[int, int, int, int, str | None]
+"""n and k of W, rows and columns of its sparse part, and the activation."""
+
+
 def eager(
     x: Tensor,
     sparse: Tensor,
@@ -76,32 +80,26 @@ def eager(
         return _empty(x, n, activation, scale)
     if not (sparse.is_contiguous() and dense.is_contiguous()):
         raise Unsupported(f"expected contiguous tiles, found {sparse.stride()}, {dense.stride()}")
-    tiles = sparse.shape, dense.shape
-    operator = operator_of((n, k), (rows, columns), tiles, kind, activation, x.device)
+    operator = _operator(sparse, dense, (n, k, rows, columns, activation), kind)
     if x.device.index == torch.cuda.current_device():
         return _multiply(operator, readable(x), sparse, dense, scale, kind)
     with torch.cuda.device(x.device):
         return _multiply(operator, readable(x), sparse, dense, scale, kind)
 
 
-def planned(
-    x: Tensor,
-    sparse: Tensor,
-    dense: Tensor,
-    n: int,
-    k: int,
-    rows: int,
-    columns: int,
-    activation: str | None,
-    scale: Tensor | None,
-) -> bool:
+def _operator(sparse: Tensor, dense: Tensor, layout: Layout, kind: torch.dtype) -> Operator:
+    """Return the plans of a weight in these tiles."""
+    n, k, rows, columns, activation = layout
+    tiles = sparse.shape, dense.shape
+    return operator_of((n, k), (rows, columns), tiles, kind, activation, sparse.device)
+
+
+def planned(x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Tensor | None) -> bool:
     """Return whether `eager` has a plan for this call, and X needs neither a copy nor rounding."""
     kind = x.dtype if scale is None else E4M3
     if not x.is_cuda or not x.shape[0] or x.dtype != kind or readable(x) is not x:
         return False
-    tiles = sparse.shape, dense.shape
-    operator = operator_of((n, k), (rows, columns), tiles, kind, activation, x.device)
-    return bucket(x.shape[0]) in operator.plans
+    return bucket(x.shape[0]) in _operator(sparse, dense, layout, kind).plans
 
 
 def _multiply(

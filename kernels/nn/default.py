@@ -22,7 +22,7 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.selection import Product, Selected, bucket
+from sparsebench.kernels._common.selection import Selected, bucket
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 from sparsebench.kernels.nn import _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -78,8 +78,7 @@ def _selected(operands: Operands, w: Any, x: Tensor) -> Selected | None:
     if isinstance(w, Spense) and x.is_cuda:
         tiles = w.sparse.shape, w.dense.shape
         operator = _spense_op.operator_of(w.shape, w.sparse_shape, tiles, w.dtype, None, x.device)
-        run: Callable[[Product], Any] = lambda p: partial(p.run, x, w.sparse, w.dense)  # noqa: E731
-        return operator.select(m, run, operands.pinned)
+        return operator.select(m, lambda p: partial(p.run, x, w.sparse, w.dense), operands.pinned)
     if isinstance(w, Bitmap | Csr) and x.is_cuda:
         operator = _frozen_op.plans_of(w).operator
         return operator.select(m, lambda p: partial(p.run, x), operands.pinned)

@@ -116,11 +116,12 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
     if isinstance(w, Spense):
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
             return _by_name(x, w, "spense_mma", {})
-        operands = x, w.sparse, w.dense, *w.shape, *w.sparse_shape
+        tensors, sizes = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape)
+        operands = *tensors, *sizes
         if training or _is_seen():
             y: Tensor = _spense_op.linear(*operands)
             return y
-        if not _spense_op.planned(*operands, None, None):
+        if not _spense_op.planned(*tensors, (*sizes, None), None):
             return _spense_op.eager(*operands)
         return _recorded(x, w, partial(_spense_op.eager, *operands))
     if isinstance(w, Bitmap):

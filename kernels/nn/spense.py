@@ -228,18 +228,19 @@ class SpenseLinear(nn.Linear):
             raise Unsupported(f"expected X in the layer's {self.outside}, found {x.dtype}")
         flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         bias = self.bias if activation is None else None
-        operands = flat, self.sparse, self.dense, self.out_features, self.in_features
-        layout = *self.sparse_shape, activation, self.scale
+        tensors = flat, self.sparse, self.dense
+        sizes = self.out_features, self.in_features, *self.sparse_shape, activation
+        operands = *tensors, *sizes, self.scale
         if training or watched():
-            y: Tensor = linear(*operands, *layout)
+            y: Tensor = linear(*operands)
             y = y if bias is None else y.add_(bias)
-        elif cast or not planned(*operands, *layout) or forward_ad._current_level >= 0:
-            y = eager(*operands, *layout)
+        elif cast or forward_ad._current_level >= 0 or not planned(*tensors, sizes, self.scale):
+            y = eager(*operands)
             y = y if bias is None else y.add_(bias)
         else:
             guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
             guards.append(Guard(self._parameters, "bias", self._parameters.get("bias")))
-            run, front = partial(eager, *operands, *layout), self._fronts.pop(activation, None)
+            run, front = partial(eager, *operands), self._fronts.pop(activation, None)
             y, front = recorded(front, flat, run, guards, bias=bias)
             if front is not None:
                 self._fronts[activation] = front

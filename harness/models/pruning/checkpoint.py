@@ -189,8 +189,8 @@ def _name_in(model: nn.Module, name: str, kind: str) -> str | None:
             return candidate
     owners = model, getattr(model, prefix[:-1], None)
     parts = [getattr(owner, body.partition(".")[0], None) for owner in owners]
-    found = f"found none in {type(model).__name__}"
-    require(parts == [None, None], f"{name}: expected a place for {kind}, {found}")
+    reason = f"found none in {type(model).__name__}"
+    require(parts == [None, None], f"{name}: expected a place for {kind}, {reason}")
     return None
 
 
