@@ -27,7 +27,7 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, OnFailure, ignore_failure
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, parameters
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call_each
@@ -134,7 +134,7 @@ def plan(
 
     every = expanded(params).problem.fields
     values = {**every, **derived(every)}  # a parameter takes the value of a field of its name
-    names = keywords(weights_format(stored).from_dense) & values.keys()
+    names = parameters(stored) & values.keys()
     return expanded({name: values[name] for name in names} | params)
 
 
@@ -167,7 +167,7 @@ def _sorted_out(
     """Divide the words into the problem's fields, the kernel's options, the format's params."""
     loaded = load_op(op)
     fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
-    params = keywords(weights_format(stored).from_dense)
+    params = parameters(stored)
     params |= {f"{weight}.{name}" for weight in loaded.weights for name in params}
     names = fields | options | params | OWN
     for name in values.keys() - names:
