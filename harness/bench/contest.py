@@ -306,7 +306,12 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
             row = check_bound(row, median(taken.times_us))
     if row.status is not Status.OK:
         return row
-    return replace(row, samples_us=taken.times_us, samples_per_block=taken.per_block)
+    return replace(
+        row,
+        samples_us=taken.times_us,
+        samples_per_block=taken.per_block,
+        late=taken.late,
+    )
 
 
 def _energy(contest: RunningContest) -> None:

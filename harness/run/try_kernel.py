@@ -33,7 +33,7 @@ from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call_each
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results import files
-from sparsebench.results.frame import frame
+from sparsebench.results.frame import HOST_LATE, frame
 from sparsebench.results.record import Row, Status
 
 OWN = {"op", "format", "baseline", "seed"}
@@ -208,12 +208,19 @@ def report(result: TrialResult) -> Group:
     return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result.device))
 
 
+def _marked(line: pd.Series) -> str:
+    """List the marks of a row, with the share of late samples."""
+    late = f" ({line.late:.1%} of the samples)" if line.late > 0 else ""
+    return str(line["mark"]).replace(HOST_LATE, HOST_LATE + late)
+
+
 def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
     weights = ""
     if row.stored_bytes and row.dense_bytes:
         weights = f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"
     facts = {
+        "slower than it should be": _marked(line),
         "accuracy": str(line.marks),
         "choice": choice,
         "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",

@@ -49,6 +49,7 @@ CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
 THROTTLED = 0.7  # of the clock, in the second half of a contest
 SLOW_START = 2.0  # times as long, in the first block
+WAITED_US = 30.0  # for the host, in the first sample of each block
 ENERGY_WINDOW_S = 2.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,
@@ -163,6 +164,7 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         clock="sim",
         choice=choice,
         candidates=tuple(candidates),
+        late=0.0,
         error=0.0,
         error_of_bound=0.0,
         usual_error=0.0,
@@ -240,6 +242,9 @@ def _time(
     for row, times_us in zip(running, taken, strict=True):
         if "slow_start" in _faults(spec, row):
             times_us[0] *= SLOW_START
+        if "host_late" in _faults(spec, row):
+            times_us[:, 0] += WAITED_US
+            row = replace(row, late=1 / SAMPLES_PER_BLOCK)
         done[row.case.id] = replace(_measured(row, times_us, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
 
