@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _authors, stk, twell_authors
+from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -97,18 +98,19 @@ def test_missing_requirements_of_the_authors_kernels_are_reported(
         "compute capability 9.0": (problem(), CPU),
         "bf16 and relu, found fp16": (problem(dtype="fp16"), CUDA),
         "found bf16 and silu": (problem(activation="silu"), CUDA),
-        "k 2048, and m and n multiples of 256": (problem(m=64), CUDA),
+        "k 2048 and n 5632 or 8192, found k 2048 and n 512": (problem(n=512), CUDA),
         "at most 384 tiles": (problem(m=2**19, n=5632), CUDA),
     }
     for said, (asked, device) in reasons.items():
         assert said in str(twell_authors.unsupported(asked, device))
-    assert twell_authors.unsupported(problem(), CUDA) is None
+    for n in twell_authors.UNITS:
+        assert twell_authors.unsupported(problem(m=50, n=n), CUDA) is None
     checkout.unlink()
     assert f"found none with {twell_authors.MARKER}" in str(
-        twell_authors.unsupported(problem(), CUDA)
+        twell_authors.unsupported(problem(n=5632), CUDA)
     )
     monkeypatch.delenv(_authors.VARIABLE)
-    assert "--peers DIR; found no --peers" in str(twell_authors.unsupported(problem(), CUDA))
+    assert "found no --peers" in str(twell_authors.unsupported(problem(n=5632), CUDA))
 
 
 def test_a_checkout_may_be_the_folder_itself(
@@ -149,9 +151,14 @@ def ran_contest(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
     return rows[1]
 
 
-def test_few_active_units_are_right(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ran_contest(problem(active=8), monkeypatch)
+@pytest.mark.parametrize(("m", "padding"), [(256, {}), (50, {"tokens": 256})])
+def test_few_active_units_are_right(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, m: int, padding: dict[str, int]
+) -> None:
+    row = ran_contest(problem(m=m, active=8), monkeypatch)
     assert row.status is Status.OK, row.detail
+    assert row.choice.items() >= padding.items()
+    assert ("tokens" in row.choice) == bool(padding)
 
 
 def test_a_value_that_is_lost_is_wrong_and_counted(
@@ -181,3 +188,45 @@ def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert stk.unavailable() is None
     assert sys.path[-1] == str(tmp_path / "clone")
+
+
+MLP = (
+    TWELL
+    + """
+
+def _resolve_algorithms_with_deps(names):
+    return ["twell_d2t", *names]
+
+def _ext_name_for_algorithms(names):
+    return "_".join(names)
+
+def matmul_t2d_out(packed, down, out, num_splits, ext):
+    out.copy_(D2TLayer.gates[packed.data_ptr()] @ down.float())
+"""
+)
+
+
+@pytest.mark.parametrize("m", [256, 50])
+def test_the_layer_without_a_gate_uses_the_extension_that_the_authors_have_built(
+    checkout: Path, tmp_path: Path, m: int
+) -> None:
+    checkout.write_text(MLP)
+    op = load_op("mlp")
+    fields = {"m": m, "n": 512, "k": 2048, "dtype": "bf16", "activation": "relu", "active": 8}
+    asked = Problem("mlp", {**op.defaults, **fields}, defaults=op.defaults)
+    inputs = drawn(asked, op, CPU, None)
+    weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
+    definition = bound(op.definition, asked)
+    operands = Operands(asked, weights, inputs.activations, definition)
+    with pytest.raises(Unsupported, match="TwELLMLP"):
+        twell_authors_mlp.prepare(operands)
+    library = tmp_path / "built" / "twell_d2t_twell_mlp" / "twell_d2t_twell_mlp.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("machine code")
+    launch = twell_authors_mlp.prepare(operands, num_splits=4)
+    expected = definition(**inputs.weights, **inputs.activations).float()
+    y = launch()
+    assert isinstance(y, torch.Tensor)
+    assert (y.float() - expected).norm() <= 0.01 * expected.norm()
+    assert launch.choice["num_splits"] == 4
+    assert launch.choice.get("tokens", m) == 256
