@@ -11,13 +11,14 @@ The elements of a mask are expanded for a few queries of one head at a time. All
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from sparsebench.formats.block_mask import areas
+from sparsebench.harness.inputs.grid import Stack
 from sparsebench.harness.ops._op import Fields, Operand
 from sparsebench.results.record import Problem
 
@@ -42,6 +43,7 @@ class AttentionFields(Fields):
     causal    a query sees the keys up to its own position; the last query is at the last key
     lists     who shares a list of blocks: nobody ("heads"), the heads of a KV head, or all ("one")
     scale     factor of the scores; None means head_dim ** -0.5
+    video     frames, rows and columns of a video with m tokens, for the pattern video_window
     sparsity  fraction of the blocks that are absent; of a causal mask's past blocks, if causal
     """
 
@@ -55,6 +57,7 @@ class AttentionFields(Fields):
     causal: bool = False
     lists: Literal["heads", "kv_heads", "one"] = "heads"
     scale: float | None = Field(default=None, gt=0)
+    video: Annotated[list[PositiveInt], Field(min_length=3, max_length=3)] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -62,17 +65,18 @@ class AttentionFields(Fields):
         if self.heads % self.kv_heads:
             expected = f"heads a multiple of kv_heads, {self.kv_heads}"
             raise ValueError(f"{expected}, not {self.heads}")
+        if self.video and prod(self.video) != self.m:
+            raise ValueError(f"video as factors of m, {self.m}, not {self.video}")
         return self
 
 
 def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields, and the sizes of the operands that follow from them.
-
-    A cell of the mask counts as one element: `block` is 1, and `mask` has the geometry.
-    """
+    """Return the fields, the sizes of the operands, and the geometry of the masks."""
     m, batch, heads = fields["m"], fields["batch"], fields["heads"]
     context, kv_heads, width = fields["context"] or m, fields["kv_heads"], fields["head_dim"]
     b_q, b_k = sides(fields)
+    frames = fields.get("video")
+    video = (frames[0], frames[1], frames[2]) if frames else None
     lists = {"heads": heads, "kv_heads": kv_heads, "one": 1}[fields["lists"]]
     return {
         **fields,
@@ -83,6 +87,7 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
         "lse_rows": batch * heads,
         "mask_rows": batch * lists * -(-m // b_q),
         "kv_blocks": -(-context // b_k),
+        "masks": Stack(batch * lists, (m, context), (b_q, b_k), fields["causal"], video),
     }
 
 
@@ -201,7 +206,7 @@ def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor
 
 
 def longest_sum(mask: Tensor, q: Tensor, k: Tensor, *, block: int | list[int], batch: int) -> int:
-    """Return the most keys that a query selects, or the width of q if that is more."""
+    """Return the most keys that a query selects, at least 1."""
     _, b_k = sides({"block": block})
     most = int((mask != 0).sum(1).max()) * b_k
     return max(min(most, len(k) // batch), 1)
@@ -211,7 +216,7 @@ def _columns(head: int, width: int) -> slice:
     return slice(head * width, (head + 1) * width)
 
 
-def activation_bytes(problem: Problem, nnz: Mapping[str, int], copies: int) -> int:
-    """Return the elements of `copies` tensors like q and as many like k, selected keys only."""
+def queries_and_keys(problem: Problem, nnz: Mapping[str, int]) -> tuple[int, int]:
+    """Return the elements of q, and those of the keys that some query selects."""
     queries = prod(problem[name] for name in ("batch", "m", "heads", "head_dim"))
-    return copies * int(queries + problem["head_dim"] * nnz["keys"])
+    return queries, problem["head_dim"] * nnz["keys"]

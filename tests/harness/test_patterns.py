@@ -43,6 +43,7 @@ def test_every_pattern_keeps_its_contract(check: Check) -> None:
 @pytest.mark.parametrize("pattern", modules("harness.patterns"))
 def test_every_pattern_has_a_level_that_it_meets_exactly(pattern: str) -> None:
     levels = {"dense": 0.0, "two_four": 0.5, "small_world": 0.7, "scale_free": 0.72}
+    levels |= {"strided": 0.2, "fixed": 0.4}
     sparsity = (levels | dict.fromkeys([*SPENSE, "spense_hidden"], 0.25)).get(pattern, 0.8)
     spec = fields(pattern, 120, 200, sparsity, [12, 20])
     assert level(spec) == sparsity
