@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.harness.bench import sampling
-from sparsebench.harness.run import early_start, validation
+from sparsebench.harness.run import early_start
 from tests.compiling import record
 from tests.tools import fork_server
 
@@ -67,15 +66,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Fork worker processes, except on a GPU machine: CUDA does not survive a fork.
-
-    They take fewer samples, and so do contests in the process of the tests.
-    """
+    """Fork worker processes, except on a GPU machine: CUDA does not survive a fork."""
     with pytest.MonkeyPatch.context() as patch, closing(fork_server.Server()) as server:
         if not torch.cuda.is_available():
             patch.setattr(early_start, "spawn", server.spawn)
-            for module in (sampling, validation):
-                patch.setattr(module, "BUDGET_MS", fork_server.BUDGET_MS)
         yield
 
 

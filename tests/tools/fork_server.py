@@ -23,12 +23,10 @@ import traceback
 from importlib import import_module
 from typing import Any
 
-from sparsebench.harness.bench import sampling
 from sparsebench.harness.run import early_start
 from sparsebench.harness.run.worker_process import SIMULATOR
 
 MODULES = early_start.COMMAND[-1], SIMULATOR
-BUDGET_MS = 10.0  # of samples for each contender, in place of sampling.BUDGET_MS
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 2**20
 READ_BY_IMPORTS = "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"
@@ -140,7 +138,6 @@ def work(request: dict[str, Any], pipes: list[int]) -> None:
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     module, *sys.argv[1:] = request["command"]
     code: Any = 0
-    sampling.BUDGET_MS = BUDGET_MS
     try:
         import_module(module).main()
     except SystemExit as end:
