@@ -46,7 +46,7 @@ FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _
     "spense": {"dense"},
     "peers": {"dense"},
     "twell": {"dense", "spense"},
-    "nn": {"bitmap", "bsr", "csr", "spense", "twell"},
+    "nn": {"bitmap", "bsr", "csr", "dense", "spense", "twell"},
 }
 
 
