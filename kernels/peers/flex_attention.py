@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats._block_mask_converters import padded_lists
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.search import search
@@ -60,12 +62,12 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 def exact_lists(mask: BlockMask, heads: int) -> Lists:
     """Return the blocks of the mask as they are."""
-    partial = mask.partial
-    parts = (_listed(mask, chosen, heads) for chosen in (partial, ~partial))
+    partial, full = (_listed(mask, heads, partial=which) for which in (True, False))
     # A single block of queries may be declared longer: decoding takes tiles of 16 queries.
     b_q = max(mask.block[0], COARSE) if mask.q_blocks == 1 else mask.block[0]
-    some = bool(partial.any())
-    return Lists(*parts, (b_q, mask.block[1]), mask_mod_of(mask, heads) if some else None)
+    some = bool(mask.partial.any())
+    rule = mask_mod_of(mask, heads) if some else None
+    return Lists(partial, full, (b_q, mask.block[1]), rule)
 
 
 def coarser_lists(mask: BlockMask, heads: int) -> Lists:
@@ -88,19 +90,10 @@ def coarser_lists(mask: BlockMask, heads: int) -> Lists:
     return Lists(some, none, (wide[0], wide[1]), mask_mod_of(mask, heads))
 
 
-def _listed(mask: BlockMask, chosen: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Return numbers and padded columns of the chosen blocks."""
-    rows = rows_of(mask.offsets)[chosen]
-    counts = torch.bincount(rows, minlength=len(mask.offsets) - 1)
-    first = counts.cumsum(0) - counts
-    place = torch.arange(len(rows), device=rows.device) - first[rows]
-    columns = torch.zeros(len(counts), mask.kv_blocks, dtype=torch.int32, device=rows.device)
-    columns[rows, place] = mask.indices[chosen]
-    shape = mask.batch, mask.lists, mask.q_blocks
-    return (
-        _by_head(counts.to(torch.int32).view(shape), heads),
-        _by_head(columns.view(*shape, -1), heads),
-    )
+def _listed(mask: BlockMask, heads: int, *, partial: bool) -> tuple[Tensor, Tensor]:
+    """Return numbers of blocks, and columns padded to all key blocks: torch transposes them."""
+    counts, columns = padded_lists(mask, heads, partial=partial)
+    return counts, pad(columns, (0, mask.kv_blocks - columns.shape[-1]))
 
 
 def _by_head(lists: Tensor, heads: int) -> Tensor:
