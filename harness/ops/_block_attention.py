@@ -206,7 +206,7 @@ def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor
 
 
 def longest_sum(mask: Tensor, q: Tensor, k: Tensor, *, block: int | list[int], batch: int) -> int:
-    """Return the most keys that a query selects, or the width of q if that is more."""
+    """Return the most keys that a query selects, at least 1."""
     _, b_k = sides({"block": block})
     most = int((mask != 0).sum(1).max()) * b_k
     return max(min(most, len(k) // batch), 1)
@@ -216,7 +216,7 @@ def _columns(head: int, width: int) -> slice:
     return slice(head * width, (head + 1) * width)
 
 
-def activation_bytes(problem: Problem, nnz: Mapping[str, int], copies: int) -> int:
-    """Return the elements of `copies` tensors like q and as many like k, selected keys only."""
+def queries_and_keys(problem: Problem, nnz: Mapping[str, int]) -> tuple[int, int]:
+    """Return the elements of q, and those of the keys that some query selects."""
     queries = prod(problem[name] for name in ("batch", "m", "heads", "head_dim"))
-    return copies * int(queries + problem["head_dim"] * nnz["keys"])
+    return queries, problem["head_dim"] * nnz["keys"]

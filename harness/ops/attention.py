@@ -20,12 +20,12 @@ from sparsebench.harness.ops._block_attention import (
     MASK,
     QUERIES,
     AttentionFields,
-    activation_bytes,
     counts,
     format_params,
     full,
     longest_sum,
     parts,
+    queries_and_keys,
     scale_of,
     sizes,
     weights,
@@ -103,7 +103,7 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of Q and O, and of the keys and values that are selected."""
-    return DTYPES[problem["dtype"]].itemsize * activation_bytes(problem, nnz, 2)
+    return 2 * DTYPES[problem["dtype"]].itemsize * sum(queries_and_keys(problem, nnz))
 
 
 OP = Op(

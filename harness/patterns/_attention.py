@@ -27,40 +27,45 @@ LAST = 2**40
 def ranked(weight: Weight, rank: Rank) -> Rule:
     """Return the rule that keeps the lowest ranks of each mask, and the nearest blocks first."""
     stack = weight.stack
-    visible, nearest = past(stack), distance(stack) == 0
 
     def score(grid: Grid, count: int, base: Score) -> Tensor:
         scores = base(grid).view(stack.count, stack.rows, stack.columns)
-        near, seen = nearest.to(scores.device), visible.to(scores.device)
-        ranks = rank(scores).masked_fill(near & seen, 0).add(~near)
+        near, seen = (distance(stack) == 0).to(scores.device), past(stack).to(scores.device)
+        ranks = rank(scores).masked_fill(near, 0).add(~near)
         return (LAST - ranks.long()).masked_fill_(~seen, 0).flatten()
 
-    of = int(visible.sum())
-    kept = range(max(1, int((nearest & visible).sum())), of + 1)
+    (first, last), seen = own(stack), visible(stack)
+    of = int(seen.sum())
+    fewest = int((seen.minimum(last + 1) - first).clamp(min=0).sum())
+    kept = range(max(1, fewest), of + 1)
     return Rule(weight.blocks, stack.rows * stack.columns, kept, of=of, score=score)
 
 
 def drawn(weight: Weight, counts: list[int], keep: Callable[[int], Tensor]) -> Rule:
     """Return the rule of masks with one parameter, 1, 2, ...; `counts` has their visible blocks."""
     stack = weight.stack
-    visible = past(stack)
 
     def score(grid: Grid, count: int, base: Score) -> Tensor:
-        kept = keep(1 + counts.index(count)) & visible
+        kept = keep(1 + counts.index(count)) & past(stack)
         return kept.int().expand(stack.count, -1, -1).flatten()
 
     size = stack.rows * stack.columns
-    return Rule(weight.blocks, size, counts, of=int(visible.sum()), score=score)
+    return Rule(weight.blocks, size, counts, of=int(visible(stack).sum()), score=score)
 
 
 def past(stack: Stack) -> Tensor:
     """Return the blocks that have a visible element, bool [rows, columns]."""
-    rows, columns = torch.arange(stack.rows)[:, None], torch.arange(stack.columns)
+    return torch.arange(stack.columns) < visible(stack)
+
+
+def visible(stack: Stack) -> Tensor:
+    """Return how many blocks of each row have a visible element, int64 [rows, 1]."""
+    rows = torch.arange(stack.rows)[:, None]
     if not stack.causal:
-        return torch.ones(stack.rows, stack.columns, dtype=torch.bool)
+        return torch.full_like(rows, stack.columns)
     (queries, keys), (b_q, b_k) = stack.tokens, stack.block
     last = ((rows + 1) * b_q).clamp(max=queries) - 1 + keys - queries
-    return columns * b_k <= last
+    return (last // b_k + 1).clamp(min=0)
 
 
 def own(stack: Stack) -> tuple[Tensor, Tensor]:

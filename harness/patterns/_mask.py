@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsebench._discovery import load, modules, unknown
 from sparsebench.errors import SuiteError
-from sparsebench.harness.inputs.grid import Score, best
+from sparsebench.harness.inputs.grid import Score, Stack, best
 from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
@@ -42,7 +42,9 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
     of = rule.of or rule.group
     nearest = part * (of - _kept(rule, requested)) / of
     if abs(requested - nearest) > TOLERANCE * (1 - requested):
-        grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {rule.grid.r}x{rule.grid.c} blocks"
+        masks: Stack | None = fields.get("masks")
+        r, c = masks.block if masks else (rule.grid.r, rule.grid.c)
+        grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {r}x{c} blocks"
         request = f"pattern {fields['pattern']}: sparsity {requested:g}"
         raise SuiteError(f"{request} cannot be met by a {grid}: the nearest level is {nearest:.6g}")
     return nearest

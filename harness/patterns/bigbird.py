@@ -16,12 +16,11 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 def rule(weight: Weight) -> Rule:
     """Rank window and global blocks first, then random ones, in each row in turn."""
-    first = distance(weight.stack) <= 1
-    first[0] = first[:, 0] = True
-    seen = past(weight.stack)
 
     def rank(scores: Tensor) -> Tensor:
-        others = in_rows(scores, (seen & ~first).to(scores.device)) + 1
+        first = distance(weight.stack) <= 1
+        first[0] = first[:, 0] = True
+        others = in_rows(scores, (past(weight.stack) & ~first).to(scores.device)) + 1
         return others.masked_fill_(first.to(scores.device), 0)
 
     return ranked(weight, rank)

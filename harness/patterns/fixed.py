@@ -15,7 +15,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from sparsebench.harness.patterns._attention import drawn, own, past
+from sparsebench.harness.patterns._attention import drawn, own, visible
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
@@ -23,7 +23,7 @@ def rule(weight: Weight) -> Rule:
     """Try every l."""
     stack = weight.stack
     first, last = own(stack)
-    seen = past(stack).sum(1, True)
+    seen = visible(stack)
     columns = torch.arange(stack.columns)
     lengths = range(max(1, isqrt(stack.columns)), stack.columns + 1)
 

@@ -14,10 +14,9 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 def rule(weight: Weight) -> Rule:
     """Rank blocks by their place in the row."""
-    seen = past(weight.stack)
 
     def rank(scores: Tensor) -> Tensor:
-        return in_rows(scores, seen.to(scores.device)) + 1
+        return in_rows(scores, past(weight.stack).to(scores.device)) + 1
 
     return ranked(weight, rank)
 

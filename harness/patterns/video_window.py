@@ -19,10 +19,13 @@ FINE = 2**20  # of a side of the video
 
 def rule(weight: Weight) -> Rule:
     """Rank blocks by their distance along the side on which they are furthest apart."""
-    stack = weight.stack
-    q, k = (places(stack, side) for side in (0, 1))
-    away = (q[:, None] - k).abs().amax(-1)
-    return ranked(weight, lambda scores: away.to(scores.device).expand(scores.shape))
+
+    def rank(scores: Tensor) -> Tensor:
+        q, k = (places(weight.stack, side).to(scores.device) for side in (0, 1))
+        away = (q[:, None] - k).abs().amax(-1)
+        return away.expand(scores.shape)
+
+    return ranked(weight, rank)
 
 
 def places(stack: Stack, side: int) -> Tensor:

@@ -6,15 +6,21 @@
 ## .  ## ##
 """
 
+from torch import Tensor
+
 from sparsebench.harness.patterns._attention import distance, ranked
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
 def rule(weight: Weight) -> Rule:
     """Rank the first row and column first, then blocks by their distance."""
-    near = distance(weight.stack) + 1
-    near[0] = near[:, 0] = 0
-    return ranked(weight, lambda scores: near.to(scores.device).expand(scores.shape))
+
+    def rank(scores: Tensor) -> Tensor:
+        ranks = distance(weight.stack) + 1
+        ranks[0] = ranks[:, 0] = 0
+        return ranks.to(scores.device).expand(scores.shape)
+
+    return ranked(weight, rank)
 
 
 PATTERN = Pattern(rule, causal=True)

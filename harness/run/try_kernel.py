@@ -39,6 +39,8 @@ from sparsebench.results.record import Row, Status
 OWN = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of bound", "error", "of usual", "of allowed"
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
+ON_CUDA = {"attention": "sdpa_cudnn", "attention_backward": "sdpa_cudnn_backward"}
+"""The baselines by device, and on CUDA those of ops that cuBLAS does not compute."""
 DTYPES = {"cuda": "bf16", "cpu": "fp32"}
 CLOCKS = {
     "graph": "device time of a CUDA-graph replay, cold L2",
@@ -112,7 +114,9 @@ def plan(
     settings = {word: values.pop(word) for word in OWN & values.keys()}
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
-    baseline, seed = str(settings.get("baseline", BASELINES[device.type])), settings.get("seed", 0)
+    usual = ON_CUDA.get(op) if device.type == "cuda" else None
+    baseline = str(settings.get("baseline", usual or BASELINES[device.type]))
+    seed = settings.get("seed", 0)
     if type(seed) is not int:
         raise SuiteError(f"try: seed: expected an integer, found {seed!r}")
     fields, options, params = _sorted_out(values, kernel, op, stored)

@@ -9,8 +9,9 @@ torch's loader builds their extension once, in about a minute, with the machine'
     SPARSEBENCH_PEERS=DIR python -c \
         "from sparsebench.kernels.peers.twell_authors import extension; extension()"
 
-Only the sources of the two kernels are built. Both precisions of the second kernel are timed, and
-the faster one is chosen.
+Only the sources of the two kernels are built. The search times both precisions of the second
+kernel, its `flex` version, and for that also gates of 63 and 127 words for each 256 units
+(compression 4 and 2); of these, the ways that lose none of the drawn values.
 
     needs        --peers DIR with a checkout (_authors.py), compute capability 9.0, nvcc, ninja
     dtype        bf16, relu
@@ -19,16 +20,17 @@ the faster one is chosen.
                  (_padding.py); a schedule of at most 384 tiles per cluster
     no graph     they launch on the default stream, so rows are timed with events
 
-If more than 31 of 256 units are active for a token, the gate silently keeps 31. Such a call is
-wrong, and the row has the number of lost values (Launch.lost).
+If a token has more active units of 256 than words, the gate silently keeps as many as there are.
+Such a call is wrong, and the row has the number of lost values (Launch.lost).
 Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/twell_modules.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
-from typing import Any
+from itertools import count, product
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,31 +45,60 @@ from sparsebench.results.record import Problem
 REPOSITORY = "github.com/SakanaAI/sparser-faster-llms"
 MARKER = "custom_models/twell_modules/twell.py"
 WIDTH, UNITS = 2048, (5632, 8192)  # k and n
-TILE, SLOTS = 256, 32  # units of a tile; its words, of which one is a count
+TILE = 256  # units of a tile; it has TILE / compression words, of which one is a count
+COMPRESSION, MORE_ROOM = 8, (4, 2)  # theirs by default, and for `flex` alone
 CLUSTERS, SCHEDULE = 64, 384
 KERNELS = ["twell_d2t", "twell_gated_t2d"]  # by their names
 NUMBERS = count(1)  # their extension identifies layers of a process by number
 
 
-def prepare(operands: Operands, *, highest_precision: bool | None = None) -> Launch:
-    """Build the extension, and choose the faster precision unless one is given or pinned."""
-    twell, ext, digest = extension()
-    fixed = (operands.pinned or {}).get("highest_precision", highest_precision)
-    choices = [{"highest_precision": p} for p in ((False, True) if fixed is None else (fixed,))]
-    gate = Gate(operands, "wg", twell, ext)
-    up, down = operands.weights["wu"].to_dense(), operands.weights["wd"].to_dense().t().contiguous()
+@dataclass(frozen=True)
+class Way:
+    """One way to run the second kernel, by default as the authors do."""
 
-    def layer(highest_precision: bool) -> Tensor:
+    highest_precision: bool = False
+    flex: bool = False
+    compression: int = COMPRESSION
+
+
+WAYS = [
+    Way(precision, flex, compression)
+    for flex, compression, precision in product(
+        (False, True), (COMPRESSION, *MORE_ROOM), (False, True)
+    )
+    if flex or compression == COMPRESSION
+]
+
+
+def prepare(
+    operands: Operands, *, highest_precision: bool | None = None, flex: bool | None = None
+) -> Launch:
+    """Build the extension, and choose the fastest way among those with the given options."""
+    twell, ext, digest = extension()
+    options = {"highest_precision": highest_precision, "flex": flex}
+    options = {name: value for name, value in options.items() if value is not None}
+    ways = [way for way in WAYS if options.items() <= asdict(way).items()]
+    if pinned := operands.pinned:  # rows up to 0.2.0 have the precision alone
+        ways = [Way(**{name: pinned[name] for name in asdict(Way()) if name in pinned})]
+    up, down = operands.weights["wu"].to_dense(), operands.weights["wd"].to_dense().t().contiguous()
+    gates = {c: Gate(operands, "wg", twell, ext, c) for c in {way.compression for way in ways}}
+
+    def layer(gate: Gate, way: Way) -> Tensor:
         return gate.then(
             lambda x, packed, out: twell.matmul_gated_t2d_out(
-                x, packed, up, down, out, highest_precision=highest_precision, ext=ext
+                *(x, packed, up, down, out, way.highest_precision),
+                *(way.compression, way.flex, ext),
             )
         )
 
-    calls = [partial(layer, **choice) for choice in choices]
+    full = {c for c, gate in gates.items() if len(ways) > 1 and gate.filled().lost()}
+    ways = [way for way in ways if way.compression not in full] or ways
+    calls = [partial(layer, gates[way.compression], way) for way in ways]
     found = search(calls, operands.device)
-    choice = {**choices[found.best], **gate.tokens.choice, "digest": digest}
-    return Launch(calls[found.best], choice, candidates=found.lines(choices), lost=gate.lost)
+    best, lines = ways[found.best], found.lines([asdict(way) for way in ways])
+    gate = gates[best.compression]
+    choice = {**asdict(best), **gate.tokens.choice, "digest": digest}
+    return Launch(calls[found.best], choice, candidates=lines, lost=gate.lost)
 
 
 def extension() -> tuple[Any, Any, str]:
@@ -83,31 +114,45 @@ def extension() -> tuple[Any, Any, str]:
 class Gate:
     """The authors' first kernel: X with padded tokens, and the packed gate of a weight [n, k]."""
 
-    def __init__(self, operands: Operands, weight: str, twell: Any, ext: Any) -> None:
+    def __init__(
+        self,
+        operands: Operands,
+        weight: str,
+        twell: Any,
+        ext: Any,
+        compression: int = COMPRESSION,
+    ) -> None:
         """Register the weight."""
+        self._words = TILE // compression
         w, x = operands.weights[weight].to_dense(), operands.activations["x"]
         self.tokens = padded(x, multiple_of(TILE, len(x)))
         whole = self.tokens.whole
-        self._layer = twell.D2TLayer(next(NUMBERS), w, ext=ext)
-        self._packed = twell.allocate_packed_output(len(whole), len(w), device=x.device)
+        self._layer = twell.D2TLayer(next(NUMBERS), w, compression_factor=compression, ext=ext)
+        self._packed = twell.allocate_packed_output(
+            len(whole), len(w), device=x.device, compression_factor=compression
+        )
         self._out = torch.empty_like(whole)
 
     def then(self, second: Callable[[Tensor, Tensor, Tensor], None]) -> Tensor:
         """Enqueue the kernel and the second one, of X, the packed gate and Y; return Y.
 
-        Both use the default stream. Raises RuntimeError inside a capture.
+        Both use the default stream.
         """
+        second(self.filled().tokens.whole, self._packed, self._out)
+        return self._out[: len(self.tokens.x)]
+
+    def filled(self) -> Self:
+        """Enqueue the kernel alone. Raises RuntimeError inside a capture."""
         x = self.tokens.filled()
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the authors' kernels launch on the default stream")
         self._layer.run(x, C_packed=self._packed)
-        second(x, self._packed, self._out)
-        return self._out[: len(self.tokens.x)]
+        return self
 
     def lost(self) -> int:
         """Return the number of values that the last call had no room for."""
-        counts = self._packed.view(torch.int32)[:, ::SLOTS]
-        return int((counts - (SLOTS - 1)).clamp(min=0).sum())
+        counts = self._packed.view(torch.int32)[:, :: self._words]
+        return int((counts - (self._words - 1)).clamp(min=0).sum())
 
 
 def unsupported_type(problem: Problem, device: torch.device) -> str | None:

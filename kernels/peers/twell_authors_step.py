@@ -7,9 +7,10 @@
     token | a . b |  few active ->  | a b . . |
           | c d e |  more than `width`                  ->   | c d e |      a dense row
 
-The step stores the gate by token and again by unit, each as ELL with a dense tail. A gate of more
-than 31 active units of 256, and a row that does not fit into the tail, is dropped without an error.
-So the search times the widths and tails that hold every value of the drawn activations, and each
+The step stores the gate by token and again by unit, each as ELL with a dense tail. Active units
+beyond 31 of 256, and rows that do not fit into the tail, are dropped without an error; with more
+than 2048 units in the tail the process can crash. So the search times the widths and tails that
+hold every value of the drawn activations, and the case is unsupported if there are none. Each
 checked call counts the lost values from a dense gate (Launch.lost). Which rows they drop varies;
 the count is that of the shortest rows.
 
@@ -44,7 +45,7 @@ from sparsebench.results.record import Problem
 LIBRARY, VARIABLE, LOADER = "sparse_ops", "SPARSE_OPS_PREBUILT", "load_sparse_ops()"
 DEPTH, TILE, SLOTS = 64, 256, 31  # multiples of k and n; the most active units that a tile holds
 MOST_UNITS, MOST_TOKENS = 8192, 65536
-WIDTHS, UNIT_WIDTHS, TAILS = (64, 128, 256), (128, 256, 512), (512, 2048)
+WIDTHS, UNIT_WIDTHS, TAILS = (64, 128, 256, 512), (128, 256, 512, 1024), (512, 2048)
 KEEP_OVERFLOW = 0  # their setting `discard_overflow`
 
 
@@ -83,7 +84,10 @@ def prepare(operands: Operands) -> Launch:
         configs = [Config(**{name: operands.pinned[name] for name in asdict(CONFIGS[0])})]
     else:
         active = step.active()
-        configs = [each for each in CONFIGS if not each.lost(active)] or CONFIGS[-1:]
+        configs = [each for each in CONFIGS if not each.lost(active)]
+        if not configs:
+            least = min(each.lost(active) for each in CONFIGS)
+            raise Unsupported(f"the authors' formats have no room for {least} values of the gate")
     calls = [partial(step.run, config) for config in configs]
     found = search(calls, operands.device)
     best, lines = configs[found.best], found.lines([asdict(each) for each in configs])
