@@ -26,7 +26,7 @@ LARGE = QUESTIONS[0]
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PublishedRun]:
-    """Return `chain`, the runs of the headline and those that confirm them; all runs take half a minute."""
+    """Return the runs of the headline, those that confirm them, and `chain`; all take long."""
     root = tmp_path_factory.mktemp("checkout")
     names = {"chain", *(question.run for question in QUESTIONS)}
     for path in PUBLISHED.glob("*/*"):
