@@ -265,21 +265,25 @@ class BlockMask(Format):
         self.list_of(0, heads)
         size = self.batch * heads * s_q * s_kv
         require(size <= MOST_ELEMENTS, f"expected at most {MOST_ELEMENTS} elements, found {size}")
-        device = self.columns.device
-        tiles = torch.ones(len(self.columns), b_q, b_k, dtype=torch.bool, device=device)
-        rows, columns = rows_of(self.offsets), self.indices.long()
-        if self.causal:
-            q = rows % self.q_blocks * b_q + torch.arange(b_q, device=device)[:, None]
-            k = columns * b_k + torch.arange(b_k, device=device)[:, None]
-            allowed = k.T[:, None] <= q.T[:, :, None] + s_kv - s_q
-            tiles &= allowed | ~self.partial[:, None, None]
-        if self.bits is not None:
-            tiles[self.partial] &= unpacked_bits(self.bits, b_k)
-        cells = torch.zeros(*self.shape, b_q, b_k, dtype=torch.bool, device=device)
-        cells[rows, columns] = tiles
+        cells = self.columns.new_zeros(*self.shape, b_q, b_k, dtype=torch.bool)
+        cells[rows_of(self.offsets), self.indices.long()] = self.elements()
         cells = cells.view(self.batch, self.lists, self.q_blocks, self.kv_blocks, b_q, b_k)
         whole = cells.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :s_q, :s_kv]
         return whole.repeat_interleave(heads // self.lists, 1)
+
+    def elements(self) -> Tensor:
+        """Return the allowed elements of every block, bool [blocks, b_q, b_k]."""
+        rows = rows_of(self.offsets) % self.q_blocks
+        (s_q, s_kv), (b_q, b_k) = self.tokens, self.block
+        device = rows.device
+        q = (rows[:, None] * b_q + torch.arange(b_q, device=device))[:, :, None]
+        k = (self.indices.long()[:, None] * b_k + torch.arange(b_k, device=device))[:, None]
+        allowed = (q < s_q) & (k < s_kv)
+        if self.causal:
+            allowed &= (k <= q + s_kv - s_q) | ~self.partial[:, None, None]
+        if self.bits is not None:
+            allowed[self.partial] &= unpacked_bits(self.bits, b_k)
+        return allowed
 
     def to_dense(self) -> Tensor:
         """Return the cells: 1 where a block is present."""
