@@ -60,7 +60,7 @@ class Shape:
     @property
     def tile_side(self) -> int:
         """Return the smallest power of two that holds the queries of a block."""
-        return int(triton.next_power_of_2(self.block[0]))
+        return int(triton.next_power_of_2(min(self.block[0], self.q_tokens)))
 
 
 def shape_of(q: Tensor, k: Tensor, mask: BlockMask, heads: int, dtype: str) -> Shape:
