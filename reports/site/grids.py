@@ -157,6 +157,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
             "time": duration(line["median_us"]),
             "gain": between(line["gain"], line["low"], line["high"]),
             "wins": bool(line["wins"]),
+            "mark": line["mark"],
             "of": _of(line),
         }
         for line in records
