@@ -131,6 +131,13 @@ def packed(rows: int, shape: Shape, shared: int) -> tuple[int, int]:
     return max(side, SMALLEST_TILE // pack), pack
 
 
+def query_tiles(shape: Shape, tokens: int, pack: int) -> int:
+    """Return the number of tiles of `tokens` queries and `pack` heads; none exceeds a block."""
+    blocks = ceil(shape.q_tokens / shape.block[0])
+    tiles = ceil(min(shape.block[0], shape.q_tokens) / tokens)
+    return shape.batch * (shape.heads // pack) * blocks * tiles
+
+
 def arrays(lists: Lists, mask: BlockMask) -> tuple[Tensor, ...]:
     """Return the arrays of a list in the order that kernels take them."""
     bits = lists.columns if mask.bits is None else mask.bits

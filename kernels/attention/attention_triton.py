@@ -49,13 +49,23 @@ from sparsebench.kernels.attention._shapes import (
     head_box,
     mask_of,
     packed,
+    query_tiles,
     scale_of,
     shape_of,
     table_sizes,
     unsupported,
     unsupported_by_tma,
 )
-from sparsebench.kernels.attention._tiles import each_token, is_allowed, load_tile, tile_of
+from sparsebench.kernels.attention._tiles import (
+    each_token,
+    is_allowed,
+    load_queries,
+    load_tile,
+    queries_of,
+    tile_of,
+)
+
+LN_2 = tl.constexpr(1 / LOG2_E)
 
 # rows of queries, keys, warps and stages of a tile; the default first
 TILES = [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 4)]
@@ -123,8 +133,7 @@ def launch(
         *(shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, mask.lists),
         scale * LOG2_E,
     )
-    tiles = lists.order.shape[1] * triton.cdiv(shape.block[0], config.tokens)
-    grid = (shape.batch * shape.heads // config.pack * tiles,)
+    grid = (query_tiles(shape, config.tokens, config.pack),)
     constants = constants_of(config, shape, mask, lists) | {"num_warps": config.warps}
     return BoundKernel(_forward, grid, args, constants, o), lse
 
@@ -203,30 +212,13 @@ def _forward(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * PACK
-    TILES: tl.constexpr = (Q_SIDE + TOKENS - 1) // TOKENS
-    q_blocks = (q_tokens + Q_SIDE - 1) // Q_SIDE
-    rank = tl.program_id(0) % (q_blocks * TILES)
-    stacked = tl.program_id(0) // (q_blocks * TILES) * PACK  # sequences and heads
-    sequence, head = stacked // heads, stacked % heads
-    kv_head = head // (heads // kv_heads)
-    list_ = sequence * lists + head * lists // heads
-    block = tl.load(order + list_ * q_blocks + rank // TILES)
-    row = list_ * q_blocks + block
+    stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
+        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK
+    )
     start = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - start
     whole = tl.load(fulls + row) * KV_SIDE // KEYS
-    token = block * Q_SIDE + rank % TILES * TOKENS
-
-    lane = tl.arange(0, ROWS)
-    at = token + lane // PACK
-    inside = (at < (block + 1) * Q_SIDE) & (at < q_tokens)
-    depth = tl.arange(0, DEPTH)
-    place = ((sequence * q_tokens + at).to(tl.int64) * heads + head + lane % PACK) * D
-    stored = inside[:, None] if DEPTH == D else inside[:, None] & (depth < D)[None, :]
-    if TMA:
-        q_tile = q.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-    else:
-        q_tile = tl.load(q + place[:, None] + depth[None, :], stored, 0.0)
+    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
 
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -255,9 +247,11 @@ def _forward(  # type: ignore[no-untyped-def]
     some = weight != 0  # also true for NaN
     weight = tl.where(some, weight, 1.0)
     total = total / weight[:, None]
-    tl.store(o + place[:, None] + depth[None, :], total.to(o.dtype.element_ty), stored)
-    natural = tl.where(some, (top + tl.log2(weight)) * 0.6931471805599453, -float("inf"))
-    lse_row = (stacked + lane % PACK).to(tl.int64) * q_tokens
+    depth = tl.arange(0, DEPTH)[None, :]
+    stored = inside[:, None] & (depth < D)
+    tl.store(o + place[:, None] + depth, total.to(o.dtype.element_ty), stored)
+    natural = tl.where(some, (top + tl.log2(weight)) * LN_2, -float("inf"))
+    lse_row = (stacked + tl.arange(0, ROWS) % PACK).to(tl.int64) * q_tokens
     tl.store(lse + lse_row + at, natural, inside)
 
 

@@ -47,13 +47,21 @@ from sparsebench.kernels.attention._shapes import (
     head_box,
     mask_of,
     packed,
+    query_tiles,
     scale_of,
     shape_of,
     table_sizes,
     unsupported,
     unsupported_by_tma,
 )
-from sparsebench.kernels.attention._tiles import each_token, is_allowed, load_tile, tile_of
+from sparsebench.kernels.attention._tiles import (
+    each_token,
+    is_allowed,
+    load_queries,
+    load_tile,
+    queries_of,
+    tile_of,
+)
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
 
@@ -135,13 +143,7 @@ def launch(
     tile, keys = (config.q_tokens, config.q_pack), (config.q_keys, 1)
     first = BoundKernel(
         _dq,
-        (
-            shape.batch
-            * shape.heads
-            // config.q_pack
-            * rows.order.shape[1]
-            * triton.cdiv(shape.block[0], config.q_tokens),
-        ),
+        (query_tiles(shape, config.q_tokens, config.q_pack),),
         (
             *(head_box(x, shape, tile, config.q_path) for x in (q, o, do)),
             *(head_box(x, shape, keys, config.q_path) for x in (k, v)),
@@ -157,7 +159,7 @@ def launch(
             shape.batch
             * shape.kv_heads
             * transposed.order.shape[1]
-            * triton.cdiv(shape.block[1], config.kv_keys),
+            * triton.cdiv(min(shape.block[1], shape.kv_tokens), config.kv_keys),
         ),
         (
             *(head_box(x, shape, tokens, config.kv_path) for x in (q, do)),
@@ -279,35 +281,16 @@ def _dq(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * PACK
-    TILES: tl.constexpr = (Q_SIDE + TOKENS - 1) // TOKENS
-    q_blocks = (q_tokens + Q_SIDE - 1) // Q_SIDE
-    rank = tl.program_id(0) % (q_blocks * TILES)
-    stacked = tl.program_id(0) // (q_blocks * TILES) * PACK  # sequences and heads
-    sequence, head = stacked // heads, stacked % heads
-    kv_head = head // (heads // kv_heads)
-    list_ = sequence * lists + head * lists // heads
-    block = tl.load(order + list_ * q_blocks + rank // TILES)
-    row = list_ * q_blocks + block
+    stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
+        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK
+    )
     start = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - start
     whole = tl.load(fulls + row) * KV_SIDE // KEYS
-    token = block * Q_SIDE + rank % TILES * TOKENS
-
-    lane = tl.arange(0, ROWS)
-    at = token + lane // PACK
-    inside = (at < (block + 1) * Q_SIDE) & (at < q_tokens)
-    depth = tl.arange(0, DEPTH)
-    place = ((sequence * q_tokens + at).to(tl.int64) * heads + head + lane % PACK) * D
-    stored = inside[:, None] if DEPTH == D else inside[:, None] & (depth < D)[None, :]
-    if TMA:
-        q_tile = q.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-        o_tile = o.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-        do_tile = do.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-    else:
-        q_tile = tl.load(q + place[:, None] + depth[None, :], stored, 0.0)
-        o_tile = tl.load(o + place[:, None] + depth[None, :], stored, 0.0)
-        do_tile = tl.load(do + place[:, None] + depth[None, :], stored, 0.0)
-    lse_row = (stacked + lane % PACK).to(tl.int64) * q_tokens + at
+    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    o_tile = load_queries(o, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    do_tile = load_queries(do, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    lse_row = (stacked + tl.arange(0, ROWS) % PACK).to(tl.int64) * q_tokens + at
     top = tl.load(lse + lse_row, inside, float("inf")) * LOG2
     sums = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + lse_row, sums, inside)
@@ -338,8 +321,9 @@ def _dq(  # type: ignore[no-untyped-def]
             dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
             ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
             total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
-    total = (total * scale).to(dq.dtype.element_ty)
-    tl.store(dq + place[:, None] + depth[None, :], total, stored)
+    depth = tl.arange(0, DEPTH)[None, :]
+    stored = inside[:, None] & (depth < D)
+    tl.store(dq + place[:, None] + depth, (total * scale).to(dq.dtype.element_ty), stored)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -377,13 +361,13 @@ def _dkv(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    TILES: tl.constexpr = (KV_SIDE + KEYS - 1) // KEYS
-    kv_blocks = (kv_tokens + KV_SIDE - 1) // KV_SIDE
-    rank = tl.program_id(0) % (kv_blocks * TILES)
-    stacked = tl.program_id(0) // (kv_blocks * TILES)  # sequences and key heads
+    tiles = tl.cdiv(tl.minimum(KV_SIDE, kv_tokens), KEYS)  # of a block
+    kv_blocks = tl.cdiv(kv_tokens, KV_SIDE)
+    rank = tl.program_id(0) % (kv_blocks * tiles)
+    stacked = tl.program_id(0) // (kv_blocks * tiles)  # sequences and key heads
     sequence, kv_head = stacked // kv_heads, stacked % kv_heads
-    block = tl.load(order + stacked * kv_blocks + rank // TILES)
-    key = block * KV_SIDE + rank % TILES * KEYS
+    block = tl.load(order + stacked * kv_blocks + rank // tiles)
+    key = block * KV_SIDE + rank % tiles * KEYS
 
     depth = tl.arange(0, DEPTH)
     keys = key + tl.arange(0, KEYS)

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels.attention import attention_triton, attention_triton_backward
+from sparsebench.kernels.attention import (
+    attention_split,
+    attention_triton,
+    attention_triton_backward,
+)
 from sparsebench.kernels.attention._lists import lists_of, shared_heads, transposed_lists_of
 from sparsebench.kernels.attention._shapes import Shape, packed
 from tests.kernels.attention.cases import random_mask, reference
@@ -42,6 +46,11 @@ CASES = [
     Case((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
 ]
 PATHS = sampled(CASES, 0, 2)
+FEW = [
+    Case((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
+    Case((3, 90), (16, 16), (4, 1), (16, 32, "pointers"), batch=2, causal=True),
+    Case((16, 50), (16, 16), (2, 2), (16, 16, "tma"), lists=2, bits=True),
+]
 
 
 def drawn(case: Case, dtype: torch.dtype) -> tuple[BlockMask, Shape, list[Tensor]]:
@@ -93,6 +102,23 @@ def test_o_and_lse_are_right(case: Case, dtype: torch.dtype) -> None:
     torch.testing.assert_close(o.double(), flat(wanted), atol=allowed, rtol=allowed)
     wanted_lse = log_sum.reshape(lse.shape)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=allowed, rtol=allowed)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", sampled(FEW, 1))
+def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> None:
+    mask, shape, tensors = drawn(case, torch.float32)
+    _, keys, path = case.tile
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    config = attention_split.Config(*packed(16, shape, shared), keys, splits, 2, 4, path)
+    operands = tuple(flat(x) for x in tensors)
+    run, lse = attention_split.launch(operands, mask, shape, case.head_dim**-0.5, config)
+    first = run().clone()
+    assert torch.equal(first, run())
+    wanted, log_sum = reference(*(x.double() for x in tensors), mask)
+    torch.testing.assert_close(first.double(), flat(wanted), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), log_sum.reshape(lse.shape), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.interpreted
