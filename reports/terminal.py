@@ -147,17 +147,18 @@ def findings(cases: pd.DataFrame) -> list[str]:
 
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     """Write a winner with its interval and share of the bound, and its lead over the next."""
-    alone, best = best, in_chain(best, timed)
+    isolated, best = best, in_chain(best, timed)
     contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
     dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
-    inside = " inside a chain" if best is not alone else ""
+    inside = " inside a chain" if best is not isolated else ""
     words = [f"{who(best)} {duration(best['median_us'])}{inside}"]
     if pd.notna(best["gain"]) and dense is not None:
         low, high, half = (best[name] for name in ("low", "high", "half"))
         ends = between(best["gain"], low, high, half)
         words.append(ends.replace("×", f"× {dense['name']}", 1))
     if inside:
-        words.append(f"alone {duration(alone['median_us'])}, {times(alone['gain'], alone['half'])}")
+        gain = times(isolated["gain"], isolated["half"])
+        words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
     if best["of_bound"] > 0:
         words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
     place, lead = _place(best), "no other sparse kernel has a time"
