@@ -12,6 +12,7 @@ program comes last, so the same operands give the same bits. The counters return
 The kernel is bound by the bytes of the selected blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -36,8 +37,10 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import Lists, lists_of, shared_heads
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
+    Bound,
     Shape,
     arrays,
+    by_head,
     head_box,
     mask_of,
     packed,
@@ -69,12 +72,14 @@ class Config:
     """One way to run the kernel.
 
     tokens, pack  queries and heads of a tile; their product is its height
+    shared        heads that could be packed, by which tables tell masks apart
     keys          keys of a step
     splits        programs that share a list
     """
 
     tokens: int
     pack: int
+    shared: int
     keys: int
     splits: int
     stages: int
@@ -95,7 +100,7 @@ def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list
     steps = [(32, 4, 2)] if exact else [(64, 4, 3), (128, 4, 2), (32, 4, 4)]
     configs = [
         Config(
-            *(tokens, pack, keys, max(1, min(64, -(-parts * programs // tiles)))),
+            *(tokens, pack, shared, keys, max(1, min(64, -(-parts * programs // tiles)))),
             *(stages, warps),
             path=path if shape.block[1] % keys == 0 else "pointers",
             precision=shape.precision,
@@ -114,27 +119,27 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def launch(
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
     mask: BlockMask,
     shape: Shape,
     scale: float,
     config: Config,
     lists: Lists | None = None,
-) -> tuple[BoundKernel, Tensor]:
-    """Return the kernel of O [batch * S_q, H * D] and the LSE [batch * H, S_q], which it fills.
+) -> Bound:
+    """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
     operands  q like O, and k, v [batch * S_kv, H_kv * D]
     lists     lists_of(mask) if they exist already
     """
-    q, k, v = operands
+    q, k, v = inputs = tuple(by_head(x, shape) for x in operands)
     lists = lists or lists_of(mask)
-    o = torch.empty_like(q)
+    o = torch.empty_like(operands[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     tiles, rows = query_tiles(shape, config.tokens, config.pack), config.tokens * config.pack
     shape_of_parts = (tiles, config.splits, rows)
     parts = q.new_empty(*shape_of_parts, shape.depth, dtype=torch.float32)
     sums, tops = (q.new_empty(shape_of_parts, dtype=torch.float32) for _ in range(2))
-    counters = q.new_zeros(tiles, dtype=torch.int32)
+    counters = lists.offsets.new_zeros(tiles)  # they stay with the kernel
     args = (
         head_box(q, shape, (config.tokens, config.pack), config.path),
         *(head_box(matrix, shape, (config.keys, 1), config.path) for matrix in (k, v)),
@@ -143,7 +148,8 @@ def launch(
         scale * LOG2_E,
     )
     constants = constants_of(config, shape, mask, lists)
-    return BoundKernel(_split, (tiles * config.splits,), args, constants, o), lse
+    program = BoundKernel(_split, (tiles * config.splits,), args, constants, o)
+    return Bound(program, inputs, (o, lse))
 
 
 def constants_of(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
@@ -178,10 +184,10 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
     best = choose_path(path, unsupported_by_tma(q, k, v, head_dim=shape.head_dim), q.device)
     searched = configurations(shape, shared, best, multiprocessors(q.device))
-    sizes, fixed = table_sizes(shape, mask), {"pack": searched[0].pack}
+    sizes, fixed = table_sizes(shape, mask), {"shared": shared}
     configs, by = choose("attention_split", Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, each, lists)[0] for each in configs]
+    candidates = [launch((q, k, v), mask, shape, scale, each, lists).program for each in configs]
     return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
 
 

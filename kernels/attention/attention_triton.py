@@ -21,6 +21,7 @@ A row without an allowed element has O = 0 and LSE = -inf. Rows with many blocks
 are outermost, so that the L2 cache holds K and V of the few heads in flight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,10 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import Lists, lists_of, shared_heads
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
+    Bound,
     Shape,
     arrays,
+    by_head,
     fitting,
     head_box,
     mask_of,
@@ -77,11 +80,13 @@ class Config:
     """One way to run the kernel.
 
     tokens, pack  queries and heads of a tile; their product is its height
+    shared        heads that could be packed, by which tables tell masks apart
     keys          keys of a step
     """
 
     tokens: int
     pack: int
+    shared: int
     keys: int
     stages: int
     warps: int
@@ -97,6 +102,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     configs = [
         Config(
             *packed(rows, shape, shared),
+            shared=shared,
             keys=keys,
             stages=stages,
             warps=warps,
@@ -109,21 +115,21 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
 
 
 def launch(
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
     mask: BlockMask,
     shape: Shape,
     scale: float,
     config: Config,
     lists: Lists | None = None,
-) -> tuple[BoundKernel, Tensor]:
-    """Return the kernel of O [batch * S_q, H * D] and the LSE [batch * H, S_q], which it fills.
+) -> Bound:
+    """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
     operands  q like O, and k, v [batch * S_kv, H_kv * D]
     lists     lists_of(mask) if they exist already
     """
-    q, k, v = operands
+    q, k, v = inputs = tuple(by_head(x, shape) for x in operands)
     lists = lists or lists_of(mask)
-    o = torch.empty_like(q)
+    o = torch.empty_like(operands[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     tile, keys = (config.tokens, config.pack), (config.keys, 1)
     args = (
@@ -135,7 +141,8 @@ def launch(
     )
     grid = (query_tiles(shape, config.tokens, config.pack),)
     constants = constants_of(config, shape, mask, lists) | {"num_warps": config.warps}
-    return BoundKernel(_forward, grid, args, constants, o), lse
+    program = BoundKernel(_forward, grid, args, constants, o)
+    return Bound(program, inputs, (o, lse))
 
 
 def constants_of(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
@@ -168,10 +175,10 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
     best = choose_path(path, unsupported_by_tma(q, k, v, head_dim=shape.head_dim), q.device)
     searched = configurations(shape, shared, best)
-    sizes, fixed = table_sizes(shape, mask), {"pack": searched[0].pack}
+    sizes, fixed = table_sizes(shape, mask), {"shared": shared}
     configs, by = choose("attention_triton", Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, each, lists)[0] for each in configs]
+    candidates = [launch((q, k, v), mask, shape, scale, each, lists).program for each in configs]
     return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
 
 

@@ -41,8 +41,10 @@ from sparsebench.kernels.attention._lists import (
 )
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
+    Bound,
     Shape,
     arrays,
+    by_head,
     fitting,
     head_box,
     mask_of,
@@ -76,11 +78,13 @@ class Config:
     """One way to run both kernels.
 
     q_tokens, q_pack    queries and heads of a tile of dQ; q_keys: keys of a step
+    q_shared            heads that could be packed, by which tables tell masks apart
     kv_keys, kv_tokens  keys of a tile of dK and dV; queries of a step
     """
 
     q_tokens: int
     q_pack: int
+    q_shared: int
     q_keys: int
     q_stages: int
     q_warps: int
@@ -102,7 +106,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     dq = [
         {
             **dict(zip(("q_tokens", "q_pack"), packed(rows, shape, shared), strict=True)),
-            **{"q_keys": keys, "q_stages": stages, "q_warps": warps},
+            **{"q_shared": shared, "q_keys": keys, "q_stages": stages, "q_warps": warps},
             "q_path": path if b_k % keys == 0 else "pointers",
         }
         for rows, keys, warps, stages in fitting(shape, shape.tile_side * shared, DQ, FLAT)
@@ -127,15 +131,16 @@ def launch(
     config: Config,
     lists: tuple[Lists, Lists] | None = None,
     out: Tensor | None = None,
-) -> BoundKernel:
+) -> Bound:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
     operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
     lists     lists_of(mask) and transposed_lists_of(mask, H_kv) if they exist already
     """
-    q, k, v, o, lse, do = operands
+    lse = operands[4]
+    q, k, v, o, do = (by_head(operands[i], shape) for i in (0, 1, 2, 3, 5))
     rows, transposed = lists or (lists_of(mask), transposed_lists_of(mask, shape.kv_heads))
-    q_rows, kv_rows = (len(x) * x.shape[1] // shape.head_dim for x in (q, k))
+    q_rows, kv_rows = (x.numel() // shape.head_dim for x in (q, k))
     out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim) if out is None else out
     dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
     delta = torch.empty_like(lse)
@@ -153,7 +158,7 @@ def launch(
         out,
     )
     tile, tokens = (config.kv_keys, 1), (config.kv_tokens, 1)
-    return BoundKernel(
+    second = BoundKernel(
         _dkv,
         (
             shape.batch
@@ -170,6 +175,7 @@ def launch(
         out,
         before=first,
     )
+    return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
 
 
 def _common(shape: Shape, mask: BlockMask, config: Config) -> dict[str, Any]:
@@ -219,13 +225,13 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
     reason = unsupported_by_tma(*tensors[:4], tensors[5], head_dim=shape.head_dim)
     searched = configurations(shape, shared, choose_path(path, reason, q.device))
-    sizes, fixed = table_sizes(shape, mask), {"q_pack": searched[0].q_pack}
+    sizes, fixed = table_sizes(shape, mask), {"q_shared": shared}
     name = "attention_triton_backward"
     configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = (lists_of(mask), transposed_lists_of(mask, shape.kv_heads)), scale_of(problem)
 
     def candidate(config: Config) -> BoundKernel:
-        return launch(tensors, mask, shape, scale, config, lists)
+        return launch(tensors, mask, shape, scale, config, lists).program
 
     best, lines = configs[0], []
     for half in ("kv_", "q_"):
