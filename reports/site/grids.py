@@ -46,7 +46,7 @@ PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 @dataclass(frozen=True)
 class Cell:
-    """The gain of a row at a sparsity: its text and interval, its tooltip and its run.
+    """The gain of a row at a sparsity: its text and interval, its tooltip, its run and the case of its largest gain.
 
     colours  of the cell and of its text         look  there is no verdict
     wins     whether every gain in it is above 1, beyond the noise; `loses` is the reverse
@@ -56,6 +56,7 @@ class Cell:
     span: str
     title: str
     run: str
+    case: str
     colours: tuple[str, str]
     wins: bool
     loses: bool
@@ -260,6 +261,7 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
         span,
         f"{top['head']} at {percent(top['level'])}: {'; '.join([*tooltips, *more])}",
         str(top["run"]),
+        str(top["case_id"]),
         shade(float(ranked.gain.median())),
         wins=last["gain"] > 1 and decided,
         loses=top["gain"] < 1,
