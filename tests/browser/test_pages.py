@@ -86,7 +86,8 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(
     rows = view.get_by_role("rowheader").all_inner_texts()
     assert rows == [*(f"blocks of {size}" for size in (128, 64, 32, 16)), "CSR"]
     href = view.locator("a.cell").first.get_attribute("href")
-    assert href is not None and href.startswith("h200/sparsity-4096/index.html#case-")
+    assert href is not None
+    assert href.startswith("h200/sparsity-4096/index.html#case-")
     assert not page.locator(".simulated").count()
     assert "simulated" not in page.locator("select[name=gpu]").inner_text()
     doors = page.locator(".doors").inner_text()
