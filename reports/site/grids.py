@@ -160,6 +160,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
             "time": duration(line["median_us"]),
             "gain": between(line["gain"], line["low"], line["high"]),
             "wins": bool(line["wins"]),
+            "mark": line["mark"],
             "of": _of(line),
         }
         for line in records
