@@ -124,10 +124,10 @@ def _tuned(
     bsr: Tensor, tokens: Tokens, block: tuple[int, int], before: Sequence[Mapping[str, Any]]
 ) -> Launch:
     """Search tiles, stages and warps together; then, for the best, the group and the copy."""
-    again = [choice for stage in STAGES for choice in finalists(part_of(stage, before))]
-    if again:
-        again = [choice for i, choice in enumerate(again) if choice not in again[:i]]
-        best, timed = _fastest(bsr, tokens, again, "finalists")
+    repeated = [choice for stage in STAGES for choice in finalists(part_of(stage, before))]
+    if repeated:
+        repeated = [choice for i, choice in enumerate(repeated) if choice not in repeated[:i]]
+        best, timed = _fastest(bsr, tokens, repeated, "finalists")
         return Launch(_call(bsr, tokens, best), best, candidates=timed)
     x = tokens.whole
     m, (r, c) = len(x), block
@@ -161,8 +161,8 @@ def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, 
 
     sizes = *bsr.shape, len(x), *block
     key, version = (*sizes, True, False, True), (0, x.dtype, 0.5)  # beta 0, alpha 1
-    found = get_meta("bsr_dense_addmm", key, TABLE, version=version, exact=True)
-    return [dict(found)] if found else []
+    result = get_meta("bsr_dense_addmm", key, TABLE, version=version, exact=True)
+    return [dict(result)] if result else []
 
 
 def _fastest(
@@ -170,8 +170,8 @@ def _fastest(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the fastest choice, and the lines of the search."""
     calls = [_call(bsr, tokens, choice) for choice in choices]
-    found = search(calls, bsr.device, COMPILERS)
-    return choices[found.best], found.lines(choices, whole=True, of=of)
+    result = search(calls, bsr.device, COMPILERS)
+    return choices[result.best], result.lines(choices, whole=True, of=of)
 
 
 def _call(bsr: Tensor, tokens: Tokens, choice: Mapping[str, Any]) -> Callable[[], Tensor]:
