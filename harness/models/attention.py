@@ -3,7 +3,7 @@
     import sparsebench.nn
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="sparsebench")
 
-A model's own window, such as Mistral's, becomes blocks that are absent. `config.sparse_window` gives
+A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_window` gives
 a window to a model without one: a token then sees this many tokens, itself included. The mask is
 made once for each forward pass of the model, and all layers share it and its plans.
 
