@@ -11,7 +11,7 @@ decoder    the step of dense/_decoder.py, whose pruned products run the kernels 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ from torch.nn.functional import relu, silu
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
+from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
 from sparsebench.kernels._common.selection import Selected, bucket
 from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_triton
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
@@ -51,7 +54,7 @@ def layer(operands: Operands, select: Select) -> Launch:
     w, gated = operands.weights, "wg" in operands.weights
     if all(isinstance(each, Spense) for each in w.values()) and gated:
         return _spense(operands)
-    if all(each.operand == "weights" and type(each).__name__ != "Dense" for each in w.values()):
+    if all(not isinstance(each, Dense) for each in w.values()):
         return _products(operands, select)
     if not gated:
         raise Unsupported("expected an ffn: no layer computes an mlp with few active units")
@@ -211,25 +214,42 @@ def _product(
     """Bind the plan that a layer chooses to the inputs of every layer, with copies of W."""
     x, pinned = inputs[0], (operands.pinned or {}).get(name)
     if isinstance(w, Spense):
-        operator = _spense_op.operator_of_layer(w, activation)
-        tiles = w.sparse, w.dense
+        operator, tiles = _spense_op.operator_of_layer(w, activation), (w.sparse, w.dense)
         selected = operator.select(bucket(len(x)), lambda p: partial(p.run, x, *tiles), pinned)
-        bind: Any = partial(spense_wgmma.bind, selected.product.plan)  # type: ignore[attr-defined]
-    elif isinstance(w, Bsr):
-        chosen = select(w, x, pinned)
-        assert chosen is not None
-        selected, bind = chosen, partial(_bound, chosen)
+    elif isinstance(w, Bsr | Bitmap) and (chosen := select(w, x, pinned)) is not None:
+        selected = chosen
     else:
-        raise Unsupported(f"expected weights in blocks or in 2:4, found {type(w).__name__}")
-    bound = [bind(x, w), *(bind(other, copied(w)) for other in inputs[1:])]
+        expected = "expected weights in blocks, in 2:4 or as a bitmap"
+        raise Unsupported(f"{expected}, found {type(w).__name__}")
+    bound = [_bound(selected, x, w), *(_bound(selected, other, copied(w)) for other in inputs[1:])]
     choice = {name: {**selected.choice, "by": selected.by}}
     lines = [{"of": name, **line} for line in selected.lines]
     return Part(bound, [each.out for each in bound], choice, lines, selected.product.code)
 
 
-def _bound(selected: Selected, x: Tensor, w: Bsr) -> Any:
-    """Return a block-sparse plan on these operands, with an output of its own."""
-    if isinstance(selected.product, Linear):
-        return _launch.bind(selected.product.plan, x, w.values)
-    fields = {name: value for name, value in selected.choice.items() if name != "kernel"}
+class _DenseCall(NamedTuple):
+    """torch's product with a dense copy of a bitmap, in the same output."""
+
+    x: Tensor
+    dense: Tensor
+    out: Tensor
+
+    def __call__(self) -> Tensor:
+        return torch.mm(self.x, self.dense.T, out=self.out)
+
+
+def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
+    """Return a plan on these operands, with an output of its own."""
+    product, names = selected.product, ("kernel", "by")
+    fields = {name: value for name, value in selected.choice.items() if name not in names}
+    if isinstance(product, spense_wgmma.Product):
+        assert isinstance(w, Spense)
+        return spense_wgmma.bind(product.plan, x, w)
+    if isinstance(w, Bitmap):
+        if selected.choice["kernel"] == "dense":
+            return _DenseCall(x, w.to_dense(), x.new_empty(len(x), w.shape[0]))
+        return bitmap_mma.launch(x, w, bitmap_mma.Config(**fields))
+    assert isinstance(w, Bsr)
+    if isinstance(product, Linear):
+        return _launch.bind(product.plan, x, w.values)
     return bsr_triton.launch(x, w, bsr_triton.Config(**fields))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import Operands
@@ -25,7 +26,7 @@ def packed(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
     if kind == "spense":
         pack = partial(Spense.from_dense, dense_fraction=0.5)
         return {name: partial(pack, split="columns") if name == "wd" else pack for name in names}
-    return {}
+    return dict.fromkeys(names, Bitmap.from_dense) if kind == "bitmap" else {}
 
 
 def layer(kind: str, device: torch.device, op: str = "ffn", **fields: Any) -> Operands:
@@ -72,13 +73,15 @@ def test_a_layer_is_right_on_hopper(kind: str, dtype: str, m: int) -> None:
 
 
 @hopper
-@pytest.mark.parametrize("kind", ["bsr", "spense"])
+@pytest.mark.parametrize("kind", ["bsr", "spense", "bitmap"])
 @pytest.mark.parametrize("pruned", ["mlp", "all"])
 @pytest.mark.parametrize("m", [1, 33])
 def test_a_step_of_a_model_is_right_on_hopper(kind: str, pruned: str, m: int) -> None:
     sizes = {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 1024}
     rest = {"vocab": 40, "layers": 2, "context": 300, "pruned": pruned, "dtype": "bf16"}
     pattern = {"pattern": "blocks", "block": 32, "sparsity": 0.5}
+    if kind == "bitmap":
+        pattern = {"pattern": "unstructured", "sparsity": 0.5}
     if kind == "spense":
         pattern = {"pattern": "spense_hidden", "sparsity": 0.25}
     names = MLP if pruned == "mlp" else (*MLP, "wqkv", "wo")
