@@ -16,9 +16,9 @@ first copies X.T if that is faster in total.
 
 As shipped, blocks must be square and divide n and k. torch uses its Triton kernel if the side is a
 power of two of at least 16 that divides the tokens. Otherwise it gathers rows and multiplies in
-fp32 without a warning (`path` in the choice). The other ways always use the Triton kernel: block sides must be powers
-of two of at least 16, and tokens are padded to a multiple of 16, for torch's tuner of r
-(_padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is off.
+fp32 without a warning (`path` in the choice). The other ways always use the Triton kernel: block
+sides must be powers of two of at least 16, and tokens are padded to a multiple of 16, for torch's
+tuner of r (_padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is off.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
