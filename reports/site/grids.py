@@ -49,7 +49,6 @@ class Cell:
     """The gain of a row at a sparsity: its text, interval and tooltip, and where it leads.
 
     run, case  where it leads: the case of its largest gain, on the page of its run
-
     colours  of the cell and of its text         look  there is no verdict
     wins     whether every gain in it is above 1, beyond the noise; `loses` is the reverse
     """
