@@ -59,6 +59,10 @@ with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence int
 (Hodges-Lehmann) if a run has 6 processes or more, and the range over processes if it has fewer.
 A run of fewer than 6 processes is a look, not a verdict.
 
+A call below 20 µs is shown inside a chain of eight layers in one CUDA graph if its run measured
+that, with the speedup of an isolated call beside it. Other short calls are marked `isolated`: the
+start of the kernel pulls their speedup towards 1.
+
 ## Headline
 
 {headline}

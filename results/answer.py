@@ -232,11 +232,11 @@ def evidence(view: View) -> tuple[str, str]:
     gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
     text = f"{place(view, line)}: {who}, {line.best_name}, "
     if side == "chain":
-        text += f"{duration(line.chain_median_us)} inside a chain; alone {_gain(line)}, "
+        text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
     text += duration(line.best_median_us)
     if not pd.isna(line.best_of_bound):
         text += f", {100 * line.best_of_bound:.0f} % of the bound"
-    text += f". Dense{' alone' if side == 'chain' else ''}: {line.dense_name}, "
+    text += f". Dense{', isolated' if side == 'chain' else ''}: {line.dense_name}, "
     text += f"{duration(line.dense_median_us)}."
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):

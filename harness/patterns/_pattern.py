@@ -75,11 +75,11 @@ class Pattern:
     """A pattern.
 
     rule     maps the weight to its Rule. Raises SuiteError if the weight cannot have the pattern
-    causal   the rule leaves out what a causal mask cannot have. Default: it does not
     derived  maps a problem's fields to further values: a suite writes `$name` for them in the
              params of a format, so that the format agrees with the pattern. Default: none
+    causal   the rule leaves out what a causal mask cannot have. Default: it does not
     """
 
     rule: Callable[[Weight], Rule]
-    causal: bool = False
     derived: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    causal: bool = False

@@ -40,8 +40,8 @@ def missing(marker: str, repository: str) -> str | None:
     """Return what a peer needs and cannot find, or None."""
     if checkout(marker):
         return None
-    found = os.environ.get(VARIABLE)
-    where = f"found none with {marker} in {found}" if found else "found no --peers"
+    folder = os.environ.get(VARIABLE)
+    where = f"found none with {marker} in {folder}" if folder else "found no --peers"
     return f"needs a checkout of {repository} below --peers DIR; {where}"
 
 

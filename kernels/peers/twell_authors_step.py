@@ -89,11 +89,11 @@ def prepare(operands: Operands) -> Launch:
             least = min(each.lost(active) for each in CONFIGS)
             raise Unsupported(f"the authors' formats have no room for {least} values of the gate")
     calls = [partial(step.run, config) for config in configs]
-    found = search(calls, operands.device)
-    best, lines = configs[found.best], found.lines([asdict(each) for each in configs])
+    result = search(calls, operands.device)
+    best, lines = configs[result.best], result.lines([asdict(each) for each in configs])
     memory = {"tails_bytes": step.tails_bytes(best)}
     choice = {**asdict(best), **step.x.choice, **memory, "digest": digest}
-    return Launch(calls[found.best], choice, None, lines, lambda: best.lost(step.active()))
+    return Launch(calls[result.best], choice, None, lines, lambda: best.lost(step.active()))
 
 
 class Step:
@@ -153,8 +153,8 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     m, n, k = multiple_of(TILE, problem["m"]), problem["n"], problem["k"]
     if k % DEPTH or n % TILE or n > MOST_UNITS or m > MOST_TOKENS:
         expected = f"k a multiple of {DEPTH}, n of {TILE} and at most {MOST_UNITS}"
-        found = f"found m {m}, n {n} and k {k}"
-        return f"expected {expected}, and m of at most {MOST_TOKENS}; {found}"
+        sizes = f"m {m}, n {n} and k {k}"
+        return f"expected {expected}, and m of at most {MOST_TOKENS}; found {sizes}"
     return _authors.not_built(LIBRARY, LOADER, VARIABLE)
 
 

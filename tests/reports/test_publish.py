@@ -54,7 +54,7 @@ def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
     place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
     place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
     place |= {"pattern": "blocks", "gpu": "GPU", "simulated": False, "wins": False}
-    place |= {"processes": 8, "day": "2026-11-24", "verdict": True, **same}
+    place |= {"case_id": "c", "processes": 8, "day": "2026-11-24", "verdict": True, **same}
     sides = [("dense", "", 1.0), *gains]
     return pd.DataFrame(
         [
