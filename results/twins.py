@@ -1,0 +1,164 @@
+"""Cases that two cards measured: how often they agree, and how far cards differ.
+
+    twin     a case in two runs with the same code on different cards of one kind, 6 processes or
+             more each; `a` is the earlier run
+    d        difference of the mean log speedups, b minus a
+    s²       variance of d by the processes of both runs (Welch 1947)
+
+    d² - s²  is on average   v / cards of a + v / cards of b      both runs searched
+                             v / cards of a + w / cards of b      b inherited its configurations
+
+Each variance is a sum of d² - s² over twins by the sum of the factors: that of `free` from twins
+whose boards were not limited, that of `limited` from twins with a board that was, and w, that of
+`inherited`, from the rest. The cases of one pair of runs are not independent, since they share
+cards and sessions. So the degrees of freedom come from the scatter over pairs of runs, as
+2 v² / var(v) (Satterthwaite 1946).
+
+`coverage` asks of each twin whether the first interval contains the second value, and whether the
+interval of the difference contains 0. The component between cards comes from all other pairs of
+runs, never from the pair itself.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.results.analysis import compared
+from sparsebench.results.between_cards import SCHEMA, Component, State, state_of
+from sparsebench.results.record import Status
+from sparsebench.results.sides import KEYS, Side
+from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widened
+
+PAIR = ["run_a", "run_b"]
+COLUMNS = [*PAIR, *KEYS, "label", "state_a", "state_b", "cards_a", "cards_b"]
+COLUMNS += ["speedups_a", "speedups_b", "d", "half", "excess"]
+COUNTS = ["twins", "inside", "covers", "inside_cards", "covers_cards"]
+
+LIBRARIES = "torch", "cuda", "triton"
+
+Line = Mapping[Any, Any]
+
+
+def twins(sides: Sequence[Side]) -> pd.DataFrame:
+    """Return a line per twin among sides of one run each; see the docstring of this file."""
+    ordered = sorted(sides, key=lambda each: str(each.runs[0].state.get("started", "")))
+    lines = [line for a, b in combinations(ordered, 2) for line in _of_pair(a, b)]
+    return pd.DataFrame(lines, columns=COLUMNS)
+
+
+def components(twins: pd.DataFrame) -> dict[State, Component]:
+    """Return the component of each state.
+
+    A state that fewer than two pairs of runs show gets that of all twins that searched. No state
+    scatters less than the ones before it.
+    """
+    inherited = twins.state_b == State.INHERITED
+    limited = (twins[["state_a", "state_b"]] == State.LIMITED).any(axis=1)
+    searched, known = _component(twins[~inherited], {}), dict[State, Component]()
+    for state, which in (
+        (State.FREE, ~inherited & ~limited),
+        (State.LIMITED, ~inherited & limited),
+        (State.INHERITED, inherited),
+    ):
+        own = _component(twins[which], known)
+        chosen = own if own.pairs > 1 else searched
+        known[state] = max([chosen, *known.values()], key=Component.half)
+    return known
+
+
+def coverage(twins: pd.DataFrame) -> pd.DataFrame:
+    """Return each pair of runs with its number of twins, and how many of them agree.
+
+    inside, covers              by the processes alone
+    inside_cards, covers_cards  with the component between cards, from all other pairs
+    """
+    lines = []
+    for pair, group in twins.groupby(PAIR, sort=False):
+        known = components(twins[(twins[PAIR] != pair).any(axis=1)])
+        checks = [(1, *_agrees(line, {}), *_agrees(line, known)) for line in group.to_dict("records")]
+        counts = np.sum(checks, axis=0).tolist()
+        lines.append([*pair, bool((group.state_b == State.INHERITED).any()), *counts])
+    return pd.DataFrame(lines, columns=[*PAIR, "inherited", *COUNTS])
+
+
+def text_of(twins: pd.DataFrame) -> str:
+    """Return the text of between_cards.json."""
+    known = {str(state): asdict(each) for state, each in components(twins).items()}
+    for each in known.values():
+        each |= {"sd": round(each["sd"], 6), "freedom": round(each["freedom"], 3)}
+    return json.dumps({"schema": SCHEMA, "components": known}, indent=1) + "\n"
+
+
+def _of_pair(a: Side, b: Side) -> list[dict[str, Any]]:
+    """Return the twins of two sides; none if their code or their kind of device differs."""
+    if a.device != b.device or _code(a) != _code(b):
+        return []
+    on = [*KEYS, "label", "baseline_label"]
+    both = _verdicts(a).merge(_verdicts(b), on=on, suffixes=("_a", "_b"))
+    lines = []
+    for line in both.to_dict("records"):
+        apart = not line["cards_a"] & line["cards_b"]
+        if apart and line["state_a"] != State.INHERITED:
+            logs = [np.log(line[f"speedups_{end}"]) for end in "ab"]
+            d, half = welch(*logs)
+            within = sum(float(each.var(ddof=1)) / each.size for each in logs)
+            counts = {f"cards_{end}": len(line[f"cards_{end}"]) for end in "ab"}
+            numbers = {"d": d, "half": half, "excess": d**2 - within}
+            names = {"run_a": a.runs[0].path.name, "run_b": b.runs[0].path.name}
+            lines.append({**line, **names, **counts, **numbers})
+    return lines
+
+
+def _code(side: Side) -> tuple[Any, ...]:
+    """Return what twins share: the code of the harness and the main libraries."""
+    environment = side.runs[0].environment
+    versions = environment.get("versions", {})
+    return environment.get("code_sha256"), *(versions.get(name) for name in LIBRARIES)
+
+
+def _verdicts(side: Side) -> pd.DataFrame:
+    """Return the cases of a side with a speedup in FEWEST processes or more, on known cards."""
+    cases = side.cases
+    enough = compared(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
+    cases = cases[enough & cases.speedup.notna()]
+    cases = cases[cases.on_cards > 0]
+    states = [
+        state_of(limited, not searched)
+        for limited, searched in zip(cases.limited, cases.searched, strict=True)
+    ]
+    kept = [*KEYS, "label", "baseline_label", "cards", "speedups"]
+    return cases[kept].assign(state=pd.Series(states, cases.index, dtype=object))
+
+
+def _component(twins: pd.DataFrame, known: Mapping[State, Component]) -> Component:
+    """Return the component that twins show at each end that has no `known` one."""
+    excess, weights = [], []
+    for line in twins.to_dict("records"):
+        ends = [(line[f"state_{end}"], line[f"cards_{end}"]) for end in "ab"]
+        inherited = ends[1][0] == State.INHERITED
+        rest = known[ends[0][0]].sd ** 2 / ends[0][1] if inherited else 0.0
+        excess.append(line["excess"] - rest)
+        weights.append(sum(1 / cards for _, cards in (ends[1:] if inherited else ends)))
+    table = twins[PAIR].assign(excess=excess, weight=weights)
+    total = float(table.weight.sum())
+    variance = max(0.0, float(table.excess.sum()) / total) if total else 0.0
+    scatter = (table.excess - variance * table.weight).groupby([table[n] for n in PAIR]).sum()
+    pairs = len(scatter)
+    error = float((scatter**2).sum()) / total**2 * pairs / (pairs - 1) if pairs > 1 else 0.0
+    freedom = max(1.0, 2 * variance**2 / error) if error else 1.0
+    return Component(variance**0.5, freedom, len(table), pairs)
+
+
+def _agrees(line: Line, known: Mapping[State, Component]) -> tuple[bool, bool]:
+    """Return whether the first interval has the second value, and that of the difference 0."""
+    halves = [
+        known[line[f"state_{end}"]].half(line[f"cards_{end}"]) if known else 0.0 for end in "ab"
+    ]
+    first, second = (hodges_lehmann(np.log(line[f"speedups_{end}"])) for end in "ab")
+    low, high = widened(first.estimate, first.low, first.high, halves[0])
+    return bool(low <= second.estimate <= high), abs(line["d"]) <= np.hypot(line["half"], np.hypot(*halves))
