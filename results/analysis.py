@@ -53,7 +53,16 @@ from sparsebench.results.store import Run
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high", "between"]
-SUMMARY = ["ran", "processes", "on_cards", *FLOATS, "interval", "interval_kind", "speedups", "blocks"]
+SUMMARY = [
+    "ran",
+    "processes",
+    "on_cards",
+    *FLOATS,
+    "interval",
+    "interval_kind",
+    "speedups",
+    "blocks",
+]
 OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
 
 
@@ -117,7 +126,9 @@ def summary(
     lines = [_case(list(processes.values()), inherited) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in names}
     summed = pd.DataFrame(lines, columns=[*names, *SUMMARY])
-    return with_verdicts(summed.astype({**types, **dict.fromkeys(FLOATS, "float64"), "on_cards": "Int64"}), noise)
+    return with_verdicts(
+        summed.astype({**types, **dict.fromkeys(FLOATS, "float64"), "on_cards": "Int64"}), noise
+    )
 
 
 def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
@@ -321,7 +332,7 @@ def _interval(used: list[dict[str, Any]], state: State) -> dict[str, Any]:
         "between": between,
         "on_cards": cards_of(cards),
         "speedups": speedups,
-        "interval": estimate.interval_kind.over(count),
+        "interval": estimate.interval_kind.over(count, between > 0),
         "interval_kind": str(estimate.interval_kind),
         "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in used},
     }

@@ -47,9 +47,11 @@ class IntervalKind(StrEnum):
     RANGE = "range"
     CONFIDENCE = "95 %"
 
-    def over(self, processes: int) -> str:
-        """Name the interval for a reader: `95 % over 8 processes`."""
-        return f"{self} over {processes} processes" if processes > 1 else f"{self} in one process"
+    def over(self, processes: int, cards: bool = False) -> str:
+        """Name the interval for a reader: `95 % over 8 processes`, or `... and cards` if widened."""
+        if processes == 1:
+            return f"{self} in one process"
+        return f"{self} over {processes} processes{' and cards' if cards else ''}"
 
 
 @dataclass(frozen=True)
@@ -199,9 +201,7 @@ def q_values(p: ArrayLike) -> Floats:
     return q
 
 
-def more_processes(
-    logs: ArrayLike, margin: float = MARGIN, between: float = 0.0
-) -> int | None:
+def more_processes(logs: ArrayLike, margin: float = MARGIN, between: float = 0.0) -> int | None:
     """Return how many more processes would decide, assuming the same mean and deviation.
 
     At this number, the smallest up to MOST in total, Student's interval, widened by `between`,

@@ -20,8 +20,8 @@ runs, never from the pair itself.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
@@ -30,12 +30,15 @@ import pandas as pd
 
 from sparsebench.results.analysis import compared
 from sparsebench.results.between_cards import SCHEMA, Component, State, state_of
+from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Status
-from sparsebench.results.sides import KEYS, Side
 from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widened
+from sparsebench.results.store import Run
 
+KEYS = ["case_id", "scope", "cache"]
+LABELS = ["label", "baseline_label"]
 PAIR = ["run_a", "run_b"]
-COLUMNS = [*PAIR, *KEYS, "label", "state_a", "state_b", "cards_a", "cards_b"]
+COLUMNS = [*PAIR, *KEYS, *LABELS, "state_a", "state_b", "cards_a", "cards_b"]
 COLUMNS += ["speedups_a", "speedups_b", "d", "half", "excess"]
 COUNTS = ["twins", "inside", "covers", "inside_cards", "covers_cards"]
 
@@ -44,11 +47,49 @@ LIBRARIES = "torch", "cuda", "triton"
 Line = Mapping[Any, Any]
 
 
-def twins(sides: Sequence[Side]) -> pd.DataFrame:
-    """Return a line per twin among sides of one run each; see the docstring of this file."""
-    ordered = sorted(sides, key=lambda each: str(each.runs[0].state.get("started", "")))
-    lines = [line for a, b in combinations(ordered, 2) for line in _of_pair(a, b)]
-    return pd.DataFrame(lines, columns=COLUMNS)
+@dataclass(frozen=True)
+class Measured:
+    """The verdicts of a run, as plain data.
+
+    run      its name            ran    what twins share: device, code, libraries
+    started  its date            cases  KEYS, the labels, cards, speedups and the state of each case
+    """
+
+    run: str
+    started: str
+    ran: Sequence[str]
+    cases: Sequence[Mapping[str, Any]]
+
+
+def measured(run: Run, cases: pd.DataFrame, name: str = "") -> Measured:
+    """Return the verdicts of a run from its summary, by default named by its folder.
+
+    Only cases that run on known cards count, so a CPU and a simulated GPU have none.
+    """
+    enough = compared(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
+    cases = cases[enough & cases.speedup.notna() & (cases.on_cards > 0)]
+    cards: dict[str, set[str]] = {}
+    for row in run.rows:
+        cards.setdefault(row.case.id, set()).add(row.device)
+    inherited = choices_of(run.state) is Choices.BUNDLE
+    lines = [
+        {name: line[name] for name in (*KEYS, *LABELS)}
+        | {"cards": sorted(cards[line["case_id"]])}
+        | {"speedups": [round(value, 6) for value in line["speedups"]]}
+        | {"state": str(state_of(line["limited"], inherited))}
+        for line in cases.to_dict("records")
+    ]
+    versions = run.environment.get("versions", {})
+    facts = [run.environment.get("code_sha256"), *(versions.get(name) for name in LIBRARIES)]
+    ran = [device_name(run.environment), *map(str, facts)]
+    return Measured(name or run.path.name, str(run.state.get("started", "")), ran, lines)
+
+
+def twins(runs: Iterable[Measured]) -> pd.DataFrame:
+    """Return a line per twin; see the docstring of this file."""
+    ordered = sorted((run for run in runs if run.cases), key=lambda run: run.started)
+    pairs = [(a, b) for a, b in combinations(ordered, 2) if a.ran == b.ran]
+    return pd.DataFrame([line for pair in pairs for line in _of_pair(*pair)], columns=COLUMNS)
 
 
 def components(twins: pd.DataFrame) -> dict[State, Component]:
@@ -80,7 +121,9 @@ def coverage(twins: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for pair, group in twins.groupby(PAIR, sort=False):
         known = components(twins[(twins[PAIR] != pair).any(axis=1)])
-        checks = [(1, *_agrees(line, {}), *_agrees(line, known)) for line in group.to_dict("records")]
+        checks = [
+            (1, *_agrees(line, {}), *_agrees(line, known)) for line in group.to_dict("records")
+        ]
         counts = np.sum(checks, axis=0).tolist()
         lines.append([*pair, bool((group.state_b == State.INHERITED).any()), *counts])
     return pd.DataFrame(lines, columns=[*PAIR, "inherited", *COUNTS])
@@ -94,45 +137,20 @@ def text_of(twins: pd.DataFrame) -> str:
     return json.dumps({"schema": SCHEMA, "components": known}, indent=1) + "\n"
 
 
-def _of_pair(a: Side, b: Side) -> list[dict[str, Any]]:
-    """Return the twins of two sides; none if their code or their kind of device differs."""
-    if a.device != b.device or _code(a) != _code(b):
-        return []
-    on = [*KEYS, "label", "baseline_label"]
-    both = _verdicts(a).merge(_verdicts(b), on=on, suffixes=("_a", "_b"))
+def _of_pair(a: Measured, b: Measured) -> list[dict[str, Any]]:
+    """Return the twins of two runs on different cards; a run that inherits is never the first."""
+    tables = [pd.DataFrame([*each.cases]).assign(run=each.run) for each in (a, b)]
+    both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
     lines = []
-    for line in both.to_dict("records"):
-        apart = not line["cards_a"] & line["cards_b"]
-        if apart and line["state_a"] != State.INHERITED:
-            logs = [np.log(line[f"speedups_{end}"]) for end in "ab"]
-            d, half = welch(*logs)
-            within = sum(float(each.var(ddof=1)) / each.size for each in logs)
-            counts = {f"cards_{end}": len(line[f"cards_{end}"]) for end in "ab"}
-            numbers = {"d": d, "half": half, "excess": d**2 - within}
-            names = {"run_a": a.runs[0].path.name, "run_b": b.runs[0].path.name}
-            lines.append({**line, **names, **counts, **numbers})
+    for line in both[both.state_a != State.INHERITED].to_dict("records"):
+        if {*line["cards_a"]} & {*line["cards_b"]}:
+            continue
+        logs = [np.log(line[f"speedups_{end}"]) for end in "ab"]
+        d, half = welch(*logs)
+        within = sum(float(each.var(ddof=1)) / each.size for each in logs)
+        counts = {f"cards_{end}": len(line[f"cards_{end}"]) for end in "ab"}
+        lines.append({**line, **counts, "d": d, "half": half, "excess": d**2 - within})
     return lines
-
-
-def _code(side: Side) -> tuple[Any, ...]:
-    """Return what twins share: the code of the harness and the main libraries."""
-    environment = side.runs[0].environment
-    versions = environment.get("versions", {})
-    return environment.get("code_sha256"), *(versions.get(name) for name in LIBRARIES)
-
-
-def _verdicts(side: Side) -> pd.DataFrame:
-    """Return the cases of a side with a speedup in FEWEST processes or more, on known cards."""
-    cases = side.cases
-    enough = compared(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
-    cases = cases[enough & cases.speedup.notna()]
-    cases = cases[cases.on_cards > 0]
-    states = [
-        state_of(limited, not searched)
-        for limited, searched in zip(cases.limited, cases.searched, strict=True)
-    ]
-    kept = [*KEYS, "label", "baseline_label", "cards", "speedups"]
-    return cases[kept].assign(state=pd.Series(states, cases.index, dtype=object))
 
 
 def _component(twins: pd.DataFrame, known: Mapping[State, Component]) -> Component:
@@ -161,4 +179,6 @@ def _agrees(line: Line, known: Mapping[State, Component]) -> tuple[bool, bool]:
     ]
     first, second = (hodges_lehmann(np.log(line[f"speedups_{end}"])) for end in "ab")
     low, high = widened(first.estimate, first.low, first.high, halves[0])
-    return bool(low <= second.estimate <= high), abs(line["d"]) <= np.hypot(line["half"], np.hypot(*halves))
+    return bool(low <= second.estimate <= high), abs(line["d"]) <= np.hypot(
+        line["half"], np.hypot(*halves)
+    )

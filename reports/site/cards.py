@@ -37,10 +37,10 @@ from sparsebench.results.contests import View, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
 
-SCHEMA = "sparsebench/card@8"
+SCHEMA = "sparsebench/card@9"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
-LINE += ["median_us", "gain", "low", "high", "decided"]
+LINE += ["median_us", "gain", "low", "high", "decided", "on_cards", "limited"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",

@@ -12,6 +12,7 @@ from sparsebench.errors import ResultError
 from sparsebench.harness.run.repeat import headlines
 from sparsebench.results import bundle, store
 from sparsebench.results.comparison import Agreement, Place, agreement
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 from tests.tools.command_line import sparsebench
