@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.between_cards import State
+from sparsebench.results.between_cards import State, packaged
 from sparsebench.results.formatting import amount, significant
 from sparsebench.results.record import POWER_LIMITED
-from sparsebench.results.twins import COUNTS, components, coverage
+from sparsebench.results.twins import COUNTS, are_published, coverage
 
 COVERAGE = ["first run", "second run", "configurations", "cases"]
 COVERAGE += ["inside, processes alone", "covers 0, processes alone", "inside", "covers 0"]
@@ -27,14 +27,18 @@ WHERE = {
 
 def explained(twins: pd.DataFrame) -> list[str]:
     """Return what the table shows, and what cards differ by, as sentences."""
-    if twins.empty:
-        return ["No case was measured on two cards of one kind yet."]
-    known = components(twins).items()
     parts = [
         f"{significant(100 * each.sd, 2)} %{WHERE[state]} ({amount(each.twins, 'case')} in "
         f"{amount(each.pairs, 'pair')} of runs, {significant(each.freedom, 2)} degrees of freedom)"
-        for state, each in known
+        for state, each in packaged().items()
     ]
+    scatter = (
+        "Beyond the processes of a run, the published speedups scatter over cards with a standard "
+        f"deviation of {'; '.join(parts)}."
+    )
+    if twins.empty:
+        return ["No case was measured on two cards of one kind yet.", scatter]
+    without = "; for this table, it was estimated without the pair of the line"
     return [
         "Each line is a pair of runs that measured the same cases with the same code on different "
         "cards of one kind.",
@@ -42,10 +46,9 @@ def explained(twins: pd.DataFrame) -> list[str]:
         "give in 88 % of cases.",
         "Covers 0: the 95 % interval of the difference contains 0.",
         "By the processes alone, intervals are too narrow for a second card.",
-        f"Beyond the processes, speedups scatter over cards with a standard deviation of "
-        f"{'; '.join(parts)}.",
-        "The last two columns include that, as every interval of a verdict does; for this table it "
-        "was estimated without the pair of the line.",
+        scatter,
+        "The last two columns include that, as every interval of a verdict does"
+        f"{without if are_published(twins) else ''}.",
     ]
 
 

@@ -114,8 +114,8 @@ def summary(
                   asks for; then `level` and `sparsity` are what they have
 
     A case that is not ok in every process has the status and detail of the first process in which
-    it is not, and no numbers. Verdicts need the noise of the run. `inherited` says that the run took
-    its configurations from another one.
+    it is not, and no numbers. Verdicts need the noise of the run. `inherited` says whether the run
+    took its configurations from another one.
     """
     cases: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for line in table.to_dict("records"):

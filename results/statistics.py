@@ -48,7 +48,7 @@ class IntervalKind(StrEnum):
     CONFIDENCE = "95 %"
 
     def over(self, processes: int, cards: bool = False) -> str:
-        """Name the interval for a reader: `95 % over 8 processes`, or `... and cards` if widened."""
+        """Name the interval for a reader: `95 % over 8 processes`, `... and cards` if widened."""
         if processes == 1:
             return f"{self} in one process"
         return f"{self} over {processes} processes{' and cards' if cards else ''}"

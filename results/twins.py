@@ -15,8 +15,8 @@ cards and sessions. So the degrees of freedom come from the scatter over pairs o
 2 v² / var(v) (Satterthwaite 1946).
 
 `coverage` asks of each twin whether the first interval contains the second value, and whether the
-interval of the difference contains 0. The component between cards comes from all other pairs of
-runs, never from the pair itself.
+interval of the difference contains 0. No pair of runs is tested by a component that it is part of:
+for the published twins, that comes from all other pairs.
 """
 
 import json
@@ -29,7 +29,14 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.results.analysis import compared
-from sparsebench.results.between_cards import SCHEMA, Component, State, state_of
+from sparsebench.results.between_cards import (
+    SCHEMA,
+    Component,
+    State,
+    from_json,
+    packaged,
+    state_of,
+)
 from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widened
@@ -116,17 +123,23 @@ def coverage(twins: pd.DataFrame) -> pd.DataFrame:
     """Return each pair of runs with its number of twins, and how many of them agree.
 
     inside, covers              by the processes alone
-    inside_cards, covers_cards  with the component between cards, from all other pairs
+    inside_cards, covers_cards  with the component between cards
     """
-    lines = []
-    for pair, group in twins.groupby(PAIR, sort=False):
-        known = components(twins[(twins[PAIR] != pair).any(axis=1)])
+    lines, published = [], are_published(twins)
+    for (run_a, run_b), group in twins.groupby(PAIR, sort=False):
+        others = twins[(twins.run_a != run_a) | (twins.run_b != run_b)]
+        known = components(others) if published else packaged()
         checks = [
             (1, *_agrees(line, {}), *_agrees(line, known)) for line in group.to_dict("records")
         ]
         counts = np.sum(checks, axis=0).tolist()
-        lines.append([*pair, bool((group.state_b == State.INHERITED).any()), *counts])
+        lines.append([run_a, run_b, bool((group.state_b == State.INHERITED).any()), *counts])
     return pd.DataFrame(lines, columns=[*PAIR, "inherited", *COUNTS])
+
+
+def are_published(twins: pd.DataFrame) -> bool:
+    """Return whether these are the twins from which the packaged components come."""
+    return from_json(json.loads(text_of(twins))) == packaged()
 
 
 def text_of(twins: pd.DataFrame) -> str:
