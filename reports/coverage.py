@@ -1,4 +1,4 @@
-"""How often a second card agrees with the first: results/twins.py in sentences and a table.
+"""How often a second card agrees with the first: results/repeats.py in sentences and a table.
 
 runs  configurations  cases  second value inside  difference covers 0   inside      covers 0
                              by the processes alone                     and by what cards differ
@@ -12,7 +12,7 @@ import pandas as pd
 from sparsebench.results.between_cards import State, packaged
 from sparsebench.results.formatting import amount, significant
 from sparsebench.results.record import POWER_LIMITED
-from sparsebench.results.twins import COUNTS, are_published, coverage
+from sparsebench.results.repeats import COUNTS, are_published, coverage
 
 COVERAGE = ["first run", "second run", "configurations", "cases"]
 COVERAGE += ["inside, processes alone", "covers 0, processes alone", "inside", "covers 0"]
@@ -25,10 +25,10 @@ WHERE = {
 }
 
 
-def explained(twins: pd.DataFrame) -> list[str]:
+def explained(repeats: pd.DataFrame) -> list[str]:
     """Return what the table shows, and what cards differ by, as sentences."""
     parts = [
-        f"{significant(100 * each.sd, 2)} %{WHERE[state]} ({amount(each.twins, 'case')} in "
+        f"{significant(100 * each.sd, 2)} %{WHERE[state]} ({amount(each.cases, 'case')} in "
         f"{amount(each.pairs, 'pair')} of runs, {significant(each.freedom, 2)} degrees of freedom)"
         for state, each in packaged().items()
     ]
@@ -36,7 +36,7 @@ def explained(twins: pd.DataFrame) -> list[str]:
         "Beyond the processes of a run, the published speedups scatter over cards with a standard "
         f"deviation of {'; '.join(parts)}."
     )
-    if twins.empty:
+    if repeats.empty:
         return ["No case was measured on two cards of one kind yet.", scatter]
     without = "; for this table, it was estimated without the pair of the line"
     return [
@@ -48,22 +48,22 @@ def explained(twins: pd.DataFrame) -> list[str]:
         "By the processes alone, intervals are too narrow for a second card.",
         scatter,
         "The last two columns include that, as every interval of a verdict does"
-        f"{without if are_published(twins) else ''}.",
+        f"{without if are_published(repeats) else ''}.",
     ]
 
 
-def coverage_lines(twins: pd.DataFrame) -> list[list[str]]:
+def coverage_lines(repeats: pd.DataFrame) -> list[list[str]]:
     """Return a line of texts for each pair of runs, below one for each kind of pair."""
-    table = coverage(twins)
+    table = coverage(repeats)
     lines = []
     for inherited, group in table.groupby("inherited"):
-        ranked = group.sort_values("twins", ascending=False, kind="stable").to_dict("records")
+        ranked = group.sort_values("repeats", ascending=False, kind="stable").to_dict("records")
         total = {"run_a": "all", "run_b": "all", "inherited": inherited, **group[COUNTS].sum()}
         lines += [_line(each) for each in (total, *ranked)]
     return lines
 
 
 def _line(pair: Mapping[Any, Any]) -> list[str]:
-    counts = [f"{pair[name]} of {pair['twins']}" for name in COUNTS[1:]]
+    counts = [f"{pair[name]} of {pair['repeats']}" for name in COUNTS[1:]]
     kind = INHERITED if pair["inherited"] else SEARCHED
-    return [pair["run_a"], pair["run_b"], kind, str(pair["twins"]), *counts]
+    return [pair["run_a"], pair["run_b"], kind, str(pair["repeats"]), *counts]

@@ -34,7 +34,7 @@ from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import drawn, picture
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
-from sparsebench.results import between_cards, bundle, twins
+from sparsebench.results import between_cards, bundle, repeats
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.formatting import (
     between,
@@ -160,7 +160,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
         (run.run, run.cases, f"{run.run.path.parent.name}/{name}") for name, run in runs.items()
     )
     linked[root / HOME / ADVICE] = advice.text_of(advice.collected(of_runs, root / HOME))
-    linked[root / "results" / between_cards.FILE] = twins.text_of(found_twins(runs))
+    linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated(runs))
     return {
         path: text
         for path, text in linked.items()
@@ -222,13 +222,13 @@ def figure(runs: Runs) -> str:
 
 def agreement(runs: Runs) -> str:
     """Return how often a second card agrees, in sentences and a Markdown table."""
-    known = found_twins(runs)
+    known = repeated(runs)
     return f"{' '.join(explained(known))}\n\n{markdown_table(COVERAGE, coverage_lines(known))}"
 
 
-def found_twins(runs: Runs) -> pd.DataFrame:
-    """Return the cases that two cards measured (results/twins.py)."""
-    return twins.twins(twins.measured(run.run, run.cases) for run in runs.values())
+def repeated(runs: Runs) -> pd.DataFrame:
+    """Return the cases that two cards measured (results/repeats.py)."""
+    return repeats.repeats(repeats.measured(run.run, run.cases) for run in runs.values())
 
 
 def terminal(runs: Runs) -> str:

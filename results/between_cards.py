@@ -1,9 +1,9 @@
 """How far two cards of one kind differ beyond what the processes of one run show.
 
-A speedup is the same ratio on every card of a kind only up to a factor: boards differ in their
-clocks under load, in their power limit, and in what a search finds. The processes of one run share
-a card, so their interval does not contain this. twins.py estimates it from the published cases that
-two cards measured, and between_cards.json holds the result for each state of a run:
+Cards of one kind do not have quite the same speedups: they differ in their clocks under load, and
+in what a search finds. The processes of one run share a card, so their interval does not contain
+this. repeats.py estimates it from the published cases that two cards measured, and
+between_cards.json holds the result for each state of a run:
 
     sd        standard deviation of a card's log speedup around the mean over cards
     freedom   degrees of freedom of that estimate
@@ -49,11 +49,11 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Component:
-    """A component between cards, from `twins` cases in `pairs` pairs of runs."""
+    """A component between cards, from `cases` cases in `pairs` pairs of runs."""
 
     sd: float
     freedom: float
-    twins: int
+    cases: int
     pairs: int
 
     def half(self, cards: int = 1) -> float:
@@ -77,7 +77,7 @@ class Component:
         own = max(0.0, float(np.var([group.mean() for group in groups], ddof=1)) - noise)
         freedom = self.freedom + more
         variance = (self.freedom * self.sd**2 + more * own) / freedom
-        return Component(float(np.sqrt(variance)), freedom, self.twins, self.pairs)
+        return Component(float(np.sqrt(variance)), freedom, self.cases, self.pairs)
 
 
 def state_of(limited: float, inherited: bool) -> State:

@@ -179,7 +179,7 @@ def built(run: str) -> list:
 
 
 @cache
-def twins() -> pd.DataFrame:
+def repeats() -> pd.DataFrame:
     """Return the cases that two runs with one code measured on different cards, the older first."""
     started = {run: json.loads((HOME / run / "run.json").read_text())["started"] for run in runs()}
     found = []
@@ -205,7 +205,7 @@ def twins() -> pd.DataFrame:
 @cache
 def components(without: tuple[str, str] | None = None) -> dict[str, tuple[float, float]]:
     """Return by how much cards differ, and the degrees of freedom of that, by state."""
-    lines = twins()
+    lines = repeats()
     lines = lines[lines.pair != without]
     inherited, slow = lines.b == "inherited", (lines[["a", "b"]] == "limited").any(axis=1)
     found: dict[str, tuple[float, float]] = {}
@@ -230,30 +230,30 @@ def components(without: tuple[str, str] | None = None) -> dict[str, tuple[float,
 def agreement(lines: list[list[str]]) -> Iterator[str]:
     """Yield each line of the table of two cards that the runs do not give."""
     for line in lines:
-        own = twins()
+        own = repeats()
         of_kind = (own.b == "inherited") == line[2].startswith("the second")
         names = own.pair.map(lambda pair: " ".join(run.rpartition("/")[2] for run in pair))
         own = own[of_kind & ((names == " ".join(line[:2])) | (line[0] == "all"))]
-        checks = [agreeing(twin) for twin in own.itertuples()]
+        checks = [agreeing(repeat) for repeat in own.itertuples()]
         expected = [f"{count} of {len(own)}" for count in np.sum(checks, axis=0)]
         if line[3:] != [str(len(own)), *expected]:
             yield f"{line}: found {expected}"
 
 
-def agreeing(twin: tuple) -> list[bool]:
+def agreeing(repeat: tuple) -> list[bool]:
     """Return whether the second value is inside, and the difference covers 0; then with cards."""
     found = []
-    for known in ({}, components(twin.pair)):
+    for known in ({}, components(repeat.pair)):
         cards = [
             student(known[state][1]) * known[state][0] * count**0.5 if known else 0.0
-            for state, count in ((twin.a, twin.of_a), (twin.b, twin.of_b))
+            for state, count in ((repeat.a, repeat.of_a), (repeat.b, repeat.of_b))
         ]
-        (first, low, high), (second, *_) = (walsh(each) for each in (twin.one, twin.two))
+        (first, low, high), (second, *_) = (walsh(each) for each in (repeat.one, repeat.two))
         low, high = (
             first - np.hypot(first - low, cards[0]),
             first + np.hypot(high - first, cards[0]),
         )
-        found += [low <= second <= high, abs(twin.d) <= np.hypot(twin.half, np.hypot(*cards))]
+        found += [low <= second <= high, abs(repeat.d) <= np.hypot(repeat.half, np.hypot(*cards))]
     return found
 
 

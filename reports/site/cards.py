@@ -36,7 +36,7 @@ from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.contests import View, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
-from sparsebench.results.twins import measured
+from sparsebench.results.repeats import measured
 
 SCHEMA = "sparsebench/card@9"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
@@ -62,7 +62,7 @@ class Card:
     units     the UUIDs of its GPUs
     versions  of its libraries and its driver, by name
     headline  the largest gain: its text, the rest of its sentence, and its case
-    measured  its verdicts, as results/twins.py takes them
+    measured  its verdicts, as results/repeats.py takes them
     """
 
     schema: str

@@ -32,7 +32,7 @@ from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
-from sparsebench.results.twins import Measured, twins
+from sparsebench.results.repeats import Measured, repeats
 
 WIDTH = 6.6  # pixels per character of a badge
 
@@ -167,7 +167,7 @@ def _related(card: Card, other: Card) -> dict[str, str]:
 
 def _agreement(cards: Sequence[Card], site: Site) -> str:
     """Return the page of the cases that two cards measured."""
-    known = twins(Measured(**card.measured) for card in cards)
+    known = repeats(Measured(**card.measured) for card in cards)
     lines = coverage_lines(known) if len(known) else []
     addresses = {card.address: card for card in cards}
     values = {"columns": COVERAGE, "lines": lines, "addresses": addresses}

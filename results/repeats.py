@@ -1,6 +1,6 @@
 """Cases that two cards measured: how often they agree, and how far cards differ.
 
-    twin     a case in two runs with the same code on different cards of one kind, 6 processes or
+    repeat   a case in two runs with the same code on different cards of one kind, 6 processes or
              more each; `a` is the earlier run
     d        difference of the mean log speedups, b minus a
     s²       variance of d by the processes of both runs (Welch 1947)
@@ -8,15 +8,15 @@
     d² - s²  is on average   v / cards of a + v / cards of b      both runs searched
                              v / cards of a + w / cards of b      b inherited its configurations
 
-Each variance is a sum of d² - s² over twins by the sum of the factors: that of `free` from twins
-whose boards were not limited, that of `limited` from twins with a board that was, and w, that of
-`inherited`, from the rest. The cases of one pair of runs are not independent, since they share
-cards and sessions. So the degrees of freedom come from the scatter over pairs of runs, as
-2 v² / var(v) (Satterthwaite 1946).
+Each variance is the sum of d² - s² over its repeats, divided by the sum of their factors: that of
+`free` from repeats whose boards were not limited, that of `limited` from repeats with a board that
+was, and w, that of `inherited`, from the rest. The cases of one pair of runs are not independent,
+since they share cards and sessions. So the degrees of freedom come from the scatter over pairs of
+runs, as 2 v² / var(v) (Satterthwaite 1946).
 
-`coverage` asks of each twin whether the first interval contains the second value, and whether the
+`coverage` asks of each repeat whether the first interval contains the second value, and whether the
 interval of the difference contains 0. No pair of runs is tested by a component that it is part of:
-for the published twins, that comes from all other pairs.
+for the published repeats, that comes from all other pairs.
 """
 
 import json
@@ -47,7 +47,7 @@ LABELS = ["label", "baseline_label"]
 PAIR = ["run_a", "run_b"]
 COLUMNS = [*PAIR, *KEYS, *LABELS, "state_a", "state_b", "cards_a", "cards_b"]
 COLUMNS += ["speedups_a", "speedups_b", "d", "half", "excess"]
-COUNTS = ["twins", "inside", "covers", "inside_cards", "covers_cards"]
+COUNTS = ["repeats", "inside", "covers", "inside_cards", "covers_cards"]
 
 LIBRARIES = "torch", "cuda", "triton"
 
@@ -58,7 +58,7 @@ Line = Mapping[Any, Any]
 class Measured:
     """The verdicts of a run, as plain data.
 
-    run      its name            ran    what twins share: device, code, libraries
+    run      its name            ran    what repeats share: device, code, libraries
     started  its date            cases  KEYS, the labels, cards, speedups and the state of each case
     """
 
@@ -92,42 +92,42 @@ def measured(run: Run, cases: pd.DataFrame, name: str = "") -> Measured:
     return Measured(name or run.path.name, str(run.state.get("started", "")), ran, lines)
 
 
-def twins(runs: Iterable[Measured]) -> pd.DataFrame:
-    """Return a line per twin; see the docstring of this file."""
+def repeats(runs: Iterable[Measured]) -> pd.DataFrame:
+    """Return a line per repeat; see the docstring of this file."""
     ordered = sorted((run for run in runs if run.cases), key=lambda run: run.started)
     pairs = [(a, b) for a, b in combinations(ordered, 2) if a.ran == b.ran]
     return pd.DataFrame([line for pair in pairs for line in _of_pair(*pair)], columns=COLUMNS)
 
 
-def components(twins: pd.DataFrame) -> dict[State, Component]:
+def components(repeats: pd.DataFrame) -> dict[State, Component]:
     """Return the component of each state.
 
-    A state that fewer than two pairs of runs show gets that of all twins that searched. No state
+    A state that fewer than two pairs of runs show gets that of all repeats that searched. No state
     scatters less than the ones before it.
     """
-    inherited = twins.state_b == State.INHERITED
-    limited = (twins[["state_a", "state_b"]] == State.LIMITED).any(axis=1)
-    searched, known = _component(twins[~inherited], {}), dict[State, Component]()
+    inherited = repeats.state_b == State.INHERITED
+    limited = (repeats[["state_a", "state_b"]] == State.LIMITED).any(axis=1)
+    searched, known = _component(repeats[~inherited], {}), dict[State, Component]()
     for state, which in (
         (State.FREE, ~inherited & ~limited),
         (State.LIMITED, ~inherited & limited),
         (State.INHERITED, inherited),
     ):
-        own = _component(twins[which], known)
+        own = _component(repeats[which], known)
         chosen = own if own.pairs > 1 else searched
         known[state] = max([chosen, *known.values()], key=Component.half)
     return known
 
 
-def coverage(twins: pd.DataFrame) -> pd.DataFrame:
-    """Return each pair of runs with its number of twins, and how many of them agree.
+def coverage(repeats: pd.DataFrame) -> pd.DataFrame:
+    """Return each pair of runs with its number of repeats, and how many of them agree.
 
     inside, covers              by the processes alone
     inside_cards, covers_cards  with the component between cards
     """
-    lines, published = [], are_published(twins)
-    for (run_a, run_b), group in twins.groupby(PAIR, sort=False):
-        others = twins[(twins.run_a != run_a) | (twins.run_b != run_b)]
+    lines, published = [], are_published(repeats)
+    for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
+        others = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
         known = components(others) if published else packaged()
         checks = [
             (1, *_agrees(line, {}), *_agrees(line, known)) for line in group.to_dict("records")
@@ -137,21 +137,21 @@ def coverage(twins: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[*PAIR, "inherited", *COUNTS])
 
 
-def are_published(twins: pd.DataFrame) -> bool:
-    """Return whether these are the twins from which the packaged components come."""
-    return from_json(json.loads(text_of(twins))) == packaged()
+def are_published(repeats: pd.DataFrame) -> bool:
+    """Return whether these are the repeats from which the packaged components come."""
+    return from_json(json.loads(text_of(repeats))) == packaged()
 
 
-def text_of(twins: pd.DataFrame) -> str:
+def text_of(repeats: pd.DataFrame) -> str:
     """Return the text of between_cards.json."""
-    known = {str(state): asdict(each) for state, each in components(twins).items()}
+    known = {str(state): asdict(each) for state, each in components(repeats).items()}
     for each in known.values():
         each |= {"sd": round(each["sd"], 6), "freedom": round(each["freedom"], 3)}
     return json.dumps({"schema": SCHEMA, "components": known}, indent=1) + "\n"
 
 
 def _of_pair(a: Measured, b: Measured) -> list[dict[str, Any]]:
-    """Return the twins of two runs on different cards; a run that inherits is never the first."""
+    """Return the repeats of two runs on different cards; a run that inherits is never the first."""
     tables = [pd.DataFrame([*each.cases]).assign(run=each.run) for each in (a, b)]
     both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
     lines = []
@@ -166,16 +166,16 @@ def _of_pair(a: Measured, b: Measured) -> list[dict[str, Any]]:
     return lines
 
 
-def _component(twins: pd.DataFrame, known: Mapping[State, Component]) -> Component:
-    """Return the component that twins show at each end that has no `known` one."""
+def _component(repeats: pd.DataFrame, known: Mapping[State, Component]) -> Component:
+    """Return the component that repeats show at each end that has no `known` one."""
     excess, weights = [], []
-    for line in twins.to_dict("records"):
+    for line in repeats.to_dict("records"):
         ends = [(line[f"state_{end}"], line[f"cards_{end}"]) for end in "ab"]
         inherited = ends[1][0] == State.INHERITED
         rest = known[ends[0][0]].sd ** 2 / ends[0][1] if inherited else 0.0
         excess.append(line["excess"] - rest)
         weights.append(sum(1 / cards for _, cards in (ends[1:] if inherited else ends)))
-    table = twins[PAIR].assign(excess=excess, weight=weights)
+    table = repeats[PAIR].assign(excess=excess, weight=weights)
     total = float(table.weight.sum())
     variance = max(0.0, float(table.excess.sum()) / total) if total else 0.0
     scatter = (table.excess - variance * table.weight).groupby([table[n] for n in PAIR]).sum()
