@@ -115,6 +115,16 @@ def weights_format(name: str) -> "type[Format]":
     return load_format("dense") if loaded.operand == "activations" else loaded
 
 
+def masks(name: str) -> bool:
+    """Return whether a format stores masks; the op determines its parameters, not the suite."""
+    return load_format(name).operand == "masks"
+
+
+def parameters(name: str) -> set[str]:
+    """Return the parameters of a format that a suite may set."""
+    return set() if masks(name) else keywords(weights_format(name).from_dense)
+
+
 def load_kernel(name: str) -> "Kernel":
     """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`.
 

@@ -29,6 +29,7 @@ from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import badge_text, badges, evidence, headline
+from sparsebench.results.contests import empty_launch
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
@@ -160,7 +161,7 @@ def _evidence(frames: Frames) -> dict[str, str]:
     counts = [
         amount(frames.rows.replicate.nunique(), "process"),
         f"{different} of {amount(len(pairs), 'A/A pair')} differ",
-        f"{limited} of {amount(len(once), 'case')} timed while the GPU slowed down",
+        f"{limited} of {amount(len(once), 'case')} timed with the GPU slowed or the host late",
     ]
     gain, rest = evidence(frames.views[0])
     again = again_command(run, cases, line.best_case_id)
@@ -222,12 +223,13 @@ def _trust(frames: Frames) -> list[str]:
     marks = once[once != ""]
     if len(marks):
         named = ", ".join(f"{count} {mark}" for mark, count in marks.value_counts().items())
-        slowed = f"The GPU slowed down while {len(marks)} of {len(once)} cases were timed"
+        slowed = "The GPU slowed down, or waited for the host,"
+        slowed += f" while {len(marks)} of {len(once)} cases were timed"
         sentences.append(f"{slowed} ({named}). They are marked and kept.")
     accuracy = cases.drop_duplicates("case_id").marks.fillna("")
     for mark, count in accuracy[accuracy != ""].value_counts().items():
         sentences.append(f"{count} of {len(once)} cases are marked for their accuracy ({mark}).")
-    return sentences
+    return [*sentences, *empty_launch(frames.run.environment, cases)]
 
 
 def _shared(frames: Frames) -> str:

@@ -16,6 +16,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.tables import markdown_table
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import CONTEST, analyse, chose_dense
+from sparsebench.results.contests import in_chain, is_short, usual
 from sparsebench.results.families import ours
 from sparsebench.results.formatting import (
     FORMATS,
@@ -181,12 +182,16 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         (run.cases.status == "ok") & run.cases.speedup.notna() & ~run.cases.twin.astype(bool)
     ]
     problem = raced.query(question.where)
-    subjects = problem.query(question.subject)
+    subjects = usual(problem).query(question.subject)
     if subjects.groupby(CONTEST, dropna=False).ngroups != 1:
         raise ResultError(
             f"{run.home}: expected one problem with {question.where}, found none or several"
         )
-    line = subjects.sort_values("speedup").iloc[-1]
+    isolated = subjects.sort_values("speedup").iloc[-1]
+    line = pd.Series(in_chain(isolated, problem))
+    beside = " isolated" if is_short(line) else ""
+    if line.scope != isolated.scope:
+        beside = f" inside a chain; isolated {_speedup(isolated)}"
     contest = problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)]
     peer = contest[~contest.ours].sort_values("speedup").iloc[-1]
     active = line.get("active")
@@ -202,7 +207,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         str(line.m),
         level + block,
         f"`{line.kernel}`{' (dense)' if line.dense else ''}",
-        _speedup(line),
+        _speedup(line) + beside,
         line.baseline_label,
         _alone(line, runs) or "not yet",
         f"`{peer.kernel}` {times(peer.speedup, peer.uncertainty)}",

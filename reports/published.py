@@ -69,6 +69,10 @@ with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence int
 A run of fewer than 6 processes is a look, not a verdict. An interval of a verdict also contains
 what cards of one kind differ by, as far as the cases below show it that two cards measured.
 
+A call below 20 µs is shown inside a chain of eight layers in one CUDA graph if its run measured
+that, with the speedup of an isolated call beside it. Other short calls are marked `isolated`: the
+start of the kernel pulls their speedup towards 1.
+
 ## Headline
 
 {headline}

@@ -275,8 +275,8 @@ def _state(
     marks = pd.concat([frames.cases.mark.fillna("") for frames in by_run.values()] or [pd.Series()])
     slowed = marks[marks != ""].value_counts()
     if len(marks):
-        slow = ", ".join(f"{count} {mark}" for mark, count in slowed.items()) or "none slowed down"
-        lines.append(f"Clock, in {amount(len(marks), 'case')}: {slow}.")
+        slow = ", ".join(f"{count} {mark}" for mark, count in slowed.items()) or "none"
+        lines.append(f"Slowed down, of {amount(len(marks), 'case')}: {slow}.")
     warnings = [finding for finding in fitness if finding["level"] == "warning"]
     return lines + [f"Warning: {each['check']}: {each['found']}." for each in warnings]
 

@@ -186,7 +186,7 @@ def _flat_ceilings(data: dict[str, Any]) -> dict[str, float]:
     names = {f"{way}_gb_per_s": f"{way}, GB/s" for way in ("read", "copy", "write")}
     values = {text: data[name] for name, text in names.items() if data.get(name)}
     values |= {f"{dtype}, TFLOP/s": rate for dtype, rate in data.get("matrix_tflops", {}).items()}
-    values |= {"a launch, µs": data["launch_us"]} if data.get("launch_us") else {}
+    values |= {"empty launch, µs": data["launch_us"]} if data.get("launch_us") else {}
     return values | ({"L2, MiB": data["l2_bytes"] / 2**20} if data.get("l2_bytes") else {})
 
 

@@ -25,7 +25,7 @@ from rich.text import Text
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.analysis import Analysis, break_even, winners
 from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
-from sparsebench.results.contests import with_gains
+from sparsebench.results.contests import empty_launch, in_chain, usual, with_gains
 from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import (
     FORMATS,
@@ -141,20 +141,26 @@ def findings(cases: pd.DataFrame) -> list[str]:
     timed = with_gains(cases)
     if timed.empty:
         return general
-    groups = timed[timed.side != "dense"].groupby(["op", "pattern"], sort=False)
+    first = usual(timed)
+    groups = first[first.side != "dense"].groupby(["op", "pattern"], sort=False)
     best = [_nearest(group) for _, group in groups]
     return [*general, *(line for case in best[:MOST] for line in _winner(case, timed))]
 
 
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     """Write a winner with its interval and share of the bound, and its lead over the next."""
+    isolated, best = best, in_chain(best, timed)
     contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
     dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
-    words = [f"{who(best)} {duration(best['median_us'])}"]
+    inside = " inside a chain" if best is not isolated else ""
+    words = [f"{who(best)} {duration(best['median_us'])}{inside}"]
     if pd.notna(best["gain"]) and dense is not None:
         low, high, half = (best[name] for name in ("low", "high", "half"))
         ends = between(best["gain"], low, high, half)
         words.append(ends.replace("×", f"× {dense['name']}", 1))
+    if inside:
+        gain = times(isolated["gain"], isolated["half"])
+        words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
     if best["of_bound"] > 0:
         words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
     place, lead = _place(best), "no other sparse kernel has a time"
@@ -189,7 +195,9 @@ def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = cases[name][cases[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
-    return lines
+    if (cases.late > 0).any():
+        lines.append(f"The host was late for up to {percent(cases.late.max())} of their samples.")
+    return [*lines, *empty_launch(run.environment, cases)]
 
 
 def _with_other_levels(rows: pd.DataFrame, cases: pd.DataFrame) -> int:

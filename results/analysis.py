@@ -16,8 +16,6 @@ interval and an outcome (statistics.py), which is a verdict. With fewer it has a
     uncertainty          of a speedup: the distance to the farther end of its interval, and at
                          least speedup x floor / sqrt(processes), which the A/A pairs allow; 0 for
                          a baseline
-    speedup_above_floor  (baseline - launch) / (case - launch), where baseline is speedup x case
-                         and launch is the time of an almost empty op
 
 Baselines and twins have no verdict. A run without A/A pairs cannot show that equal kernels come
 out equal, so its cases have none either.
@@ -141,7 +139,6 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
         uncertainty=uncertainty(
             cases.speedup, cases.speedup_low, cases.speedup_high, floor, cases.processes
         ),
-        speedup_above_floor=_above_floor(cases, noise),
         outcome=pd.Series("", cases.index, dtype="str"),
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
     )
@@ -272,6 +269,7 @@ def _case(processes: list[dict[str, Any]], inherited: bool) -> dict[str, Any]:
         values = [process[name] for process in used if not np.isnan(process[name])]
         case[name] = float(np.median(values)) if values else np.nan
     case["samples"] = sum(process["samples"] for process in used)
+    case["late"] = float(np.fmax.reduce([process["late"] for process in used]))
     for name in ("mark", "marks"):
         marks = {mark for process in used for mark in process[name].split(", ")}
         case[name] = ", ".join(sorted(marks - {""}))
@@ -336,13 +334,3 @@ def _interval(used: list[dict[str, Any]], state: State) -> dict[str, Any]:
         "interval_kind": str(estimate.interval_kind),
         "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in used},
     }
-
-
-def _above_floor(cases: pd.DataFrame, noise: Noise | None) -> pd.Series:
-    """Return the speedup without the launch time; NaN if a time is not above it."""
-    measures = pd.MultiIndex.from_frame(cases[["scope", "cache"]])
-    launch_us = measures.map(noise.launch_us if noise else {}).to_numpy(dtype=float)
-    case_us = cases.median_us - launch_us
-    base_us = cases.speedup * cases.median_us - launch_us
-    ratio: pd.Series = (base_us / case_us).where((case_us > 0) & (base_us > 0))
-    return ratio

@@ -216,19 +216,29 @@ def headline(view: View) -> "pd.Series[Any] | None":
     return (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
 
 
+def headline_side(line: Any) -> str:
+    """Return the side of a cell that is its headline: `chain` for a short call (contests.py)."""
+    return "best" if pd.isna(line.chain_gain) else "chain"
+
+
 def evidence(view: View) -> tuple[str, str]:
     """Return the headline's gain, and its place, kernels, times and share of the bound."""
     line = headline(view)
     if line is None:
         return "", ""
+    side = headline_side(line)
     blocks = blocks_text(line.best_tile) if line.best_tile not in ("", "1") else ""
     who = " with ".join(filter(None, [FORMATS.get(line.best_kind, line.best_kind), blocks]))
-    wins = line.best_gain > 1
-    gain = _gain(line) if wins else f"Dense wins, best sparse {_gain(line)}"
-    text = f"{place(view, line)}: {who}, {line.best_name}, {duration(line.best_median_us)}"
+    wins = line[f"{side}_gain"] > 1
+    gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
+    text = f"{place(view, line)}: {who}, {line.best_name}, "
+    if side == "chain":
+        text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
+    text += duration(line.best_median_us)
     if not pd.isna(line.best_of_bound):
         text += f", {100 * line.best_of_bound:.0f} % of the bound"
-    text += f". Dense: {line.dense_name}, {duration(line.dense_median_us)}."
+    text += f". Dense{', isolated' if side == 'chain' else ''}: {line.dense_name}, "
+    text += f"{duration(line.dense_median_us)}."
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
         side = "Best other sparse kernel" if other == "peer" else "Best of ours"
@@ -402,5 +412,5 @@ def _examples(view: View) -> list[str]:
     return lines
 
 
-def _gain(line: Any) -> str:
-    return between(line.best_gain, line.best_low, line.best_high, line.best_half)
+def _gain(line: Any, side: str = "best") -> str:
+    return between(*(getattr(line, f"{side}_{end}") for end in ("gain", "low", "high", "half")))

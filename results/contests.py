@@ -12,6 +12,11 @@
 
 A portfolio that chose a dense kernel counts as a dense contender.
 
+Two events around an isolated call also enclose the start of its first kernel, 2 to 5 µs, which
+pulls ratios of short calls towards 1. Nothing is subtracted. If such a call or its dense contender
+takes less than SHORT_US, and the run also timed it inside a chain, that gain is the headline
+(`chain_*`), and the isolated time stands beside it.
+
                           x: level (or m, or shape)
     fixed: bf16        ┌──────┬──────┐
     n × k 4096 × 4096  │ cell │ cell │  y: block, m or shape
@@ -21,7 +26,7 @@ A cell is one contest. Among several (files, seeds) it is the one with the media
 are not the rows and no block is chosen, it is that of the block with the largest gain.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -30,8 +35,9 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.results.analysis import CONTEST, chose_dense, uncertainty
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.families import OURS, family
-from sparsebench.results.formatting import plain
+from sparsebench.results.formatting import duration, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.record import Status
@@ -40,17 +46,14 @@ from sparsebench.results.statistics import ratio_over
 SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
 OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id", "on_cards", "limited"]
+IN_CHAIN = ["gain", "low", "high", "half", "median_us"]
 NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
-NEEDED += [
-    "speedup_high",
-    "blocks",
-    "median_us",
-    "between",
-]  # columns from which a gain is computed
+NEEDED += ["speedup_high", "blocks", "median_us", "between"]  # a gain is computed from these
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
 ANY = "any"
 MOST = 60  # views on a page, which says how many it leaves out
+SHORT_US = 20.0
 COLUMNS = 12  # more levels than these are rounded to whole percents
 
 
@@ -92,14 +95,45 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     return _with_gains(timed.assign(side=side, kind=kind, name=_names(timed), tile=_tiles(timed)))
 
 
+def usual(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the cases of the measure to show first: isolated and cold, if it was measured."""
+    isolated = timed[timed.scope == "kernel"] if (timed.scope == "kernel").any() else timed
+    cold = isolated[isolated.cache == "cold"]
+    return isolated if cold.empty else cold
+
+
+def in_chain(case: Mapping[Any, Any], timed: pd.DataFrame) -> Mapping[Any, Any]:
+    """Return a short case as it was timed inside a chain; any other case itself."""
+    same = timed[timed.case_id == case["case_id"]]
+    chained = same[(same.scope == "chain") & (same.cache == case["cache"])]
+    return dict(chained.iloc[0]) if is_short(case) and len(chained) else case
+
+
+def is_short(case: Mapping[Any, Any]) -> bool:
+    """Return whether a case or its baseline takes less than SHORT_US as an isolated call."""
+    shorter_us = case["median_us"] * min(1.0, case["speedup"] if case["speedup"] > 0 else 1.0)
+    return bool(case["scope"] == "kernel" and shorter_us < SHORT_US)
+
+
+def empty_launch(environment: Mapping[str, Any], cases: pd.DataFrame) -> list[str]:
+    """Say what an empty launch takes, if a run timed short isolated calls on a GPU."""
+    isolated = (cases.scope == "kernel") & (cases.clock != "host") & (cases.median_us < SHORT_US)
+    if not (isolated.any() and environment.get("ceilings")):
+        return []
+    floor = duration(Ceilings.from_json(environment["ceilings"]).launch_us)
+    what = f"An empty launch takes {floor}, the floor of every isolated call"
+    return [f"{what}. Nothing is subtracted from times."]
+
+
 def contests(cases: pd.DataFrame) -> pd.DataFrame:
     """Return a line per contest: its fields, and the columns OF_SIDE of each of SIDES.
 
-    `best` is the fastest sparse case, ours or a peer's. A side without a case has NaN.
+    `best` is the fastest sparse case, ours or a peer's. A side without a case has NaN. `chain_*`
+    are the columns IN_CHAIN of `best` inside a chain, if it is short.
     """
     timed = cases if "gain" in cases else with_gains(cases)
     places = ["op", *(n for n in fields(timed) if n != "sparsity"), "source", "level"]
-    columns = dict.fromkeys([*CONTEST, "side", *places, *OF_SIDE])
+    columns = dict.fromkeys([*CONTEST, "side", *places, *OF_SIDE, *IN_CHAIN])
     timed = timed[[*columns]].assign(rate=-timed.median_us)
     timed = timed.sort_values(["gain", "rate"], ascending=False, kind="stable", na_position="last")
     lines = timed.groupby(CONTEST, sort=False)[places].first()
@@ -109,7 +143,13 @@ def contests(cases: pd.DataFrame) -> pd.DataFrame:
         first = sides[side].groupby(CONTEST, sort=False)[OF_SIDE].head(1).index
         fastest = sides[side].loc[first].set_index(CONTEST)[OF_SIDE]
         lines = lines.join(fastest.add_prefix(f"{side}_"))
-    return lines.reset_index()
+    lines = lines.reset_index()
+    chained = timed[timed.scope == "chain"].set_index(["case_id", "cache"])[IN_CHAIN]
+    shorter_us = lines[["best_median_us", "dense_median_us"]].min(axis=1)
+    short = (lines.scope == "kernel") & (shorter_us < SHORT_US)
+    isolated = pd.MultiIndex.from_frame(lines[["best_case_id", "cache"]])
+    chained = chained.reindex(isolated).set_axis(lines.index)
+    return lines.join(chained.where(short).add_prefix("chain_"))
 
 
 def with_shapes(lines: pd.DataFrame) -> pd.DataFrame:

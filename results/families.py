@@ -1,6 +1,6 @@
 """The family of each kernel, from the folder of its file: kernels/FAMILY/NAME.py.
 
-ours     bitmap, bsr, csr, spense, twell
+ours     attention, bitmap, bsr, csr, spense, twell
 dense    dense: cuBLAS, torch.compile and others
 peers    peers, kernels of other packages, and names that no file has any more
 """
@@ -12,10 +12,13 @@ from sparsebench._discovery import modules
 REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
 """Families of removed kernels that occur in published rows (kernels/_removed.py)."""
 
-OURS = {"bitmap", "bsr", "csr", "spense", "twell"}
+OURS = {"attention", "bitmap", "bsr", "csr", "spense", "twell"}
 
 OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
 """Formats that store hidden activations; the weights of their contenders are dense."""
+
+OF_MASKS = {"block_mask"}
+"""Formats that store which blocks an op computes, and no values."""
 
 
 @cache

@@ -13,8 +13,10 @@ state.
 
 `limited` is the share of the contest's time in which power or heat lowered the clock.
 
-A row is marked, never dropped, if its contest was throttled or power-limited, if its error or bias
-is unusual (see harness/bench), or if only its suite allows its error.
+A row is marked, never dropped, if its contest was throttled or power-limited, if the host was late
+for some of its samples, if its error or bias is unusual (see harness/bench), or if only its suite
+allows its error. Rows up to 0.2.0 do not say whether the host was late. They are marked if their
+median exceeds LATE times the tenth percentile, and `late` is then the share of samples above that.
 """
 
 import json
@@ -49,8 +51,9 @@ TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 LIMITS = ["power_capped_us", "thermal_us", "hardware_us"]  # counters of NVML
 SENSORS = ["energy_j", *TELEMETRY, "limited"]
 QUARTILES = ["speedup_q1", "speedup_q3"]
+LATE, HOST_LATE = 1.3, "host late"
 COUNTS = [*SIZES, "samples"]
-NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log"]
+NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log", "late"]
 MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "baseline_label"]
 MEASURED += ["blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
@@ -169,10 +172,12 @@ def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
 def _measured(row: Row) -> dict[str, Any]:
     samples = np.asarray(row.samples_us or [np.nan])
     q1, median, q3 = np.quantile(samples, [0.25, 0.5, 0.75])
+    late = _late(row)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
         "status": str(row.status),
         "choice": json.dumps(row.choice),
-        "mark": _mark(row.telemetry),
+        "mark": _mark(row.telemetry, late),
+        "late": late,
         "marks": _marks(row),
         "samples": len(row.samples_us),
         "blocks_us": blocks_us(row) if row.samples_us else None,
@@ -198,13 +203,24 @@ def _limited(telemetry: Mapping[str, float]) -> float | None:
     return _ratio(max(held_us, default=None), 1e6 * telemetry.get("seconds", 0.0))
 
 
-def _mark(telemetry: Mapping[str, float]) -> str:
-    """List what slowed the GPU down during the contest, from NVML's counters; "" if nothing did."""
+def _late(row: Row) -> float | None:
+    """Return the share of samples for which the host was late; None if that is unknown."""
+    if row.late is not None or row.clock not in ("graph", "events") or row.scope == "op":
+        return row.late
+    if not row.samples_us:
+        return None
+    low, middle = np.quantile(row.samples_us, [0.1, 0.5])
+    return float(np.mean(np.array(row.samples_us) > LATE * low)) if middle > LATE * low else 0.0
+
+
+def _mark(telemetry: Mapping[str, float], late: float | None) -> str:
+    """List what made the contest's times longer, by NVML's counters and by the clock; or ""."""
     window_us = 1e6 * telemetry.get("seconds", np.nan)
     marks = {
         "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,
         "thermal": telemetry.get("thermal_us", 0) > 0,
         "hardware slowdown": telemetry.get("hardware_us", 0) > 0,
+        HOST_LATE: bool(late),
     }
     return ", ".join(name for name, marked in marks.items() if marked)
 

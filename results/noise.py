@@ -9,9 +9,6 @@ A class is the length of a call, by its median time; class `op` holds all calls 
 The floor holds for one process: an equal kernel appears further away in 5 % of processes. For the
 mean of n processes it is floor / sqrt(n). Verdicts do not need it: their interval covers what
 differs between processes.
-
-An almost empty graph takes 4.5 µs between two events on an H200. Every sample includes this time,
-so speedups of short ops come out too close to 1. They are therefore also given without it.
 """
 
 from collections.abc import Hashable
@@ -26,8 +23,6 @@ import scipy
 from sparsebench.results.frame import fields
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
-LAUNCH_US = 20.0
-NOTHING_BYTES = 2**16  # any device reads such weights within the time of a launch
 LEAST = 0.005  # the lowest floor
 ENOUGH = 20  # with fewer d_p, the 95th percentile is close to the largest value
 FLOORS = {"below 8 µs": 0.021, "8 to 20 µs": 0.038, "20 to 100 µs": 0.013, "above 100 µs": LEAST}
@@ -57,15 +52,13 @@ class Reliability(StrEnum):
 class Noise:
     """The A/A pairs of a run and its noise floors.
 
-    pairs      one line per pair: its class and d_p of each process (`logs`); with FEWEST or more
-               processes also the interval of its ratio, and whether it excludes 1 (`different`)
-    floors     for one process, a fraction by class (0.005 is 0.5 %); empty without a pair
-    launch_us  median time of an almost empty op, by scope and cache state
+    pairs   one line per pair: its class and d_p of each process (`logs`); with FEWEST or more
+            processes also the interval of its ratio, and whether it excludes 1 (`different`)
+    floors  for one process, a fraction by class (0.005 is 0.5 %); empty without a pair
     """
 
     pairs: pd.DataFrame
     floors: dict[str, float]
-    launch_us: dict[Hashable, float]
 
     def floor(self, table: pd.DataFrame) -> pd.Series:
         """Return the floor of each line of a frame or a summary; NaN if the run has none.
@@ -106,7 +99,7 @@ class Noise:
 def noise(rows: pd.DataFrame, reference: pd.DataFrame) -> Noise:
     """Return the noise of a run from the frames of its `rows` and `reference` rows."""
     all_pairs = pairs(rows, reference)
-    return Noise(all_pairs, floors(all_pairs), _launch_us(reference))
+    return Noise(all_pairs, floors(all_pairs))
 
 
 def classes(table: pd.DataFrame) -> pd.Series:
@@ -157,9 +150,3 @@ def _pair(processes: list[dict[str, Any]]) -> dict[str, Any]:
 def _problem(line: dict[str, Any], names: list[str]) -> str:
     known = [name for name in names if not pd.isna(line[name]) and line[name] != ""]
     return " ".join([line["op"], *(f"{name}={line[name]}" for name in known)])
-
-
-def _launch_us(reference: pd.DataFrame) -> dict[Hashable, float]:
-    """Return the median time of the reference op with at most NOTHING_BYTES of weights."""
-    nothing = reference[(reference.dense_bytes <= NOTHING_BYTES).fillna(False)]
-    return nothing.groupby(["scope", "cache"]).median_us.median().to_dict()

@@ -16,8 +16,13 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
 
-ROWS_SCHEMA = "sparsebench/rows@3"
-OLDER_ROWS = ("sparsebench/rows@1", "sparsebench/rows@2")  # missing fields have their defaults
+ROWS_SCHEMA = "sparsebench/rows@4"
+# Fields that rows of older schemas may lack, which then have their defaults; None means any field.
+OLDER_ROWS: Mapping[str, frozenset[str] | None] = {
+    "sparsebench/rows@1": None,
+    "sparsebench/rows@2": None,
+    "sparsebench/rows@3": frozenset({"late"}),
+}
 
 Value = bool | int | float | str | list[int] | None
 """A field of a problem or a parameter of a contender; a list is a block, [r, c]."""
@@ -234,6 +239,7 @@ class Row:
     telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
+    late: float | None = None  # share of samples in which the GPU may have waited for the host
 
     @property
     def chosen(self) -> str:

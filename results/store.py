@@ -273,14 +273,17 @@ def _rows(path: Path) -> tuple[str, list[Row]]:
     else:
         text = files.text(plain, files.ROWS_BYTES)
     first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
-    current = json.dumps({"schema": ROWS_SCHEMA})
-    if first not in (current, *(json.dumps({"schema": older}) for older in OLDER_ROWS)):
+    schemas = {json.dumps({"schema": name}): name for name in (ROWS_SCHEMA, *OLDER_ROWS)}
+    if first not in schemas:
+        current = next(iter(schemas))
         found = first[:80] or "an empty file"
         raise ResultError(f"{plain}: expected a first line {current}, found {found}")
-    whole = first == current
-    read = [_row(plain, number, line, whole) for number, line in enumerate(lines, start=2)]
+    schema, names = schemas[first], {f.name for f in fields(Row)}
+    lacks = OLDER_ROWS.get(schema, frozenset())
+    needed = names - lacks if lacks is not None else set()
+    read = [_row(plain, number, line, needed) for number, line in enumerate(lines, start=2)]
     _each_once(plain, read)
-    return str(json.loads(first)["schema"]), read
+    return schema, read
 
 
 def _each_once(file: Path, rows: Iterable[Row]) -> None:
@@ -294,12 +297,12 @@ def _each_once(file: Path, rows: Iterable[Row]) -> None:
             raise ResultError(f"{where}: expected {expected}, found another in line {before}")
 
 
-def _row(file: Path, number: int, line: str, whole: bool) -> Row:
+def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
     try:
         if len(line) > ROW_BYTES:
             raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
         data = files.parsed(line)
-        missing = [f.name for f in fields(Row) if f.name not in data] if whole else []
+        missing = [f.name for f in fields(Row) if f.name in needed - data.keys()]
         unknown = sorted(data.keys() - {f.name for f in fields(Row)})
         if not missing and not unknown:
             row = Row.from_json(data)

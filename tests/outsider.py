@@ -347,9 +347,9 @@ def dense(contest: pd.DataFrame) -> pd.Series:
     return stored | contest.chose_dense.astype(bool)
 
 
-def usual(found: pd.DataFrame) -> pd.DataFrame:
-    """Keep kernel times with a cold cache and evenly spread active units, if there are any."""
-    for name, value in {"scope": "kernel", "cache": "cold", "skew": "iid"}.items():
+def usual(found: pd.DataFrame, scope: str = "kernel") -> pd.DataFrame:
+    """Keep times of a scope with a cold cache and evenly spread active units, if there are any."""
+    for name, value in {"scope": scope, "cache": "cold", "skew": "iid"}.items():
         found = found[found[name] == value] if (found[name] == value).any() else found
     return found
 
@@ -377,11 +377,18 @@ def headline(lines: list[list[str]]) -> Iterator[str]:
     """Yield each speedup of the headline that its run, or the run that confirms it, lacks."""
     for line in lines:
         (run,) = re.findall(r"\((.*?)\)", line[13])
-        contest = same_problem(usual(cases(run)), line)
+        inside, _, single = line[8].partition(" inside a chain; isolated ")
+        scope = "chain" if single else "kernel"
+        contest = same_problem(usual(cases(run), scope), line)
         confirmed = [
-            same_problem(usual(cases(other)), line) for other in runs() if confirms(other, run)
+            same_problem(usual(cases(other), scope), line)
+            for other in runs()
+            if confirms(other, run)
         ]
-        for cell, contests in ((line[8], [contest]), (line[10], confirmed)):
+        isolated = [same_problem(usual(cases(run)), line)]
+        shown = [(inside, [contest]), (line[10], confirmed)]
+        shown += [(single, isolated)] if single else []
+        for cell, contests in shown:
             if cell != "not yet" and not any(over_baseline(cell, each, line) for each in contests):
                 yield f"{line[0]} {cell}"
         share = re.search(r"heat for (\d+) %", line[14])

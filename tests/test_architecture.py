@@ -40,13 +40,14 @@ def imported(path: Path) -> set[str]:
 FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _kernel.py
     "_common": set(),
     "dense": set(),
+    "attention": set(),
     "bitmap": set(),
     "bsr": {"dense"},
     "csr": set(),
     "spense": {"dense"},
     "peers": {"dense"},
     "twell": {"dense", "spense"},
-    "nn": {"bitmap", "bsr", "csr", "spense", "twell"},
+    "nn": {"attention", "bitmap", "bsr", "csr", "dense", "spense", "twell"},
 }
 
 

@@ -44,9 +44,9 @@ def text(document: str) -> str:
 
 
 def prose(document: str) -> str:
-    """Return a document without code and without what a program writes between two marks."""
+    """Return a document without code, tables, and what a program writes between two marks."""
     found = re.sub(r"<!-- published: .*?<!-- end -->", "", text(document), flags=re.DOTALL)
-    return re.sub(r"^```.*?^```", "", found, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```.*?^```|^\|.*?$", "", found, flags=re.DOTALL | re.MULTILINE)
 
 
 def words(passage: str) -> int:

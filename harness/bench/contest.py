@@ -131,18 +131,15 @@ def start(
     options, op = options or ContestOptions(), load_op(problem.op)
     announce("", "operands")
     dense = operands.operands(problem, op, device, data)
-    itemsize, full = (
-        DTYPES[problem["dtype"]].itemsize,
-        {n: w.numel() for n, w in dense.weights.items()},
-    )
+    itemsize = DTYPES[problem["dtype"]].itemsize
     facts: dict[str, Any] = {
         "sparsity": dense.sparsity,
-        "nnz": sum(dense.nnz.values()),
+        "nnz": sum(dense.nnz[name] for name in op.weights),
         "digest": dense.digest,
         "flops": op.flops(problem, dense.nnz),
-        "dense_flops": op.flops(op.dense(problem), full),
+        "dense_flops": op.flops(op.dense(problem), dense.full),
         "fewest_bytes": op.fewest_bytes(problem, dense.nnz, itemsize),
-        "dense_bytes": itemsize * sum(full.values()),
+        "dense_bytes": itemsize * sum(w.numel() for w in dense.weights.values()),
     }
     layers, chained = [Layer(problem, dense)], CHAIN in dict(options.measures)
     if chained and not op.pattern:
@@ -309,7 +306,12 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
             row = check_bound(row, median(taken.times_us))
     if row.status is not Status.OK:
         return row
-    return replace(row, samples_us=taken.times_us, samples_per_block=taken.per_block)
+    return replace(
+        row,
+        samples_us=taken.times_us,
+        samples_per_block=taken.per_block,
+        late=taken.late,
+    )
 
 
 def _energy(contest: RunningContest) -> None:

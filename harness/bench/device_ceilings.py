@@ -1,4 +1,4 @@
-"""Measure this device's ceilings: memory, products by dtype, a launch (results/ceilings.py).
+"""Measure this device's ceilings: memory, products by dtype, an empty launch (results/ceilings.py).
 
     read     torch.sum; our streams in each shape (kernels/_common/streams.py); the dense product of
              the reference contest `memory`, which reads its weight and hardly anything else
@@ -7,7 +7,7 @@
     matrix   large products of random matrices by the dense baseline, among them those of the
              reference contest `compute`; zeros would draw less power
 
-All candidates are timed like rows: captured, in turn, queued behind flushes of the L2 cache. Each
+All candidates are timed like rows: captured, in turn, behind a flush of the L2 cache. Each
 ceiling is the best sample, not a mean, because a kernel that runs for 50 µs meets no power limit.
 Products pause between their bursts, since earlier bursts have used up the power budget. The end of
 what is written may stay in the L2 cache, so the cache's size is subtracted from the bytes moved.
@@ -65,15 +65,15 @@ def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ce
         read_gb_per_s=_digits(best["read"] / 1e3),
         copy_gb_per_s=_digits(best["copy"] / 1e3),
         matrix_tflops={dtype: _digits(best[dtype] / 1e6) for dtype in dtypes if dtype in best},
-        launch_us=_digits(nothing_us(device)),
+        launch_us=_digits(empty_launch_us(device)),
         l2_bytes=_l2_bytes(device),
         write_gb_per_s=_digits(best["write"] / 1e3),
         by=by if device.type != "cuda" or find_spec("triton") else by | {"streams": NO_STREAMS},
     )
 
 
-def nothing_us(device: torch.device) -> float:
-    """Return the µs of a sample of almost no work: the cost of a launch in every sample."""
+def empty_launch_us(device: torch.device) -> float:
+    """Return the µs of a sample of almost no work: the floor of an isolated call."""
     small = torch.zeros(32, device=device)
     small.add_(1)  # compiled and loaded before a graph is captured
     (taken,) = time_together([ready(Launch(lambda: small.add_(1)), device)], device, "launch")

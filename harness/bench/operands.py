@@ -47,15 +47,17 @@ class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
     recorded  activations of a file, from which each draw takes its rows; empty without a source
-    nnz       elements of each weight that are not zero (-0.0 is zero)
+    nnz       elements of each weight that are not zero (-0.0 is zero), or what the op counts
+    full      the same counts if nothing were pruned
     sparsity  fraction of zeros in all weights
-    digest    of weights and first activations; the same on every machine
+    digest    of weights and first activations that are drawn; the same on every machine
     """
 
     weights: dict[str, Tensor]
     activations: dict[str, Tensor]
     recorded: dict[str, Tensor]
     nnz: dict[str, int]
+    full: dict[str, int]
     sparsity: float
     digest: str
 
@@ -86,12 +88,19 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     if op.recorded and problem.source:
         recorded = {name: _recording(problem, op, name, device, data) for name in op.activations}
     redraw(problem, op, activations, 0, recorded, weights)
-    nnz = {name: int(is_stored(w).sum()) for name, w in weights.items()}
-    size = sum(w.numel() for w in weights.values())
-    sparsity = (size - sum(nnz.values())) / size
+    nnz, full = op.nonzeros(problem, weights), op.elements(problem)
+    size = sum(full[name] for name in op.weights)
+    sparsity = (size - sum(nnz[name] for name in op.weights)) / size
+    drawn = {name: x for name, x in activations.items() if name not in op.derived}
     return DenseOperands(
-        weights, activations, recorded, nnz, sparsity, digest({**weights, **activations})
+        weights, activations, recorded, nnz, full, sparsity, digest({**weights, **drawn})
     )
+
+
+def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights as contenders of format dense get them: a mask is ones everywhere."""
+    ones = {op.mask: torch.ones_like(weights[op.mask])} if op.mask else {}
+    return {**weights, **ones}
 
 
 def unusable(problem: Problem, op: Op, data: Path | None) -> str:
@@ -246,7 +255,9 @@ def _finite(problem: Problem, where: str, values: Tensor, stored: Tensor) -> Ten
 
 def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     shape = _shape(problem, op, name)
-    weight = torch.empty(shape, dtype=_dtype(problem, op, name), device=device)
+    weight = torch.ones(shape, dtype=_dtype(problem, op, name), device=device)
+    if name == op.mask:
+        return weight
     scale = 1.0 if problem["dtype"] == "fp8" else unit_scale(shape[1])
     fill(weight, problem.seed, name, scale=UNIT * scale)
     return weight

@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsebench.harness.bench import operands
 from sparsebench.harness.bench.contest_state import Entry, RunningContest, bound, one_line
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
-from sparsebench.harness.bench.operands import Layer
+from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import B, Outputs, Spots, as_tuple, print_of, values_of
 from sparsebench.harness.bench.tampering import Guard
@@ -41,17 +41,18 @@ def check_all(contest: RunningContest, when: str) -> None:
         redraw(contest)
         if when == "before timing":
             contest.keep(B)
-        expected = _expected_with_room(contest, when)
-        if expected is None or not _fit(contest, expected):
+        answers = _answers_with_room(contest, when)
+        if answers is None or not all(_fit(contest, right) for right in answers.values()):
             return
-        pattern = contest.op.pattern
-        size = contest.dense.nnz[pattern] if pattern else expected[0].reference.numel()
-        contest.output_bytes = size * expected[0].dtype.itemsize
-    watched = _watch(contest, expected)
+        pattern, (first, *_) = contest.op.pattern, next(iter(answers.values()))
+        size = contest.dense.nnz[pattern] if pattern else first.reference.numel()
+        contest.output_bytes = size * first.dtype.itemsize
+    watched = {name for whole in answers for name in _watch(contest, answers[whole], whole)}
     for number, entry in [(number, entry) for number, entry in running if entry.running]:
         with contest.at(entry, "check"):
             assert entry.launch is not None
             call = entry.timed_call.call if entry.timed_call else entry.launch
+            expected = answers[_whole(contest, entry)]
             errors = _check(
                 contest, number, call, [entry.launch], expected[:1], contest.spots, when
             )
@@ -65,19 +66,24 @@ def check_all(contest: RunningContest, when: str) -> None:
     contest.guard.forget(watched)
 
 
-def _watch(contest: RunningContest, expected: Sequence[Expected]) -> set[str]:
+def _whole(contest: RunningContest, entry: Entry) -> bool:
+    """Return whether a contender computes the op without its mask."""
+    return contest.op.mask is not None and entry.row.case.contender.format == "dense"
+
+
+def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -> set[str]:
     """Watch the right answers while contenders run, and return what they are called."""
-    names = set[str]()
+    names, of_whole = set[str](), " without the mask" if whole else ""
     for number, (layer, right) in enumerate(zip(contest.layers, expected, strict=True)):
         arrays = {"answer": right.reference, "spread": right.spread, "plain": right.plain}
         named = {
-            f"the expected {name}{of_layer(number)}": array
+            f"the expected {name}{of_whole}{of_layer(number)}": array
             for name, array in arrays.items()
             if array is not None
         }
 
         def rewrite(layer: Layer = layer, right: Expected = right) -> None:
-            again = _expected(contest.op, layer)
+            again = _expected(contest.op, layer, whole)
             right.reference.copy_(again.reference)
             right.spread.copy_(again.spread)
             if right.plain is not None and again.plain is not None:
@@ -160,15 +166,19 @@ def _record(entry: Entry, errors: Mapping[str, Any], scope: str = "") -> None:
             entry.results[measure] = replace(row, **errors, draws=entry.row.draws)
 
 
-def _expected_with_room(contest: RunningContest, when: str) -> list[Expected] | None:
-    """Compute what each layer is expected to give.
+def _answers_with_room(contest: RunningContest, when: str) -> dict[bool, list[Expected]] | None:
+    """Compute what each layer is expected to give, with and without the op's mask (`_whole`).
 
     If memory runs out, drop the A/A twins, then all contenders, and return None. The weights of all
     layers of Qwen3-32B in fp8, dense and 2:4, take 57 GB, and their twins 57 GB more.
     """
     for ends in (lambda entry: entry.row.case.contender.twin, lambda entry: True):
+        kinds = sorted({_whole(contest, entry) for entry in contest.entries if entry.running})
         try:
-            return [_expected(contest.op, layer) for layer in contest.layers]
+            return {
+                whole: [_expected(contest.op, layer, whole) for layer in contest.layers]
+                for whole in kinds
+            }
         except (torch.OutOfMemoryError, MemoryError) as error:
             reason = f"reference, {when}: {one_line(error)}"
         for entry in contest.entries:
@@ -194,9 +204,10 @@ def _fit(contest: RunningContest, expected: Sequence[Expected]) -> bool:
     return True
 
 
-def _expected(op: Op, layer: Layer) -> Expected:
+def _expected(op: Op, layer: Layer, whole: bool) -> Expected:
     """Compute the right answer; torch's own comes first, before fp64 copies take memory."""
-    problem, every = layer.problem, {**layer.dense.weights, **layer.dense.activations}
+    problem, weights = layer.problem, layer.dense.weights
+    every = {**(without_mask(op, weights) if whole else weights), **layer.dense.activations}
     dense = {name: every[name] for name in op.arguments}
     plain = bound(op.definition, problem)(**dense)
     arguments = {name: operand.double() for name, operand in dense.items()}
@@ -206,7 +217,7 @@ def _expected(op: Op, layer: Layer) -> Expected:
         reference=bound(op.definition, problem)(**arguments),
         spread=bound(op.spread, problem)(**arguments),
         dtype=OUTPUTS[dtype],
-        depth=op.depth(**arguments),
+        depth=bound(op.depth, problem)(**arguments),
         products=products,
         sums=sums,
         parts=op.parts(problem),

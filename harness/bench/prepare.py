@@ -29,10 +29,10 @@ from sparsebench.harness.bench.contest_state import (
     one_line,
     synchronize,
 )
-from sparsebench.harness.bench.operands import DenseOperands, Layer
+from sparsebench.harness.bench.operands import DenseOperands, Layer, without_mask
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
-from sparsebench.harness.catalog import load_kernel, load_op, weights_format
+from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Status
@@ -107,7 +107,7 @@ def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
     contender = entry.row.case.contender
     operands = Operands(
         layer.problem,
-        dict(_stored(contender, layer.dense)),
+        dict(_stored(layer.problem, contender, layer.dense)),
         {name: x.detach() for name, x in layer.dense.activations.items()},
         bound(contest.op.definition, layer.problem),
         entry.row.choice or None,
@@ -208,7 +208,7 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
             weights.clear()
             synchronize(contest.device)
             start = time.perf_counter()
-            weights.update(_stored(contender, contest.dense))
+            weights.update(_stored(contest.problem, contender, contest.dense))
             synchronize(contest.device)
             took_us.append(1e6 * (time.perf_counter() - start))
         contest.check_tampering()
@@ -217,11 +217,17 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
     return contest.packed[key]
 
 
-def _stored(contender: Contender, dense: DenseOperands) -> Iterator[tuple[str, Format]]:
+def _stored(
+    problem: Problem, contender: Contender, dense: DenseOperands
+) -> Iterator[tuple[str, Format]]:
     """Yield each weight in the contender's format, or dense if that stores activations."""
     store = weights_format(contender.format).from_dense
-    for name, weight in dense.weights.items():
-        yield name, store(weight.detach(), **contender.params_of(name))
+    op, fields = load_op(problem.op), problem.fields
+    weights = without_mask(op, dense.weights) if contender.format == "dense" else dense.weights
+    for name, weight in weights.items():
+        of_mask = masks(contender.format) and name == op.mask
+        params = op.format_params(fields) if of_mask else contender.params_of(name)
+        yield name, store(weight.detach(), **params)
 
 
 def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, Format]) -> None:
@@ -230,7 +236,9 @@ def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, 
     references = {name: weakref.ref(array) for name, array in arrays.items()}
 
     def rewrite() -> None:
-        again = arrays_of(dict(_stored(contender, contest.dense)), contender.format)
+        again = arrays_of(
+            dict(_stored(contest.problem, contender, contest.dense)), contender.format
+        )
         for name, find in references.items():
             array = find()
             if array is not None and array.shape == again[name].shape:

@@ -44,6 +44,7 @@ CLOCKS = [
     (torch.cuda, "Event"),
     (torch.cuda, "synchronize"),
     (torch.cuda.Event, "record"),
+    (torch.cuda.Event, "query"),
     (torch.cuda.Event, "elapsed_time"),
 ]
 OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]

@@ -5,8 +5,8 @@
     ...
 
     scope    kernel  device time: two CUDA events around one replay of the launch's CUDA graph (or
-                     around the launch, if it cannot be captured), queued behind other work, so that
-                     no launch gap is included
+                     around the launch, if it cannot be captured). The stream is held until a turn
+                     is enqueued, so no launch gap is included (kernels/_common/gpu_clock.py)
              op      time as called from Python: events around the call on an idle stream; the
                      host's time for the launch is included
              chain   device time of a layer inside a chain: LAYERS layers of one shape, one after
@@ -19,6 +19,11 @@ The layers of a chain differ only in their seed. Each has weights, activations a
 own, so no layer finds in the L2 cache what another one read. None reads what another wrote, because
 Y is not as wide as X. A launch that cannot be captured has no chain.
 
+If the host is late all the same, the block is taken again, up to REPEATS times, and at most
+MOST_REPEATS times in all. `late` is the share of a contender's samples that stay late; the row is
+then marked (results/frame.py). Calls that cannot be captured are not held and often late, so they
+alone are no reason to repeat.
+
 On a CPU the host clock measures one call; scope and cache make no difference.
 
 Spot checks (spot_checks.py) are further calls among the samples, made in the same way and then
@@ -28,19 +33,22 @@ inspected; their times are not samples. sampling.py has the number of samples.
 import operator
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sparsebench.harness.bench.sampling import BLOCKS, budgeted
 from sparsebench.harness.bench.spot_checks import Outputs, Spots
 from sparsebench.kernels._common.capture import capturing
+from sparsebench.kernels._common.gpu_clock import GpuClock
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
-SPOT_FLUSHES = 12  # 27 µs each on an H200: time to enqueue a spot, where a block is queued up
+REPEATS, MOST_REPEATS = 2, 24  # of a block, of all blocks
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,17 @@ class Chain:
 
 @dataclass(frozen=True)
 class Samples:
-    """One contender's times in the order taken, `per_block` at a time."""
+    """One contender's times in the order taken, `per_block` at a time.
+
+    late  see above; None on a CPU and in scope op, where the host belongs to the sample
+    """
 
     times_us: tuple[float, ...]
     per_block: int
+    late: float | None
 
     def per_layer(self, layers: int) -> "Samples":
-        return Samples(tuple(round(us / layers, 3) for us in self.times_us), self.per_block)
+        return replace(self, times_us=tuple(round(us / layers, 3) for us in self.times_us))
 
 
 def ready(launch: Launch | Chain, device: torch.device) -> TimedCall:
@@ -114,30 +126,53 @@ def time_together(
         take = _host_clock(announce, spots)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # the first call may include warm-up
-    plans = [budgeted(min(t for _, t in times)) for times in zip(*trials, strict=True)]
+    plans = [budgeted(min(t.time_us for t in times)) for times in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
     turns = [
         spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]
         for i, plan in enumerate(plans)
     ]
-    samples: list[list[float]] = [[] for _ in contenders]
+    samples: list[list[Taken]] = [[] for _ in contenders]
+    repeats = MOST_REPEATS
     for block in range(BLOCKS):
         turn = [i for i, (blocks, _) in enumerate(plans) if block < blocks]
         draw.shuffle(turn)
         order = [(i, contenders[i], spot) for i in turn for spot in turns[i][block]]
-        for i, time_us in take(order):
-            samples[i].append(round(time_us, 3))
-    return [Samples(tuple(s), plan[1]) for s, plan in zip(samples, plans, strict=True)]
+        taken = take(order)
+        for _ in range(min(REPEATS, repeats)):
+            if not any(t.late and contenders[t.contender].clock == "graph" for t in taken):
+                break
+            taken, repeats = take(order), repeats - 1
+        for each in taken:
+            samples[each.contender].append(each)
+    asked = device.type == "cuda" and scope != "op"
+    return [
+        Samples(
+            tuple(round(t.time_us, 3) for t in of_one),
+            per_block,
+            sum(t.late for t in of_one) / len(of_one) if asked else None,
+        )
+        for of_one, (_, per_block) in zip(samples, plans, strict=True)
+    ]
 
 
 Order = list[tuple[int, TimedCall, str]]
 """The calls of a block: number, contender, and for a spot check its activations (A or B)."""
 
-Clock = Callable[[Order], list[tuple[int, float]]]
+
+class Taken(NamedTuple):
+    """A sample of a contender, by its number; `late` if the GPU may have waited for the host."""
+
+    contender: int
+    time_us: float
+    late: bool
+
+
+Clock = Callable[[Order], list[Taken]]
 
 
 def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> Clock:
-    def take(order: Order) -> list[tuple[int, float]]:
+    def take(order: Order) -> list[Taken]:
         times = []
         for i, contender, spot in order:
             if announce:
@@ -155,7 +190,7 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
             if spot and spots:
                 spots.inspect(i, spot, outputs.pop())
             else:
-                times.append((i, time_us))
+                times.append(Taken(i, time_us, late=False))
         return times
 
     return take
@@ -169,43 +204,39 @@ def _gpu_clock(
     idle: bool,
     cold: bool,
 ) -> Clock:
-    """Enqueue a whole block, then read its events, so that the GPU never waits for the host.
+    """Enqueue a whole block, a contender's samples under one hold, then read the events.
 
-    On an `idle` stream the GPU does wait: the host's time for the launch belongs to the sample.
+    On an `idle` stream nothing is held: the host's time for the launch belongs to the sample.
     """
-    flush = flusher(device)
+    flush, clock = flusher(device), GpuClock(device)
     wait = idle or announce is not None
 
-    def take(order: Order) -> list[tuple[int, float]]:
-        marks = []
-        if not cold:
-            for _, _, spot in order:
-                for _ in range(1 + SPOT_FLUSHES * bool(spot)):
-                    flush()
-        for i, contender, spot in order:
+    def take(order: Order) -> list[Taken]:
+        samples = []
+        turns = [[*turn] for _, turn in groupby(order, itemgetter(0))]
+        for turn in [[call] for call in order] if wait else turns:
             if announce:
-                announce(i)
-            outputs: list[Outputs] = []
-            keep = outputs.append if spot else id
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if not cold:
-                contender.call()
-            if spot and spots:
-                spots.write(spot)
-            if cold:
-                flush()
-            if idle:
-                torch.cuda.synchronize(device)
-            begin.record()
-            keep(contender.call())
-            end.record()
-            if spot and spots:
-                spots.inspect(i, spot, outputs.pop())
-            else:
-                marks.append((i, begin, end))
+                announce(turn[0][0])
+            with clock.held(not idle and turn[0][1].clock == "graph"):
+                for i, contender, spot in turn:
+                    outputs: list[Outputs] = []
+                    keep = outputs.append if spot else id
+                    if not cold:
+                        contender.call()
+                    if spot and spots:
+                        spots.write(spot)
+                    if cold:
+                        flush()
+                    if idle:
+                        torch.cuda.synchronize(device)
+                    sample = clock.sample(contender.call, keep)
+                    if spot and spots:
+                        spots.inspect(i, spot, outputs.pop())
+                    else:
+                        samples.append((i, sample))
             if wait:
                 torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)
-        return [(i, 1e3 * begin.elapsed_time(end)) for i, begin, end in marks]
+        return [Taken(i, sample.time_us, sample.late and not idle) for i, sample in samples]
 
     return take

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
 from pathlib import Path
 
 import torch
@@ -102,9 +101,9 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     device. With them it is the ratio of both bounds, neither of which is below an empty launch.
     Indices are not counted, except a bit per element for 2:4, which tensor cores need.
     """
-    op, dtype, whole = load_op(problem.op), problem["dtype"], elements(problem)
-    fields = op.sizes(problem.fields)
-    here = [name for name in whole if op.prunes(problem.fields, name)]
+    op, dtype = load_op(problem.op), problem["dtype"]
+    fields, whole = op.sizes(problem.fields), op.elements(problem)
+    here = [name for name in op.weights if op.prunes(problem.fields, name)]
     pruned = dict.fromkeys(whole, 0.0)
     pruned |= {name: level(fields, op.operands[name].shape) for name in here}
     nonzeros = {name: round(size * (1 - pruned[name])) for name, size in whole.items()}
@@ -119,18 +118,11 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     sides = [(dense, dense_bytes), (sparse, sparse_bytes)]
     if ceilings is None:
         return max(sides[0][0] / sides[1][0], sides[0][1] / sides[1][1])
-    out = problem["m"] * fields.get("n", fields.get("vocab", 0)) * OUTPUTS[dtype].itemsize
+    width = fields.get("n", fields.get("vocab", fields.get("q_width", 0)))
+    out = fields.get("queries", problem["m"]) * width * OUTPUTS[dtype].itemsize
     times = [ceilings.bound(dtype, *side, out, "cold") for side in sides]
     dense_us, sparse_us = (max(ceilings.launch_us, t[0]) if t else 0.0 for t in times)
     return dense_us / sparse_us if sparse_us else most(problem)
-
-
-def elements(problem: Problem) -> dict[str, int]:
-    """Return the number of elements of each weight of a problem."""
-    op = load_op(problem.op)
-    sizes = op.sizes(problem.fields)
-    shapes = {name: op.operands[name].shape for name in op.weights}
-    return {name: prod(sizes[each] for each in shape) for name, shape in shapes.items()}
 
 
 def bounds(part: Part, ceilings: Ceilings | None = None) -> dict[str, float]:

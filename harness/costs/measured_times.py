@@ -17,7 +17,7 @@ repeat cost.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log, prod
+from math import log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -195,6 +195,7 @@ def product(problem: Problem) -> tuple[Any, ...]:
 def log_size(problem: Problem) -> float:
     """Return the logarithm of the multiplications with a problem's first weight, if dense."""
     op = load_op(problem.op)
-    sizes, first = op.sizes(problem.fields), op.weights[0]
-    elements = prod(sizes[name] for name in op.operands[first].shape)
-    return log(max(1, problem["m"] * elements * op.copies(problem.fields, first)))
+    first, full = op.weights[0], op.elements(problem)
+    if op.mask:
+        return log(max(1.0, op.flops(problem, full)))
+    return log(max(1, problem["m"] * full[first] * op.copies(problem.fields, first)))

@@ -3,7 +3,7 @@
     GPU     other processes and utilization, before anything of ours runs
             a second of load: slowdowns, clocks, temperature, power; settings and memory errors
     host    load, governor, libraries; for a CPU also threads and the clock's step
-    times   A/A pairs; on a GPU also an empty sample, and one op by several clocks
+    times   A/A pairs; on a GPU also an empty launch, and one op by several clocks
 
 The doctor changes no setting. Conditions may differ during a run; its rows are marked one by one.
 """
@@ -36,10 +36,10 @@ def examine(device: torch.device) -> list[Finding]:
     results += _on_host(device, runnable)
     results += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
     if device.type == "cuda":
-        nothing_us = device_ceilings.nothing_us(device)
-        results.append(timing_checks.nothing(nothing_us))
+        empty_launch_us = device_ceilings.empty_launch_us(device)
+        results.append(timing_checks.empty_launch(empty_launch_us))
         clocks = timing_checks.read_clocks(device)
-        results += [timing_checks.agreement(times_us, nothing_us) for times_us in clocks]
+        results += [timing_checks.agreement(times_us, empty_launch_us) for times_us in clocks]
     return results
 
 

@@ -4,7 +4,7 @@
     clocks       graph     events around the replay of a captured call
                  events    events around the call as torch launches it
                  CUPTI     the kernels' own durations, by torch's profiler: no launch, no gap
-    nothing      events around the replay of almost no work: part of every sample on a GPU
+    empty launch events around the replay of almost no work: the floor of an isolated call on a GPU
 
 Functions that begin with `read_` take readings; the others judge them. A/A pairs are cold, as in a
 run. Clocks are compared hot, because the profiler would time the flush too, and on the same few
@@ -74,16 +74,16 @@ def floor(kind: str, logs: Sequence[float]) -> Finding:
     return Finding(Level.WARNING if largest > warning else Level.NOTE, check, reading, means, do)
 
 
-def nothing(time_us: float) -> Finding:
-    """Report the cost of an empty sample, which compresses ratios of short ops."""
-    means = "ratios of ops as short as that are not meaningful"
-    return ok("an empty sample", f"{time_us:.2g} µs: {means}")
+def empty_launch(time_us: float) -> Finding:
+    """Report the floor of an isolated call, which pulls ratios of short calls towards 1."""
+    means = "ratios of calls that take little more are not meaningful"
+    return ok("an empty launch", f"{time_us:.2g} µs: {means}")
 
 
-def agreement(times_us: Mapping[str, float], nothing_us: float) -> Finding:
+def agreement(times_us: Mapping[str, float], empty_launch_us: float) -> Finding:
     """Compare one op's time by several clocks with the replay of its graph.
 
-    Durations of kernels are shorter by the cost of a pair of events: an empty sample.
+    Durations of kernels are shorter by the cost of a pair of events: an empty launch.
     """
     graph_us = times_us["graph"]
     check = f"clocks, {graph_us:.3g} µs op"
@@ -94,7 +94,7 @@ def agreement(times_us: Mapping[str, float], nothing_us: float) -> Finding:
     if "CUPTI" not in apart:
         reading += "; CUPTI reports nothing here"
     if graph_us < LONG_US or all(
-        abs(part) <= DISAGREE + (nothing_us / graph_us if name == "CUPTI" else 0)
+        abs(part) <= DISAGREE + (empty_launch_us / graph_us if name == "CUPTI" else 0)
         for name, part in apart.items()
     ):
         return ok(check, reading)

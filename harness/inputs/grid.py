@@ -40,6 +40,33 @@ class Grid:
         return self.rows * self.columns
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Masks of attention, one below the other, in cells of `block` queries and keys.
+
+    count   masks: one for each list of each sequence (formats/block_mask.py)
+    tokens  queries and keys of each
+    causal  query q sees keys up to q + keys - queries
+    video   frames, rows and columns of a video whose tokens these are, if that is known
+    """
+
+    count: int
+    tokens: tuple[int, int]
+    block: tuple[int, int]
+    causal: bool = False
+    video: tuple[int, int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Count the block rows of one mask."""
+        return -(-self.tokens[0] // self.block[0])
+
+    @property
+    def columns(self) -> int:
+        """Count the block columns of one mask."""
+        return -(-self.tokens[1] // self.block[1])
+
+
 Score = Callable[[Grid], Tensor]
 """Maps a grid to a non-negative integer for each cell, row by row."""
 

@@ -46,7 +46,7 @@ from sparsebench.harness.run.tuning import tune
 from sparsebench.harness.shared_runs import shared_folder
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
-from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common import front, tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
@@ -62,6 +62,7 @@ SAFE = 0.9  # share of the time left that is planned; later processes leave out 
 # Start of a later process over the first one: with enough cores it imports beside the one before.
 AGAIN = 0.25 if len(os.sched_getaffinity(0)) >= 4 else 1.0
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
+FRONT = (sys.executable, "-P", "-c", f"from {front.__name__} import front_type; front_type()")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
 PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
 MOST = 8  # processes of a verdict, if all problems fit; else FEWEST
@@ -154,7 +155,13 @@ def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
 
 
 def _doctor(survey: Survey, end: float, progress: Progress) -> str:
-    findings = [] if simulated(survey.device) else _examined(survey.device)
+    if simulated(survey.device):
+        findings = []
+    elif survey.device == "cpu":
+        findings = _examined(survey.device)
+    else:  # front.cpp takes 20 s on its first use; the doctor leaves all but one core idle
+        with subprocess.Popen(FRONT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            findings = _examined(survey.device)
     store.write_json(survey.path / "fitness.json", findings)
     return ""
 

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import Tensor
 
+from sparsebench.formats._format import is_stored
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem, Value
 
@@ -41,9 +42,12 @@ class Operand:
     activation  passed dense to every call
     pattern     stored like a weight, but only its indices matter: the definition does not take it,
                 and the output, of the same sizes, has an element where it stores one
+    mask        stored like a weight, but all its elements are ones and zeros, which say what the
+                op leaves out. Contenders of format dense leave nothing out: they get ones, and are
+                judged by the definition of ones
     """
 
-    role: Literal["weight", "activation", "pattern"]
+    role: Literal["weight", "activation", "pattern", "mask"]
     shape: tuple[str, str]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=lambda: DTYPES)
 
@@ -74,10 +78,16 @@ class Op:
     parts         problem -> the rows of each result, if the output has several one below the
                   other, each judged by its own size; default: one result
     sizes         a problem's fields -> all sizes that operands name; default: the fields
-    example       sizes of a small problem, for checks of this contract (harness/testing), if not
+    example       fields of a small problem, for checks of this contract (harness/testing), if not
                   any number is valid; default: any numbers
     prunes        (a problem's fields, weight's name) -> whether the pattern applies to that weight;
                   default: to all
+    counts        (problem, weights) -> what `flops` and `fewest_bytes` read as non-zeros, by name,
+                  of each weight and possibly of more; default: elements that are not zero
+    full          problem -> the same counts if nothing is pruned; default: elements
+    format_params a problem's fields -> parameters of from_dense for a format of masks
+    derived       activations that `derive` computes in floating point, which the digest of the
+                  operands leaves out: two devices may differ in a rounding
     copies        (a problem's fields, operand's name) -> how many copies a kernel holds; default: 1
     """
 
@@ -95,9 +105,13 @@ class Op:
     keeps_first: Callable[[Problem, str], bool] = lambda *_: False
     parts: Callable[[Problem], tuple[int, ...]] = lambda problem: ()
     sizes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields
-    example: Mapping[str, int] = field(default_factory=dict)
+    example: Mapping[str, Any] = field(default_factory=dict)
     prunes: Callable[[Mapping[str, Any], str], bool] = lambda *_: True
     copies: Callable[[Mapping[str, Any], str], int] = lambda *_: 1
+    counts: Callable[[Problem, Mapping[str, Tensor]], dict[str, int]] | None = None
+    full: Callable[[Problem], dict[str, int]] | None = None
+    format_params: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    derived: tuple[str, ...] = ()
 
     @property
     def defaults(self) -> dict[str, Value]:
@@ -117,6 +131,25 @@ class Op:
     def pattern(self) -> str | None:
         """Return the name of the operand whose pattern the output has; None if it is dense."""
         return next((name for name, o in self.operands.items() if o.role == "pattern"), None)
+
+    @property
+    def mask(self) -> str | None:
+        """Return the name of the operand with the role mask, if there is one."""
+        return next((name for name, o in self.operands.items() if o.role == "mask"), None)
+
+    def nonzeros(self, problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        """Count the non-zeros of each weight; -0.0 is zero."""
+        if self.counts:
+            return self.counts(problem, weights)
+        return {name: int(is_stored(weight).sum()) for name, weight in weights.items()}
+
+    def elements(self, problem: Problem) -> dict[str, int]:
+        """Return the non-zeros of each weight if nothing is pruned."""
+        if self.full:
+            return self.full(problem)
+        sizes = self.sizes(problem.fields)
+        shapes = {name: self.operands[name].shape for name in self.weights}
+        return {name: sizes[rows] * sizes[columns] for name, (rows, columns) in shapes.items()}
 
     def held_bytes(self, problem: Problem) -> int:
         """Return the bytes that a dense kernel holds for a problem, without the output."""

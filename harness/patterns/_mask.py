@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsebench._discovery import load, modules, unknown
 from sparsebench.errors import SuiteError
-from sparsebench.harness.inputs.grid import Score, best
+from sparsebench.harness.inputs.grid import Score, Stack, best
 from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
@@ -39,9 +39,12 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
     rule = _rule(fields, shape)
     rows, columns = _pruned(rule, requested)
     part = rows * columns / rule.grid.cells
-    nearest = part * (rule.group - _kept(rule, requested)) / rule.group
+    of = rule.of or rule.group
+    nearest = part * (of - _kept(rule, requested)) / of
     if abs(requested - nearest) > TOLERANCE * (1 - requested):
-        grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {rule.grid.r}x{rule.grid.c} blocks"
+        masks: Stack | None = fields.get("masks")
+        r, c = masks.block if masks else (rule.grid.r, rule.grid.c)
+        grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {r}x{c} blocks"
         request = f"pattern {fields['pattern']}: sparsity {requested:g}"
         raise SuiteError(f"{request} cannot be met by a {grid}: the nearest level is {nearest:.6g}")
     return nearest
@@ -67,8 +70,13 @@ def mask(
 
 def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
     block, (n, k) = fields["block"], (fields[size] for size in sizes)
+    pattern, masks = _pattern(fields["pattern"]), fields.get("masks")
+    if masks:
+        block = 1
+        if masks.causal and not (pattern.causal or fields["sparsity"] == 0):
+            raise SuiteError(f"pattern {fields['pattern']}: expected a pattern that can be causal")
     r, c = (block, block) if isinstance(block, int) else block
-    rule = _pattern(fields["pattern"]).rule(Weight(n, k, r, c, sizes))
+    rule = pattern.rule(Weight(n, k, r, c, sizes, masks))
     if not isinstance(rule, Rule):
         raise SuiteError(f"{fields['pattern']}: expected a Rule of a weight, found {rule!r}")
     return rule
@@ -86,9 +94,11 @@ def _pattern(name: str) -> Pattern:
 
 def _kept(rule: Rule, sparsity: float) -> int:
     """Return how many cells of a group are kept, at least one."""
-    requested = rule.group * (1 - sparsity)
+    requested = (rule.of or rule.group) * (1 - sparsity)
     if rule.kept is None:
         return max(1, round(requested))
+    if isinstance(rule.kept, range):
+        return min(max(round(requested), rule.kept.start), rule.kept.stop - 1)
     return min(rule.kept, key=lambda count: abs(count - requested))
 
 

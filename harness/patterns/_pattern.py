@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebench.harness.inputs.grid import Grid, Score
+from sparsebench.harness.inputs.grid import Grid, Score, Stack
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Weight:
     """The weight to prune: `n` rows, `k` columns, and the block `r` x `c` that the problem names.
 
     `sizes` names the fields of n and k: ("n", "k"), or ("k", "n") for the down weight of an MLP.
+
+    The mask of an attention is a weight of which each element stands for a block. `masks` has its
+    geometry.
     """
 
     n: int
@@ -31,6 +34,12 @@ class Weight:
     r: int
     c: int
     sizes: tuple[str, str]
+    masks: Stack | None = None
+
+    @property
+    def stack(self) -> Stack:
+        """Return the geometry of the masks; another weight is one mask of its blocks."""
+        return self.masks or Stack(1, (self.n, self.k), (self.r, self.c))
 
     @property
     def blocks(self) -> Grid:
@@ -48,6 +57,7 @@ class Rule:
     kept   the numbers of cells that can be kept; the nearest is used. Default: any number
     score  maps (grid, number kept, the weight's score) to a replacement for that score: a
            non-negative integer for each cell. Default: the weight's score
+    of     the cells of a group that the sparsity counts; the others score 0. Default: all
     front  maps the sparsity to the first rows and columns of the grid to which the rule applies;
            all cells behind them are kept. Default: the whole grid
     """
@@ -57,6 +67,7 @@ class Rule:
     kept: Sequence[int] | None = None
     score: Callable[[Grid, int, Score], Tensor] | None = None
     front: Callable[[float], tuple[int, int]] | None = None
+    of: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,9 @@ class Pattern:
     rule     maps the weight to its Rule. Raises SuiteError if the weight cannot have the pattern
     derived  maps a problem's fields to further values: a suite writes `$name` for them in the
              params of a format, so that the format agrees with the pattern. Default: none
+    causal   the rule leaves out what a causal mask cannot have. Default: it does not
     """
 
     rule: Callable[[Weight], Rule]
     derived: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    causal: bool = False

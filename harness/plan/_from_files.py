@@ -86,7 +86,8 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
     path = sources.located(source, data)
     rows, columns, level = sources.shape_and_level(path, source.tensor)
     names = op.operands[op.weights[0]].shape
-    from_source: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
+    sizes = {} if op.mask else dict(zip(names, (rows, columns), strict=True))
+    from_source: dict[str, Any] = sizes
     if level is None:
         return from_source
     return from_source | {"sparsity": min(round(level, 6), HIGHEST)}

@@ -41,7 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparsebench._discovery import canonical, did_you_mean, documents, unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, parameters
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
@@ -307,7 +307,7 @@ def _contenders(
     if kernel.consumes != "any" and len(names) > 1:
         expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
         raise SuiteError(f"{where}: {expected}, found {entry.format}")
-    accepted = keywords(weights_format(entry.format).from_dense)
+    accepted = parameters(entry.format)
     of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in accepted}
     _known(f"{where}.params", entry.params, accepted, of_one)
     if not removal(entry.kernel):

@@ -27,18 +27,21 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, OnFailure, ignore_failure
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import keywords, load_kernel, load_op, weights_format
+from sparsebench.harness.catalog import keywords, load_kernel, load_op, parameters
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call_each
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results import files
-from sparsebench.results.frame import frame
+from sparsebench.results.contests import SHORT_US
+from sparsebench.results.frame import HOST_LATE, frame
 from sparsebench.results.record import Row, Status
 
 OWN = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of bound", "error", "of usual", "of allowed"
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
+ON_CUDA = {"attention": "sdpa_cudnn", "attention_backward": "sdpa_cudnn_backward"}
+"""The baselines by device, and on CUDA those of ops that cuBLAS does not compute."""
 DTYPES = {"cuda": "bf16", "cpu": "fp32"}
 CLOCKS = {
     "graph": "device time of a CUDA-graph replay, cold L2",
@@ -49,10 +52,11 @@ CLOCKS = {
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A row of the kernel, one of its baseline, and the device's name."""
+    """A row of the kernel, one of its baseline, the device's name and its empty launch."""
 
     rows: list[Row]
     device: str
+    launch_us: float
 
     @property
     def right(self) -> bool:
@@ -78,14 +82,15 @@ def try_kernel(
     for contender in sorted(contenders, key=lambda contender: contender.baseline):
         if reason := unsupported(planned.problem, contender, device):
             raise Unsupported(f"{contender.kernel}: {reason}")
-    options = ContestOptions(ceilings=ceilings.measure(device))
+    measured = ceilings.measure(device)
+    options = ContestOptions(ceilings=measured)
     rows, _ = contest.run(planned.problem, contenders, device, data, options, on_failure=on_failure)
     rows = sorted(rows, key=lambda row: row.case.contender.baseline)
     for row in rows:
         if row.status is Status.UNSUPPORTED:
             raise Unsupported(f"{row.case.contender.kernel}: {row.detail}")
     called = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return TrialResult(rows, called)
+    return TrialResult(rows, called, measured.launch_us)
 
 
 def repeat(
@@ -112,7 +117,9 @@ def plan(
     settings = {word: values.pop(word) for word in OWN & values.keys()}
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
-    baseline, seed = str(settings.get("baseline", BASELINES[device.type])), settings.get("seed", 0)
+    usual = ON_CUDA.get(op) if device.type == "cuda" else None
+    baseline = str(settings.get("baseline", usual or BASELINES[device.type]))
+    seed = settings.get("seed", 0)
     if type(seed) is not int:
         raise SuiteError(f"try: seed: expected an integer, found {seed!r}")
     fields, options, params = _sorted_out(values, kernel, op, stored)
@@ -134,7 +141,7 @@ def plan(
 
     every = expanded(params).problem.fields
     values = {**every, **derived(every)}  # a parameter takes the value of a field of its name
-    names = keywords(weights_format(stored).from_dense) & values.keys()
+    names = parameters(stored) & values.keys()
     return expanded({name: values[name] for name in names} | params)
 
 
@@ -167,7 +174,7 @@ def _sorted_out(
     """Divide the words into the problem's fields, the kernel's options, the format's params."""
     loaded = load_op(op)
     fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
-    params = keywords(weights_format(stored).from_dense)
+    params = parameters(stored)
     params |= {f"{weight}.{name}" for weight in loaded.weights for name in params}
     names = fields | options | params | OWN
     for name in values.keys() - names:
@@ -201,22 +208,32 @@ def report(result: TrialResult) -> Group:
         errors = f"{row.error or 0:.1e}", f"{line.error_of_usual:.2f}"
         allowed = f"{row.error_of_bound or 0:.2f}"
         shown.add_row(label, f"{line.median_us:.2f}", quartiles, faster, of_bound, *errors, allowed)
-    return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result.device))
+    return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result))
 
 
-def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
+def _marked(line: pd.Series) -> str:
+    """List the marks of a row, with the share of late samples."""
+    late = f" ({line.late:.1%} of the samples)" if line.late > 0 else ""
+    return str(line["mark"]).replace(HOST_LATE, HOST_LATE + late)
+
+
+def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
+    floor = f"{result.launch_us:.2f} µs, the floor of an isolated call"
+    short = row.clock != "host" and line.median_us < SHORT_US
     weights = ""
     if row.stored_bytes and row.dense_bytes:
         weights = f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"
     facts = {
+        "slower than it should be": _marked(line),
         "accuracy": str(line.marks),
         "choice": choice,
         "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
+        "empty launch": floor if short else "",
         "weights": weights,
         "before the first call": f"convert {row.convert_us or 0:.0f} µs, "
         f"prepare {row.prepare_s or 0:.2f} s",
         "machine code": row.code or "",
     }
     lines = [f"{name}: {escape(text)}" for name, text in facts.items() if text]
-    return [*lines, f"{device}, {CLOCKS[row.clock]}, one process: a look"]
+    return [*lines, f"{result.device}, {CLOCKS[row.clock]}, one process: a look"]

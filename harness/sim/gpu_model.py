@@ -67,10 +67,13 @@ class Fault(_Model):
     out_of_memory  the case does not fit      failed      it raises
     wrong          the output is wrong        throttle    the whole contest slows down midway
     slow_start     the first block takes longer
+    host_late      in every block, the GPU waits for the host once
     """
 
     when: str
-    fault: Literal["crash", "hang", "out_of_memory", "failed", "wrong", "throttle", "slow_start"]
+    fault: Literal[
+        "crash", "hang", "out_of_memory", "failed", "wrong", "throttle", "slow_start", "host_late"
+    ]
     process: NonNegativeInt | None = None
 
 

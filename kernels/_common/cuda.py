@@ -22,7 +22,7 @@ from pathlib import Path
 from struct import Struct, calcsize
 from tempfile import TemporaryDirectory
 from threading import local
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,17 +131,25 @@ class Loaded:
 class Tape:
     """What a thread launched and made while `taping` (front.py).
 
+    launches  kernels with their arguments, and copies of transposed blocks, in order
     made      tensors that the launches write, the result last
     kept      owners of the other memory that the launches read
     complete  every kernel of the call is on the tape
     dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
-    launches: list[tuple[Loaded, Arguments]] = field(default_factory=list)
+    launches: "list[tuple[Loaded, Arguments] | Turned]" = field(default_factory=list)
     made: list[Tensor] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     complete: bool = True
     dense: Tensor | None = None
+
+
+class Turned(NamedTuple):
+    """A copy by torch: `made` [blocks, c, r] becomes the transposed `blocks` [blocks, r, c]."""
+
+    blocks: Tensor
+    made: Tensor
 
 
 class _Thread(local):
@@ -167,11 +175,14 @@ def on_tape(
     kept: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
+    turned: Turned | None = None,
 ) -> None:
     """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
     tape.dense = dense
+    if turned is not None:
+        tape.launches.append(turned)
     if made is not None:
         tape.made.append(made)
     tape.kept += kept

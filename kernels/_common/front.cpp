@@ -1,86 +1,48 @@
-// Calls of frozen layers without Python: check that nothing changed, patch arguments, launch.
+// Calls of planned layers without Python: check that nothing changed, patch arguments, launch.
 //
-//   layer(x) --> Front(x) --> guards hold --> the entry for x --> allocate, patch, launch --> y
-//                    |                              |
+//   layer(x) --> Front(x) --> guards hold --> the entry for x --> launch --> y
+//                    |                              |               |  if a gradient is needed:
 //                    +------ None: the layer takes its path in Python, and front.py records it
+//                                                                   |
+//   backward of y  --> the entries for dy --> launch --> dX, dW <---+  (Product, a node of autograd)
+//                              |
+//                              +--> none, or create_graph: `derivative`, a function in Python
 //
-//   guard   an attribute of the layer is the same tensor object, at the same address, and torch has
-//           counted no write to it; gradients, modes, autocast, captures and threads are as recorded
-//   entry   for a number of tokens, a stride and a stream: the launches that Python recorded, as bytes
-//           of their arguments, and the places in them where addresses of tensors stand
+//   guard   an attribute of the layer is the same tensor object, at the same address, with the same
+//           requires_grad, and torch has counted no write to it if the recording read it earlier
 //
-// The addresses in recorded arguments are found by value (front.py). Arguments are copied for each
-// call, so threads do not share them. The driver's functions come as addresses, so that this file
-// needs no CUDA header and a test can stand in for the driver.
+// front.hpp has the entries. A node of autograd holds the Front that made it.
 
-#define PY_SSIZE_T_CLEAN
+#include "front.hpp"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/add_ops.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear_ops.h>
-#include <Python.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <structmember.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <string>
-#include <vector>
+#include <exception>
 
 namespace {
 
-struct Attribute { int number, padding; uint32_t words[16]; };  // CUlaunchAttribute
-struct Config {                                                 // CUlaunchConfig
-  uint32_t grid[3], block[3], shared_bytes;
-  void* stream;
-  Attribute* attributes;
-  uint32_t count;
+// The inputs: x, and values that can be trained; dy and values; dy and x.
+enum Op { LINEAR, DGRAD, WGRAD, OPS };
+struct Guard {
+  PyObject *dict, *name, *object;
+  at::Tensor tensor;
+  void* address;
+  int64_t version;  // -1: writes do not matter, because every call reads the tensor
+  bool requires_grad;
 };
-using LaunchFn = int (*)(const Config*, void*, void**, void**);
-using StreamFn = int (*)(int32_t, void**);
-using CapturingFn = int (*)(void*, int*);
-LaunchFn launch_kernel = nullptr;    // cuLaunchKernelEx
-StreamFn current_stream = nullptr;   // aoti_torch_get_current_cuda_stream
-CapturingFn is_capturing = nullptr;  // cuStreamIsCapturing
-
-struct Patch { int operand; uint32_t offset; };
-struct Step {
-  void* function;
-  uint32_t grid, threads, shared_bytes;
-  std::vector<Attribute> attributes;
-  std::vector<char> image;
-  std::vector<uint32_t> parameters;  // their offsets in the image
-  std::vector<Patch> patches;
-};
-struct Made { at::ScalarType dtype; std::vector<int64_t> sizes; };  // a tensor that a step writes
-constexpr size_t MOST = 64;  // entries; the oldest makes room
-struct Entry {
-  int64_t tokens, stride;
-  void* stream;
-  c10::DispatchKeySet keys, included, excluded;  // of x; of this thread: modes, autocast
-  std::vector<Made> made;  // the last is the output
-  std::vector<Step> steps;
-  at::Tensor bias, dense;  // dense: no launch was recorded; torch multiplies by this weight
-  PyObject* owners = nullptr;  // of the other memory that the launches read
-  ~Entry() { Py_XDECREF(owners); }
-};
-struct Guard { PyObject *dict, *name, *object; at::Tensor tensor; void* address; int64_t version; };
 
 struct Front {
   PyObject_HEAD
   vectorcallfunc call;
   std::vector<Guard>* guards;
-  std::vector<std::shared_ptr<Entry>>* entries;
-  at::ScalarType dtype;
-  c10::Device* device;
-  int64_t depth, left, limit;  // calls until the layer must look again; a limit of 0: never
-  char stale;                  // a guard failed: this object must be replaced
+  Entries* entries;         // [OPS]
+  PyObject* derivative;     // or nullptr: calls that need a gradient are not for this object
+  at::Tensor *values, *bias;  // that may have a gradient, or undefined
+  char keeps_x;               // whether the derivative needs X for dX
+  int64_t left, limit;  // calls until the layer must look again; a limit of 0: never
+  char stale;           // a guard failed: this object must be replaced
 };
 
 bool has_forward_gradient(const at::Tensor& t) {
@@ -96,8 +58,8 @@ bool guards_hold(Front* self) {
     }
     const at::Tensor& t = guard.tensor;
     if (!t.defined()) continue;
-    if (t.data_ptr() != guard.address || static_cast<int64_t>(t._version()) != guard.version)
-      return false;
+    if (t.data_ptr() != guard.address || t.requires_grad() != guard.requires_grad) return false;
+    if (guard.version >= 0 && static_cast<int64_t>(t._version()) != guard.version) return false;
     if (has_forward_gradient(t)) return false;
   }
   return true;
@@ -111,220 +73,298 @@ bool needs_gradient(Front* self, const at::Tensor& x) {
   return false;
 }
 
-at::Tensor run(const Entry& entry, const at::Tensor& x) {
-  if (entry.dense.defined()) {
-    c10::AutoGradMode no_gradient(false);
-    return at::_ops::linear::call(
-        x, entry.dense, entry.bias.defined() ? std::optional<at::Tensor>(entry.bias) : std::nullopt);
+// ---- autograd ----
+
+// What a node of autograd holds: the Front, and whether values and bias are among its inputs.
+struct Owner : torch::CustomClassHolder {
+  Front* front;
+  explicit Owner(Front* front) : front(front) { Py_INCREF(front); }
+  ~Owner() override { release(reinterpret_cast<PyObject*>(front)); }
+};
+
+// Computes dX and dW, which are undefined where not needed. Returns false if no entry is for dy.
+bool replay(Front* front, at::Tensor dy, const at::Tensor& x, const at::Tensor& values,
+            bool for_x, bool for_values, at::Tensor& dx, at::Tensor& dw) {
+  Layout layout;
+  if (!thread_is_ready() || dy.key_set().has_any(c10::python_ks) || dy.layout() != at::kStrided)
+    return false;
+  if (!layout_of(dy, layout) || (layout.rows > 1 && layout.stride < layout.columns)) {
+    dy = dy.contiguous();  // an expanded dy, for one
+    if (reinterpret_cast<uintptr_t>(dy.data_ptr()) % 16) dy = dy.clone();
   }
-  std::vector<at::Tensor> operands;
-  operands.reserve(1 + entry.made.size());
-  operands.push_back(x);
-  for (size_t i = 0; i < entry.made.size(); i++) {
-    const Made& made = entry.made[i];
-    std::vector<int64_t> sizes = made.sizes;
-    if (i + 1 == entry.made.size() && x.dim() != 2) {  // the output has the leading sizes of x
-      sizes.assign(x.sizes().begin(), x.sizes().end());
-      if (sizes.size() == 1) sizes = {made.sizes[1]};
-      else sizes.back() = made.sizes[1];
-    }
-    operands.push_back(at::empty(sizes, x.options().dtype(made.dtype).requires_grad(false)));
-  }
-  for (const Step& step : entry.steps) {
-    alignas(64) char image[8192];
-    std::memcpy(image, step.image.data(), step.image.size());
-    for (const Patch& patch : step.patches) {
-      const void* address = operands[patch.operand].data_ptr();
-      std::memcpy(image + patch.offset, &address, sizeof address);
-    }
-    void* parameters[64];
-    for (size_t i = 0; i < step.parameters.size(); i++) parameters[i] = image + step.parameters[i];
-    Config config{{step.grid, 1, 1}, {step.threads, 1, 1}, step.shared_bytes, entry.stream,
-                  const_cast<Attribute*>(step.attributes.data()),
-                  static_cast<uint32_t>(step.attributes.size())};
-    if (int result = launch_kernel(&config, step.function, parameters, nullptr))
-      throw std::runtime_error("launch of " + std::to_string(step.grid) + " CTAs of " +
-                               std::to_string(step.threads) + ": error " + std::to_string(result));
-  }
-  at::Tensor y = std::move(operands.back());
-  if (entry.bias.defined()) {
-    c10::AutoGradMode no_gradient(false);
-    at::_ops::add__Tensor::call(y, entry.bias, 1);
-  }
-  return y;
+  Place place;
+  if (!place_of(dy, place) || captures(place.stream)) return false;
+  const Inputs of_x{dy, values}, of_values{dy, x};
+  const auto entry_x = for_x ? front->entries[DGRAD].find(of_x, place) : nullptr;
+  const auto entry_values = for_values ? front->entries[WGRAD].find(of_values, place) : nullptr;
+  if ((for_x && !entry_x) || (for_values && !entry_values)) return false;
+  if (for_x) dx = run(*entry_x, of_x, true);
+  if (for_values) dw = run(*entry_values, of_values, false);
+  return true;
 }
+
+// Calls derivative(front, dy, x, values, for_x, for_values), which returns dX and dW or None.
+void differentiate(Front* front, const at::Tensor& dy, const at::Tensor& x,
+                   const at::Tensor& values, bool for_x, bool for_values, at::Tensor& dx,
+                   at::Tensor& dw) {
+  const pybind11::gil_scoped_acquire gil;
+  PyObject *result_x = nullptr, *result_values = nullptr;
+  const auto wrapped = [](const at::Tensor& t) {  // an undefined tensor becomes None
+    return THPVariable_Wrap(t);
+  };
+  PyObject* result =
+      PyObject_CallFunction(front->derivative, "ONNNii", front, wrapped(dy), wrapped(x),
+                            wrapped(values), for_x ? 1 : 0, for_values ? 1 : 0);
+  if (!result || !PyArg_ParseTuple(result, "OO", &result_x, &result_values)) {
+    Py_XDECREF(result);
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  if (result_x != Py_None) dx = THPVariable_Unpack(result_x);
+  if (result_values != Py_None) dw = THPVariable_Unpack(result_values);
+  Py_DECREF(result);
+}
+
+struct Product : torch::autograd::Function<Product> {
+  using Context = torch::autograd::AutogradContext;
+
+  static at::Tensor forward(Context* context, const at::Tensor& x,
+                            const std::optional<at::Tensor>& values,
+                            const std::optional<at::Tensor>& bias, const Entry* entry,
+                            const Inputs* inputs, const c10::intrusive_ptr<Owner>& owner) {
+    const bool keeps_x = owner->front->keeps_x || (values.has_value() && values->requires_grad());
+    const bool keeps_values = values.has_value() && x.requires_grad();
+    context->save_for_backward({keeps_x ? x : at::Tensor(), keeps_values ? *values : at::Tensor()});
+    context->saved_data["owner"] = c10::IValue::make_capsule(owner);
+    context->saved_data["values"] = values.has_value();
+    if (bias.has_value()) context->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
+    return run(*entry, *inputs, true);
+  }
+
+  static torch::autograd::variable_list backward(Context* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const auto owner = context->saved_data["owner"].toCapsule();
+    Front* front = static_cast<Owner*>(owner.get())->front;
+    const size_t values_too = context->saved_data["values"].toBool() ? 1 : 0;
+    const auto dtype = context->saved_data.find("bias");
+    const bool biased = dtype != context->saved_data.end();
+    const bool for_x = context->needs_input_grad(0);
+    const bool for_values = values_too && context->needs_input_grad(1);
+    const bool for_bias = biased && context->needs_input_grad(1 + values_too);
+    const at::Tensor& dy = gradients[0];
+    at::Tensor dx, dw, dbias;
+    if (for_bias) {
+      const auto type = static_cast<at::ScalarType>(dtype->second.toInt());
+      dbias = dy.dim() < 2 ? dy.to(type) : dy.flatten(0, -2).sum(0, false, type);
+    }
+    const bool again = c10::GradMode::is_enabled();  // create_graph
+    if ((for_x || for_values) &&
+        (again || !replay(front, dy, saved[0], saved[1], for_x, for_values, dx, dw)))
+      differentiate(front, dy, saved[0], saved[1], for_x, for_values, dx, dw);
+    return {dx, dw, dbias, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+// ---- calls ----
 
 // Returns y, or None if the layer must take its path in Python.
 PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  HANDLE_TH_ERRORS
   Front* self = reinterpret_cast<Front*>(object);
   if (PyVectorcall_NARGS(flags) != 1 || names || !THPVariable_CheckExact(args[0])) Py_RETURN_NONE;
   const at::Tensor& x = THPVariable_Unpack(args[0]);
-  thread_local bool ready = false;  // the path in Python gives a new thread its context
-  if (!ready) {
-    ready = true;
-    Py_RETURN_NONE;
-  }
-  const int64_t dims = x.dim();
-  if (dims < 1 || x.scalar_type() != self->dtype || x.device() != *self->device ||
-      x.size(-1) != self->depth || has_forward_gradient(x))
-    Py_RETURN_NONE;
-  if (dims != 2 && !x.is_contiguous()) Py_RETURN_NONE;
-  const int64_t tokens = dims == 2 ? x.size(0) : x.numel() / self->depth;
-  const int64_t stride = dims == 2 ? x.stride(0) : self->depth;
-  if ((dims == 2 && x.stride(1) != 1) || reinterpret_cast<uintptr_t>(x.data_ptr()) % 16)
-    Py_RETURN_NONE;
-  if (needs_gradient(self, x)) Py_RETURN_NONE;
+  if (!thread_is_ready() || has_forward_gradient(x)) Py_RETURN_NONE;
+  const bool differentiated = needs_gradient(self, x);
+  if (differentiated && !self->derivative) Py_RETURN_NONE;
   if (!guards_hold(self)) {
     self->stale = 1;
     Py_RETURN_NONE;
   }
   if (self->limit && --self->left <= 0) Py_RETURN_NONE;
-  void* stream = nullptr;
-  if (x.is_cuda()) {
-    auto* guard = c10::impl::getDeviceGuardImpl(c10::kCUDA);
-    if (guard->getDevice() != *self->device) Py_RETURN_NONE;
-  }
-  int status = 0;
-  if (current_stream(static_cast<int32_t>(self->device->index()), &stream)) Py_RETURN_NONE;
-  const auto keys = x.key_set();
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  const auto found = std::find_if(
-      self->entries->begin(), self->entries->end(), [&](const std::shared_ptr<Entry>& entry) {
-        return entry->tokens == tokens && entry->stride == stride && entry->stream == stream &&
-               entry->keys == keys && entry->included == local.included_ &&
-               entry->excluded == local.excluded_;
-      });
-  if (found == self->entries->end() || is_capturing(stream, &status) || status) Py_RETURN_NONE;
-  const std::shared_ptr<Entry> entry = *found;  // other threads may add entries meanwhile
+  Place place;
+  if (!place_of(x, place)) Py_RETURN_NONE;
+  Inputs inputs{x};
+  if (self->values->defined() && self->values->requires_grad()) inputs.push_back(*self->values);
+  const auto entry = self->entries[LINEAR].find(inputs, place);
+  if (!entry || captures(place.stream)) Py_RETURN_NONE;
+  const auto owner = differentiated ? c10::make_intrusive<Owner>(self) : nullptr;
+  const auto given = [](const at::Tensor& t) {
+    return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
+  };
   at::Tensor y;
-  std::string failure;
-  Py_BEGIN_ALLOW_THREADS;  // a launch waits if the queue is full
-  try {
-    y = run(*entry, x);
-  } catch (const std::exception& error) {
-    failure = error.what();
+  {
+    const pybind11::gil_scoped_release other_threads_run;  // a launch waits if the queue is full
+    y = differentiated
+            ? Product::apply(x, given(*self->values), given(*self->bias), entry.get(), &inputs, owner)
+            : run(*entry, inputs, true);
   }
-  Py_END_ALLOW_THREADS;
-  if (failure.empty()) return THPVariable_Wrap(std::move(y));
-  PyErr_SetString(PyExc_RuntimeError, failure.c_str());
-  return nullptr;
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
 }
 
-// guard(dict or None, name, tensor or None): `dict[name]` must stay this object.
+// run(op, inputs): the product of an entry, or None if there is none.
+PyObject* front_run(PyObject* object, PyObject* args) {
+  HANDLE_TH_ERRORS
+  Front* self = reinterpret_cast<Front*>(object);
+  int op;
+  PyObject* list;
+  if (!PyArg_ParseTuple(args, "iO!", &op, &PyList_Type, &list)) return nullptr;
+  Inputs inputs;
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
+    inputs.push_back(THPVariable_Unpack(PyList_GetItem(list, i)));
+  Place place;
+  if (!place_of(inputs[0], place)) Py_RETURN_NONE;
+  const auto entry = self->entries[op].find(inputs, place);
+  if (!entry) Py_RETURN_NONE;
+  return THPVariable_Wrap(run(*entry, inputs, op != WGRAD));
+  END_HANDLE_TH_ERRORS
+}
+
+// guard(dict or None, name, tensor or None, counted): `dict[name]` must stay this object.
 PyObject* front_guard(PyObject* object, PyObject* args) {
+  HANDLE_TH_ERRORS
   Front* self = reinterpret_cast<Front*>(object);
   PyObject *dict, *name, *tensor;
-  if (!PyArg_ParseTuple(args, "OOO", &dict, &name, &tensor)) return nullptr;
-  Guard guard{dict == Py_None ? nullptr : dict, name, tensor, {}, nullptr, 0};
+  int counted;
+  if (!PyArg_ParseTuple(args, "OOOp", &dict, &name, &tensor, &counted)) return nullptr;
+  Guard guard{dict == Py_None ? nullptr : dict, name, tensor, {}, nullptr, -1, false};
   if (tensor != Py_None) {
     guard.tensor = THPVariable_Unpack(tensor);
     guard.address = guard.tensor.data_ptr();
-    guard.version = guard.tensor._version();
+    guard.requires_grad = guard.tensor.requires_grad();
+    if (counted) guard.version = guard.tensor._version();
   }
   Py_XINCREF(guard.dict);
   Py_INCREF(name);
   Py_INCREF(tensor);
   self->guards->push_back(std::move(guard));
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
-// add(x, made, steps, bias or None, owners, dense or None): what was recorded for a call with x on
-// this stream.
-//   made   [tensor, ...]: tensors that the steps write, of which sizes and dtype are taken
-//   steps  [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
-PyObject* front_add(PyObject* object, PyObject* args) {
+// differentiate(derivative, values or None, bias or None, keeps_x): run calls that need a gradient.
+PyObject* front_differentiate(PyObject* object, PyObject* args) {
   Front* self = reinterpret_cast<Front*>(object);
-  PyObject *of_x, *made, *steps, *bias, *owners, *dense;
-  if (!PyArg_ParseTuple(args, "OOOOOO", &of_x, &made, &steps, &bias, &owners, &dense))
-    return nullptr;
-  const at::Tensor& x = THPVariable_Unpack(of_x);
-  auto made_entry = std::make_shared<Entry>();
-  Entry& entry = *made_entry;
-  entry.tokens = x.dim() == 2 ? x.size(0) : x.numel() / self->depth;
-  entry.stride = x.dim() == 2 ? x.stride(0) : self->depth;
-  entry.keys = x.key_set();
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  entry.included = local.included_;
-  entry.excluded = local.excluded_;
-  if (current_stream(static_cast<int32_t>(self->device->index()), &entry.stream)) Py_RETURN_NONE;
-  for (Py_ssize_t i = 0; i < PyList_Size(made); i++) {
-    const at::Tensor& t = THPVariable_Unpack(PyList_GetItem(made, i));
-    entry.made.push_back({t.scalar_type(), t.sizes().vec()});
-  }
-  for (Py_ssize_t i = 0; i < PyList_Size(steps); i++) {
-    unsigned long long function;
-    Step step;
-    PyObject *attributes, *parameters, *patches;
-    const char* image;
-    Py_ssize_t bytes;
-    if (!PyArg_ParseTuple(PyList_GetItem(steps, i), "KIIIOy#OO", &function, &step.grid,
-                          &step.threads, &step.shared_bytes, &attributes, &image, &bytes,
-                          &parameters, &patches))
-      return nullptr;
-    step.function = reinterpret_cast<void*>(function);
-    step.image.assign(image, image + bytes);
-    for (Py_ssize_t j = 0; j < PyList_Size(attributes); j++)
-      step.attributes.push_back(
-          {static_cast<int>(PyLong_AsLong(PyList_GetItem(attributes, j))), 0, {1}});
-    for (Py_ssize_t j = 0; j < PyList_Size(parameters); j++)
-      step.parameters.push_back(PyLong_AsUnsignedLong(PyList_GetItem(parameters, j)));
-    for (Py_ssize_t j = 0; j < PyList_Size(patches); j++) {
-      Patch patch;
-      if (!PyArg_ParseTuple(PyList_GetItem(patches, j), "iI", &patch.operand, &patch.offset))
-        return nullptr;
-      step.patches.push_back(patch);
-    }
-    if (step.image.size() > 8192 || step.parameters.size() > 64) {
-      PyErr_SetString(PyExc_ValueError, "expected at most 8192 bytes in 64 parameters");
-      return nullptr;
-    }
-    entry.steps.push_back(std::move(step));
-  }
-  if (bias != Py_None) entry.bias = THPVariable_Unpack(bias).detach();
-  if (dense != Py_None) entry.dense = THPVariable_Unpack(dense);
-  entry.owners = Py_NewRef(owners);
-  if (self->entries->size() == MOST) self->entries->erase(self->entries->begin());
-  self->entries->push_back(std::move(made_entry));
+  PyObject *derivative, *values, *bias;
+  int keeps_x;
+  if (!PyArg_ParseTuple(args, "OOOp", &derivative, &values, &bias, &keeps_x)) return nullptr;
+  self->keeps_x = static_cast<char>(keeps_x);
+  Py_XSETREF(self->derivative, Py_NewRef(derivative));
+  if (values != Py_None) *self->values = THPVariable_Unpack(values);
+  if (bias != Py_None) *self->bias = THPVariable_Unpack(bias);
   Py_RETURN_NONE;
 }
 
+bool parse_step(PyObject* tuple, Step& step) {
+  unsigned long long function;
+  PyObject *attributes, *parameters, *patches;
+  const char* image;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(tuple, "KIIIOy#OO", &function, &step.grid, &step.threads,
+                        &step.shared_bytes, &attributes, &image, &bytes, &parameters, &patches))
+    return false;
+  step.function = reinterpret_cast<void*>(function);
+  step.image.assign(image, image + bytes);
+  for (Py_ssize_t i = 0; i < PyList_Size(attributes); i++)
+    step.attributes.push_back(
+        {static_cast<int>(PyLong_AsLong(PyList_GetItem(attributes, i))), 0, {1}});
+  for (Py_ssize_t i = 0; i < PyList_Size(parameters); i++)
+    step.parameters.push_back(PyLong_AsUnsignedLong(PyList_GetItem(parameters, i)));
+  for (Py_ssize_t i = 0; i < PyList_Size(patches); i++) {
+    Patch patch;
+    if (!PyArg_ParseTuple(PyList_GetItem(patches, i), "iI", &patch.operand, &patch.offset))
+      return false;
+    step.patches.push_back(patch);
+  }
+  if (step.image.size() <= IMAGE_BYTES && step.parameters.size() <= PARAMETERS) return true;
+  PyErr_SetString(PyExc_ValueError, "expected at most 8192 bytes in 64 parameters");
+  return false;
+}
+
+// add(op, inputs, made, steps, fixed, bias or None, owners, dense or None): what was recorded for a
+// call with these inputs on this stream. Returns false if kernels cannot read their layout.
+//   made   [tensor, ...]: tensors that the steps write, of which sizes and dtype are taken
+//   fixed  numbers of inputs that no step reads: the entry is for their addresses alone
+//   steps  [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
+PyObject* front_add(PyObject* object, PyObject* args) {
+  HANDLE_TH_ERRORS
+  Front* self = reinterpret_cast<Front*>(object);
+  int op;
+  PyObject *inputs, *made, *steps, *fixed, *bias, *owners, *dense;
+  if (!PyArg_ParseTuple(args, "iOOOOOOO", &op, &inputs, &made, &steps, &fixed, &bias, &owners,
+                        &dense))
+    return nullptr;
+  auto entry = std::make_shared<Entry>();
+  for (Py_ssize_t i = 0; i < PyList_Size(inputs); i++) {
+    const at::Tensor& t = THPVariable_Unpack(PyList_GetItem(inputs, i));
+    entry->inputs.emplace_back();
+    if (!layout_of(t, entry->inputs.back())) Py_RETURN_FALSE;
+    if (i == 0 && !place_of(t, entry->place)) Py_RETURN_FALSE;
+  }
+  entry->fixed.resize(entry->inputs.size(), nullptr);
+  for (Py_ssize_t i = 0; i < PyList_Size(fixed); i++) {
+    const long at = PyLong_AsLong(PyList_GetItem(fixed, i));
+    entry->fixed.at(at) = THPVariable_Unpack(PyList_GetItem(inputs, at)).data_ptr();
+  }
+  for (Py_ssize_t i = 0; i < PyList_Size(made); i++) {
+    const at::Tensor& t = THPVariable_Unpack(PyList_GetItem(made, i));
+    entry->made.push_back({t.scalar_type(), t.sizes().vec()});
+  }
+  for (Py_ssize_t i = 0; i < PyList_Size(steps); i++) {
+    entry->steps.emplace_back();
+    if (!parse_step(PyList_GetItem(steps, i), entry->steps.back())) return nullptr;
+  }
+  if (bias != Py_None) entry->bias = THPVariable_Unpack(bias).detach();
+  if (dense != Py_None) entry->dense = THPVariable_Unpack(dense);
+  entry->owners = Py_NewRef(owners);
+  self->entries[op].add(std::move(entry));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// ---- the type ----
+
 PyObject* front_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject* of_x;
-  long long depth, limit;
-  if (!PyArg_ParseTuple(args, "OLL", &of_x, &depth, &limit)) return nullptr;
+  long long limit;
+  if (!PyArg_ParseTuple(args, "L", &limit)) return nullptr;
   Front* self = reinterpret_cast<Front*>(type->tp_alloc(type, 0));
-  const at::Tensor& x = THPVariable_Unpack(of_x);
   self->call = front_call;
   self->guards = new std::vector<Guard>();
-  self->entries = new std::vector<std::shared_ptr<Entry>>();
-  self->dtype = x.scalar_type();
-  self->device = new c10::Device(x.device());
-  self->depth = depth;
+  self->entries = new Entries[OPS];
+  self->values = new at::Tensor();
+  self->bias = new at::Tensor();
+  self->derivative = nullptr;
   self->limit = self->left = limit;
-  self->stale = 0;
+  self->stale = self->keeps_x = 0;
   return reinterpret_cast<PyObject*>(self);
 }
 
 // An owner may hold the weight that holds this object, so the garbage collector must see both.
 int front_traverse(PyObject* object, visitproc visit, void* arg) {
   Front* self = reinterpret_cast<Front*>(object);
-  if (self->guards)
-    for (auto& guard : *self->guards) {
-      Py_VISIT(guard.dict);
-      Py_VISIT(guard.name);
-      Py_VISIT(guard.object);
-    }
-  if (self->entries)
-    for (auto& entry : *self->entries) Py_VISIT(entry->owners);
-  return 0;
+  Py_VISIT(self->derivative);
+  if (!self->guards) return 0;
+  for (auto& guard : *self->guards) {
+    Py_VISIT(guard.dict);
+    Py_VISIT(guard.name);
+    Py_VISIT(guard.object);
+  }
+  int result = 0;
+  for (int op = 0; op < OPS; op++)
+    self->entries[op].each([&](const Entry& entry) {
+      if (!result && entry.owners) result = visit(entry.owners, arg);
+    });
+  return result;
 }
 
 int front_clear(PyObject* object) {
   Front* self = reinterpret_cast<Front*>(object);
+  Py_CLEAR(self->derivative);
   std::vector<Guard> guards;
-  std::vector<std::shared_ptr<Entry>> entries;
   guards.swap(*self->guards);
-  entries.swap(*self->entries);
+  for (int op = 0; op < OPS; op++) self->entries[op].swap_out();
   for (auto& guard : guards) {
     Py_XDECREF(guard.dict);
     Py_DECREF(guard.name);
@@ -338,8 +378,9 @@ void front_dealloc(PyObject* object) {
   Front* self = reinterpret_cast<Front*>(object);
   front_clear(object);
   delete self->guards;
-  delete self->entries;
-  delete self->device;
+  delete[] self->entries;
+  delete self->values;
+  delete self->bias;
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -355,8 +396,12 @@ PyObject* front_reduce(PyObject*, PyObject*) {  // copies and pickles as None
 }
 
 PyMethodDef methods[] = {
-    {"guard", front_guard, METH_VARARGS, nullptr}, {"add", front_add, METH_VARARGS, nullptr},
-    {"due", front_due, METH_NOARGS, nullptr}, {"__reduce__", front_reduce, METH_NOARGS, nullptr},
+    {"guard", front_guard, METH_VARARGS, nullptr},
+    {"differentiate", front_differentiate, METH_VARARGS, nullptr},
+    {"add", front_add, METH_VARARGS, nullptr},
+    {"run", front_run, METH_VARARGS, nullptr},
+    {"due", front_due, METH_NOARGS, nullptr},
+    {"__reduce__", front_reduce, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef members[] = {{"stale", T_BOOL, offsetof(Front, stale), READONLY, nullptr},
                          {nullptr, 0, 0, 0, nullptr}};

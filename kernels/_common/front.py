@@ -3,10 +3,14 @@
     first call     plans, and may search (selection.py)
     second call    is recorded: a tape has each launch's arguments, and each tensor that it made
     later calls    Front(x): the same bytes, with the addresses of X and of new outputs put in
+    backward       a node of autograd in C++ does the same for dX and dW, which their second call
+                   records; a derivative in Python (`differentiate`) computes what has no recording
 
-A recording counts only if every launch was seen, every address was found in the arguments exactly
-where a tensor starts, and the recorded launches give the same bits as the path in Python. Until
-then, and whenever a guard of front.cpp fails, the layer takes its path in Python: 15 to 30 µs more.
+A call is recorded only if the weight is as the call before it left it, so a weight that is replaced
+or written in every step costs no recordings. A recording counts only if every launch was seen,
+every address was found in the arguments exactly where a tensor starts, and the recorded launches
+give the same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the
+layer takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, every call takes the path in Python, and
@@ -23,7 +27,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,19 +38,74 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.cuda import COOPERATIVE, EARLY, Tape, driver, taping
+from sparsebench.kernels._common.cuda import (
+    COOPERATIVE,
+    EARLY,
+    Arguments,
+    Loaded,
+    Tape,
+    Turned,
+    driver,
+    taping,
+)
+from sparsebench.kernels._common.transforms import batched
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
 WORD = 8  # bytes of an address
+LINEAR, DGRAD, WGRAD = range(3)
+"""Products of a Front, of [X] or [X, values], [dY, values] and [dY, X]."""
 
 
 class Guard(NamedTuple):
-    """`holder[name]` must stay this tensor, unwritten; without a holder, the tensor alone."""
+    """`holder[name]` must stay this tensor; without a holder, the tensor alone is checked.
+
+    counted  whether a write to the tensor ends the recordings: they read what was in it
+    """
 
     holder: dict[str, Any] | None
     name: str
     tensor: Tensor | None
+    counted: bool = True
+
+    def stamp(self) -> tuple[Any, ...] | None:
+        """Return what must not change, or None without a tensor."""
+        if (t := self.tensor) is None:
+            return None
+        return id(t), t.data_ptr(), t._version if self.counted else 0, t.requires_grad
+
+
+class Derivative(NamedTuple):
+    """How a Front's calls are differentiated.
+
+    run           (front, dY, X, values, for_x, for_values) -> dX and dW, each a tensor or None; a
+                  tensor that it does not need is None
+    values, bias  which may have a gradient, or None
+    keeps_x       whether dX needs X
+    """
+
+    run: Callable[..., tuple[Tensor | None, Tensor | None]]
+    values: Tensor | None = None
+    bias: Tensor | None = None
+    keeps_x: bool = False
+
+
+class Pending(NamedTuple):
+    """Takes the place of a Front until two calls in turn have seen the same weight."""
+
+    stamps: tuple[Any, ...]
+    stale: bool = True
+
+    def __call__(self, x: Tensor) -> None:
+        """Return None, so that the layer takes its path in Python."""
+
+    def due(self) -> bool:
+        """Return whether the weight must be looked at again: the path in Python does that."""
+        return False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as None, as a Front does."""
+        return type(None), ()
 
 
 class Fronts(dict[Any, Any]):
@@ -64,64 +123,128 @@ class Fronts(dict[Any, Any]):
 def recorded(
     front: Any, x: Tensor, run: Callable[[], Tensor], guards: Sequence[Guard], **options: Any
 ) -> tuple[Tensor, Any]:
-    """Run a planned call of X [m, k], and return Y [m, n] and the Front that has its recording.
+    """Run a call of X [..., k], and return Y [..., n] and the Front for later calls.
 
-    front    the layer's Front, or None
-    run      the path in Python, without a gradient, autocast and modes
-    options  limit: calls after which the path in Python must be taken once; bias: added to Y
+    front    what this function returned for the weight before, or None
+    run      the path in Python for the rows of X, [m, k]: without a gradient, autocast and modes
+    options  planned: False if this call makes the plan, so that there is nothing to record yet;
+             limit: calls after which the path in Python must be taken once; bias: added to Y;
+             derivative: of calls that need a gradient; differentiated: for a call that autograd
+             must see, a function that makes it in Python
     """
-    bias, limit = options.get("bias"), options.get("limit", 0)
-    tensors = [guard.tensor for guard in guards if guard.tensor is not None]
-    if is_capturing(x) or x.is_inference() or any(t.is_inference() for t in tensors):
-        return _with_bias(run(), bias), front
+    bias, differentiated = options.get("bias"), options.get("differentiated")
+    planned, derivative = options.get("planned", True), options.get("derivative")
+    values = None if derivative is None else derivative.values
+    tensors = [x, *(guard.tensor for guard in guards if guard.tensor is not None)]
+    seen = is_capturing(x) or any(t.is_inference() for t in tensors)
+    front = front if seen else _front_of(front, guards, options)
+    if seen or not planned or front is None or isinstance(front, Pending):
+        y = batched(_with_bias(run(), bias), x) if differentiated is None else differentiated()
+        return y, front
+    inputs = [rows_of(x), values] if values is not None and values.requires_grad else [rows_of(x)]
+    with torch.no_grad():
+        y = record(front, LINEAR, inputs, run, bias=bias)
+    if differentiated is None:
+        return batched(y, x), front
+    fast = front(x)
+    return differentiated() if fast is None else fast, front
+
+
+def _front_of(front: Any, guards: Sequence[Guard], options: Mapping[str, Any]) -> Any:
+    """Return the Front to record in, Pending if it is too early, or None without a compiler."""
     if (kind := front_type()) is None:
-        return _with_bias(run(), bias), None
+        return None
+    if front is not None and not front.stale:
+        return front
+    pending = Pending(tuple(guard.stamp() for guard in guards))
+    if front != pending:
+        return pending
+    front = kind(options.get("limit", 0))
+    for guard in guards:
+        front.guard(*guard)
+    if (derivative := options.get("derivative")) is not None:
+        front.differentiate(*derivative)
+    return front
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return X [..., k] as [m, k]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def record(
+    front: Any,
+    op: int,
+    inputs: list[Tensor],
+    run: Callable[[], Tensor],
+    *,
+    bias: Tensor | None = None,
+    fixed: Sequence[int] = (),
+) -> Tensor:
+    """Run a planned product, and add it to a Front if the tape explains it.
+
+    fixed  the inputs that launches need not read, because they read what was made of them before
+    """
+    if is_capturing(inputs[0]):
+        return _with_bias(run(), bias)
     with taping() as tape:
         flat = run()
     y = _with_bias(flat, bias)
-    steps = [] if tape.dense is not None else _steps(tape, x, flat)
+    steps = ([], [*fixed]) if tape.dense is not None else _steps(tape, inputs, flat, fixed)
     if steps is None:
-        return y, front
-    if front is None or front.stale:
-        front = kind(x, x.shape[1], limit)
-        for guard in guards:
-            front.guard(*guard)
+        return y
     made = {id(t) for t in tape.made}
     owners = [owner for owner in tape.kept if id(owner) not in made]
-    front.add(x, tape.made, steps, bias, owners, tape.dense)
-    return (y, front) if _same(front(x), y) else (y, None)
+    entry = op, inputs, tape.made, *steps, bias, owners, tape.dense
+    trial = type(front)(0)
+    if trial.add(*entry):
+        again = trial.run(op, inputs)
+        if torch.equal(again.view(torch.uint8), y.view(torch.uint8)):
+            front.add(*entry)
+        else:
+            warnings.warn(
+                f"the recording of a product of {list(inputs[0].shape)} gives other bits than the "
+                "path in Python, so it is not used: please report this",
+                stacklevel=2,
+            )
+    return y
 
 
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-def _same(fast: Tensor | None, y: Tensor) -> bool:
-    """Return whether the recording gives the bits of Y; None, in a new thread, counts."""
-    return fast is None or torch.equal(fast.view(torch.uint8), y.view(torch.uint8))
+def _steps(
+    tape: Tape, inputs: list[Tensor], y: Tensor, fixed: Sequence[int]
+) -> tuple[list[tuple[Any, ...]], list[int]] | None:
+    """Return the launches for Front.add, and the inputs that none of them reads.
 
-
-def _steps(tape: Tape, x: Tensor, y: Tensor) -> list[tuple[Any, ...]] | None:
-    """Return the launches for Front.add, or None if they do not explain all of the call."""
-    operands = [x, *tape.made]
+    None if the launches do not explain all of the call.
+    """
+    operands = [*inputs, *tape.made]
     places = {t.data_ptr(): i for i, t in enumerate(operands)}
     complete = tape.complete and len(places) == len(operands) and bool(tape.launches)
     if not complete or tape.made[-1].data_ptr() != y.data_ptr():
         return None
-    steps, patched = [], set()
-    for loaded, (pointers, memory) in tape.launches:
-        image, base = bytes(memory), ctypes.addressof(memory)
-        parameters = [pointer - base for pointer in pointers]
-        patches = []
-        for at in range(0, len(image) - WORD + 1, WORD):
-            (word,) = struct.unpack_from("Q", image, at)
-            if word and word in places:
-                patches.append((places[word], at))
-                patched.add(places[word])
-        attributes = [n for n, on in ((COOPERATIVE, loaded.together), (EARLY, loaded.early)) if on]
-        shape = loaded.grid, loaded.threads, loaded.shared_bytes
-        steps.append((loaded.kernel.ptr, *shape, attributes, image, parameters, patches))
-    return steps if patched == set(range(len(operands))) else None
+    steps = [_step(launch, places) for launch in tape.launches]
+    patched = {operand for *_, patches in steps for operand, _ in patches}
+    rest = [i for i in range(len(operands)) if i not in patched]
+    return (steps, rest) if set(rest) <= {*fixed} else None
+
+
+def _step(launch: tuple[Loaded, Arguments] | Turned, places: Mapping[int, int]) -> tuple[Any, ...]:
+    """Return a launch, and where the addresses of operands are in the bytes of its arguments."""
+    if isinstance(launch, Turned):
+        patches = [(places[t.data_ptr()], 0) for t in launch]
+        return 0, 0, 0, 0, [], b"", [], patches
+    loaded, (pointers, memory) = launch
+    image, base = bytes(memory), ctypes.addressof(memory)
+    parameters = [pointer - base for pointer in pointers]
+    words = ((at, *struct.unpack_from("Q", image, at)) for at in range(0, len(image) - 7, WORD))
+    patches = [(places[word], at) for at, word in words if word and word in places]
+    attributes = [n for n, on in ((COOPERATIVE, loaded.together), (EARLY, loaded.early)) if on]
+    shape = loaded.grid, loaded.threads, loaded.shared_bytes
+    return loaded.kernel.ptr, *shape, attributes, image, parameters, patches
 
 
 # ---- the extension ----
@@ -175,7 +298,8 @@ def _built() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise OSError("expected a C++ compiler ($CXX, c++ or g++), found none")
-    versions = SOURCE.read_text("utf-8"), torch.__version__, torch.__file__, sys.version, compiler
+    code = [SOURCE.with_suffix(suffix).read_text("utf-8") for suffix in (".hpp", ".cpp")]
+    versions = *code, torch.__version__, torch.__file__, sys.version, compiler
     key = hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "sparsebench" / "front" / key

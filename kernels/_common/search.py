@@ -11,10 +11,9 @@ if it was dropped, or why it does not run. So readers see the alternatives and h
 A later process of a verdict receives these lines (Operands.timed). A long search then times their
 `finalists` only, and chooses among them.
 
-Each round starts with flushes that keep the GPU busy while the host launches, so that the events
-enclose the work but not the launch. A call of cuSPARSELt takes the host 300 us, longer than the
-flushes: without capture, 17 ways to call it looked alike, and the choice was up to 1.7 times as
-slow as the best.
+The stream is held while the host enqueues a round (gpu_clock.py), so that the events enclose the
+work but not the launch. A call of cuSPARSELt takes the host 300 us: without capture or a hold, 17
+ways to call it looked alike, and the choice was up to 1.7 times as slow as the best.
 """
 
 import warnings
@@ -30,6 +29,7 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import capturing
+from sparsebench.kernels._common.gpu_clock import Call, GpuClock, Sample
 from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._kernel import Launch, Output
 
@@ -62,11 +62,13 @@ class Trial:
     median_us  median of a candidate that was timed to the end
     least_us   least sample of a candidate that was dropped after a few rounds
     failed     why the candidate does not run
+    late       share of its samples for which the host was late (gpu_clock.py), if any
     """
 
     median_us: float | None = None
     least_us: float | None = None
     failed: str | None = None
+    late: float | None = None
 
     @property
     def time_us(self) -> float:
@@ -99,7 +101,7 @@ class Search:
         choices = choices if whole else differing(choices)
         lines = []
         for i in listed:
-            result = {name: us for name, us in asdict(self.trials[i]).items() if us is not None}
+            result = {name: v for name, v in asdict(self.trials[i]).items() if v is not None}
             kept = {"kept": True} if i == self.best else {}
             lines.append({**stage, "choice": choices[i], **result, **kept})
         left_out = len(self.trials) - len(listed)
@@ -197,23 +199,33 @@ def search(
     running = [i for i, reason in enumerate(reasons) if reason is None]
     pool = torch.cuda.graph_pool_handle()
     calls = {i: _captured(candidates[i], device, pool) for i in running}
-    flush = flusher(device)
-    samples: dict[int, list[float]] = {i: [] for i in running}
+    flush, clock = flusher(device), GpuClock(device)
+    samples: dict[int, list[Sample]] = {i: [] for i in running}
+    least = dict.fromkeys(running, inf)
     best = SHORT_US
     for number in range(SHORT_ROUNDS):
         if number >= ROUNDS and best >= SHORT_US:
             break
-        for i, time_us in _round([(i, calls[i]) for i in running], flush, device):
-            samples[i].append(time_us)
-        least = {i: min(samples[i]) for i in running}
+        with torch.cuda.device(device):
+            taken = clock.cold([calls[i] for i in running], flush)
+        for i, sample in zip(running, taken, strict=True):
+            samples[i].append(sample)
+            least[i] = min(least[i], sample.time_us)
         best = min(least.values())
         if number + 1 >= TRIALS:
             running = [i for i in running if least[i] <= DROP * best]
     trials = [Trial(failed=reason) for reason in reasons]
-    for i, times in samples.items():
-        dropped = i not in running
-        trials[i] = Trial(least_us=_short(min(times))) if dropped else Trial(_short(median(times)))
-    return Search(min(running, key=lambda i: median(samples[i])), tuple(trials))
+    for i in samples:
+        trials[i] = _trial(samples[i], dropped=i not in running)
+    return Search(min(running, key=lambda i: trials[i].time_us), tuple(trials))
+
+
+def _trial(samples: Sequence[Sample], dropped: bool) -> Trial:
+    late = sum(sample.late for sample in samples) / len(samples) or None
+    times = [sample.time_us for sample in samples]
+    if dropped:
+        return Trial(least_us=_short(min(times)), late=late)
+    return Trial(_short(median(times)), late=late)
 
 
 def _short(time_us: float) -> float:
@@ -257,9 +269,7 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
     return None
 
 
-def _captured(
-    candidate: Callable[[], object], device: torch.device, pool: Any
-) -> Callable[[], object]:
+def _captured(candidate: Callable[[], object], device: torch.device, pool: Any) -> Call:
     """Return the replay of a graph of the candidate, or the candidate if it cannot be captured.
 
     All graphs share memory, because no product is used.
@@ -270,29 +280,5 @@ def _captured(
             candidate()
     except RuntimeError:
         torch.cuda.synchronize(device)
-        return candidate
-    return graph.replay
-
-
-def _round(
-    candidates: Sequence[tuple[int, Callable[[], object]]],
-    flush: Callable[[], None],
-    device: torch.device,
-) -> list[tuple[int, float]]:
-    """Time each candidate once and return (index, µs)."""
-    marks = []
-    for _ in range(2 * len(candidates)):  # about 30 µs each at 4 TB/s; a launch takes 10 to 60
-        flush()
-    for i, candidate in candidates:
-        begin, end = _event(), _event()
-        flush()
-        begin.record()
-        candidate()
-        end.record()
-        marks.append((i, begin, end))
-    torch.cuda.synchronize(device)
-    return [(i, 1e3 * begin.elapsed_time(end)) for i, begin, end in marks]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+        return candidate, False
+    return graph.replay, True

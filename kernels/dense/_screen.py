@@ -1,17 +1,18 @@
 """Screen many calls: keep the fastest of two samples with a cold L2 cache.
 
-A library call takes about 10 µs of host time, less than the device needs for the flush before it.
-So no graph is needed, whose capture would take longer than the call. The search then times the kept
-calls in graphs (_common/search.py).
+The stream is held while the host enqueues the calls (_common/gpu_clock.py), so no graph is needed,
+whose capture would take longer than the call. The search then times the kept calls in graphs
+(_common/search.py).
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
+from sparsebench.kernels._common.gpu_clock import GpuClock
 from sparsebench.kernels._common.l2_flush import flusher
 
-ROUNDS, AHEAD = 2, 20  # flushes that let the host run ahead, about 30 µs each
+ROUNDS = 2
 
 
 def screened(
@@ -27,21 +28,13 @@ def screened(
     torch.cuda.synchronize(device)  # an illegal access raises here
     if always + len(rest) <= limit:
         return [*range(always), *rest]
-    flush, least = flusher(device), dict.fromkeys(rest, float("inf"))
-    for _ in range(ROUNDS):
-        marks = []
-        for _ in range(AHEAD):
-            flush()
-        for i in rest:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush()
-            begin.record()
-            calls[i]()
-            end.record()
-            marks.append((i, begin, end))
-        torch.cuda.synchronize(device)
-        for i, begin, end in marks:
-            least[i] = min(least[i], begin.elapsed_time(end))
+    flush, clock = flusher(device), GpuClock(device)
+    held = [(calls[i], True) for i in rest]
+    rounds = [clock.cold(held, flush) for _ in range(ROUNDS)]
+    least = {
+        i: min(sample.time_us for sample in samples)
+        for i, samples in zip(rest, zip(*rounds, strict=True), strict=True)
+    }
     best = sorted(rest, key=lambda i: least[i])[: limit - always]
     return [*range(always), *sorted(best)]
 

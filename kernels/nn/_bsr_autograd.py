@@ -8,12 +8,14 @@ W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blo
 operator is linear in both operands, and its derivatives are the other two operators. A captured
 CUDA graph holds only their kernels. A layer calls `multiply`, which takes one of three paths:
 
-    _Eager       without torch's dispatcher; backward uses the pattern that forward used
+    _Eager       without torch's dispatcher; backward uses the pattern that forward used. Calls
+                 that repeat are recorded, and run without Python, backward included (front.py)
     linear       an operator that is opaque to torch.compile, torch.export and dispatch modes
     _Functional  the operator with vmap, for torch.func; forward-mode AD is refused
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,8 +25,16 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.kernels._common.front import Guard, recorded
-from sparsebench.kernels._common.transforms import one_by_one, transformed, watched
+from sparsebench.kernels._common.front import (
+    DGRAD,
+    WGRAD,
+    Derivative,
+    Guard,
+    record,
+    recorded,
+    rows_of,
+)
+from sparsebench.kernels._common.transforms import batched, one_by_one, transformed, watched
 from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
 from sparsebench.kernels.nn._bsr_plans import Call
 
@@ -42,25 +52,30 @@ def _y(pattern: Pattern, x: Tensor, values: Tensor, n: int, live: bool) -> Tenso
     return _run(pattern, call, x, values, (m, n))
 
 
-def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int) -> Tensor:
+def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int, front: Any = None) -> Tensor:
     """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
     m, n = dy.shape
     block, live = _block(values, pattern.columns), values.requires_grad
     call = Call("dgrad", m, (n, k), block, dy.dtype, live)
-    return _run(pattern, call, dy, values, (m, k))
+    return _run(pattern, call, dy, values, (m, k), front)
 
 
-def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int) -> Tensor:
+def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int, front: Any = None) -> Tensor:
     """Return dW [blocks, r, c] of dY [m, n] and X [m, k]. Raises FormatError, Unsupported."""
     (tokens, n), (m, k) = dy.shape, x.shape
     if tokens != m:
         raise Unsupported(f"expected dY with {m} tokens like X, found {tokens}")
     call = Call("wgrad", m, (n, k), (r, c), x.dtype)
-    return _run(pattern, call, dy, readable(x), (pattern.columns.shape[0], r, c))
+    return _run(pattern, call, dy, readable(x), (pattern.columns.shape[0], r, c), front)
 
 
-def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...]) -> Tensor:
-    """Check types, dtypes and devices, then run the planned kernel. Raises Unsupported."""
+def _run(
+    pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...], front: Any = None
+) -> Tensor:
+    """Check types, dtypes and devices, then run the planned kernel. Raises Unsupported.
+
+    front  a Front that records the call if it is planned, or None
+    """
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
     device = a.device
@@ -72,10 +87,17 @@ def _run(pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...
             raise Unsupported(f"expected a torch.Tensor with an address, found {type(operand)}")
     if not call.m or not out[0]:
         return a.new_zeros(out)
-    if not a.is_cuda or device.index == torch.cuda.current_device():
-        return pattern.run(call, readable(a), b)
-    with torch.cuda.device(device):
-        return pattern.run(call, readable(a), b)
+    a = readable(a)
+    with nullcontext() if _is_current(device) else torch.cuda.device(device):
+        if front is None or not pattern.is_planned(call):
+            return pattern.run(call, a, b)
+        packed = call.op == "dgrad" and not call.live  # then launches need not read the values
+        op, fixed = (DGRAD if call.op == "dgrad" else WGRAD), [1] if packed else []
+        return record(front, op, [a, b], partial(pattern.run, call, a, b), fixed=fixed)
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
@@ -225,24 +247,29 @@ def _call(op: Any, *args: Any) -> Tensor:
 def multiply(
     x: Tensor, values: Tensor, bias: Tensor | None, offsets: Tensor, columns: Tensor, n: int
 ) -> Tensor:
-    """Return Y [m, n] of X [m, k], plus the bias [n]. Raises FormatError, Unsupported."""
+    """Return Y [..., n] of X [..., k], plus the bias [n]. Raises FormatError, Unsupported."""
     if transformed() or watched():
-        y = _call(linear, x, values, offsets, columns, n)
-        return y if bias is None else y + bias.to(y.dtype)
+        y = _call(linear, rows_of(x), values, offsets, columns, n)
+        return batched(y if bias is None else y + bias.to(y.dtype), x)
     pattern = pattern_of(offsets, columns)
     operands = (x, values) if bias is None else (x, values, bias)
     if _differentiated(operands):
         return _apply(x, values, bias, pattern, n)  # type: ignore[no-any-return]
-    y = _y(pattern, x, values, n, live=values.requires_grad)
-    return y if bias is None else y.add_(bias)
+    return _forward(pattern, x, values, bias, n)
+
+
+def _forward(pattern: Pattern, x: Tensor, values: Tensor, bias: Tensor | None, n: int) -> Tensor:
+    """Return Y [..., n] without a gradient."""
+    y = _y(pattern, rows_of(x), values, n, live=values.requires_grad)
+    return batched(y if bias is None else y.add_(bias), x)
 
 
 def multiply_recorded(
     front: Any, x: Tensor, n: int, guards: Sequence[Guard], *, cast: bool
 ) -> tuple[Tensor, Any]:
-    """Return `multiply`, and a Front for later calls if autograd need not see them.
+    """Return `multiply`, and a Front for later calls.
 
-    front   the Front of earlier calls, or None
+    front   what this function returned for the weight before, or None
     guards  of values, bias, offsets and columns, in this order
     cast    the operands were cast for autocast
     """
@@ -250,21 +277,30 @@ def multiply_recorded(
     assert values is not None
     assert offsets is not None
     assert columns is not None
-    operands = (x, values) if bias is None else (x, values, bias)
-    slow = cast or not x.is_cuda or x.dim() != 2 or transformed() or watched()
-    if slow or _differentiated(operands) or torch._C._get_tracing_state():
-        return multiply(x, values, bias, offsets, columns, n), front
+    in_python = partial(multiply, x, values, bias, offsets, columns, n)
+    seen = transformed() or watched() or torch._C._get_tracing_state()
+    if cast or seen or not x.is_cuda or forward_ad._current_level >= 0:
+        return in_python(), front
     if front is not None and front.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares
-    pattern = pattern_of(offsets, columns)
-    live = values.requires_grad
-    planned = pattern.is_planned(x.shape[0])
-    if not planned or not x.shape[0] or readable(x) is not x:
-        y = _y(pattern, x, values, n, live)
-        return y if bias is None else y.add_(bias), front
-    limit = 0 if pattern.frozen else COMPARE_EVERY
-    run = partial(_y, pattern, x, values, n, live)
-    return recorded(front, x, run, guards, bias=bias, limit=limit)
+    pattern, flat, live = pattern_of(offsets, columns), rows_of(x), values.requires_grad
+    (m, k), (r, c) = flat.shape, _block(values, columns)
+    if not m or readable(flat) is not flat:
+        return in_python(), front
+    operands = (x, values) if bias is None else (x, values, bias)
+    values_guard, bias_guard, *index = guards  # each call reads the bias, and values in training
+    counted = values_guard._replace(counted=not live), bias_guard._replace(counted=False)
+    return recorded(
+        front,
+        x,
+        partial(_y, pattern, flat, values, n, live),
+        [*counted, *index],
+        planned=pattern.is_planned(Call("linear", m, (n, k), (r, c), x.dtype, live)),
+        limit=0 if pattern.frozen else COMPARE_EVERY,
+        bias=bias,
+        derivative=Derivative(partial(_gradients, pattern, (n, k), (r, c)), values, bias),
+        differentiated=in_python if _differentiated(operands) else None,
+    )
 
 
 def _differentiated(operands: tuple[Tensor, ...]) -> bool:
@@ -274,6 +310,36 @@ def _differentiated(operands: tuple[Tensor, ...]) -> bool:
     return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
 
 
+def _gradients(
+    pattern: Pattern,
+    shape: tuple[int, int],
+    block: tuple[int, int],
+    front: Any,
+    dy: Tensor,
+    x: Tensor | None,
+    values: Tensor | None,
+    for_x: bool,
+    for_values: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dX [..., k] and dW [blocks, r, c] of dY [..., n]: those that are needed.
+
+    front   records the products if they are planned; None records nothing
+    x       [..., k], or None if dW is not needed
+    values  or None if dX is not needed
+    """
+    (n, k), dx, dw = shape, None, None
+    flat = dy if dy.dim() == 2 else dy.reshape(-1, n)
+    again = torch.is_grad_enabled() or watched()  # for second derivatives and dispatch modes
+    index = pattern.offsets, pattern.columns
+    if for_x and values is not None:
+        dx = dgrad(flat, values, *index, k) if again else _dx(pattern, flat, values, k, front)
+        dx = batched(dx, dy)
+    if for_values and x is not None:
+        rows = rows_of(x)
+        dw = wgrad(flat, rows, *index, *block) if again else _dw(pattern, flat, rows, *block, front)
+    return dx, dw
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -281,24 +347,21 @@ class _Eager(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
         ctx.save_for_backward(x if needs_values else None, values if needs_x else None)
-        ctx.pattern, ctx.shapes = pattern, (x.shape, values.shape)
+        ctx.pattern, ctx.sizes = pattern, ((n, x.shape[-1]), (values.shape[1], values.shape[2]))
         ctx.bias_dtype = bias.dtype if bias is not None and needs_bias else None
-        y = _y(pattern, x, values, n, live=values.requires_grad)
-        return y if bias is None else y.add_(bias)
+        return _forward(pattern, x, values, bias, n)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, values), pattern = ctx.saved_tensors, ctx.pattern
-        (_, k), (_, r, c) = ctx.shapes
-        dbias = None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
-        if torch.is_grad_enabled() or watched():  # for second derivatives and dispatch modes
-            index = pattern.offsets, pattern.columns
-            dx = None if values is None else dgrad(dy, values, *index, k)
-            dvalues = None if x is None else wgrad(dy, x, *index, r, c)
-        else:
-            dx = None if values is None else _dx(pattern, dy, values, k)
-            dvalues = None if x is None else _dw(pattern, dy, x, r, c)
-        return dx, dvalues, dbias, None, None
+        x, values = ctx.saved_tensors
+        needed = values is not None, x is not None
+        shape, block = ctx.sizes
+        gradients = _gradients(ctx.pattern, shape, block, None, dy, x, values, *needed)
+        leading = [*range(dy.dim() - 1)]  # an empty list would sum over all dimensions
+        dbias = None
+        if ctx.bias_dtype is not None:
+            dbias = dy.sum(leading, dtype=ctx.bias_dtype) if leading else dy.to(ctx.bias_dtype)
+        return *gradients, dbias, None, None
 
 
 # Function.apply looks for torch.func's wrappers first, which `multiply` has done.

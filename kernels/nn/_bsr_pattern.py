@@ -109,9 +109,9 @@ class Pattern:
 
         return self.operator.select(call, None if a is None else timed, pinned)
 
-    def is_planned(self, m: int) -> bool:
-        """Return whether any product of so many tokens has a plan."""
-        return any(isinstance(c, Call) and c.m == bucket(m) for c in self.operator.plans)
+    def is_planned(self, call: Call) -> bool:
+        """Return whether a call has a plan."""
+        return call._replace(m=bucket(call.m)) in self.operator.plans
 
     def equals(self, offsets: Tensor, columns: Tensor) -> bool:
         """Return whether an index equals the copy. Waits for the device."""

@@ -12,18 +12,21 @@ dgrad writes W out as a dense matrix, multiplies with cuBLAS and frees the matri
 G and U again, so forward saves only X; without an activation it saves nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import gelu, relu, silu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
+from sparsebench.kernels._common.front import Derivative, Guard, recorded, rows_of
 from sparsebench.kernels._common.selection import Candidate, Operator, Product, bucket, configured
+from sparsebench.kernels._common.transforms import batched, transformed, watched
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._written_out import written_out
@@ -87,6 +90,11 @@ def eager(
         return _multiply(operator, readable(x), sparse, dense, scale, kind)
 
 
+def operator_of_layer(w: Spense, activation: str | None) -> Operator:
+    """Return the plans of a weight; with an activation, W is gate and up."""
+    return _operator(w.sparse, w.dense, (*w.shape, *w.sparse_shape, activation), w.dtype)
+
+
 def _operator(sparse: Tensor, dense: Tensor, layout: Layout, kind: torch.dtype) -> Operator:
     """Return the plans of a weight in these tiles."""
     n, k, rows, columns, activation = layout
@@ -100,6 +108,60 @@ def planned(x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Ten
     if not x.is_cuda or not x.shape[0] or x.dtype != kind or readable(x) is not x:
         return False
     return bucket(x.shape[0]) in _operator(sparse, dense, layout, kind).plans
+
+
+def not_recorded() -> bool:
+    """Return whether torch traces, transforms or differentiates forward, so that operators run."""
+    return transformed() or watched() or forward_ad._current_level >= 0
+
+
+def multiply_recorded(
+    front: Any,
+    x: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    rest: tuple[Layout, Tensor | None],
+    guards: Sequence[Guard],
+    *,
+    bias: Tensor | None = None,
+    training: bool,
+) -> tuple[Tensor, Any]:
+    """Return Y [..., n] of X [..., k] for a planned call, and a Front for later calls.
+
+    front     what this function returned for the weight before, or None
+    tensors   the rows of X, [m, k], and the tiles of W
+    rest      the layout and the scale of W
+    training  whether autograd must see the call
+    """
+    (_, sparse, dense), (layout, scale) = tensors, rest
+    operands: tuple[Any, ...] = (*tensors, *layout, scale)
+
+    def differentiated() -> Tensor:
+        y: Tensor = linear(*operands)
+        return batched(y if bias is None else y.add_(bias), x)
+
+    return recorded(
+        front,
+        x,
+        partial(eager, *operands),
+        guards,
+        bias=bias,
+        derivative=_derivative(sparse, dense, layout, bias) if scale is None else None,
+        differentiated=differentiated if training else None,
+    )
+
+
+def _derivative(sparse: Tensor, dense: Tensor, layout: Layout, bias: Tensor | None) -> Derivative:
+    """Return how a recorded call is differentiated: by X alone, and by the bias."""
+    versions = sparse._version, dense._version
+
+    def run(front: Any, dy: Tensor, x: Tensor | None, *_: Any) -> tuple[Tensor, None]:
+        if (sparse._version, dense._version) != versions:
+            raise RuntimeError("expected W as forward read it, found it modified before backward")
+        rows = None if x is None else rows_of(x)
+        product = dgrad if torch.is_grad_enabled() or watched() else _dgrad
+        return batched(product(rows_of(dy), rows, sparse, dense, *layout), dy), None
+
+    return Derivative(run, bias=bias, keeps_x=layout[-1] is not None)
 
 
 def _multiply(

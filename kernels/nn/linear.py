@@ -27,7 +27,6 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.front import Guard
-from sparsebench.kernels._common.transforms import batched
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._bsr_plans import require_index
@@ -288,16 +287,14 @@ class BlockSparseLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), self.values.to(dtype)
             guards[0] = Guard(None, "values", values)
-        flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():
             operands: list[Any] = [guard.tensor for guard in guards]
             blocks, bias, *index = operands
-            n = self.out_features
-            return batched(_bsr_autograd.multiply(flat, blocks, bias, index[0], index[1], n), x)
+            return _bsr_autograd.multiply(x, blocks, bias, index[0], index[1], self.out_features)
         y, self._front = _bsr_autograd.multiply_recorded(
-            self._front, flat, self.out_features, guards, cast=cast
+            self._front, x, self.out_features, guards, cast=cast
         )
-        return batched(y, x)
+        return y
 
     def freeze(self) -> Self:
         """Stop training the layer: no gradient, no comparison of the index, values packed once.

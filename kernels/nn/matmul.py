@@ -97,6 +97,9 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
     if kernel is None and options:
         raise Unsupported(f"matmul: expected kernel=NAME beside {', '.join(options)}, found none")
     with torch.cuda.device_of(flat), torch.autocast(x.device.type, enabled=False):
+        if kernel is None and isinstance(w, Bsr):
+            keep(w)
+            return _bsr(x, w)
         y = _by_format(flat, w) if kernel is None else _by_name(flat, w, kernel, options)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
 
@@ -110,20 +113,20 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
     keep(w)
     if isinstance(w, Dense):
         return linear(x, w.values)
-    if isinstance(w, Bsr):
-        return _bsr(x, w)
     training = torch.is_grad_enabled() and x.requires_grad
     if isinstance(w, Spense):
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
             return _by_name(x, w, "spense_mma", {})
-        tensors, sizes = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape)
-        operands = *tensors, *sizes
-        if training or _is_seen():
-            y: Tensor = _spense_op.linear(*operands)
+        tensors, layout = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
+        if _is_seen() or not _spense_op.planned(*tensors, layout, None):
+            operands: tuple[Any, ...] = (*tensors, *layout)
+            traced = training or _is_seen()
+            y: Tensor = (_spense_op.linear if traced else _spense_op.eager)(*operands)
             return y
-        if not _spense_op.planned(*tensors, (*sizes, None), None):
-            return _spense_op.eager(*operands)
-        return _recorded(x, w, partial(_spense_op.eager, *operands))
+        guards = _guards(w)
+        front, rest = w.__dict__.get(FRONT), (layout, None)
+        y, made = _spense_op.multiply_recorded(front, x, tensors, rest, guards, training=training)
+        return _keep_front(w, made, y)
     if isinstance(w, Bitmap):
         return linear(x, _dense_copy(w)) if training or _is_seen() else _frozen(x, w)
     if isinstance(w, Csr):
@@ -137,6 +140,7 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
 
 
 def _bsr(x: Tensor, w: Bsr) -> Tensor:
+    """Return Y [..., n] of X [..., k]."""
     if captured_into():  # writes into the index replace its pattern
         keep(pattern_of(w.offsets, w.columns))
     if torch.compiler.is_compiling():
@@ -145,9 +149,7 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
     guards = [Guard(None, name, getattr(w, name, None)) for name in names]
     front = w.__dict__.get(FRONT)
     y, made = _bsr_autograd.multiply_recorded(front, x, w.shape[0], guards, cast=False)
-    if made is not front:
-        object.__setattr__(w, FRONT, made)
-    return y
+    return _keep_front(w, made, y)
 
 
 def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
@@ -160,11 +162,17 @@ def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
 
 def _recorded(x: Tensor, w: Format, run: Callable[[], Tensor]) -> Tensor:
     """Run a planned call, and record it for the next ones."""
-    guards = [Guard(None, name, array) for name, array in w.arrays().items()]
-    front = w.__dict__.get(FRONT)
-    y, made = recorded(front, x, run, guards)
-    if made is not front:
-        object.__setattr__(w, FRONT, made)
+    y, made = recorded(w.__dict__.get(FRONT), x, run, _guards(w))
+    return _keep_front(w, made, y)
+
+
+def _guards(w: Format) -> list[Guard]:
+    return [Guard(None, name, array) for name, array in w.arrays().items()]
+
+
+def _keep_front(w: Format, front: Any, y: Tensor) -> Tensor:
+    """Keep what has the recordings of a weight, and return Y."""
+    object.__setattr__(w, FRONT, front)
     return y
 
 

@@ -27,7 +27,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import require, require_matrix, require_size
@@ -39,7 +38,7 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
-from sparsebench.kernels._common.front import Fronts, Guard, recorded
+from sparsebench.kernels._common.front import Fronts, Guard, rows_of
 from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn._packed import (
     dense_linear,
@@ -57,6 +56,8 @@ from sparsebench.kernels.nn._spense_op import (
     NAMES,
     eager,
     linear,
+    multiply_recorded,
+    not_recorded,
     planned,
     rounded_by_row,
 )
@@ -226,25 +227,29 @@ class SpenseLinear(nn.Linear):
             x = x if x.dtype == E4M3 else x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in (self.outside, self.dtype):
             raise Unsupported(f"expected X in the layer's {self.outside}, found {x.dtype}")
-        flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         bias = self.bias if activation is None else None
-        tensors = flat, self.sparse, self.dense
-        sizes = self.out_features, self.in_features, *self.sparse_shape, activation
-        operands = *tensors, *sizes, self.scale
-        if training or watched():
-            y: Tensor = linear(*operands)
-            y = y if bias is None else y.add_(bias)
-        elif cast or forward_ad._current_level >= 0 or not planned(*tensors, sizes, self.scale):
-            y = eager(*operands)
-            y = y if bias is None else y.add_(bias)
-        else:
-            guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
-            guards.append(Guard(self._parameters, "bias", self._parameters.get("bias")))
-            run, front = partial(eager, *operands), self._fronts.pop(activation, None)
-            y, front = recorded(front, flat, run, guards, bias=bias)
-            if front is not None:
-                self._fronts[activation] = front
-        return batched(y, x)
+        tensors = rows_of(x), self.sparse, self.dense
+        layout = self.out_features, self.in_features, *self.sparse_shape, activation
+        training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
+        y: Tensor
+        if cast or not_recorded() or not planned(*tensors, layout, self.scale):
+            operands: tuple[Any, ...] = (*tensors, *layout, self.scale)
+            y = linear(*operands) if training or watched() else eager(*operands)
+            return batched(y if bias is None else y.add_(bias), x)
+        guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
+        guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), counted=False))
+        y, front = multiply_recorded(
+            self._fronts.pop(activation, None),
+            x,
+            tensors,
+            (layout, self.scale),
+            guards,
+            bias=bias,
+            training=training,
+        )
+        if front is not None:
+            self._fronts[activation] = front
+        return y
 
     def freeze(self) -> Self:
         """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""

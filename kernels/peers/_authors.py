@@ -40,8 +40,8 @@ def missing(marker: str, repository: str) -> str | None:
     """Return what a peer needs and cannot find, or None."""
     if checkout(marker):
         return None
-    found = os.environ.get(VARIABLE)
-    where = f"found none with {marker} in {found}" if found else "found no --peers"
+    folder = os.environ.get(VARIABLE)
+    where = f"found none with {marker} in {folder}" if folder else "found no --peers"
     return f"needs a checkout of {repository} below --peers DIR; {where}"
 
 
@@ -96,6 +96,35 @@ def built_library(folder: Path, build: Callable[[], Any]) -> Any:
     cached.mkdir(parents=True, exist_ok=True)
     write_file(cached / built.name, built.read_bytes())
     return module
+
+
+def prebuilt(name: str, variable: str = "") -> Path | None:
+    """Return the extension that the authors' own loader has built, or None.
+
+    It is the file that the environment variable names, or the one in torch's folder of extensions.
+    """
+    if named := os.environ.get(variable):
+        return Path(named) if Path(named).is_file() else None
+    folder, file = build_root().parent, f"{name}/{name}.so"
+    return next(iter((*folder.glob(file), *sorted(folder.glob(f"*/{file}")))), None)
+
+
+def not_built(name: str, loader: str, variable: str = "") -> str | None:
+    """Return that an extension of the authors is missing, or None."""
+    if prebuilt(name, variable):
+        return None
+    if named := os.environ.get(variable):
+        return f"needs the authors' {name}.so; found no file {named}, which {variable} names"
+    where = f"${variable} or in {build_root().parent}" if variable else build_root().parent
+    return f"needs the authors' {name}.so, which their {loader} builds; found none in {where}"
+
+
+def loaded_extension(name: str, loader: str) -> Any:
+    """Import an extension that the authors' own loader has built. Raises Unsupported."""
+    file = prebuilt(name)
+    if file is None:
+        raise Unsupported(str(not_built(name, loader)))
+    return _loaded(name, file)
 
 
 def _loaded(name: str, file: Path) -> Any:

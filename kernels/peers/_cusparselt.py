@@ -4,11 +4,10 @@
             W compressed, for all plans of its layout
     a call  cusparseLtMatmul only; torch plans in each call, which takes 0.3 ms and more
 
-nvmath-python also binds the library, but uses the copy that torch has loaded. This module uses the
-newest copy:
+nvmath-python also binds the library, but uses the copy that torch has loaded. This module uses:
 
-    1. libcusparseLt.so.0 of an installed wheel, nvidia-cusparselt-cu13 or -cu12
-    2. the one that torch has loaded, or that the system's loader finds
+    1. libcusparseLt.so.0 of the newest installed wheel, nvidia-cusparselt-cu13 or -cu12
+    2. without a wheel, the one that torch has loaded, or that the system's loader finds
 
 `Library.version` comes from the loaded library. Its structures are opaque: 512 bytes, aligned to
 16, in the headers of 0.8.0 and of 0.10.0. Older libraries have other functions and are refused.
@@ -17,12 +16,13 @@ Source: cusparseLt.h of the wheels; docs.nvidia.com/cuda/cusparselt.
 
 import ctypes
 import os
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,16 +124,17 @@ class Weight:
 
 
 def find() -> str:
-    """Return the path of the library in an installed wheel, or its name for the loader."""
+    """Return the path of the library in the newest installed wheel, or its name for the loader."""
+    installed: list[tuple[list[int], str]] = []
     for wheel in WHEELS:
         try:
             libraries = [file for file in files(wheel) or () if file.name == NAME]
         except PackageNotFoundError:
             continue
-        for path in [Path(str(file.locate())) for file in libraries]:
-            if path.exists():
-                return str(path)
-    return NAME
+        numbers = [int(part) for part in re.findall(r"\d+", version(wheel))]
+        paths = [Path(str(file.locate())) for file in libraries]
+        installed += [(numbers, str(path)) for path in paths if path.exists()]
+    return max(installed)[1] if installed else NAME
 
 
 def load(path: str) -> Library:

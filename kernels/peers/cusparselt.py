@@ -8,9 +8,9 @@ each combination that the library accepts has its own algorithms:
     X.T  columns  X in place                      Y.T  columns  Y in its final layout
          rows     X.T, copied by the launch            rows     Y.T, transposed back by the launch
 
-Few tokens may be padded to more with rows of zeros: the launch copies X to the first rows of a
-buffer, and Y is the first rows of the output. In bf16 256 tokens take 34 us, and 16 tokens 48
-(0.8.0, n = 14336, k = 4096).
+The library takes tokens in multiples of 8, in 8 bits of 16. Other numbers are padded with rows of
+zeros, as torch.sparse.to_sparse_semi_structured does (_padding.py). Few tokens may be padded to
+more: in bf16 256 tokens take 34 us, and 16 tokens 48 (0.8.0, n = 14336, k = 4096).
 
 `prepare` makes three searches, each over captured launches:
 
@@ -52,13 +52,15 @@ from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operand
 from sparsebench.kernels.dense.cublas import unsupported_fp8
 from sparsebench.kernels.peers import _cusparselt
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Order, Plan
+from sparsebench.kernels.peers._padding import Tokens, multiple_of, padded
 from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
-MULTIPLES = {"fp16": (8, 16), "bf16": (8, 16), "fp8": (16, 32)}  # of m, and of n and k
+MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32}  # of n and k
+TOKEN_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, torch.float8_e4m3fn: 16}
 STAGES = "layouts", "algorithms", "splits"  # of the search
 BEST = 3  # algorithms whose splits are timed
-PADDED = 128, 256  # tokens that fewer may be padded to
+MORE_TOKENS = 128, 256  # tokens that fewer may be padded to
 PADDED_LAYOUTS = 2  # the fastest
 FEW_LAYOUTS = {torch.float16: 2}  # number of layouts whose algorithms are timed; default: all
 TRAPS = {(torch.float16, "columns"): 34}  # dtype, layout of Y: the first number that is not tried
@@ -101,14 +103,27 @@ class Product:
 class Call:
     """The operands of a product: W by layout, X [m, k], the stride of Y's rows, and beta.
 
-    `buffers` are those for padded tokens, by their number of rows.
+    `buffers` are the padded tokens, by their number of rows.
     """
 
     w: Callable[[Order], _cusparselt.Weight]
     x: Tensor
     y_stride: int
     beta: float = 0.0
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[int, Tokens] = field(default_factory=dict)
+
+    def tokens(self, way: Way) -> Tokens:
+        """Return X, padded if the way says so. All ways with as many tokens share a buffer."""
+        rows = way.tokens or len(self.x)
+        if rows not in self.buffers:
+            self.buffers[rows] = padded(self.x, rows)
+        return self.buffers[rows]
+
+    @property
+    def fewest_tokens(self) -> int | None:
+        """Return the tokens that X must be padded to, or None if the library takes X as it is."""
+        rows = multiple_of(TOKEN_MULTIPLES[self.x.dtype], len(self.x))
+        return None if rows == len(self.x) else rows
 
     @property
     def output(self) -> torch.dtype:
@@ -118,13 +133,12 @@ class Call:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why cuSPARSELt cannot run the problem here, or None."""
-    dtype, m, n, k = (problem[name] for name in ("dtype", "m", "n", "k"))
+    dtype, n, k = (problem[name] for name in ("dtype", "n", "k"))
     if dtype not in MULTIPLES:
         return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"
-    tokens, side = MULTIPLES[dtype]
-    if m % tokens or n % side or k % side:
-        expected = f"m in multiples of {tokens}, n and k of {side} in {dtype}"
-        return f"cuSPARSELt expected {expected}, found m {m}, n {n} and k {k}"
+    side = MULTIPLES[dtype]
+    if n % side or k % side:
+        return f"cuSPARSELt expected n and k in multiples of {side} in {dtype}, found {n} and {k}"
     if device.type != "cuda":
         return f"cuSPARSELt expected an NVIDIA GPU, found device {device}"
     try:
@@ -142,15 +156,15 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
     if w.sparse_shape != w.shape:
-        found = f"{list(w.sparse_shape)} of {list(w.shape)}; use cusparselt_hybrid"
-        raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {found}")
+        split = f"{list(w.sparse_shape)} of {list(w.shape)}; use cusparselt_hybrid"
+        raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {split}")
     n = w.shape[0]
     target = Call(compressed(w.to_dense()), x, n)
-    kept, choice, candidates = chosen(target, n, search, operands.pinned, operands.timed)
+    fastest, choice, candidates = chosen(target, n, search, operands.pinned, operands.timed)
 
     def run() -> Tensor:
-        y = x.new_empty(kept.rows, n, dtype=target.output)
-        kept.call(y)
+        y = x.new_empty(fastest.rows, n, dtype=target.output)
+        fastest.call(y)
         return y[: len(x)]
 
     return Launch(run, choice, candidates=candidates)
@@ -183,12 +197,15 @@ def chosen(
     if pinned:
         way = Way(**{name: pinned[name] for name in asdict(Way())})
         return planned(target, way), dict(pinned), []
-    again = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
-    if again:
-        products, _ = accepted(target, dict.fromkeys(again))
-        best, found = timed(target, n, products)
-        return best, asdict(best.way) | version, lines_of("finalists", products, found)
-    every = layouts(target.x.dtype) if searching else [Way()]
+    repeated = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
+    if repeated:
+        products, _ = accepted(target, dict.fromkeys(repeated))
+        best, result = timed(target, n, products)
+        return best, asdict(best.way) | version, lines_of("finalists", products, result)
+    every = [
+        replace(way, tokens=target.fewest_tokens)
+        for way in (layouts(target.x.dtype) if searching else [Way()])
+    ]
     products, reasons = accepted(target, every)
     if not products:
         raise Unsupported(f"cuSPARSELt accepts no layout: {'; '.join(sorted(reasons))}")
@@ -199,7 +216,7 @@ def chosen(
     lines = lines_of(STAGES[0], products, first)
     few = fastest_few(products, first, FEW_LAYOUTS.get(target.x.dtype, len(every)), numbers=False)
     ways = numbers(target, few)
-    numbered = [best, *accepted(target, [*ways, *padded(target, ways, few)])[0]]
+    numbered = [best, *accepted(target, [*ways, *with_more_tokens(target, ways, few)])[0]]
     best, second = timed(target, n, numbered)
     lines += lines_of(STAGES[1], numbered, second)
     few = fastest_few(numbered, second, BEST, numbers=True)
@@ -238,8 +255,8 @@ def planned(target: Call, way: Way) -> Product:
 
 def plan_of(target: Call, way: Way) -> Plan:
     """Return the library's plan."""
-    weight, x, k = target.w(way.w_layout), target.x, target.x.shape[1]
-    m, stride = (way.tokens, k) if way.tokens else (len(x), x.stride(0))
+    weight, x = target.w(way.w_layout), target.tokens(way).whole
+    (m, k), stride = x.shape, x.stride(0)
     b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
     y_stride = target.y_stride if way.y_layout == "columns" else m
     d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, target.output)
@@ -248,19 +265,14 @@ def plan_of(target: Call, way: Way) -> Plan:
 
 def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
     """Return the launch of a plan, with the copies that its layouts need."""
-    x, n = target.x, plan.weight.dense.rows
-    tokens = x
-    if way.tokens:
-        tokens = target.buffers.setdefault(way.tokens, x.new_zeros(way.tokens, x.shape[1]))
+    tokens, n = target.tokens(way), plan.weight.dense.rows
 
     def run(y: Tensor) -> None:
-        if tokens is not x:
-            tokens[: len(x)].copy_(x)
-        b = tokens if way.x_layout == "columns" else tokens.t().contiguous()
+        b = tokens.filled() if way.x_layout == "columns" else tokens.filled().t().contiguous()
         if way.y_layout == "columns":
             plan(b, y)
         else:
-            turned = y.new_empty(n, len(tokens))
+            turned = y.new_empty(n, len(tokens.whole))
             plan(b, turned)
             y.copy_(turned.t())
 
@@ -273,9 +285,9 @@ def searched_by_the_library(target: Call, products: Sequence[Product]) -> list[P
     for one in products:
         if (target.x.dtype, one.way.y_layout) in TRAPS:
             continue
-        plan = plan_of(target, plain(one.way))
-        b = target.x if one.way.x_layout == "columns" else target.x.t().contiguous()
-        y = torch.empty(len(target.x) * target.y_stride, dtype=target.output, device=b.device)
+        plan, x = plan_of(target, plain(one.way)), target.tokens(one.way).filled()
+        b = x if one.way.x_layout == "columns" else x.t().contiguous()
+        y = torch.empty(len(x) * target.y_stride, dtype=target.output, device=b.device)
         try:
             plan(b, y, search=True)
         except CusparseLtError:
@@ -296,9 +308,10 @@ def numbers(target: Call, ways: Iterable[Way]) -> list[Way]:
     ]
 
 
-def padded(target: Call, ways: Sequence[Way], few: Sequence[Way]) -> list[Way]:
+def with_more_tokens(target: Call, ways: Sequence[Way], few: Sequence[Way]) -> list[Way]:
     """Return the ways of the fastest layouts, `few`, with X padded to more tokens."""
-    more = [tokens for tokens in PADDED if tokens > len(target.x)]
+    fewest = target.fewest_tokens or len(target.x)
+    more = [tokens for tokens in MORE_TOKENS if tokens > fewest]
     chosen = {layout_of(way) for way in few[:PADDED_LAYOUTS]}
     if target.x.dtype in FEW_LAYOUTS:
         return [replace(way, tokens=tokens) for way in few for tokens in more]
@@ -316,10 +329,10 @@ def plain(way: Way, algorithm: int | None = None) -> Way:
 
 
 def fastest_few(
-    products: Sequence[Product], found: Search, count: int, *, numbers: bool
+    products: Sequence[Product], result: Search, count: int, *, numbers: bool
 ) -> list[Way]:
     """Return the layouts, or with `numbers` also the algorithms, of the fastest few products."""
-    ranked = sorted(zip((t.time_us for t in found.trials), range(len(products)), strict=False))
+    ranked = sorted(zip((t.time_us for t in result.trials), range(len(products)), strict=False))
     ways = (products[i].way for _, i in ranked)
     return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
 
@@ -334,13 +347,13 @@ def timed(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, S
 
         return call
 
-    found = search([calling(one) for one in products], target.x.device)
-    return products[found.best], found
+    result = search([calling(one) for one in products], target.x.device)
+    return products[result.best], result
 
 
-def lines_of(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
+def lines_of(of: str, products: Sequence[Product], result: Search) -> list[dict[str, Any]]:
     """Return the lines of a search for the row."""
-    return found.lines([asdict(one.way) for one in products], whole=True, of=of)
+    return result.lines([asdict(one.way) for one in products], whole=True, of=of)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

@@ -8,7 +8,7 @@ choices, and no kernel with Hopper's instructions.
 
     needs   --peers DIR with a checkout (_authors.py), nvcc, compute capability 8.0 or newer
     dtype   fp16 with fp32 accumulation, parts of k in fp16
-    sizes   n and k multiples of 64; m 8, 16, 32, 64 or a multiple of 128
+    sizes   n and k multiples of 64; m padded to 8, 16, 32, 64 or a multiple of 128 (_padding.py)
     launch  with shared memory for the fullest tile of 64 x 64; their launch has room for 2304 of
             its 4096 values, about 47 % sparsity (spinfer.cu)
 
@@ -26,13 +26,14 @@ from sparsebench.kernels._common.cuda import target_of
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
+from sparsebench.kernels.peers._padding import multiple_of, padded
 from sparsebench.results.record import Problem
 
 REPOSITORY = "github.com/HPMLL/SpInfer_EuroSys25"
 MARKER = "csrc/SpMM_API.cu"
 SPLITS = 1, 2, 4, 8, 16  # parts of k; their benchmark sets it by hand for each shape
 TILE = 64
-FEW = 8, 16, 32, 64
+FEW, MANY = (8, 16, 32, 64), 128
 
 
 def prepare(operands: Operands, *, split: int | None = None) -> Launch:
@@ -47,11 +48,12 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
     product = Product(operands)
     choices = [{"split": s} for s in (splits if fixed is None else (fixed,))]
     calls = [partial(product.run, **choice) for choice in choices]
-    found = search(calls, operands.device)
-    best = choices[found.best]
+    result = search(calls, operands.device)
+    best = choices[result.best]
     product.shrink(best["split"])
-    choice = {**best, "stored_bytes": product.stored, "digest": product.digest}
-    return Launch(calls[found.best], choice, candidates=found.lines(choices))
+    stored = {"stored_bytes": product.stored, "digest": product.digest}
+    choice = {**best, **product.tokens.choice, **stored}
+    return Launch(calls[result.best], choice, candidates=result.lines(choices))
 
 
 def possible(k: int) -> list[int]:
@@ -64,6 +66,11 @@ def possible(k: int) -> list[int]:
     return [split for split in SPLITS if (split - 1) * -(-tiles // split) < tiles]
 
 
+def tokens_of(m: int) -> int:
+    """Return the tokens that m are padded to."""
+    return next((few for few in FEW if few >= m), multiple_of(MANY, m))
+
+
 class Product:
     """A compressed weight with its buffers."""
 
@@ -72,6 +79,7 @@ class Product:
         folder = _authors.checkout(MARKER)
         assert folder
         self._x = operands.activations["x"]
+        self.tokens = padded(self._x, tokens_of(len(self._x)))
         self.digest = _authors.digest((folder / MARKER).parent)
         target = target_of(self._x.device)
         self._code = _authors.library("spinfer", (folder / MARKER).parent, target)
@@ -81,7 +89,7 @@ class Product:
         self._room = int(arrays[-1])
         self._arrays = [array.to(self._x.device) for array in arrays]
         self.stored = sum(array.nbytes for array in self._arrays)
-        m = len(self._x)
+        m = len(self.tokens.whole)
         self._out = self._x.new_empty(m, self.n)
         self._parts = self._x.new_empty(max(SPLITS) * m * self.n)
 
@@ -92,12 +100,13 @@ class Product:
     def run(self, split: int) -> Tensor:
         """Enqueue the product on the current stream."""
         weight = *map(_authors.pointer, self._arrays), self._room
-        x, y, parts = map(_authors.pointer, (self._x, self._out, self._parts))
-        sizes = self.n, len(self._x), self.k
+        whole = self.tokens.filled()
+        x, y, parts = map(_authors.pointer, (whole, self._out, self._parts))
+        sizes = self.n, len(whole), self.k
         stream = _authors.stream_of(self._x.device)
         error = self._code.multiply(stream, *weight, x, y, *sizes, parts, split)
         _authors.require_success(error)
-        return self._out
+        return self._out[: len(self._x)]
 
 
 def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
@@ -126,10 +135,9 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         return f"needs an NVIDIA GPU of compute capability 8.0 or newer, found {device}"
     if problem["dtype"] != "fp16":
         return f"expected fp16, found {problem['dtype']}"
-    m, n, k = (problem[size] for size in "mnk")
-    if n % TILE or k % TILE or (m not in FEW and m % 128):
-        expected = f"n and k multiples of {TILE}, and m {', '.join(map(str, FEW))} or of 128"
-        return f"expected {expected}; found m {m}, n {n} and k {k}"
+    n, k = problem["n"], problem["k"]
+    if n % TILE or k % TILE:
+        return f"expected n and k to be multiples of {TILE}, found {n} and {k}"
     return _authors.missing(MARKER, REPOSITORY)
 
 

@@ -7,10 +7,11 @@
 STK (Gale et al. 2022, MegaBlocks) has no other choices: tiles of 128 x 128 x 32, four warps, four
 stages. It uses the blocks as they are stored.
 
-    dtype    fp16 or bf16
-    m, n, k  multiples of 128. n and k at most 32768, because int16 indices times 128 overflow
-             beyond (stanford-futuredata/stk pull request 17). X and Y have less than 2^31 elements,
-             because offsets are int32
+    dtype  fp16 or bf16; tf32, which it uses for fp32
+    m      padded to a multiple of 128, for the gradient of W to one of 32 (_padding.py)
+    n, k   multiples of 128, at most 32768, because int16 indices times 128 overflow beyond
+           (stanford-futuredata/stk pull request 17). X and Y have less than 2^31 elements, because
+           offsets are int32
 
 STK is the package stanford-stk or, if it is not installed, a checkout below --peers DIR
 (_authors.py).
@@ -32,9 +33,12 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 from sparsebench.kernels.peers import _authors
+from sparsebench.kernels.peers._padding import multiple_of, padded
 from sparsebench.results.record import Problem
 
+DTYPES = "fp16", "bf16", "tf32"
 SIDE = 128
+DEPTH = 32  # its tile of the sum, which is over tokens for the gradient of W
 LARGEST = 2**15  # of n and k
 MARKER = "stk/backend/triton_kernels.py"  # of a checkout
 ELEMENTS = 2**31  # activations and output must have fewer
@@ -44,12 +48,12 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why STK cannot run here, or None. A chemistry package has the same import name."""
     if device.type != "cuda":
         return f"expected an NVIDIA GPU, found device {device}"
-    if problem["dtype"] not in ("fp16", "bf16"):
-        return f"STK expected fp16 or bf16, found {problem['dtype']}"
+    if problem["dtype"] not in DTYPES:
+        return f"STK expected {', '.join(DTYPES)}, found {problem['dtype']}"
     m, n, k = (problem[size] for size in "mnk")
-    if any(size % SIDE for size in (m, n, k)):
-        return f"STK expected m, n and k to be multiples of {SIDE}, found {m}, {n} and {k}"
-    if max(n, k) > LARGEST or m * max(n, k) >= ELEMENTS:
+    if n % SIDE or k % SIDE:
+        return f"STK expected n and k to be multiples of {SIDE}, found {n} and {k}"
+    if max(n, k) > LARGEST or multiple_of(SIDE, m) * max(n, k) >= ELEMENTS:
         return (
             f"STK expected n and k of at most {LARGEST} and less than 2^31 elements of activations "
             f"and output, found m {m}, n {n}, k {k}"
@@ -92,14 +96,18 @@ def prepare_wgrad(operands: Operands) -> Launch:
     """
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Bsr)
-    topology = matrix(w)
+    topology, rows = matrix(w), multiple_of(DEPTH, len(x))
+    left, right = padded(dy, rows), padded(x, rows)
     from stk import ops
 
+    def product(dy_transposed: Tensor) -> Bsr:
+        return replace(w, values=ops.sdd(dy_transposed, right.filled(), topology).data)
+
     layouts: dict[str, Callable[[], Bsr]] = {
-        "view": lambda: replace(w, values=ops.sdd(dy.t(), x, topology).data),
-        "copied": lambda: replace(w, values=ops.sdd(dy.t().contiguous(), x, topology).data),
+        "view": lambda: product(left.filled().t()),
+        "copied": lambda: product(left.filled().t().contiguous()),
     }
-    return fastest_of(layouts, operands)
+    return fastest_of(layouts, operands, right.choice)
 
 
 def matrix(w: Bsr) -> Any:
@@ -118,20 +126,23 @@ def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> La
     from stk import ops
 
     right, left = (w.t(), w) if transposed else (w, w.t())
+    m, tokens = len(x), padded(x, multiple_of(SIDE, len(x)))
     layouts: dict[str, Callable[[], Tensor]] = {
-        "dds": lambda: ops.dds(x, right),
-        "dsd": lambda: ops.dsd(left, x.t()).t().contiguous(),
-        "dsd, copied": lambda: ops.dsd(left, x.t().contiguous()).t().contiguous(),
+        "dds": lambda: ops.dds(tokens.filled(), right)[:m],
+        "dsd": lambda: ops.dsd(left, tokens.filled().t()).t()[:m].contiguous(),
+        "dsd, copied": lambda: ops.dsd(left, tokens.filled().t().contiguous()).t()[:m].contiguous(),
     }
-    return fastest_of(layouts, operands)
+    return fastest_of(layouts, operands, tokens.choice)
 
 
-def fastest_of(layouts: Mapping[str, Callable[[], Output]], operands: Operands) -> Launch:
+def fastest_of(
+    layouts: Mapping[str, Callable[[], Output]], operands: Operands, padding: Mapping[str, int]
+) -> Launch:
     """Return the launch of the fastest of these layouts, or of the pinned one."""
     names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
-    found = search([layouts[name] for name in names], operands.device)
-    best, lines = names[found.best], found.lines([{"layout": name} for name in names])
-    return Launch(layouts[best], {"layout": best}, candidates=lines)
+    result = search([layouts[name] for name in names], operands.device)
+    best, lines = names[result.best], result.lines([{"layout": name} for name in names])
+    return Launch(layouts[best], {"layout": best, **padding}, candidates=lines)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)

@@ -4,6 +4,8 @@
                  the A100 only; on other GPUs one stage, four warps and r tokens per tile
     tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters of a search,
                  or as shipped if that is faster
+    tuned=torch  the same with the parameters that torch's own tuner finds, which takes minutes:
+                 torch.sparse._triton_ops_meta.tune_bsr_dense_addmm
 
 The search times torch's call as shipped, the entry of torch's table for the A100 at this size, and
 then tiles, stages and warps together. Around the fastest it tries groups and a copy of X.T. A later
@@ -12,17 +14,18 @@ process of a verdict times the finalists of both searches in one.
 Both write Y.T as a view of the token-major Y, and read X.T as a view of X. With `tuned`, the launch
 first copies X.T if that is faster in total.
 
-Block sides must be powers of two of at least 16 that divide n and k. As shipped, blocks must also
-be square and r must divide m. Other cases are unsupported, because torch would gather rows and
-multiply in fp32 without a warning, or fail. fp32 and tf32 problems run without tensor cores,
-because TF32 is off.
+As shipped, blocks must be square and divide n and k. torch uses its Triton kernel if the side is a
+power of two of at least 16 that divides the tokens, and otherwise cuSPARSE without tensor cores
+(`library` in the choice). The other ways always use the Triton kernel: block sides must be powers
+of two of at least 16, and tokens are padded to a multiple of 16, for torch's tuner of r
+(_padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is off.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +35,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.search import finalists, part_of, search
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers._padding import Tokens, multiple_of, padded
 from sparsebench.results.record import Problem
 
 TOKEN_TILES = 16, 32, 64, 128, 256
@@ -53,12 +57,14 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"expected an NVIDIA GPU, found device {device}"
 
 
-def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
+def prepare(operands: Operands, *, tuned: bool | Literal["torch"] = False) -> Launch:
     """Pass the format's arrays to torch; if `tuned`, search parameters. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bsr)
-    if reason := unsupported_operands(w, len(x), tuned):
+    if reason := unsupported_blocks(w) if tuned else unsupported_as_shipped(w):
         raise Unsupported(reason)
+    multiple = w.block[0] if tuned == "torch" else TOKEN_TILES[0]
+    tokens = padded(x, multiple_of(multiple, len(x)))
     with warnings.catch_warnings():
         # torch warns once that BSR is beta, and for each shape that its table lacks this GPU.
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
@@ -67,35 +73,43 @@ def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
         bsr = torch.sparse_bsr_tensor(
             w.offsets, w.columns, w.values, size=w.shape, check_invariants=False
         )
-        if tuned and operands.pinned:
+        if not tuned:
+            launch = Launch(_call(bsr, tokens, AS_SHIPPED), {"library": library_of(w, len(x))})
+            launch()
+            return launch
+        if operands.pinned:
             choice = dict(operands.pinned)
-            return Launch(_call(bsr, x, choice), choice)
-        if tuned:
-            return _tuned(bsr, x, w.block, operands.timed)
-        launch = Launch(_call(bsr, x, AS_SHIPPED))
-        launch()
-        return launch
+            return Launch(_call(bsr, tokens, choice), choice)
+        if tuned == "torch":
+            choice = _tuned_by_torch(bsr, tokens.filled()) | tokens.choice
+            return Launch(_call(bsr, tokens, choice), choice)
+        return _tuned(bsr, tokens, w.block, operands.timed)
 
 
-def unsupported_operands(w: Bsr, m: int, tuned: bool) -> str | None:
-    """Return which of torch's conditions fails, or None."""
-    if reason := unsupported_blocks(w):
-        return reason
-    r, c = w.block
-    if not tuned and r != c:
+def library_of(w: Bsr, m: int) -> str:
+    """Return the library that torch.nn.functional.linear uses."""
+    return "cuSPARSE" if unsupported_blocks(w) or m % w.block[0] else "Triton"
+
+
+def unsupported_as_shipped(w: Bsr) -> str | None:
+    """Return which condition of torch.nn.functional.linear fails, or None."""
+    (n, k), (r, c) = w.shape, w.block
+    if r != c:
         return f"torch expected square blocks, found {r}x{c}"
-    tile = TOKEN_TILES[0] if tuned else r
-    return f"torch expected a multiple of {tile} tokens, found {m}" if m % tile else None
+    return _undivided(w) if n % r or k % c else None
 
 
 def unsupported_blocks(w: Bsr) -> str | None:
-    """Return which condition of all BSR kernels of torch fails, or None."""
+    """Return which condition of torch's Triton kernels fails, or None."""
     (n, k), (r, c) = w.shape, w.block
     if any(side < 16 or side & (side - 1) for side in (r, c)):
         return f"torch expected block sides that are powers of two >= 16, found {r}x{c}"
-    if n % r or k % c:
-        return f"torch expected blocks that divide W, found {r}x{c} in {n}x{k}"
-    return None
+    return _undivided(w) if n % r or k % c else None
+
+
+def _undivided(w: Bsr) -> str:
+    (n, k), (r, c) = w.shape, w.block
+    return f"torch expected blocks that divide W, found {r}x{c} in {n}x{k}"
 
 
 def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]:
@@ -107,29 +121,38 @@ def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]
 
 
 def _tuned(
-    bsr: Tensor, x: Tensor, block: tuple[int, int], before: Sequence[Mapping[str, Any]]
+    bsr: Tensor, tokens: Tokens, block: tuple[int, int], before: Sequence[Mapping[str, Any]]
 ) -> Launch:
     """Search tiles, stages and warps together; then, for the best, the group and the copy."""
-    again = [choice for stage in STAGES for choice in finalists(part_of(stage, before))]
-    if again:
-        again = [choice for i, choice in enumerate(again) if choice not in again[:i]]
-        best, timed = _fastest(bsr, x, again, "finalists")
-        return Launch(_call(bsr, x, best), best, candidates=timed)
+    repeated = [choice for stage in STAGES for choice in finalists(part_of(stage, before))]
+    if repeated:
+        repeated = [choice for i, choice in enumerate(repeated) if choice not in repeated[:i]]
+        best, timed = _fastest(bsr, tokens, repeated, "finalists")
+        return Launch(_call(bsr, tokens, best), best, candidates=timed)
+    x = tokens.whole
     m, (r, c) = len(x), block
     metas = [
-        {**DEFAULT, "SPLIT_N": m // tile, "num_stages": s, "num_warps": w}
+        {**DEFAULT, "SPLIT_N": m // tile, "num_stages": s, "num_warps": w, **tokens.choice}
         for tile, (s, w) in product(token_tiles(m, block, x.dtype), STAGES_AND_WARPS)
     ]
-    shipped = [AS_SHIPPED] if r == c and m % r == 0 else []
+    shipped = [AS_SHIPPED] if r == c else []
     choices: list[dict[str, Any]] = [*shipped, *_in_table(bsr, x, block), *metas]
-    best, timed = _fastest(bsr, x, choices, STAGES[0])
-    meta = {"SPLIT_N": m // r, **DEFAULT} if best == AS_SHIPPED else best
+    best, timed = _fastest(bsr, tokens, choices, STAGES[0])
+    meta = {"SPLIT_N": max(m // r, 1), **DEFAULT, **tokens.choice} if best == AS_SHIPPED else best
     near = [
         {**meta, "GROUP_SIZE_ROW": group, "x_copied": copied}
         for group, copied in product(GROUPS, (False, True))
     ]
-    best, more = _fastest(bsr, x, [best, *near], STAGES[1])
-    return Launch(_call(bsr, x, best), best, candidates=timed + more)
+    best, more = _fastest(bsr, tokens, [best, *near], STAGES[1])
+    return Launch(_call(bsr, tokens, best), best, candidates=timed + more)
+
+
+def _tuned_by_torch(bsr: Tensor, x: Tensor) -> dict[str, Any]:
+    """Return the parameters that torch's own tuner finds; each trial takes it 0.6 s and more."""
+    from torch.sparse._triton_ops_meta import tune_bsr_dense_addmm
+
+    y = x.new_empty(len(x), bsr.shape[0]).t()
+    return dict(tune_bsr_dense_addmm(y, bsr, x.t(), beta=0, alpha=1, out=y))
 
 
 def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, Any]]:
@@ -138,33 +161,35 @@ def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, 
 
     sizes = *bsr.shape, len(x), *block
     key, version = (*sizes, True, False, True), (0, x.dtype, 0.5)  # beta 0, alpha 1
-    found = get_meta("bsr_dense_addmm", key, TABLE, version=version, exact=True)
-    return [dict(found)] if found else []
+    result = get_meta("bsr_dense_addmm", key, TABLE, version=version, exact=True)
+    return [dict(result)] if result else []
 
 
 def _fastest(
-    bsr: Tensor, x: Tensor, choices: list[dict[str, Any]], of: str
+    bsr: Tensor, tokens: Tokens, choices: list[dict[str, Any]], of: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the fastest choice, and the lines of the search."""
-    found = search([_call(bsr, x, choice) for choice in choices], x.device, COMPILERS)
-    return choices[found.best], found.lines(choices, whole=True, of=of)
+    calls = [_call(bsr, tokens, choice) for choice in choices]
+    result = search(calls, bsr.device, COMPILERS)
+    return choices[result.best], result.lines(choices, whole=True, of=of)
 
 
-def _call(bsr: Tensor, x: Tensor, choice: Mapping[str, Any]) -> Callable[[], Tensor]:
+def _call(bsr: Tensor, tokens: Tokens, choice: Mapping[str, Any]) -> Callable[[], Tensor]:
     """Return the launch of a choice."""
     from torch.sparse._triton_ops import bsr_dense_addmm
 
     if choice == AS_SHIPPED:
-        return lambda: torch.nn.functional.linear(x, bsr).contiguous()
-    meta = {name: value for name, value in choice.items() if name != "x_copied"}
+        return lambda: torch.nn.functional.linear(tokens.x, bsr).contiguous()
+    meta = {name: value for name, value in choice.items() if name not in ("x_copied", "tokens")}
     copied = choice.get("x_copied", False)
 
     def run() -> Tensor:
+        x = tokens.filled()
         y = x.new_empty(len(x), bsr.shape[0])
         x_transposed = x.t().contiguous() if copied else x.t()
         # With beta = 0 the first argument is not read.
         bsr_dense_addmm(y.t(), bsr, x_transposed, beta=0, alpha=1, out=y.t(), meta=meta)
-        return y
+        return y[: len(tokens.x)]
 
     return run
 

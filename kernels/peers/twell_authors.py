@@ -9,23 +9,28 @@ torch's loader builds their extension once, in about a minute, with the machine'
     SPARSEBENCH_PEERS=DIR python -c \
         "from sparsebench.kernels.peers.twell_authors import extension; extension()"
 
-Only the sources of the two kernels are built. Both precisions of the second kernel are timed, and
-the faster one is chosen.
+Only the sources of the two kernels are built. The search times both precisions of the second
+kernel, its `flex` version, and for that also gates of 63 and 127 words for each 256 units
+(compression 4 and 2); of these, the ways that lose none of the drawn values.
 
     needs        --peers DIR with a checkout (_authors.py), compute capability 9.0, nvcc, ninja
     dtype        bf16, relu
-    sizes        k 2048; m and n multiples of 256; a schedule of at most 384 tiles per cluster
+    sizes        k 2048; n 5632 or 8192, because their second kernel is instantiated for these alone
+                 and leaves its output unwritten for others; m padded to a multiple of 256
+                 (_padding.py); a schedule of at most 384 tiles per cluster
     no graph     they launch on the default stream, so rows are timed with events
 
-If more than 31 of 256 units are active for a token, the gate silently keeps 31. Such a call is
-wrong, and the row has the number of lost values (Launch.lost).
+If a token has more active units of 256 than words, the gate silently keeps as many as there are.
+Such a call is wrong, and the row has the number of lost values (Launch.lost).
 Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/twell_modules.
 """
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
-from typing import Any
+from itertools import count, product
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,26 +39,66 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
+from sparsebench.kernels.peers._padding import multiple_of, padded
 from sparsebench.results.record import Problem
 
 REPOSITORY = "github.com/SakanaAI/sparser-faster-llms"
 MARKER = "custom_models/twell_modules/twell.py"
-WIDTH, TILE, SLOTS = 2048, 256, 32  # k; units of a tile; its words, of which one is a count
+WIDTH, UNITS = 2048, (5632, 8192)  # k and n
+TILE = 256  # units of a tile; it has TILE / compression words, of which one is a count
+COMPRESSION, MORE_ROOM = 8, (4, 2)  # theirs by default, and for `flex` alone
 CLUSTERS, SCHEDULE = 64, 384
 KERNELS = ["twell_d2t", "twell_gated_t2d"]  # by their names
 NUMBERS = count(1)  # their extension identifies layers of a process by number
 
 
-def prepare(operands: Operands, *, highest_precision: bool | None = None) -> Launch:
-    """Build the extension, and choose the faster precision unless one is given or pinned."""
+@dataclass(frozen=True)
+class Way:
+    """One way to run the second kernel, by default as the authors do."""
+
+    highest_precision: bool = False
+    flex: bool = False
+    compression: int = COMPRESSION
+
+
+WAYS = [
+    Way(precision, flex, compression)
+    for flex, compression, precision in product(
+        (False, True), (COMPRESSION, *MORE_ROOM), (False, True)
+    )
+    if flex or compression == COMPRESSION
+]
+
+
+def prepare(
+    operands: Operands, *, highest_precision: bool | None = None, flex: bool | None = None
+) -> Launch:
+    """Build the extension, and choose the fastest way among those with the given options."""
     twell, ext, digest = extension()
-    fixed = (operands.pinned or {}).get("highest_precision", highest_precision)
-    choices = [{"highest_precision": p} for p in ((False, True) if fixed is None else (fixed,))]
-    layer = Layer(operands, twell, ext)
-    calls = [partial(layer.run, **choice) for choice in choices]
-    found = search(calls, operands.device)
-    choice = {**choices[found.best], "digest": digest}
-    return Launch(calls[found.best], choice, candidates=found.lines(choices), lost=layer.lost)
+    options = {"highest_precision": highest_precision, "flex": flex}
+    options = {name: value for name, value in options.items() if value is not None}
+    ways = [way for way in WAYS if options.items() <= asdict(way).items()]
+    if pinned := operands.pinned:  # rows up to 0.2.0 have the precision alone
+        ways = [Way(**{name: pinned[name] for name in asdict(Way()) if name in pinned})]
+    up, down = operands.weights["wu"].to_dense(), operands.weights["wd"].to_dense().t().contiguous()
+    gates = {c: Gate(operands, "wg", twell, ext, c) for c in {way.compression for way in ways}}
+
+    def layer(gate: Gate, way: Way) -> Tensor:
+        return gate.then(
+            lambda x, packed, out: twell.matmul_gated_t2d_out(
+                *(x, packed, up, down, out, way.highest_precision),
+                *(way.compression, way.flex, ext),
+            )
+        )
+
+    full = {c for c, gate in gates.items() if len(ways) > 1 and gate.filled().lost()}
+    ways = [way for way in ways if way.compression not in full] or ways
+    calls = [partial(layer, gates[way.compression], way) for way in ways]
+    result = search(calls, operands.device)
+    best, lines = ways[result.best], result.lines([asdict(way) for way in ways])
+    gate = gates[best.compression]
+    choice = {**asdict(best), **gate.tokens.choice, "digest": digest}
+    return Launch(calls[result.best], choice, candidates=lines, lost=gate.lost)
 
 
 def extension() -> tuple[Any, Any, str]:
@@ -66,54 +111,75 @@ def extension() -> tuple[Any, Any, str]:
     return twell, ext, _authors.digest(sources)
 
 
-class Layer:
-    """The authors' two kernels with their buffers."""
+class Gate:
+    """The authors' first kernel: X with padded tokens, and the packed gate of a weight [n, k]."""
 
-    def __init__(self, operands: Operands, twell: Any, ext: Any) -> None:
-        """Register the gate's weights."""
-        wg, self._up, wd = (operands.weights[name].to_dense() for name in ("wg", "wu", "wd"))
-        self._down, self._x = wd.t().contiguous(), operands.activations["x"]
-        self._twell, self._ext = twell, ext
-        self._gate = twell.D2TLayer(next(NUMBERS), wg, ext=self._ext)
-        m, n = len(self._x), len(wg)
-        self._packed = twell.allocate_packed_output(m, n, device=self._x.device)
-        self._out = torch.empty_like(self._x)
-
-    def run(self, highest_precision: bool) -> Tensor:
-        """Enqueue both kernels on the default stream. Raises RuntimeError inside a capture."""
-        if self._x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the authors' kernels launch on the default stream")
-        self._gate.run(self._x, C_packed=self._packed)
-        self._twell.matmul_gated_t2d_out(
-            self._x,
-            self._packed,
-            self._up,
-            self._down,
-            self._out,
-            highest_precision=highest_precision,
-            ext=self._ext,
+    def __init__(
+        self,
+        operands: Operands,
+        weight: str,
+        twell: Any,
+        ext: Any,
+        compression: int = COMPRESSION,
+    ) -> None:
+        """Register the weight."""
+        self._words = TILE // compression
+        w, x = operands.weights[weight].to_dense(), operands.activations["x"]
+        self.tokens = padded(x, multiple_of(TILE, len(x)))
+        whole = self.tokens.whole
+        self._layer = twell.D2TLayer(next(NUMBERS), w, compression_factor=compression, ext=ext)
+        self._packed = twell.allocate_packed_output(
+            len(whole), len(w), device=x.device, compression_factor=compression
         )
-        return self._out
+        self._out = torch.empty_like(whole)
+
+    def then(self, second: Callable[[Tensor, Tensor, Tensor], None]) -> Tensor:
+        """Enqueue the kernel and the second one, of X, the packed gate and Y; return Y.
+
+        Both use the default stream.
+        """
+        second(self.filled().tokens.whole, self._packed, self._out)
+        return self._out[: len(self.tokens.x)]
+
+    def filled(self) -> Self:
+        """Enqueue the kernel alone. Raises RuntimeError inside a capture."""
+        x = self.tokens.filled()
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the authors' kernels launch on the default stream")
+        self._layer.run(x, C_packed=self._packed)
+        return self
 
     def lost(self) -> int:
         """Return the number of values that the last call had no room for."""
-        counts = self._packed.view(torch.int32)[:, ::SLOTS]
-        return int((counts - (SLOTS - 1)).clamp(min=0).sum())
+        counts = self._packed.view(torch.int32)[:, :: self._words]
+        return int((counts - (self._words - 1)).clamp(min=0).sum())
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' kernels cannot run here, or None."""
+def unsupported_type(problem: Problem, device: torch.device) -> str | None:
+    """Return why no kernel of the authors runs here, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, found {device}"
     if (problem["dtype"], problem["activation"]) != ("bf16", "relu"):
         return f"expected bf16 and relu, found {problem['dtype']} and {problem['activation']}"
+    return None
+
+
+def unsupported_layer(problem: Problem, device: torch.device) -> str | None:
+    """Return why the authors' kernels for inference cannot run here, or None."""
+    if reason := unsupported_type(problem, device):
+        return reason
     m, n, k = (problem[size] for size in "mnk")
-    if k != WIDTH or m % TILE or n % TILE:
-        expected = f"k {WIDTH}, and m and n multiples of {TILE}"
-        return f"expected {expected}, found m {m}, n {n} and k {k}"
-    if m * n > CLUSTERS * SCHEDULE * TILE**2 or n > 2**16:
+    if k != WIDTH or n not in UNITS:
+        expected = f"k {WIDTH} and n {' or '.join(map(str, UNITS))}"
+        return f"expected {expected}, found k {k} and n {n}"
+    if multiple_of(TILE, m) * n > CLUSTERS * SCHEDULE * TILE**2:
         return f"expected a schedule of at most {SCHEDULE} tiles per cluster, found m {m} and n {n}"
-    if reason := _authors.missing(MARKER, REPOSITORY):
+    return _authors.missing(MARKER, REPOSITORY)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the authors' layer cannot run or be built here, or None."""
+    if reason := unsupported_layer(problem, device):
         return reason
     return None if find_spec("ninja") else "needs ninja: pip install ninja"
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.formatting import between, times
-from sparsebench.results.noise import LAUNCH_US
+from sparsebench.results.formatting import between
 from sparsebench.results.outcome import FALSE_DISCOVERIES, MARGIN, UNDECIDED, VERDICTS, Outcome
 from sparsebench.results.statistics import MOST, IntervalKind
 
@@ -57,12 +56,6 @@ def speedup(line: Any) -> str:
     if line.label == line.baseline_label:
         return "1"
     return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)
-
-
-def above_floor(line: "pd.Series[Any]") -> str:
-    """Write the speedup without the cost of a launch, if either time is below LAUNCH_US."""
-    short = line.median_us * min(1, line.speedup) < LAUNCH_US
-    return times(line.speedup_above_floor) if short else "–"
 
 
 def intervals(cases: pd.DataFrame) -> str:

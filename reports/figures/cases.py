@@ -10,7 +10,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._again import selected_fields, suite_name
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._verdict import above_floor, outcome, speedup
+from sparsebench.reports.figures._verdict import outcome, speedup
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import percent, plain, significant
 from sparsebench.results.frame import fields
@@ -38,7 +38,6 @@ def draw(frames: Frames) -> Markup:
         gain=[speedup(line) for line in cases[SPEEDUP].itertuples()],
         configuration=cases.choice.map(configuration),
         outcome=[outcome(line) for _, line in cases.iterrows()],
-        above=[above_floor(line) for _, line in cases.iterrows()],
     )
     shown = [column for column in COLUMNS if column[1] in written]
     heads += [head for head, _, _ in shown]
@@ -112,7 +111,6 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format
     (">speedup", "gain", _text),
     ("outcome", "outcome", _text),
     (">q", "q", _rate),
-    (">above launch", "above", _text),
     (">TFLOP/s", "tflops", significant),
     (">GB/s", "gb_per_s", significant),
     (">of bound, %", "of_bound", lambda share: significant(100 * share)),
@@ -124,6 +122,7 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format
     (">power, W", "power_w", significant),
     (">SM clock, MHz", "sm_mhz", significant),
     ("mark", "mark", _text),
+    (">late samples, %", "late", lambda share: significant(100 * share) if share else "–"),
     ("accuracy", "marks", _text),
     (">error, of bound", "error_of_bound", lambda error: significant(error, 2)),
     (">error, of usual", "error_of_usual", lambda error: significant(error, 2)),

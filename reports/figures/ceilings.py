@@ -17,8 +17,8 @@ from sparsebench.reports.figures._html import note, wide
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.contests import SHORT_US
 from sparsebench.results.formatting import significant
-from sparsebench.results.noise import LAUNCH_US
 from sparsebench.results.store import Run
 
 TITLE = "Fraction of the bound"
@@ -29,7 +29,7 @@ SHIFT = {"memory": 0.2, "compute": 0.0, "launch": -0.2}
 WIDTH_PX, LINE_PX = 620, 30
 READ = (
     "Circles: bound by memory; squares: bound by compute; hollow: below "
-    f"{LAUNCH_US:g} µs, where the launch takes much of the time. "
+    f"{SHORT_US:g} µs, where the launch takes much of the time. "
     "The bound counts only non-zeros: at 90 % sparsity a dense kernel that is bound by compute "
     "reaches at most 10 % of it. The table shows counts, medians and the best case."
 )
@@ -53,8 +53,8 @@ def draw(frames: Frames) -> Markup:
 
 
 def _bounded(cases: pd.DataFrame) -> pd.Series:
-    """Return what bounds each case: `launch` below LAUNCH_US, else memory or compute."""
-    bound = cases.bound_by.mask(cases.median_us < LAUNCH_US, "launch")
+    """Return what bounds each case: `launch` below SHORT_US, else memory or compute."""
+    bound = cases.bound_by.mask(cases.median_us < SHORT_US, "launch")
     return bound.where(cases.scope == "kernel", cases.scope)
 
 
@@ -68,7 +68,7 @@ def _ceilings(run: Run) -> str:
         f"reading {significant(ceilings.read_gb_per_s)} GB/s",
         f"copying {significant(ceilings.copy_gb_per_s)} GB/s",
         f"matrix products {', '.join(rates)} TFLOP/s",
-        f"a launch {significant(ceilings.launch_us)} µs",
+        f"an empty launch {significant(ceilings.launch_us)} µs",
         f"L2 cache {significant(ceilings.l2_bytes / 2**20)} MiB",
     ]
     if ceilings.write_gb_per_s is not None:

@@ -2,7 +2,7 @@
 
     % │ ●  ●   ●             time of a contest's baseline against its median over all processes
     0 ┼──●──●─●──●──         x: contests in the order of the run; vertical lines: processes
-      └─────────────         ◆ throttled or power-limited while it was timed
+      └─────────────         ◆ throttled, power-limited or late while it was timed
 
 A speedup is a ratio within one contest, so drift changes both of its times.
 """
@@ -40,7 +40,8 @@ def draw(frames: Frames) -> Markup:
     marked = int((taken["mark"] != "").sum())
     words = f"{named(taken.iloc[0], MEASURE).capitalize()}, contests in the order of the run. "
     words += (
-        f"The GPU slowed down during {marked} of {len(taken)} contests (diamonds). Each vertical "
+        f"The GPU slowed down, or waited for the host, in {marked} of {len(taken)} contests "
+        "(diamonds). Each vertical "
     )
     words += "line starts a new process. Both times of a speedup come from the same contest."
     panels = [_panel(taken, name, title) for name, title in drawn]

@@ -14,7 +14,7 @@ from sparsebench.reports.figures._figure import (
     swept,
 )
 from sparsebench.reports.figures._html import note
-from sparsebench.reports.figures._verdict import above_floor, intervals, meaning, outcome, speedup
+from sparsebench.reports.figures._verdict import intervals, meaning, outcome, speedup
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.analysis import winners
 from sparsebench.results.formatting import between, percent, plain, significant, times
@@ -24,13 +24,12 @@ TITLE = "Fastest contender by shape and sparsity"
 ORDER = 15
 
 HEADS = ["problem", "at", "fastest", "weights", ">speedup", "outcome"]
-HEADS += [">above launch", ">time, µs", "runner-up", ">leads by"]
+HEADS += [">time, µs", "runner-up", ">leads by"]
 HEADS += ["best sparse", ">over dense"]
 WEIGHTS = ["pattern", "block"]
 READ = (
     "Speedups are over the baseline of the suite. "
-    "Above launch: the speedup after the time of an almost empty op is subtracted from both "
-    "times, for ops below 20 µs. If dense is the fastest, the table also shows the best sparse "
+    "If dense is the fastest, the table also shows the best sparse "
     "contender. The best case was selected by the numbers shown here, so confirm it in a separate "
     "run (sparsebench confirm)."
 )
@@ -79,7 +78,6 @@ def _line(title: str, line: "pd.Series[Any]", x: str) -> list[str | Markup]:
         named(line, WEIGHTS) or "–",
         speedup(line),
         outcome(line),
-        above_floor(line),
         significant(line.median_us),
         "–" if pd.isna(line.runner_up) else _label(line.runner_up),
         str(Outcome.NOT_SETTLED) if line.tied else times(line.lead, line.lead_half),

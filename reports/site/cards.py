@@ -25,6 +25,7 @@ from sparsebench.results.answer import (
     evidence,
     field_text,
     headline,
+    headline_side,
     place,
     sentences,
     variants,
@@ -41,7 +42,8 @@ from sparsebench.results.repeats import measured
 SCHEMA = "sparsebench/card@9"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
-LINE += ["median_us", "gain", "low", "high", "decided", "on_cards", "limited", "between"]
+LINE += ["median_us", "gain", "low", "high", "decided", "mark"]
+LINE += ["on_cards", "limited", "between"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
@@ -226,8 +228,9 @@ def _gain(view: View) -> str:
     rest = [field_text(n, view.choice[n]) for n in names if view.choice[n] != "linear"]
     blocks = "" if view.x == "block" else field_text("block", top.best_tile)
     at = ", ".join(filter(None, [place(view, top), blocks, *rest]))
-    gain = times(top.best_gain, top.best_half)
-    return f"{gain if top.best_gain > 1 else f'dense wins, best sparse {gain}'} {at}"
+    side = headline_side(top)
+    gain = times(top[f"{side}_gain"], top[f"{side}_half"])
+    return f"{gain if top[f'{side}_gain'] > 1 else f'dense wins, best sparse {gain}'} {at}"
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:

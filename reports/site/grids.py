@@ -47,8 +47,9 @@ PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 @dataclass(frozen=True)
 class Cell:
-    """The gain of a row at a sparsity: its text and interval, its tooltip and its run.
+    """The gain of a row at a sparsity: its text, interval and tooltip, and where it leads.
 
+    run, case  where it leads: the case of its largest gain, on the page of its run
     colours  of the cell and of its text         look  there is no verdict
     wins     whether every gain in it is above 1, beyond the noise; `loses` is the reverse
     """
@@ -57,6 +58,7 @@ class Cell:
     span: str
     title: str
     run: str
+    case: str
     colours: tuple[str, str]
     wins: bool
     loses: bool
@@ -158,6 +160,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
             "time": duration(line["median_us"]),
             "gain": between(line["gain"], line["low"], line["high"]),
             "wins": bool(line["wins"]),
+            "mark": line["mark"],
             "of": _of(line),
         }
         for line in records
@@ -263,6 +266,7 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
         span,
         f"{top['head']} at {percent(top['level'])}: {'; '.join([*tooltips, *more])}",
         str(top["run"]),
+        str(top["case_id"]),
         shade(float(ranked.gain.median())),
         wins=last["gain"] > 1 and decided,
         loses=top["gain"] < 1,

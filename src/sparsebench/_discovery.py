@@ -44,7 +44,7 @@ CONSTANTS = {
 }
 """The constant that a file of each folder must define to be found."""
 
-SECOND = {"kernels": {"DGRAD": "_dgrad", "WGRAD": "_wgrad"}}
+SECOND = {"kernels": {"DGRAD": "_dgrad", "WGRAD": "_wgrad", "BACKWARD": "_backward"}}
 """Further constants that a file may define, and the suffix that their names add to the file's."""
 
 DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".yaml"}

@@ -1,6 +1,7 @@
 import gc
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import declare
 import faulty
@@ -99,20 +100,20 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
 def test_twins_end_first_if_the_reference_runs_out_of_memory(
     room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, with_room, calls = output_checks._expected, output_checks._expected_with_room, []
+    expected, with_room, calls = output_checks._expected, output_checks._answers_with_room, []
     running: list[contest.RunningContest] = []
 
-    def seen(which: contest.RunningContest, when: str) -> list[output_checks.Expected] | None:
+    def seen(which: contest.RunningContest, when: str) -> Any:
         running.append(which)
         return with_room(which, when)
 
-    def crowded(op: output_checks.Op, layer: output_checks.Layer) -> output_checks.Expected:
+    def crowded(op: output_checks.Op, layer: output_checks.Layer, whole: bool) -> Any:
         calls.append(len([entry for entry in running[-1].entries if entry.launch]))
         if len(calls) <= room_after:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return expected(op, layer)
+        return expected(op, layer, whole)
 
-    monkeypatch.setattr(output_checks, "_expected_with_room", seen)
+    monkeypatch.setattr(output_checks, "_answers_with_room", seen)
     monkeypatch.setattr(output_checks, "_expected", crowded)
     result = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
     assert [row.status for row in result] == statuses

@@ -11,6 +11,7 @@ import pytest
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest_state import ContestOptions
+from sparsebench.harness.bench.sampling import SAMPLES_PER_BLOCK
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
@@ -19,6 +20,7 @@ from sparsebench.harness.sim.simulated_contest import _work, unsupported
 from sparsebench.harness.sim.simulated_contest import run as run_contest
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
@@ -265,6 +267,16 @@ def test_a_slow_start_is_in_the_first_block_alone(suite: Path, whole: Path, tmp_
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("here")
+def test_a_row_for_which_the_host_was_late_is_marked(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process(monkeypatch)
+    table = frame(faulty(suite, tmp_path, "host_late"))
+    marked = table[table["mark"] == "host late"]
+    assert set(marked.kernel) == {"bsr_triton"}
+    assert set(marked.late) == {1 / SAMPLES_PER_BLOCK}
+
+
 def test_a_fault_may_strike_one_process_of_several(suite: Path, tmp_path: Path) -> None:
     text = "faults: [{when: 'kernel=bsr_triton', fault: wrong, process: 1}]"
     flags = Flags(spec(tmp_path, text), replicates=2)

@@ -25,20 +25,23 @@ class Owner:
     """Memory that a launch reads."""
 
 
+def floats(address: int, count: int) -> Any:
+    return (ctypes.c_float * count).from_address(address)
+
+
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the class Front, whose launches write 2 X into Y and count themselves."""
+    """Return the class Front, whose launches write 2 A or, with two inputs, A + B."""
 
     @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def launch(config: int, function: int, parameters: int, extra: int) -> int:
-        x, y = (
-            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))[0]
-            for pointer in ctypes.cast(parameters, ctypes.POINTER(ctypes.c_uint64))[:2]
-        )
         count = int(ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]) * COLUMNS
-        floats = ctypes.c_float * count
-        for i, value in enumerate(floats.from_address(x)):
-            floats.from_address(y)[i] = 2 * value
+        *inputs, out = (
+            floats(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))[0], count)
+            for pointer in ctypes.cast(parameters, ctypes.POINTER(ctypes.c_uint64))[:function]
+        )
+        for i, values in enumerate(zip(*inputs, strict=True)):
+            out[i] = 2 * values[0] if function == DOUBLE else sum(values)
         return 0
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64))
@@ -59,23 +62,23 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
     functions = launch, stream, capturing
     module.connect(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
     module.functions = functions  # alive as long as the module
-    x = torch.randn(1, COLUMNS)
-    module.Front(x, COLUMNS, 0)(x)  # a thread's first call takes the path in Python
+    module.Front(0)(torch.randn(1, COLUMNS))  # a thread's first call takes the path in Python
     return module.Front
 
 
+DOUBLE, ADD = 2, 3  # a kernel's number of arguments
+
+
 def add(made: Any, x: torch.Tensor, owners: list[Any] | None = None) -> None:
-    """Record one launch for as many tokens as X has."""
-    y = torch.empty(len(x), COLUMNS)
-    image, places = b"\0" * 16, [(0, 0), (1, 8)]
-    step = (1, len(x), 32, 0, [], image, [0, 8], places)
-    made.add(x, [y], [step], None, owners or [], None)
+    """Record one launch, 2 X, for as many tokens as X has."""
+    step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0), (1, 8)])
+    made.add(0, [x], [torch.empty(len(x), COLUMNS)], [step], [], None, owners or [], None)
 
 
 def recorded(kind: Any, holder: dict[str, Any], x: torch.Tensor, limit: int = 0) -> Any:
-    made = kind(x, COLUMNS, limit)
-    made.guard(holder, "w", holder["w"])
-    made.guard(holder, "bias", holder.get("bias"))
+    made = kind(limit)
+    made.guard(holder, "w", holder["w"], True)
+    made.guard(holder, "bias", holder.get("bias"), False)
     add(made, x)
     return made
 
@@ -92,7 +95,7 @@ def test_a_recording_runs_on_other_addresses_and_shapes(kind: Any) -> None:
     assert not made.stale
 
 
-@pytest.mark.parametrize("change", ["write", "swap", "bias"])
+@pytest.mark.parametrize("change", ["write", "swap", "bias", "address", "requires_grad"])
 def test_a_guard_that_fails_makes_the_recordings_stale(kind: Any, change: str) -> None:
     holder: dict[str, Any] = {"w": torch.ones(3)}
     x = torch.randn(6, COLUMNS)
@@ -102,9 +105,14 @@ def test_a_guard_that_fails_makes_the_recordings_stale(kind: Any, change: str) -
         holder["w"].mul_(2)
     elif change == "swap":
         holder["w"] = torch.ones(3)
+    elif change == "address":
+        holder["w"].data = torch.ones(3)
+    elif change == "requires_grad":
+        holder["w"].requires_grad_()
     else:
         holder["bias"] = torch.ones(3)
-    assert made(x) is None
+    with torch.no_grad():
+        assert made(x) is None
     assert made.stale
 
 
@@ -134,7 +142,7 @@ def test_the_path_in_python_is_due_after_a_number_of_calls(kind: Any) -> None:
 
 def test_the_oldest_recording_makes_room_and_lets_its_owners_go(kind: Any) -> None:
     x, owner = torch.randn(1, COLUMNS), Owner()
-    made, freed = kind(x, COLUMNS, 0), weakref.ref(owner)
+    made, freed = kind(0), weakref.ref(owner)
     add(made, x, [owner])
     del owner
     assert freed() is not None
@@ -148,7 +156,7 @@ def test_the_oldest_recording_makes_room_and_lets_its_owners_go(kind: Any) -> No
 
 def test_a_weight_that_holds_its_recordings_is_freed(kind: Any) -> None:
     x, owner = torch.randn(1, COLUMNS), Owner()
-    owner.front = kind(x, COLUMNS, 0)  # type: ignore[attr-defined]
+    owner.front = kind(0)  # type: ignore[attr-defined]
     add(owner.front, x, [owner])  # type: ignore[attr-defined]
     freed = weakref.ref(owner)
     del owner
@@ -157,4 +165,218 @@ def test_a_weight_that_holds_its_recordings_is_freed(kind: Any) -> None:
 
 
 def test_a_copy_has_no_recording(kind: Any) -> None:
-    assert copy.deepcopy(kind(torch.randn(1, COLUMNS), COLUMNS, 0)) is None
+    assert copy.deepcopy(kind(0)) is None
+
+
+# ---- backward ----
+
+
+class Layer:
+    """Y = 2 X with dX = dY + V and dW = dY + X, whose derivative in Python counts its calls."""
+
+    def __init__(self, kind: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.values = torch.nn.Parameter(torch.randn(len(x), COLUMNS))
+        self.calls: list[tuple[bool, ...]] = []
+        self.front = kind(0)
+        self.front.guard(None, "values", self.values, False)
+        self.front.guard(None, "bias", bias, False)
+        self.front.differentiate(self.derivative, self.values, bias, False)
+        step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0), (2, 8)])
+        inputs, like = [x.detach(), self.values.detach()], torch.empty(len(x), COLUMNS)
+        self.front.add(0, inputs, [like], [step], [1], bias, [], None)
+
+    def derivative(self, front: Any, dy: Any, x: Any, values: Any, *needed: bool) -> Any:
+        self.calls.append(needed)
+        flat = dy.reshape(-1, COLUMNS)
+        dx = (flat + values).view(dy.shape) if needed[0] else None
+        return dx, flat + x.reshape(-1, COLUMNS) if needed[1] else None
+
+    def record(self, x: torch.Tensor) -> None:
+        """Record both products of backward."""
+        step: Any = (ADD, len(x), 32, 0, [], b"\0" * 24, [0, 8, 16], [(0, 0), (1, 8), (2, 16)])
+        like = torch.empty(len(x), COLUMNS)
+        for op, other in ((1, self.values.detach()), (2, x.detach())):
+            assert self.front.add(op, [like, other], [like], [step], [], None, [], None)
+
+
+def gradients(layer: Layer, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    y = layer.front(x)
+    torch.testing.assert_close(y, 2 * x)
+    return [*torch.autograd.grad(y, (x, layer.values), dy)]
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_backward_gives_the_gradients_of_the_path_in_python(
+    kind: Any, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(*shape, COLUMNS, requires_grad=True)
+    layer = Layer(kind, x.reshape(6, COLUMNS))
+    for dy in (torch.randn_like(x), torch.ones(()).expand(x.shape)):
+        layer.calls.clear()
+        in_python = gradients(layer, x, dy)
+        assert layer.calls == [(True, True)]
+        layer.record(x.reshape(6, COLUMNS))
+        assert all(map(torch.equal, gradients(layer, x, dy), in_python))
+        assert layer.calls == [(True, True)]  # no call since
+        layer.front = Layer(kind, x.reshape(6, COLUMNS)).front
+        layer = Layer(kind, x.reshape(6, COLUMNS))
+
+
+def test_only_the_gradients_that_are_needed_are_computed(kind: Any) -> None:
+    x, dy = torch.randn(6, COLUMNS), torch.randn(6, COLUMNS)
+    layer = Layer(kind, x)
+    layer.front(x).backward(dy)
+    assert layer.calls == [(False, True)]
+    (dx,) = torch.autograd.grad(layer.front(x.requires_grad_()), x, dy)
+    assert layer.calls[1:] == [(True, False)]
+    torch.testing.assert_close(dx, dy + layer.values)
+
+
+def test_a_bias_has_its_gradient(kind: Any) -> None:
+    bias = torch.randn(COLUMNS, requires_grad=True)
+    x, dy = torch.randn(6, COLUMNS), torch.randn(2, 3, COLUMNS)
+    y = Layer(kind, x, bias).front(x.view(2, 3, COLUMNS))
+    y.backward(dy)
+    torch.testing.assert_close(y, 2 * x.view(2, 3, COLUMNS) + bias)
+    torch.testing.assert_close(bias.grad, dy.sum((0, 1)))
+
+
+def test_second_derivatives_take_the_derivative_in_python(kind: Any) -> None:
+    x = torch.randn(6, COLUMNS, requires_grad=True)
+    layer = Layer(kind, x)
+    layer.record(x)
+    (dx,) = torch.autograd.grad(layer.front(x).square().sum(), x, create_graph=True)
+    assert layer.calls == [(True, False)]
+    dx.sum().backward()  # dX = 2 Y + V, and backward of Y gives V the gradient 2 + X
+    torch.testing.assert_close(layer.values.grad, 3 + x.detach())
+
+
+@pytest.mark.parametrize("which", ["values", "x"])
+def test_a_write_between_forward_and_backward_is_an_error(kind: Any, which: str) -> None:
+    x = torch.randn(6, COLUMNS, requires_grad=True)
+    layer = Layer(kind, x)
+    layer.record(x)
+    y = layer.front(x)
+    with torch.no_grad():
+        (layer.values if which == "values" else x).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_step_of_an_optimizer_leaves_the_recordings(kind: Any) -> None:
+    x = torch.randn(6, COLUMNS, requires_grad=True)
+    layer = Layer(kind, x)
+    layer.record(x)
+    optimizer = torch.optim.SGD([layer.values], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer.front(x).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(layer.values.grad, 1 + x.detach())
+    assert not layer.front.stale
+    assert not layer.calls
+
+
+def test_values_that_moved_after_forward_are_read_where_they_are(kind: Any) -> None:
+    x, dy = torch.randn(6, COLUMNS, requires_grad=True), torch.randn(6, COLUMNS)
+    layer = Layer(kind, x)
+    layer.record(x)
+    y = layer.front(x)
+    layer.values.data = torch.randn(6, COLUMNS)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx, dy + layer.values)
+    with torch.no_grad():
+        assert layer.front(x) is None
+    assert layer.front.stale
+
+
+def test_an_input_that_no_launch_reads_must_stay_where_it_is(kind: Any) -> None:
+    x, dy = torch.randn(6, COLUMNS, requires_grad=True), torch.randn(6, COLUMNS)
+    layer = Layer(kind, x)
+    packed = layer.values.detach()
+    step: Any = (DOUBLE, 6, 32, 0, [], b"\0" * 16, [0, 8], [(0, 0), (2, 8)])
+    layer.front.add(1, [dy, packed], [torch.empty_like(dy)], [step], [1], None, [packed], None)
+    (dx,) = torch.autograd.grad(layer.front(x), x, dy)
+    assert torch.equal(dx, 2 * dy)
+    y = layer.front(x)
+    layer.values.data = torch.randn(6, COLUMNS)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dy + layer.values)
+
+
+def test_a_frozen_weight_has_a_gradient_of_x_alone(kind: Any) -> None:
+    x, dy = torch.randn(6, COLUMNS, requires_grad=True), torch.randn(6, COLUMNS)
+    made = kind(0)
+    calls = []
+
+    def derivative(*args: Any) -> Any:
+        calls.append(args[2:])
+        return 2 * args[1], None
+
+    for keeps_x in (False, True):
+        made.differentiate(derivative, None, None, keeps_x)
+        add(made, x.detach())
+        assert torch.equal(torch.autograd.grad(made(x), x, dy)[0], 2 * dy)
+        (seen, *rest) = calls.pop()
+        assert (seen is x, rest) == (keeps_x, [None, True, False])
+
+
+def test_an_error_of_the_derivative_reaches_the_caller(kind: Any) -> None:
+    x = torch.randn(6, COLUMNS, requires_grad=True)
+    layer = Layer(kind, x)
+
+    def fail(*args: Any) -> Any:
+        raise KeyError("no plan")
+
+    layer.front.differentiate(fail, layer.values, None, False)
+    with pytest.raises(KeyError, match="no plan"):
+        layer.front(x).sum().backward()
+
+
+def test_a_graph_keeps_its_recordings_and_frees_them(kind: Any) -> None:
+    x = torch.randn(6, COLUMNS, requires_grad=True)
+    layer, owner = Layer(kind, x), Owner()
+    freed = weakref.ref(owner)
+    step: Any = (DOUBLE, 6, 32, 0, [], b"\0" * 16, [0, 8], [(0, 0), (2, 8)])
+    made = [torch.empty(6, COLUMNS)]
+    layer.front.add(1, [made[0], layer.values], made, [step], [1], None, [owner], None)
+    y = layer.front(x)
+    del owner, layer
+    gc.collect()
+    assert freed() is not None
+    torch.autograd.grad(y, x, torch.ones_like(y))
+    del y
+    gc.collect()
+    assert freed() is None
+
+
+def test_checkpoints_and_hooks_of_saved_tensors_see_the_same_tensors(kind: Any) -> None:
+    x = torch.randn(2, 3, COLUMNS, requires_grad=True)
+    layer, sizes = Layer(kind, x.reshape(6, COLUMNS)), []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        sizes.append((*t.shape,))
+        return t.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = layer.front(x)
+    dy = torch.randn_like(x)
+    dx, dw = torch.autograd.grad(y, (x, layer.values), dy)
+    assert sizes == [(2, 3, COLUMNS), (6, COLUMNS)]
+    torch.testing.assert_close(dx, dy + layer.values.view(x.shape))
+    torch.testing.assert_close(dw, (dy + x).view(6, COLUMNS))
+
+
+def test_a_weight_that_changes_in_every_call_is_never_recorded(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "front_type", lambda: kind)
+    x, made, w = torch.randn(6, COLUMNS), None, torch.ones(3)
+    for _ in range(4):
+        w = w + 1
+        y, made = front.recorded(made, x, lambda: 2 * x, [front.Guard(None, "w", w)])
+        assert torch.equal(y, 2 * x)
+        assert isinstance(made, front.Pending)
+        assert copy.deepcopy(made) is None
+    guards = [front.Guard(None, "w", w)]
+    _, made = front.recorded(made, x, lambda: 2 * x, guards)
+    assert isinstance(made, kind)

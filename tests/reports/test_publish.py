@@ -55,7 +55,7 @@ def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
     place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
     place |= {"on_cards": 1, "limited": 0.0}
     place |= {"pattern": "blocks", "gpu": "GPU", "simulated": False, "wins": False}
-    place |= {"processes": 8, "day": "2026-11-24", "verdict": True, **same}
+    place |= {"case_id": "c", "processes": 8, "day": "2026-11-24", "verdict": True, **same}
     sides = [("dense", "", 1.0), *gains]
     return pd.DataFrame(
         [

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.build import build
 from sparsebench.reports.figures._figure import Frames, each_measure, measures
-from sparsebench.reports.figures._verdict import above_floor, outcome
+from sparsebench.reports.figures._verdict import outcome
 from sparsebench.reports.figures.ceilings import draw as ceilings
 from sparsebench.reports.figures.conversion import draw as conversion
 from sparsebench.reports.tables import without_dashes
@@ -233,7 +233,7 @@ def test_a_measure_with_nothing_to_draw_is_left_out() -> None:
 def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
     drawn = section("ceilings", page())
     assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in drawn
-    assert "a launch 4.50 µs; L2 cache 64.0 MiB" in drawn
+    assert "an empty launch 4.50 µs; L2 cache 64.0 MiB" in drawn
     assert '<td>bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
 
 
@@ -262,14 +262,6 @@ def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
         assert f">{cell}</td>" in table, cell
     assert "Marked" not in page()
     assert not re.search("energy, mJ|power, W|SM clock|held, MB", section("cases", page()))
-
-
-def test_a_short_op_shows_its_ratio_above_launch_too() -> None:
-    line = {"median_us": 10.0, "speedup": 2.0, "speedup_above_floor": 3.0}
-    assert above_floor(pd.Series(line)) == "3.0×"
-    assert above_floor(pd.Series(line | {"median_us": 30.0})) == "–"
-    assert above_floor(pd.Series(line | {"median_us": 30.0, "speedup": 0.5})) == "3.0×"
-    assert above_floor(pd.Series(line | {"speedup_above_floor": np.nan})) == "–"
 
 
 def test_conversion_is_paid_back_with_and_without_preparing() -> None:

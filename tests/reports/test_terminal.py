@@ -80,6 +80,38 @@ def test_the_winner_has_its_lead_over_the_next_kernel() -> None:
     assert "1.12× faster than torch_bsr tuned=True" in text
 
 
+CEILINGS = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 8e2}}
+CEILINGS |= {"launch_us": 4.5, "l2_bytes": 0}
+
+
+@pytest.mark.parametrize(("scale", "chained"), [(0.1, True), (1.0, False)])
+def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(
+    scale: float, chained: bool
+) -> None:
+    """Isolated, dense takes 10 and BSR 5 µs (or ten times that); inside a chain 8 and 2 µs."""
+    made = replace(run(8, 50.0), environment={"ceilings": CEILINGS})
+    us = {("kernel", "cublas"): 100, ("kernel", "bsr_triton"): 50}
+    us |= {("chain", "cublas"): 80, ("chain", "bsr_triton"): 20}
+    rows = [
+        replace(
+            row,
+            scope=scope,
+            clock="graph",
+            late=0.0,
+            samples_us=(scale * us[scope, row.case.contender.kernel],),
+        )
+        for scope in ("kernel", "chain")
+        for row in made.rows
+    ]
+    made = replace(made, rows=rows)
+    text, page = said(made), build(made)
+    assert ("bsr_triton 2.00 µs inside a chain, 4.000× cublas" in text) is chained
+    assert ("isolated 5.00 µs, 2.00×" in text) is chained
+    assert ("2.00 µs inside a chain; isolated 2.00×" in page) is chained
+    assert ("An empty launch takes 4.50 µs" in text) is chained
+    assert ("An empty launch takes 4.50 µs" in page) is chained
+
+
 def test_if_nothing_beats_dense_the_answer_says_so() -> None:
     text = said(run(3, 200.0))
     assert "Nothing beats dense (cublas) at any measured point." in text

@@ -237,7 +237,7 @@ def test_a_run_without_telemetry_an_older_schema_and_a_look_are_named() -> None:
     text = " ".join(shown(run(processes=3), blind).split())
     assert "b recorded no clocks or power" in text
     assert "a and b are looks" in text
-    assert "different schemas, sparsebench/rows@2 and sparsebench/rows@3" in text
+    assert "different schemas, sparsebench/rows@2 and sparsebench/rows@4" in text
 
 
 def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:

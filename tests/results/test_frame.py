@@ -123,6 +123,34 @@ def test_a_row_of_a_slowed_contest_is_marked_and_kept(what: str) -> None:
     assert (line.mark, line.median_us) == (mark, 2)
 
 
+WAITED = (10.0,) * 4 + (14.0,) * 6  # the median is 1.4 times the tenth percentile
+
+
+@pytest.mark.parametrize(
+    ("samples", "facts", "late"),
+    [
+        ((2.0,), {"clock": "graph", "late": 0.25}, 0.25),
+        (WAITED, {"clock": "graph", "late": 0.0}, 0.0),  # the clock knows better
+        (WAITED, {"clock": "graph"}, 0.6),  # up to 0.2.0
+        (WAITED, {"clock": "graph", "scope": "op"}, None),
+        (WAITED, {"clock": "host"}, None),
+        ((10.0,) * 6 + (14.0,) * 4, {"clock": "events"}, 0.0),
+    ],
+)
+def test_a_row_is_marked_if_its_host_was_late(
+    samples: tuple[float, ...], facts: dict[str, Any], late: float | None
+) -> None:
+    line = frame([row(BSR, samples, **facts)]).iloc[0]
+    assert line.mark == ("host late" if late else "")
+    assert pd.isna(line.late) if late is None else line.late == pytest.approx(late)
+
+
+def test_a_case_has_the_largest_share_of_late_samples() -> None:
+    rows = [row(BSR, (2.0,), replicate=i, late=late) for i, late in enumerate([0.0, 0.5, None])]
+    (case,) = summary(frame(rows)).itertuples()
+    assert (case.mark, case.late) == ("host late", 0.5)
+
+
 def test_a_case_has_the_marks_of_all_its_processes() -> None:
     hot = {"seconds": 1.0, "thermal_us": 9.0}
     capped = hot | {"power_capped_us": 5e5}

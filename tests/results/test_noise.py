@@ -163,16 +163,6 @@ def test_five_processes_are_a_look_without_an_outcome() -> None:
     assert np.isnan(line.q)
 
 
-def test_short_times_are_also_compared_above_the_launch_floor() -> None:
-    nothing = contest((A, 4.0), (A_TWIN, 4.0), m=1, reference=True)
-    rows = contest((A, 10.0), (B, 7.0), m=2) + contest((A, 10.0), (B, 4.0), m=3)
-    cases = analyse(run(rows, nothing)).cases
-    assert cases.speedup[1] == pytest.approx(10 / 7)
-    assert cases.speedup_above_floor[1] == pytest.approx(6 / 3)
-    assert np.isnan(cases.speedup_above_floor[3])  # no time above the floor
-    assert analyse(run(rows)).cases.speedup_above_floor.isna().all()
-
-
 def test_twins_and_reference_rows_win_nothing() -> None:
     rows = contest((A, 100.0), (B, 50.0), (B_TWIN, 49.0), (A_TWIN, 1.0))
     cases = analyse(run(rows, PAIR)).cases

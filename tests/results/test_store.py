@@ -9,7 +9,15 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
+from sparsebench.results.record import (
+    ROWS_SCHEMA,
+    Case,
+    Contender,
+    Problem,
+    Row,
+    Source,
+    Status,
+)
 
 PROBLEM = Problem("linear", {"m": 2, "block": [2, 4]}, 3, Source("a.smtx", "00ff"))
 ROWS = [
@@ -88,10 +96,25 @@ def test_a_row_has_every_field_and_no_other(
 
 
 def test_rows_of_an_older_schema_have_defaults(run: Path) -> None:
-    text = (run / "rows.jsonl").read_text().replace("rows@3", "rows@1")
+    text = (run / "rows.jsonl").read_text().replace(ROWS_SCHEMA, "sparsebench/rows@1")
     assert '"reference":false,' in text
     (run / "rows.jsonl").write_text(text.replace('"reference":false,', ""))
     assert store.read(run).rows == ROWS
+
+
+@pytest.mark.parametrize(("field", "known"), [("late", True), ("draws", False)])
+def test_rows_of_the_previous_schema_lack_only_what_was_added(
+    field: str, known: bool, run: Path
+) -> None:
+    lines = (run / "rows.jsonl").read_text().replace(ROWS_SCHEMA, "sparsebench/rows@3").splitlines()
+    rows = [json.loads(line) for line in lines]
+    older = [json.dumps({k: v for k, v in row.items() if k != field}) + "\n" for row in rows]
+    (run / "rows.jsonl").write_text("".join(older))
+    if known:
+        assert store.read(run).rows == ROWS
+    else:
+        with pytest.raises(ResultError, match=f"no {field}"):
+            store.read(run)
 
 
 def test_reference_rows_are_kept_apart(run: Path) -> None:

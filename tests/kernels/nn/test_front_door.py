@@ -1,6 +1,8 @@
 """plan, freeze and packed values of layers; recorded calls equal those in Python, on a GPU."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 import sparsebench
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.nn import _bsr_pattern
+from sparsebench.kernels.nn import _bsr_autograd, _bsr_pattern, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import Packs
 from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
 from tests.compiling.nvcc import hopper
@@ -140,3 +142,127 @@ def test_a_written_weight_is_packed_again_by_matmul_on_a_gpu() -> None:
             expected = x @ w.to_dense().T
             torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0.02, atol=0.5)
         w.values.mul_(factor + 1)
+
+
+# ---- training ----
+
+
+def trained() -> dict[str, Any]:
+    """Functions of X whose gradients are recorded, by name, each with its parameters."""
+    kinds = layers()
+    kinds["frozen"].bias.requires_grad_()
+    w = Bsr.from_dense(torch.randn(256, 512, device="cuda").bfloat16(), block=32)
+    w.values.requires_grad_()
+    found = {
+        name: (kinds[name], [*kinds[name].parameters()])
+        for name in ("blocks of 64", "blocks of 16", "frozen", "2:4")
+    }
+    return {**found, "matmul": (partial(times, w), [w.values])}
+
+
+def times(w: Bsr, x: torch.Tensor) -> torch.Tensor:
+    return sparsebench.matmul(x, w)
+
+
+def gradients(
+    function: Any, x: torch.Tensor, dy: torch.Tensor, parameters: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    needed = [x, *(p for p in parameters if p.requires_grad)]
+    y = function(x)
+    return [y.detach(), *torch.autograd.grad(y, needed, dy)]
+
+
+@hopper
+@pytest.mark.parametrize("name", ["blocks of 64", "blocks of 16", "frozen", "2:4", "matmul"])
+def test_recorded_gradients_equal_those_in_python_on_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, parameters = trained()[name]
+    for shape in ((40,), (2, 3), (300,)):
+        x = torch.randn(*shape, 512, device="cuda").bfloat16().requires_grad_()
+        dy = torch.randn(*shape, 256, device="cuda").bfloat16()
+        for _ in range(5):  # plans, records forward, records backward, and repeats
+            with torch.no_grad():
+                for p in parameters:
+                    if p.requires_grad:
+                        p.mul_(1.5)  # a step of an optimizer
+            found = gradients(function, x, dy, parameters)
+            with monkeypatch.context() as patch:
+                patch.setattr(_bsr_autograd, "recorded", in_python)
+                patch.setattr(_spense_op, "recorded", in_python)
+                right = gradients(fresh(function), x, dy, parameters)
+            assert all(map(torch.equal, found, right))
+        assert "Product" in type(function(x).grad_fn).__name__ + function(x).grad_fn.name()
+
+
+def in_python(front: Any, x: Any, run: Any, guards: Any, **options: Any) -> Any:
+    """Take the place of `recorded`: make the call in Python."""
+    return options["differentiated"](), None
+
+
+def fresh(function: Any) -> Any:
+    """Return the function without recordings."""
+    if not isinstance(function, torch.nn.Module):
+        return partial(times, replace(function.args[0]))
+    twin = copy.copy(function)  # shares parameters
+    twin.__dict__.pop("_front", None)
+    if "_fronts" in twin.__dict__:
+        twin.__dict__["_fronts"] = type(twin._fronts)()
+    return twin
+
+
+@hopper
+def test_recorded_training_sees_checkpoints_second_derivatives_and_captures_on_a_gpu() -> None:
+    layer = layers()["blocks of 64"]
+    x = torch.randn(40, 512, device="cuda").bfloat16().requires_grad_()
+    for _ in range(5):
+        layer(x).sum().backward()
+    expected = torch.autograd.grad(layer.to_dense()(x).sum(), x)[0]
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected, rtol=0.02, atol=0.5)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    layer.values.grad = None
+    dx.sum().backward()
+    assert layer.values.grad is not None
+    y = layer(x)
+    with torch.no_grad():
+        layer.values.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+
+
+@hopper
+def test_a_recorded_forward_has_a_captured_backward_on_a_gpu() -> None:
+    layer = layers()["blocks of 16"]
+    x = torch.randn(40, 512, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(40, 256, device="cuda").bfloat16()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            (expected,) = torch.autograd.grad(layer(x), x, dy)
+        y = layer(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        (captured,) = torch.autograd.grad(y, x, dy)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
+
+
+@hopper
+def test_a_pattern_that_is_set_after_recording_has_its_own_gradients_on_a_gpu() -> None:
+    layer = layers()["blocks of 16"]
+    x = torch.randn(40, 512, device="cuda").bfloat16().requires_grad_()
+    for _ in range(4):
+        layer(x).sum().backward()
+    other = BlockSparseLinear(512, 256, block=16, sparsity=0.25)
+    layer.set_pattern(other.offsets, other.columns)
+    for _ in range(4):
+        layer.values.grad = None
+        layer(x).sum().backward()
+        assert layer.values.grad.shape == layer.values.shape
+        dense = layer.to_dense()
+        dense(x).sum().backward()
+        right = layer.bsr.sample(dense.weight.grad).values
+        torch.testing.assert_close(layer.values.grad, right, rtol=0.02, atol=0.5)

@@ -57,12 +57,12 @@ def problem_of(dtype: str, pattern: str = "two_four", m: int = M, n: int = N) ->
 
 
 def operands_of(
-    dtype: str, pattern: str = "two_four", device: str = "cpu", pinned: Any = None
+    dtype: str, pattern: str = "two_four", device: str = "cpu", pinned: Any = None, m: int = M
 ) -> Operands:
-    problem = problem_of(dtype, pattern)
+    problem = problem_of(dtype, pattern, m)
     torch.manual_seed(0)
     keep = mask(problem.fields, ("n", "k"), lambda g: scores(0, "w", g.cells, CPU), CPU)
-    w, x = torch.randn(N, K).where(keep, 0).to(DTYPES[dtype]), torch.randn(M, K).to(DTYPES[dtype])
+    w, x = torch.randn(N, K).where(keep, 0).to(DTYPES[dtype]), torch.randn(m, K).to(DTYPES[dtype])
     params = {"dense_fraction": 0.5, "split": SPLITS[pattern]} if pattern in SPLITS else {}
     weights = {"w": Spense.from_dense(w.to(device), **params)}
     return Operands(problem, weights, {"x": x.to(device)}, definition, pinned)
@@ -130,6 +130,23 @@ def test_few_tokens_may_be_padded_and_follow_the_activations(
         assert y.is_contiguous()
         assert_right(y, operands)
         x.copy_(x.float().flip(0))
+
+
+@pytest.mark.parametrize("m", [1, 3, 50])
+@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+@pytest.mark.parametrize("pattern", ["two_four", *SPLITS])
+def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch, pattern: str, dtype: str, m: int
+) -> None:
+    pick(monkeypatch, cusparselt, 0)
+    operands = operands_of(dtype, pattern, m=m)
+    module = cusparselt if pattern == "two_four" else cusparselt_hybrid
+    launch = module.prepare(operands)
+    choice = launch.choice if pattern == "two_four" else launch.choice["sparse"]
+    assert choice["tokens"] == m + -m % (16 if dtype == "fp8" else 8)
+    for _ in range(2):
+        assert_right(launch(), operands)
+        operands.activations["x"].copy_(operands.activations["x"].float().flip(0))
 
 
 def test_a_product_can_be_added_to_y(library: OnCpu) -> None:
@@ -214,7 +231,7 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     found = {"fp8": 2, "fp16": 2}.get(dtype, 4)
     numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
     few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
-    numbered += len(cusparselt.PADDED) * few
+    numbered += len(cusparselt.MORE_TOKENS) * few
     splits = cusparselt.BEST * len(cusparselt.SPLITS)
     assert sizes == [layouts + found, 1 + numbered, 1 + splits]
     assert len(launch.candidates) == sum(
@@ -330,9 +347,8 @@ def test_every_join_of_the_hybrid_is_the_product_and_can_be_pinned(
     ("problem", "reason"),
     [
         (problem_of("fp32"), "expected a dtype of fp16, bf16, fp8 for 2:4, found fp32"),
-        (problem_of("bf16", m=4), "m in multiples of 8, n and k of 16 in bf16, found m 4"),
-        (problem_of("fp8", m=8), "m in multiples of 16, n and k of 32 in fp8, found m 8"),
-        (problem_of("fp8", n=48), "found m 32, n 48 and k 512"),
+        (problem_of("bf16", n=40), "multiples of 16 in bf16, found 40 and 512"),
+        (problem_of("fp8", n=48), "multiples of 32 in fp8, found 48 and 512"),
     ],
 )
 def test_cases_that_the_library_cannot_run_are_unsupported_before_a_launch(

@@ -156,26 +156,37 @@ def test_blocked_ell_supports_tf32_and_not_fp32() -> None:
 @pytest.mark.parametrize(
     ("shape", "block", "tuned", "reason"),
     [
-        ((64, 80, 80), 10, False, "powers of two >= 16, found 10x10"),
         ((64, 80, 80), 8, True, "powers of two >= 16, found 8x8"),
         ((64, 80, 64), 32, False, "divide W, found 32x32 in 80x64"),
         ((64, 64, 80), 32, True, "divide W, found 32x32 in 64x80"),
         ((64, 64, 64), [16, 32], False, "square blocks, found 16x32"),
-        ((48, 64, 64), 32, False, "multiple of 32 tokens, found 48"),
-        ((37, 64, 64), 32, True, "multiple of 16 tokens, found 37"),
     ],
 )
-def test_what_torch_would_run_on_its_slow_path_is_unsupported(
+def test_blocks_that_torch_refuses_are_unsupported(
     shape: tuple[int, int, int], block: Any, tuned: bool, reason: str
 ) -> None:
     with pytest.raises(Unsupported, match=reason):
         torch_bsr.prepare(operands_of(shape, block=block), tuned=tuned)
 
 
+@pytest.mark.parametrize(
+    ("m", "block", "library"),
+    [(64, 32, "Triton"), (37, 32, "cuSPARSE"), (64, 8, "cuSPARSE"), (40, 10, "cuSPARSE")],
+)
+def test_the_row_of_torchs_call_names_the_library_that_it_uses(
+    m: int, block: int, library: str
+) -> None:
+    w = operands_of((m, 320, 320), block=block).weights["w"]
+    assert isinstance(w, Bsr)
+    assert torch_bsr.unsupported_as_shipped(w) is None
+    assert torch_bsr.library_of(w, m) == library
+
+
 def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
     w = operands_of((48, 64, 64), block=[16, 32]).weights["w"]
     assert isinstance(w, Bsr)
-    assert torch_bsr.unsupported_operands(w, 48, tuned=True) is None
+    assert torch_bsr.unsupported_blocks(w) is None
+    assert torch_bsr.unsupported_as_shipped(w)
 
 
 @pytest.mark.parametrize(

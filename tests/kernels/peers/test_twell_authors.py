@@ -2,19 +2,21 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _authors, stk, twell_authors
+from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -35,24 +37,26 @@ def get_ext(algorithms):
     library.write_text("machine code")
     return SimpleNamespace(__file__=str(library))
 
-def allocate_packed_output(m, n, *, device):
-    return torch.zeros(m, n // 8, dtype=torch.int32, device=device)
+def allocate_packed_output(m, n, *, device, compression_factor):
+    return torch.zeros(m, n // compression_factor, dtype=torch.int32, device=device)
 
 class D2TLayer:
     gates = {}
 
-    def __init__(self, number, weights, ext):
+    def __init__(self, number, weights, compression_factor, ext):
         assert number not in self.gates
-        self.number, self.weights = number, weights
+        self.number, self.weights, self.words = number, weights, 256 // compression_factor
 
     def run(self, x, C_packed):
         gate = linear(x.float(), self.weights.float()).relu()
         kept = gate.view(len(x), -1, 256) > 0
         order = kept.cumsum(2)
-        C_packed.view(len(x), -1, 32)[..., 0] = order[..., -1]
-        self.gates[C_packed.data_ptr()] = (gate.view(kept.shape) * (order <= 31)).flatten(1)
+        C_packed.view(len(x), -1, self.words)[..., 0] = order[..., -1]
+        room = order < self.words
+        self.gates[C_packed.data_ptr()] = (gate.view(kept.shape) * room).flatten(1)
 
-def matmul_gated_t2d_out(x, packed, up, down, out, highest_precision, ext):
+def matmul_gated_t2d_out(x, packed, up, down, out, highest_precision, compression, flex, ext):
+    assert flex or compression == 8
     gate = D2TLayer.gates[packed.data_ptr()]
     out.copy_((gate * linear(x.float(), up.float())) @ down.float())
 '''
@@ -97,18 +101,19 @@ def test_missing_requirements_of_the_authors_kernels_are_reported(
         "compute capability 9.0": (problem(), CPU),
         "bf16 and relu, found fp16": (problem(dtype="fp16"), CUDA),
         "found bf16 and silu": (problem(activation="silu"), CUDA),
-        "k 2048, and m and n multiples of 256": (problem(m=64), CUDA),
+        "k 2048 and n 5632 or 8192, found k 2048 and n 512": (problem(n=512), CUDA),
         "at most 384 tiles": (problem(m=2**19, n=5632), CUDA),
     }
     for said, (asked, device) in reasons.items():
         assert said in str(twell_authors.unsupported(asked, device))
-    assert twell_authors.unsupported(problem(), CUDA) is None
+    for n in twell_authors.UNITS:
+        assert twell_authors.unsupported(problem(m=50, n=n), CUDA) is None
     checkout.unlink()
     assert f"found none with {twell_authors.MARKER}" in str(
-        twell_authors.unsupported(problem(), CUDA)
+        twell_authors.unsupported(problem(n=5632), CUDA)
     )
     monkeypatch.delenv(_authors.VARIABLE)
-    assert "--peers DIR; found no --peers" in str(twell_authors.unsupported(problem(), CUDA))
+    assert "found no --peers" in str(twell_authors.unsupported(problem(n=5632), CUDA))
 
 
 def test_a_checkout_may_be_the_folder_itself(
@@ -139,8 +144,10 @@ def test_the_extension_is_built_once_per_digest_of_its_sources(checkout: Path) -
     assert len([*(checkout.parents[3] / "built" / "sparsebench").iterdir()]) == 2
 
 
-def ran_contest(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
-    kernel = Kernel("ffn", "twell", "any", twell_authors.prepare)
+def ran_contest(
+    asked: Problem, monkeypatch: pytest.MonkeyPatch, prepare: Any = twell_authors.prepare
+) -> Any:
+    kernel = Kernel("ffn", "twell", "any", prepare)
     monkeypatch.setattr(twell_authors, "KERNEL", kernel)
     contenders = [Contender("dense", "torch_dense", baseline=True)]
     contenders.append(Contender("twell", "twell_authors"))
@@ -149,22 +156,34 @@ def ran_contest(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
     return rows[1]
 
 
-def test_few_active_units_are_right(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ran_contest(problem(active=8), monkeypatch)
+@pytest.mark.parametrize(("m", "padding"), [(256, {}), (50, {"tokens": 256})])
+def test_few_active_units_are_right(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, m: int, padding: dict[str, int]
+) -> None:
+    row = ran_contest(problem(m=m, active=8), monkeypatch)
     assert row.status is Status.OK, row.detail
+    assert row.choice.items() >= padding.items()
+    assert ("tokens" in row.choice) == bool(padding)
 
 
 def test_a_value_that_is_lost_is_wrong_and_counted(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 44 of 512 units active a tile seldom has more than 31, so the error would pass."""
-    row = ran_contest(problem(active=44), monkeypatch)
+    every = partial(twell_authors.prepare, flex=False)
+    row = ran_contest(problem(active=44), monkeypatch, every)
     assert row.status is Status.WRONG
     when, reason = row.detail.split(" timing: ")  # operands are redrawn after timing
     count, rest = reason.split(" ", 1)
     assert when in ("before", "after")
     assert rest == "values lost: the format had no room for them"
     assert 1 <= int(count) < 300
+
+
+def test_ways_that_lose_values_are_not_timed(checkout: Path) -> None:
+    assert prepared(problem(active=44)).choice["compression"] == 4
+    assert prepared(problem(active=44), flex=False).choice["compression"] == 8
+    assert prepared(problem(active=8)).choice["compression"] == 8
 
 
 def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +200,45 @@ def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert stk.unavailable() is None
     assert sys.path[-1] == str(tmp_path / "clone")
+
+
+MLP = (
+    TWELL
+    + """
+
+def _resolve_algorithms_with_deps(names):
+    return ["twell_d2t", *names]
+
+def _ext_name_for_algorithms(names):
+    return "_".join(names)
+
+def matmul_t2d_out(packed, down, out, num_splits, ext):
+    out.copy_(D2TLayer.gates[packed.data_ptr()] @ down.float())
+"""
+)
+
+
+@pytest.mark.parametrize("m", [256, 50])
+def test_the_layer_without_a_gate_uses_the_extension_that_the_authors_have_built(
+    checkout: Path, tmp_path: Path, m: int
+) -> None:
+    checkout.write_text(MLP)
+    op = load_op("mlp")
+    fields = {"m": m, "n": 512, "k": 2048, "dtype": "bf16", "activation": "relu", "active": 8}
+    asked = Problem("mlp", {**op.defaults, **fields}, defaults=op.defaults)
+    inputs = drawn(asked, op, CPU, None)
+    weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
+    definition = bound(op.definition, asked)
+    operands = Operands(asked, weights, inputs.activations, definition)
+    with pytest.raises(Unsupported, match="TwELLMLP"):
+        twell_authors_mlp.prepare(operands)
+    library = tmp_path / "built" / "twell_d2t_twell_mlp" / "twell_d2t_twell_mlp.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("machine code")
+    launch = twell_authors_mlp.prepare(operands, num_splits=4)
+    expected = definition(**inputs.weights, **inputs.activations).float()
+    y = launch()
+    assert isinstance(y, torch.Tensor)
+    assert (y.float() - expected).norm() <= 0.01 * expected.norm()
+    assert launch.choice["num_splits"] == 4
+    assert launch.choice.get("tokens", m) == 256

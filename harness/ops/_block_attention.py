@@ -1,0 +1,223 @@
+"""Attention over the blocks of a mask: what the ops `attention` and `attention_backward` share.
+
+    q, o, do   [batch * m, heads * D]             token-major: heads of a token side by side
+    k, v       [batch * context, kv_heads * D]    head h reads KV head h * kv_heads // heads
+    lse        [batch * heads, m]                 natural log of the sum of exponentials, fp32
+    mask       [batch * lists * q_blocks, kv_blocks]  cells of ones and zeros (formats/block_mask)
+
+The elements of a mask are expanded for a few queries of one head at a time. All of them would take
+34 GB for 32 heads and 32k tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from sparsebench.formats.block_mask import areas
+from sparsebench.harness.inputs.grid import Stack
+from sparsebench.harness.ops._op import Fields, Operand
+from sparsebench.results.record import Problem
+
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Scores that exist at once: 512 MB in fp64 on a GPU."""
+
+MASK = Operand("mask", ("mask_rows", "kv_blocks"))
+QUERIES = Operand("activation", ("queries", "q_width"))
+KEYS = Operand("activation", ("keys", "kv_width"))
+
+EXAMPLE: dict[str, Any] = {
+    "m": 5, "context": 7, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "block": [2, 3],
+    "causal": False, "lists": "heads", "scale": None,
+}  # fmt: skip
+
+
+class AttentionFields(Fields):
+    """A problem of attention: `batch` sequences of m queries and `context` keys each.
+
+    context   keys of a sequence; None means m
+    block     queries and keys of a block of the mask
+    causal    a query sees the keys up to its own position; the last query is at the last key
+    lists     who shares a list of blocks: nobody ("heads"), the heads of a KV head, or all ("one")
+    scale     factor of the scores; None means head_dim ** -0.5
+    video     frames, rows and columns of a video with m tokens, for the pattern video_window
+    sparsity  fraction of the blocks that are absent; of a causal mask's past blocks, if causal
+    """
+
+    dtype: Literal["fp16", "bf16", "fp32"]
+    m: PositiveInt
+    context: PositiveInt | None = None
+    batch: PositiveInt = 1
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    causal: bool = False
+    lists: Literal["heads", "kv_heads", "one"] = "heads"
+    scale: float | None = Field(default=None, gt=0)
+    video: Annotated[list[PositiveInt], Field(min_length=3, max_length=3)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Raise ValueError for heads that cannot be grouped."""
+        if self.heads % self.kv_heads:
+            expected = f"heads a multiple of kv_heads, {self.kv_heads}"
+            raise ValueError(f"{expected}, not {self.heads}")
+        if self.video and prod(self.video) != self.m:
+            raise ValueError(f"video as factors of m, {self.m}, not {self.video}")
+        return self
+
+
+def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields, the sizes of the operands, and the geometry of the masks."""
+    m, batch, heads = fields["m"], fields["batch"], fields["heads"]
+    context, kv_heads, width = fields["context"] or m, fields["kv_heads"], fields["head_dim"]
+    b_q, b_k = sides(fields)
+    frames = fields.get("video")
+    video = (frames[0], frames[1], frames[2]) if frames else None
+    lists = {"heads": heads, "kv_heads": kv_heads, "one": 1}[fields["lists"]]
+    return {
+        **fields,
+        "queries": batch * m,
+        "keys": batch * context,
+        "q_width": heads * width,
+        "kv_width": kv_heads * width,
+        "lse_rows": batch * heads,
+        "mask_rows": batch * lists * -(-m // b_q),
+        "kv_blocks": -(-context // b_k),
+        "masks": Stack(batch * lists, (m, context), (b_q, b_k), fields["causal"], video),
+    }
+
+
+def sides(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the queries and the keys of a block."""
+    block = fields["block"]
+    return (block, block) if isinstance(block, int) else tuple(block)
+
+
+def format_params(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of formats/block_mask for a problem's mask."""
+    return {
+        "block": list(sides(fields)),
+        "tokens": [fields["m"], fields["context"] or fields["m"]],
+        "batch": fields["batch"],
+        "causal": fields["causal"],
+    }
+
+
+def full(problem: Problem) -> dict[str, int]:
+    """Return the elements and the keys of a mask without absent blocks; see `counts`."""
+    m, context = problem["m"], problem["context"] or problem["m"]
+    seen = m * context
+    if problem["causal"]:
+        first = context - m  # the keys before the first query's own
+        seen = sum(min(max(first + 1 + q, 0), context) for q in range(m))
+    return {
+        "mask": problem["batch"] * problem["heads"] * seen,
+        "keys": problem["batch"] * problem["kv_heads"] * context,
+    }
+
+
+def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Count what a mask allows.
+
+    mask  allowed pairs of a query and a key, summed over sequences and query heads
+    keys  keys that a query selects, summed over sequences and KV heads
+    """
+    mask, batch = weights["mask"], problem["batch"]
+    heads, kv_heads = problem["heads"], problem["kv_heads"]
+    tokens = problem["m"], problem["context"] or problem["m"]
+    area = areas(tokens, sides(problem.fields), problem["causal"], mask.device)
+    cells = (mask != 0).view(batch, -1, *area.shape) & (area > 0)
+    lists = cells.shape[1]
+    elements = sum(int(area[one].sum()) for one in cells.flatten(0, 1))
+    groups = kv_heads if lists >= kv_heads else lists
+    used = cells.view(batch, groups, -1, *area.shape).any(3).any(2)
+    _, b_k = sides(problem.fields)
+    starts = torch.arange(area.shape[1], device=mask.device) * b_k
+    width = (tokens[1] - starts).clamp(max=b_k)
+    return {
+        "mask": elements * heads // lists,
+        "keys": int((used * width).sum()) * kv_heads // groups,
+    }
+
+
+class Part(NamedTuple):
+    """Some queries of one head of one sequence, with all keys of the sequence.
+
+    q, kv    the places of the queries in q, and of the keys and values in k and v
+    row      the place of the queries in lse
+    allowed  bool [queries, context]
+    """
+
+    q: tuple[slice, slice]
+    kv: tuple[slice, slice]
+    row: tuple[int, slice]
+    allowed: Tensor
+
+
+class Geometry(NamedTuple):
+    """The fields of a problem that say which elements a mask allows."""
+
+    heads: int
+    kv_heads: int
+    batch: int
+    block: int | list[int]
+    causal: bool
+
+
+def parts(mask: Tensor, q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Part]:
+    """Yield all queries of all heads, ELEMENTS pairs at a time."""
+    heads, kv_heads, batch, block, causal = geometry
+    m, context, width = len(q) // batch, len(k) // batch, q.shape[1] // heads
+    b_q, b_k = sides({"block": block})
+    cells = (mask != 0).view(batch, -1, -(-m // b_q), mask.shape[1])
+    lists, step = cells.shape[1], max(1, ELEMENTS[q.device.type] // (context * b_q)) * b_q
+    keys = torch.arange(context, device=q.device)
+    columns = keys // b_k
+    for b in range(batch):
+        for head in range(heads):
+            kv_head = head * kv_heads // heads
+            kv = slice(b * context, (b + 1) * context), _columns(kv_head, width)
+            for start in range(0, m, step):
+                rows = torch.arange(start, min(start + step, m), device=q.device)
+                allowed = cells[b, head * lists // heads][rows // b_q][:, columns]
+                if causal:
+                    allowed &= keys <= rows[:, None] + context - m
+                here = slice(start, start + len(rows))
+                of_q = slice(b * m + start, b * m + start + len(rows)), _columns(head, width)
+                yield Part(of_q, kv, (b * heads + head, here), allowed)
+
+
+def scale_of(scale: float | None, q: Tensor, heads: int) -> float:
+    """Return the factor of the scores."""
+    return (q.shape[1] // heads) ** -0.5 if scale is None else scale
+
+
+def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the softmax of the allowed scores [queries, keys], and their log-sum-exp [queries].
+
+    A query that sees no key has weights of 0 and a log-sum-exp of -inf.
+    """
+    scores = (q @ k.mT).mul_(scale).masked_fill_(~allowed, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return scores.softmax(-1).masked_fill_((lse == -torch.inf)[:, None], 0), lse
+
+
+def longest_sum(mask: Tensor, q: Tensor, k: Tensor, *, block: int | list[int], batch: int) -> int:
+    """Return the most keys that a query selects, at least 1."""
+    _, b_k = sides({"block": block})
+    most = int((mask != 0).sum(1).max()) * b_k
+    return max(min(most, len(k) // batch), 1)
+
+
+def _columns(head: int, width: int) -> slice:
+    return slice(head * width, (head + 1) * width)
+
+
+def queries_and_keys(problem: Problem, nnz: Mapping[str, int]) -> tuple[int, int]:
+    """Return the elements of q, and those of the keys that some query selects."""
+    queries = prod(problem[name] for name in ("batch", "m", "heads", "head_dim"))
+    return queries, problem["head_dim"] * nnz["keys"]

@@ -1,0 +1,93 @@
+"""Patterns of attention: every mask of a stack keeps the blocks of highest rank.
+
+    rank     a non-negative integer for each block; the lowest are kept, as many as the level needs
+    nearest  the key at a query's own position: blocks that hold it are kept first, so that no row
+             is empty
+    future   blocks that a causal mask cannot see are never kept, and the level does not count them
+
+Blocks may have unequal sides, and queries and keys unequal lengths. In a causal mask the last query
+is at the last key; otherwise positions are proportional. All arithmetic is in integers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparsebench.harness.inputs.grid import Grid, Score, Stack
+from sparsebench.harness.patterns._pattern import Rule, Weight
+
+Rank = Callable[[Tensor], Tensor]
+"""Maps the scores of a stack's blocks [masks, rows, columns] to their ranks, of that shape."""
+
+LAST = 2**40
+"""Above any rank."""
+
+
+def ranked(weight: Weight, rank: Rank) -> Rule:
+    """Return the rule that keeps the lowest ranks of each mask, and the nearest blocks first."""
+    stack = weight.stack
+
+    def score(grid: Grid, count: int, base: Score) -> Tensor:
+        scores = base(grid).view(stack.count, stack.rows, stack.columns)
+        near, seen = (distance(stack) == 0).to(scores.device), past(stack).to(scores.device)
+        ranks = rank(scores).masked_fill(near, 0).add(~near)
+        return (LAST - ranks.long()).masked_fill_(~seen, 0).flatten()
+
+    (first, last), seen = own(stack), visible(stack)
+    of = int(seen.sum())
+    fewest = int((seen.minimum(last + 1) - first).clamp(min=0).sum())
+    kept = range(max(1, fewest), of + 1)
+    return Rule(weight.blocks, stack.rows * stack.columns, kept, of=of, score=score)
+
+
+def drawn(weight: Weight, counts: list[int], keep: Callable[[int], Tensor]) -> Rule:
+    """Return the rule of masks with one parameter, 1, 2, ...; `counts` has their visible blocks."""
+    stack = weight.stack
+
+    def score(grid: Grid, count: int, base: Score) -> Tensor:
+        kept = keep(1 + counts.index(count)) & past(stack)
+        return kept.int().expand(stack.count, -1, -1).flatten()
+
+    size = stack.rows * stack.columns
+    return Rule(weight.blocks, size, counts, of=int(visible(stack).sum()), score=score)
+
+
+def past(stack: Stack) -> Tensor:
+    """Return the blocks that have a visible element, bool [rows, columns]."""
+    return torch.arange(stack.columns) < visible(stack)
+
+
+def visible(stack: Stack) -> Tensor:
+    """Return how many blocks of each row have a visible element, int64 [rows, 1]."""
+    rows = torch.arange(stack.rows)[:, None]
+    if not stack.causal:
+        return torch.full_like(rows, stack.columns)
+    (queries, keys), (b_q, b_k) = stack.tokens, stack.block
+    last = ((rows + 1) * b_q).clamp(max=queries) - 1 + keys - queries
+    return (last // b_k + 1).clamp(min=0)
+
+
+def own(stack: Stack) -> tuple[Tensor, Tensor]:
+    """Return the first and the last block that hold a row's own positions, int64 [rows, 1]."""
+    rows = torch.arange(stack.rows)[:, None]
+    (queries, keys), (b_q, b_k) = stack.tokens, stack.block
+    first, last = rows * b_q, ((rows + 1) * b_q).clamp(max=queries) - 1
+    if stack.causal:
+        first, last = first + keys - queries, last + keys - queries
+    else:
+        first, last = ((2 * q + 1) * keys // (2 * queries) for q in (first, last))
+    return first.clamp(0, keys - 1) // b_k, last.clamp(0, keys - 1) // b_k
+
+
+def distance(stack: Stack) -> Tensor:
+    """Return how many blocks a block is away from a row's own, int64 [rows, columns]."""
+    first, last = own(stack)
+    columns = torch.arange(stack.columns)
+    return (first - columns).clamp(min=0) + (columns - last).clamp(min=0)
+
+
+def in_rows(scores: Tensor, seen: Tensor) -> Tensor:
+    """Return the place of each block among the visible ones of its row, by descending score."""
+    order = scores.long().masked_fill(~seen, -1).argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(dim=-1)

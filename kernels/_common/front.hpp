@@ -1,0 +1,229 @@
+// Recorded launches: what front.py found in the arguments of a planned call, and how to repeat it.
+//
+//   entry   for one product, a layout of its inputs, a stream and a state of the dispatcher:
+//             inputs   x, x and values, dy and values, or dy and x; their addresses may differ
+//             made     tensors that the steps write; the last is the result
+//             steps    launches as the bytes of their arguments, and the places of the addresses
+//
+// Arguments are copied for each call, so threads do not share them. The functions of the driver come
+// as addresses, so this file needs no CUDA header, and a test can use other functions.
+
+#pragma once
+#define PY_SSIZE_T_CLEAN
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/add_ops.h>
+#include <ATen/ops/copy_ops.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear_ops.h>
+#include <Python.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+struct Attribute { int number, padding; uint32_t words[16]; };  // CUlaunchAttribute
+struct Config {                                                 // CUlaunchConfig
+  uint32_t grid[3], block[3], shared_bytes;
+  void* stream;
+  Attribute* attributes;
+  uint32_t count;
+};
+using LaunchFn = int (*)(const Config*, void*, void**, void**);
+using StreamFn = int (*)(int32_t, void**);
+using CapturingFn = int (*)(void*, int*);
+LaunchFn launch_kernel = nullptr;    // cuLaunchKernelEx
+StreamFn current_stream = nullptr;   // aoti_torch_get_current_cuda_stream
+CapturingFn is_capturing = nullptr;  // cuStreamIsCapturing
+
+constexpr size_t MOST = 64;  // entries of a product; the oldest makes room
+constexpr size_t IMAGE_BYTES = 8192, PARAMETERS = 64;
+
+// A tensor as rows of contiguous elements at a multiple of 16 bytes.
+struct Layout {
+  at::ScalarType dtype;
+  c10::Device device{c10::kCPU};
+  int64_t rows, columns, stride;
+  c10::DispatchKeySet keys;
+  bool operator==(const Layout& other) const {
+    return rows == other.rows && columns == other.columns && stride == other.stride &&
+           dtype == other.dtype && device == other.device && keys == other.keys;
+  }
+};
+
+// Returns false if a kernel cannot read the tensor as such rows.
+bool layout_of(const at::Tensor& t, Layout& out) {
+  if (!t.defined() || t.key_set().has_any(c10::python_ks)) return false;
+  if (t.layout() != at::kStrided || t.dim() < 1) return false;
+  if (t.dim() == 2 ? t.stride(1) != 1 : !t.is_contiguous()) return false;
+  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16) return false;
+  const int64_t columns = t.size(-1);
+  out = {t.scalar_type(), t.device(), columns ? t.numel() / columns : 0, columns,
+         t.dim() == 2 ? t.stride(0) : columns, t.key_set()};
+  return true;
+}
+
+// Where a call runs: its stream, and this thread's modes, autocast and transforms.
+struct Place {
+  void* stream = nullptr;
+  c10::DispatchKeySet included, excluded;
+  bool operator==(const Place& other) const {
+    return stream == other.stream && included == other.included && excluded == other.excluded;
+  }
+};
+
+// Returns false if the stream is unknown, or the device is not the current one.
+bool place_of(const at::Tensor& t, Place& out) {
+  const c10::Device device = t.device();
+  if (device.is_cuda() && c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice() != device)
+    return false;
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  out.included = local.included_;
+  out.excluded = local.excluded_;
+  return !current_stream(static_cast<int32_t>(device.index()), &out.stream);
+}
+
+bool captures(void* stream) {
+  int status = 0;
+  return is_capturing(stream, &status) || status;
+}
+
+// The path in Python gives each thread its context, so the first call of a thread takes that path.
+bool thread_is_ready() {
+  thread_local bool ready = false;
+  return std::exchange(ready, true);
+}
+
+// Releases a reference from any thread, also after Python has ended.
+void release(PyObject* object) {
+  if (!object || !Py_IsInitialized()) return;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  Py_DECREF(object);
+  PyGILState_Release(state);
+}
+
+using Inputs = std::vector<at::Tensor>;
+struct Patch { int operand; uint32_t offset; };
+struct Step {
+  void* function;  // nullptr: the second operand of `patches` becomes the transposed first one
+  uint32_t grid, threads, shared_bytes;
+  std::vector<Attribute> attributes;
+  std::vector<char> image;
+  std::vector<uint32_t> parameters;  // their offsets in the image
+  std::vector<Patch> patches;
+};
+struct Made { at::ScalarType dtype; std::vector<int64_t> sizes; };
+struct Entry {
+  std::vector<Layout> inputs;
+  std::vector<const void*> fixed;  // address of an input that no launch reads, else nullptr
+  Place place;
+  std::vector<Made> made;
+  std::vector<Step> steps;
+  at::Tensor bias, dense;  // dense: no launch was recorded; torch multiplies by this weight
+  PyObject* owners = nullptr;  // of the other memory that the launches read
+  Entry() = default;
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+  ~Entry() { release(owners); }
+  bool reads(const Inputs& others) const {
+    for (size_t i = 0; i < fixed.size(); i++)
+      if (fixed[i] && fixed[i] != others[i].data_ptr()) return false;
+    return true;
+  }
+};
+
+// The entries of one product. Autograd's threads read them without Python's lock. No thread waits
+// for that lock, and no entry is destroyed, while it holds the mutex.
+class Entries {
+ public:
+  std::shared_ptr<Entry> find(const Inputs& inputs, const Place& place) {
+    std::vector<Layout> layouts(inputs.size());
+    for (size_t i = 0; i < inputs.size(); i++)
+      if (!layout_of(inputs[i], layouts[i])) return nullptr;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : entries_)
+      if (entry->inputs == layouts && entry->place == place && entry->reads(inputs)) return entry;
+    return nullptr;
+  }
+  void add(std::shared_ptr<Entry> entry) {
+    std::shared_ptr<Entry> oldest;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (entries_.size() == MOST) {
+      oldest = std::move(entries_.front());
+      entries_.erase(entries_.begin());
+    }
+    entries_.push_back(std::move(entry));
+  }
+  std::vector<std::shared_ptr<Entry>> swap_out() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::move(entries_);
+  }
+  template <class F>
+  void each(F&& visit) {  // with Python's lock, so nothing adds meanwhile
+    for (const auto& entry : entries_) visit(*entry);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Entry>> entries_;
+};
+
+void launch(const Step& step, const std::vector<at::Tensor>& operands, void* stream) {
+  if (!step.function) {
+    at::Tensor to = operands[step.patches[1].operand];
+    at::_ops::copy_::call(to, operands[step.patches[0].operand].transpose(1, 2), false);
+    return;
+  }
+  alignas(64) char image[IMAGE_BYTES];
+  std::memcpy(image, step.image.data(), step.image.size());
+  for (const Patch& patch : step.patches) {
+    const void* address = operands[patch.operand].data_ptr();
+    std::memcpy(image + patch.offset, &address, sizeof address);
+  }
+  void* parameters[PARAMETERS];
+  for (size_t i = 0; i < step.parameters.size(); i++) parameters[i] = image + step.parameters[i];
+  Config config{{step.grid, 1, 1}, {step.threads, 1, 1}, step.shared_bytes, stream,
+                const_cast<Attribute*>(step.attributes.data()),
+                static_cast<uint32_t>(step.attributes.size())};
+  if (int result = launch_kernel(&config, step.function, parameters, nullptr))
+    throw std::runtime_error("launch of " + std::to_string(step.grid) + " CTAs of " +
+                             std::to_string(step.threads) + ": error " + std::to_string(result));
+}
+
+// Returns the product. If `rows`, it has the leading sizes of the first input.
+at::Tensor run(const Entry& entry, const Inputs& inputs, bool rows) {
+  const c10::AutoGradMode no_gradient(false);
+  const at::Tensor& x = inputs[0];
+  if (entry.dense.defined())
+    return at::_ops::linear::call(
+        x, entry.dense, entry.bias.defined() ? std::optional<at::Tensor>(entry.bias) : std::nullopt);
+  std::vector<at::Tensor> operands;
+  operands.reserve(inputs.size() + entry.made.size());
+  operands.insert(operands.end(), inputs.begin(), inputs.end());
+  for (size_t i = 0; i < entry.made.size(); i++) {
+    const Made& made = entry.made[i];
+    std::vector<int64_t> sizes = made.sizes;
+    if (rows && i + 1 == entry.made.size() && x.dim() != 2) {
+      sizes.assign(x.sizes().begin(), x.sizes().end());
+      sizes.back() = made.sizes.back();
+    }
+    operands.push_back(at::empty(sizes, x.options().dtype(made.dtype).requires_grad(false)));
+  }
+  for (const Step& step : entry.steps) launch(step, operands, entry.place.stream);
+  at::Tensor y = std::move(operands.back());
+  if (entry.bias.defined()) at::_ops::add__Tensor::call(y, entry.bias, 1);
+  return y;
+}
+
+}  // namespace

@@ -1,0 +1,177 @@
+"""The sizes of an attention problem as its kernels need them, and how they read its operands."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common import triton as launching
+from sparsebench.kernels._common.triton import (
+    SM_BYTES,
+    SMALLEST_TILE,
+    BoundKernel,
+    Path,
+    Precision,
+    precision_of,
+    whole_tile,
+    without_tensor_cores,
+)
+from sparsebench.kernels._common.tuned_table import Sizes
+from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels.attention._lists import Lists
+from sparsebench.results.record import Problem
+
+LOG2_E = 1.4426950408889634  # the kernels' exponentials are to the base 2
+FP32 = [(32, 32, 4, 2), (64, 32, 4, 2), (16, 64, 4, 1)]
+SMALLEST = (16, 16, 4, 1)
+MOST_DEPTH = 256  # head dimension: K and V of more do not fit the shared memory of one SM
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of an attention: `batch` sequences of q_tokens and kv_tokens, and its heads."""
+
+    batch: int
+    q_tokens: int
+    kv_tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block: tuple[int, int]
+    dtype: str
+
+    @property
+    def depth(self) -> int:
+        """Return the head dimension of a tile, a power of two."""
+        return int(triton.next_power_of_2(max(16, self.head_dim)))
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def precision(self) -> Precision:
+        return precision_of(self.dtype)
+
+    @property
+    def tile_side(self) -> int:
+        """Return the smallest power of two that holds the queries of a block."""
+        return int(triton.next_power_of_2(min(self.block[0], self.q_tokens)))
+
+
+def shape_of(q: Tensor, k: Tensor, mask: BlockMask, heads: int, dtype: str) -> Shape:
+    """Return the sizes of q [batch * S_q, H * D] and k [batch * S_kv, H_kv * D]."""
+    head_dim = q.shape[1] // heads
+    kv_heads = k.shape[1] // head_dim
+    return Shape(mask.batch, *mask.tokens, heads, kv_heads, head_dim, mask.block, dtype)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot run the problem here, or None."""
+    if reason := launching.unsupported(problem, device):
+        return reason
+    if problem["head_dim"] > MOST_DEPTH:
+        return f"head_dim: expected at most {MOST_DEPTH}, found {problem['head_dim']}"
+    scale = problem["scale"]
+    return None if scale is None or scale > 0 else f"scale: expected more than 0, found {scale}"
+
+
+def unsupported_by_tma(*matrices: Tensor, head_dim: int) -> str | None:
+    """Return why TMA cannot address the heads of a matrix, or None."""
+    reason = launching.unsupported_row(head_dim, matrices[0].element_size())
+    return reason or launching.unsupported_alignment(*matrices)
+
+
+class Bound(NamedTuple):
+    """A bound kernel, and the tensors that it reads and writes, without those of the mask.
+
+    inputs  forward: q, k, v by head; backward: q, k, v, o and do by head, with lse before do
+    """
+
+    program: BoundKernel
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def by_head(matrix: Tensor, shape: Shape) -> Tensor:
+    """Return a token-major matrix [batch * tokens, heads * D] as [batch, tokens, heads, D]."""
+    return matrix.view(shape.batch, -1, matrix.shape[1] // shape.head_dim, shape.head_dim)
+
+
+def head_box(heads: Tensor, shape: Shape, rows: tuple[int, int], path: Path) -> Any:
+    """Return the argument for a matrix by head: boxes of (tokens, heads), or the tensor.
+
+    TMA fills what lies outside of a sequence or a head with zeros.
+    """
+    if path != "tma":
+        return heads
+    return TensorDescriptor.from_tensor(heads, [1, *rows, shape.depth])
+
+
+def table_sizes(shape: Shape, mask: BlockMask) -> Sizes:
+    """Return the sizes as tables of tuned configurations have them: n is the width of q."""
+    (b_q, b_k), (q_tokens, kv_tokens) = mask.block, mask.tokens
+    every = len(mask.offsets[1:]) * ceil(kv_tokens / b_k)
+    return Sizes(
+        m=shape.batch * q_tokens,
+        n=shape.heads * shape.head_dim,
+        k=kv_tokens,
+        dtype=shape.dtype,
+        block=(b_q, b_k),
+        density=max(1, len(mask.columns)) / every,
+    )
+
+
+def mask_of(operands: Operands) -> BlockMask:
+    """Return the mask of a problem."""
+    mask = operands.weights["mask"]
+    assert isinstance(mask, BlockMask)
+    return mask
+
+
+def scale_of(problem: Problem) -> float:
+    """Return the factor of the scores; by default head_dim ** -0.5."""
+    scale = problem["scale"]
+    return float(problem["head_dim"]) ** -0.5 if scale is None else float(scale)
+
+
+def packed(rows: int, shape: Shape, shared: int) -> tuple[int, int]:
+    """Return queries and heads of a tile of `rows`, which tl.dot needs 16 of."""
+    side = min(rows, shape.tile_side)
+    pack = min(shared, rows // side)
+    return max(side, SMALLEST_TILE // pack), pack
+
+
+def query_tiles(shape: Shape, tokens: int, pack: int) -> int:
+    """Return the number of tiles of `tokens` queries and `pack` heads; none exceeds a block."""
+    blocks = ceil(shape.q_tokens / shape.block[0])
+    tiles = ceil(min(shape.block[0], shape.q_tokens) / tokens)
+    return shape.batch * (shape.heads // pack) * blocks * tiles
+
+
+def arrays(lists: Lists, mask: BlockMask) -> tuple[Tensor, ...]:
+    """Return the arrays of a list in the order that kernels take them."""
+    bits = lists.columns if mask.bits is None else mask.bits
+    return lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, bits
+
+
+Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
+
+
+def fitting(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> list[Tile]:
+    """Return the tiles for rows of `side` tokens whose operands fit one SM; one at least.
+
+    large, flat  tiles for 64 rows and more, and for fewer; FP32 takes their place without tensor
+                 cores
+    """
+    exact = without_tensor_cores(shape.itemsize, shape.precision)
+    height = min(128, whole_tile(side))
+    tiles = FP32 if exact else [*large, *flat]
+    near = [tile for tile in tiles if tile[0] in (height, height // 2)] or tiles
+    row = 2 * shape.depth * shape.itemsize
+    return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]

@@ -1,0 +1,438 @@
+"""Gradients of block-sparse attention in Triton: dQ over the lists, dK and dV over the transpose.
+
+Two kernels, without atomics, so the same operands give the same bits:
+
+    dQ      a program computes a tile of queries, as the forward kernel does (attention_triton.py)
+              S = Q K.T    P = exp2(scale S - LSE)    dP = dO V.T    dS = P (dP - delta)
+              dQ += dS K                              delta = sum(O dO), kept for the next kernel
+    dK, dV  a program computes a tile of keys, and walks the lists of all query heads of its group
+              S.T = K Q.T    P.T    dV += P.T dO    dP.T = V dO.T    dK += dS.T Q
+
+Both compute S and dP, so they do 14 D operations for each allowed element, of which 10 count. Each
+block of the transposed list is read by its own lanes, as in _tiles.py, so blocks have any side.
+Missing queries have an LSE of infinity, which makes their P zero.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.triton import (
+    COMPILE_THREADS,
+    BoundKernel,
+    Path,
+    Precision,
+    choose_path,
+)
+from sparsebench.kernels._common.tuned_table import Tuned, choose
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.attention._lists import (
+    Lists,
+    lists_of,
+    shared_heads,
+    transposed_lists_of,
+)
+from sparsebench.kernels.attention._shapes import (
+    LOG2_E,
+    Bound,
+    Shape,
+    arrays,
+    by_head,
+    fitting,
+    head_box,
+    mask_of,
+    packed,
+    query_tiles,
+    scale_of,
+    shape_of,
+    table_sizes,
+    unsupported,
+    unsupported_by_tma,
+)
+from sparsebench.kernels.attention._tiles import (
+    each_token,
+    is_allowed,
+    load_queries,
+    load_tile,
+    queries_of,
+    tile_of,
+)
+
+LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
+
+# rows, columns of a step, warps and stages of a tile; the default first
+DQ = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (64, 32, 4, 3), (128, 128, 8, 1)]
+DKV = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3), (128, 64, 8, 3)]
+FLAT = [(16, 64, 2, 2), (16, 64, 4, 2), (32, 64, 4, 2), (32, 64, 2, 2)]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run both kernels.
+
+    q_tokens, q_pack    queries and heads of a tile of dQ; q_keys: keys of a step
+    q_shared            heads that could be packed, by which tables tell masks apart
+    kv_keys, kv_tokens  keys of a tile of dK and dV; queries of a step
+    """
+
+    q_tokens: int
+    q_pack: int
+    q_shared: int
+    q_keys: int
+    q_stages: int
+    q_warps: int
+    q_path: Path
+    kv_keys: int
+    kv_tokens: int
+    kv_stages: int
+    kv_warps: int
+    kv_path: Path
+    precision: Precision = "ieee"
+
+
+def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
+    """Return what is worth trying, the default first: `prepare` searches both halves apart.
+
+    shared  heads that may be packed in dQ
+    """
+    b_q, b_k = shape.block
+    dq = [
+        {
+            **dict(zip(("q_tokens", "q_pack"), packed(rows, shape, shared), strict=True)),
+            **{"q_shared": shared, "q_keys": keys, "q_stages": stages, "q_warps": warps},
+            "q_path": path if b_k % keys == 0 else "pointers",
+        }
+        for rows, keys, warps, stages in fitting(shape, shape.tile_side * shared, DQ, FLAT)
+    ]
+    dkv = [
+        {
+            **{"kv_keys": keys, "kv_tokens": tokens, "kv_stages": stages, "kv_warps": warps},
+            "kv_path": path if b_q % tokens == 0 else "pointers",
+        }
+        for keys, tokens, warps, stages in fitting(shape, b_k, DKV, FLAT)
+    ]
+    pairs = [(dq[min(i, len(dq) - 1)], dkv[min(i, len(dkv) - 1)]) for i in range(8)]
+    configs = [Config(**one, **other, precision=shape.precision) for one, other in pairs]
+    return list(dict.fromkeys(configs))
+
+
+def launch(
+    operands: Sequence[Tensor],
+    mask: BlockMask,
+    shape: Shape,
+    scale: float,
+    config: Config,
+    lists: tuple[Lists, Lists] | None = None,
+    out: Tensor | None = None,
+) -> Bound:
+    """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
+
+    operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
+    lists     lists_of(mask) and transposed_lists_of(mask, H_kv) if they exist already
+    """
+    lse = operands[4]
+    q, k, v, o, do = (by_head(operands[i], shape) for i in (0, 1, 2, 3, 5))
+    rows, transposed = lists or (lists_of(mask), transposed_lists_of(mask, shape.kv_heads))
+    q_rows, kv_rows = (x.numel() // shape.head_dim for x in (q, k))
+    out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim) if out is None else out
+    dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
+    delta = torch.empty_like(lse)
+    numbers = (shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, mask.lists)
+    tile, keys = (config.q_tokens, config.q_pack), (config.q_keys, 1)
+    first = BoundKernel(
+        _dq,
+        (query_tiles(shape, config.q_tokens, config.q_pack),),
+        (
+            *(head_box(x, shape, tile, config.q_path) for x in (q, o, do)),
+            *(head_box(x, shape, keys, config.q_path) for x in (k, v)),
+            *(dq, lse, delta, *arrays(rows, mask), *numbers, scale),
+        ),
+        _dq_constants(config, shape, mask, rows),
+        out,
+    )
+    tile, tokens = (config.kv_keys, 1), (config.kv_tokens, 1)
+    second = BoundKernel(
+        _dkv,
+        (
+            shape.batch
+            * shape.kv_heads
+            * transposed.order.shape[1]
+            * triton.cdiv(min(shape.block[1], shape.kv_tokens), config.kv_keys),
+        ),
+        (
+            *(head_box(x, shape, tokens, config.kv_path) for x in (q, do)),
+            *(head_box(x, shape, tile, config.kv_path) for x in (k, v)),
+            *(dk, dv, lse, delta, *arrays(transposed, mask), *numbers, scale),
+        ),
+        _dkv_constants(config, shape, mask, transposed),
+        out,
+        before=first,
+    )
+    return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
+
+
+def _common(shape: Shape, mask: BlockMask, config: Config) -> dict[str, Any]:
+    return {
+        "D": shape.head_dim,
+        "DEPTH": shape.depth,
+        "Q_SIDE": shape.block[0],
+        "KV_SIDE": shape.block[1],
+        "CAUSAL": mask.causal,
+        "BITS": mask.bits is not None,
+        "PRECISION": config.precision,
+    }
+
+
+def _dq_constants(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
+    return _common(shape, mask, config) | {
+        "TOKENS": config.q_tokens,
+        "PACK": config.q_pack,
+        "KEYS": config.q_keys,
+        "STAGES": config.q_stages,
+        "MASKED": lists.masked or shape.block[1] % config.q_keys != 0,
+        "TMA": config.q_path == "tma",
+        "num_warps": config.q_warps,
+    }
+
+
+def _dkv_constants(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
+    return _common(shape, mask, config) | {
+        "KEYS": config.kv_keys,
+        "TOKENS": config.kv_tokens,
+        "STAGES": config.kv_stages,
+        "MASKED": lists.masked or shape.block[0] % config.kv_tokens != 0,
+        "TMA": config.kv_path == "tma",
+        "num_warps": config.kv_warps,
+    }
+
+
+def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
+    """Sort and transpose the lists; take a table's configuration, or compile and time a few.
+
+    `path` forces one path. Raises Unsupported.
+    """
+    problem, mask = operands.problem, mask_of(operands)
+    tensors = [operands.activations[name] for name in ("q", "k", "v", "o", "lse", "do")]
+    q, k = tensors[:2]
+    shape = shape_of(q, k, mask, problem["heads"], problem["dtype"])
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    reason = unsupported_by_tma(*tensors[:4], tensors[5], head_dim=shape.head_dim)
+    searched = configurations(shape, shared, choose_path(path, reason, q.device))
+    sizes, fixed = table_sizes(shape, mask), {"q_shared": shared}
+    name = "attention_triton_backward"
+    configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
+    lists, scale = (lists_of(mask), transposed_lists_of(mask, shape.kv_heads)), scale_of(problem)
+
+    def candidate(config: Config) -> BoundKernel:
+        return launch(tensors, mask, shape, scale, config, lists).program
+
+    best, lines = configs[0], []
+    for half in ("kv_", "q_"):
+        names = [f.name for f in fields(Config) if f.name.startswith(half)]
+        choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
+        tried = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
+        launches = [candidate(config) for config in tried]
+        parts = [each.before if half == "q_" else replace(each, before=None) for each in launches]
+        result = search(parts, q.device, COMPILE_THREADS)
+        best = tried[result.best]
+        lines += result.lines([asdict(config) for config in tried], of=half.removesuffix("_"))
+    chosen = candidate(best)
+    return Launch(chosen, asdict(best) | dict(by), chosen.code, lines)
+
+
+KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported, tunes=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dq(  # type: ignore[no-untyped-def]
+    q,
+    o,
+    do,
+    k,
+    v,
+    dq,
+    lse,
+    delta,
+    offsets,
+    columns,
+    fulls,
+    order,
+    slots,
+    bits,
+    q_tokens,
+    kv_tokens,
+    heads,
+    kv_heads,
+    lists,
+    scale,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    Q_SIDE: tl.constexpr,
+    KV_SIDE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PACK: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    ROWS: tl.constexpr = TOKENS * PACK
+    stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
+        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK
+    )
+    start = tl.load(offsets + row)
+    count = tl.load(offsets + row + 1) - start
+    whole = tl.load(fulls + row) * KV_SIDE // KEYS
+    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    o_tile = load_queries(o, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    do_tile = load_queries(do, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    lse_row = (stacked + tl.arange(0, ROWS) % PACK).to(tl.int64) * q_tokens + at
+    top = tl.load(lse + lse_row, inside, float("inf")) * LOG2
+    sums = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    tl.store(delta + lse_row, sums, inside)
+
+    total = tl.zeros((ROWS, DEPTH), tl.float32)
+    entry, column, key = tile_of(columns, start, count, 0, KV_SIDE, KEYS)
+    for i in tl.range(0, whole, num_stages=STAGES):
+        at_k = sequence, key, kv_tokens, kv_head, kv_heads
+        k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
+        v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
+        entry, column, key = tile_of(columns, start, count, i + 1, KV_SIDE, KEYS)
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        p = tl.exp2(scores * (scale * LOG2) - top[:, None])
+        dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
+        ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
+        total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
+    if MASKED:
+        for i in tl.range(whole, tl.cdiv(count * KV_SIDE, KEYS), num_stages=STAGES):
+            at_k = sequence, key, kv_tokens, kv_head, kv_heads
+            k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
+            v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
+            keys = each_token(key, KV_SIDE, KEYS)[None, :]
+            at_mask = at[:, None], keys, column < 0, entry, slots, bits, q_tokens, kv_tokens
+            allowed = is_allowed(*at_mask, Q_SIDE, KV_SIDE, CAUSAL, BITS)
+            entry, column, key = tile_of(columns, start, count, i + 1, KV_SIDE, KEYS)
+            scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+            p = tl.where(allowed, tl.exp2(scores * (scale * LOG2) - top[:, None]), 0.0)
+            dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
+            ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
+            total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
+    depth = tl.arange(0, DEPTH)[None, :]
+    stored = inside[:, None] & (depth < D)
+    tl.store(dq + place[:, None] + depth, (total * scale).to(dq.dtype.element_ty), stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dkv(  # type: ignore[no-untyped-def]
+    q,
+    do,
+    k,
+    v,
+    dk,
+    dv,
+    lse,
+    delta,
+    offsets,
+    columns,
+    fulls,
+    order,
+    slots,
+    bits,
+    q_tokens,
+    kv_tokens,
+    heads,
+    kv_heads,
+    lists,
+    scale,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    Q_SIDE: tl.constexpr,
+    KV_SIDE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    KEYS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    tiles = tl.cdiv(tl.minimum(KV_SIDE, kv_tokens), KEYS)  # of a block
+    kv_blocks = tl.cdiv(kv_tokens, KV_SIDE)
+    rank = tl.program_id(0) % (kv_blocks * tiles)
+    stacked = tl.program_id(0) // (kv_blocks * tiles)  # sequences and key heads
+    sequence, kv_head = stacked // kv_heads, stacked % kv_heads
+    block = tl.load(order + stacked * kv_blocks + rank // tiles)
+    key = block * KV_SIDE + rank % tiles * KEYS
+
+    depth = tl.arange(0, DEPTH)
+    keys = key + tl.arange(0, KEYS)
+    inside = (keys < (block + 1) * KV_SIDE) & (keys < kv_tokens)
+    place = ((sequence * kv_tokens + keys).to(tl.int64) * kv_heads + kv_head) * D
+    stored = inside[:, None] & (depth < D)[None, :]
+    if TMA:
+        k_tile = k.load([sequence, key, kv_head, 0]).reshape(KEYS, DEPTH)
+        v_tile = v.load([sequence, key, kv_head, 0]).reshape(KEYS, DEPTH)
+    else:
+        k_tile = tl.load(k + place[:, None] + depth[None, :], stored, 0.0)
+        v_tile = tl.load(v + place[:, None] + depth[None, :], stored, 0.0)
+
+    dk_sum = tl.zeros((KEYS, DEPTH), tl.float32)
+    dv_sum = tl.zeros((KEYS, DEPTH), tl.float32)
+    group = heads // kv_heads
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        row = (sequence * lists + head * lists // heads) * kv_blocks + block
+        start = tl.load(offsets + row)
+        count = tl.load(offsets + row + 1) - start
+        whole = tl.load(fulls + row) * Q_SIDE // TOKENS
+        lse_row = (sequence * heads + head).to(tl.int64) * q_tokens
+        entry, column, token = tile_of(columns, start, count, 0, Q_SIDE, TOKENS)
+        for i in tl.range(0, whole, num_stages=STAGES):
+            at_q = sequence, token, q_tokens, head, heads
+            at = each_token(token, Q_SIDE, TOKENS)
+            q_tile = load_tile(q, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
+            do_tile = load_tile(do, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
+            top = tl.load(lse + lse_row + at, at < q_tokens, float("inf")) * LOG2
+            sums = tl.load(delta + lse_row + at, at < q_tokens, 0.0)
+            entry, column, token = tile_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
+            scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+            p = tl.exp2(scores * (scale * LOG2) - top[None, :])
+            dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
+            dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
+            ds = (p * (dp - sums[None, :])).to(q_tile.dtype)
+            dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision=PRECISION)
+        if MASKED:
+            for i in tl.range(whole, tl.cdiv(count * Q_SIDE, TOKENS), num_stages=STAGES):
+                at_q = sequence, token, q_tokens, head, heads
+                at = each_token(token, Q_SIDE, TOKENS)
+                q_tile = load_tile(q, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
+                do_tile = load_tile(do, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
+                real = (at >= 0) & (at < q_tokens)
+                top = tl.load(lse + lse_row + at, real, float("inf")) * LOG2
+                sums = tl.load(delta + lse_row + at, real, 0.0)
+                if Q_SIDE % TOKENS == 0:
+                    partial = column < 0
+                else:
+                    partial, entry = (column < 0)[None, :], entry[None, :]
+                at_mask = at[None, :], keys[:, None], partial, entry, slots, bits
+                allowed = is_allowed(*at_mask, q_tokens, kv_tokens, Q_SIDE, KV_SIDE, CAUSAL, BITS)
+                entry, column, token = tile_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
+                scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+                p = tl.where(allowed, tl.exp2(scores * (scale * LOG2) - top[None, :]), 0.0)
+                dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
+                dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
+                ds = (p * (dp - sums[None, :])).to(q_tile.dtype)
+                dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision=PRECISION)
+    dk_sum = (dk_sum * scale).to(dk.dtype.element_ty)
+    tl.store(dk + place[:, None] + depth[None, :], dk_sum, stored)
+    tl.store(dv + place[:, None] + depth[None, :], dv_sum.to(dv.dtype.element_ty), stored)

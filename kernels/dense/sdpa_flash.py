@@ -1,0 +1,44 @@
+"""Dense attention by the flash backend of torch, which is FlashAttention 2.
+
+It does not read the mask. On Hopper it is slower than cuDNN (sdpa_cudnn.py); on older GPUs it is
+the baseline.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense import _sdpa
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
+
+
+def _gradients(
+    tensors: tuple[Tensor, ...], results: Any, causal: bool, scale: float | None
+) -> tuple[Tensor, ...]:
+    _, _, q_starts, k_starts, q_most, k_most, seed, offset, _ = results
+    rest = (q_starts, k_starts, q_most, k_most, 0.0, causal, seed, offset)
+    parts: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *tensors, *rest, scale=scale
+    )
+    return parts
+
+
+def prepare(operands: Operands) -> Launch:
+    """Return the launch of O. Raises Unsupported."""
+    return _sdpa.forward(operands, _attend)
+
+
+def prepare_backward(operands: Operands) -> Launch:
+    """Return the launch of dQ, dK and dV. Raises Unsupported."""
+    return _sdpa.backward(operands, _attend, _gradients)
+
+
+KERNEL = Kernel("attention", "dense", "cuda", prepare, _sdpa.unsupported)
+BACKWARD = Kernel("attention_backward", "dense", "cuda", prepare_backward, _sdpa.unsupported)

@@ -1,0 +1,54 @@
+"""Feed-forward layer without a gate by TwELL's authors: two of their CUDA kernels.
+
+    hidden   act(X @ Wu.T), packed       words of value and place; 31 for each 256 units
+    Y        hidden @ Wd.T               a warp per token and part of the output
+
+The number of parts of the output is searched. The kernels are those of their TwELLMLP, whose first
+call builds them; this peer takes them from torch's folder of extensions.
+
+    needs    --peers DIR with a checkout (_authors.py), and their built extension; compute
+             capability 9.0
+    the rest as in twell_authors.py: bf16 and relu, k 2048, n 5632 or 8192, m padded to a multiple
+             of 256, no graph, and more than 31 of 256 active units are lost
+
+Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/twell_modules.
+"""
+
+from functools import partial
+
+from torch import Tensor
+
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _authors
+from sparsebench.kernels.peers.twell_authors import MARKER, Gate, unsupported_layer
+
+SPLITS = 1, 2, 4, 8  # parts of the output
+LOADER = "TwELLMLP"
+
+
+def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
+    """Choose the number of parts unless it is given or pinned. Raises Unsupported."""
+    folder = _authors.checkout(MARKER)
+    assert folder
+    twell = _authors.imported(folder / MARKER)
+    name = twell._ext_name_for_algorithms(twell._resolve_algorithms_with_deps(["twell_mlp"]))
+    ext = _authors.loaded_extension(name, LOADER)
+    gate = Gate(operands, "wu", twell, ext)
+    down = operands.weights["wd"].to_dense().t().contiguous()
+
+    def layer(num_splits: int) -> Tensor:
+        return gate.then(
+            lambda x, packed, out: twell.matmul_t2d_out(packed, down, out, num_splits, ext=ext)
+        )
+
+    fixed = (operands.pinned or {}).get("num_splits", num_splits)
+    choices = [{"num_splits": splits} for splits in (SPLITS if fixed is None else (fixed,))]
+    calls = [partial(layer, **choice) for choice in choices]
+    result = search(calls, operands.device)
+    digest = {"digest": _authors.digest((folder / MARKER).parent)}
+    choice = {**choices[result.best], **gate.tokens.choice, **digest}
+    return Launch(calls[result.best], choice, None, result.lines(choices), gate.lost)
+
+
+KERNEL = Kernel("mlp", "twell", "cuda", prepare, unsupported_layer)

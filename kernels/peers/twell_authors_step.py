@@ -1,0 +1,161 @@
+"""A training step of a gated layer by TwELL's authors: their two operators, called directly.
+
+    forward     ff_forward_gated(X, Wg, Wu, Wd.T)       gate packed, 31 words for each 256 units
+    backward    ff_backward_gated(..., P, R, T, dY)     over the active units, by token and by unit
+
+            units                    ELL [m, width]           tail [tail, n]
+    token | a . b |  few active ->  | a b . . |
+          | c d e |  more than `width`                  ->   | c d e |      a dense row
+
+The step stores the gate by token and again by unit, each as ELL with a dense tail. Active units
+beyond 31 of 256, and rows that do not fit into the tail, are dropped without an error; with more
+than 2048 units in the tail the process can crash. So the search times the widths and tails that
+hold every value of the drawn activations, and the case is unsupported if there are none. Each
+checked call counts the lost values from a dense gate (Launch.lost). Which rows they drop varies;
+the count is that of the shortest rows.
+
+    needs        their library sparse_ops.so, which their own load_sparse_ops() builds: found in
+                 $SPARSE_OPS_PREBUILT or in torch's folder of extensions; compute capability 9.0
+    dtype        bf16, relu
+    sizes        k a multiple of 64; n of 256, at most 8192; m padded to a multiple of 256, at most
+                 65536 (_padding.py). For other sizes they multiply the gate densely
+    no graph     the backward pass waits for the host twice, so rows are timed with events
+
+The launch copies their five results into one tensor, 2 % of the bytes of a step. Their L1 gradient
+is 0. `tails_bytes` in the choice is the memory of the six tails.
+Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/hybrid_modules.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers import _authors
+from sparsebench.kernels.peers._padding import multiple_of, padded
+from sparsebench.kernels.peers.twell_authors import unsupported_type
+from sparsebench.results.record import Problem
+
+LIBRARY, VARIABLE, LOADER = "sparse_ops", "SPARSE_OPS_PREBUILT", "load_sparse_ops()"
+DEPTH, TILE, SLOTS = 64, 256, 31  # multiples of k and n; the most active units that a tile holds
+MOST_UNITS, MOST_TOKENS = 8192, 65536
+WIDTHS, UNIT_WIDTHS, TAILS = (64, 128, 256, 512), (128, 256, 512, 1024), (512, 2048)
+KEEP_OVERFLOW = 0  # their setting `discard_overflow`
+
+
+@dataclass(frozen=True)
+class Config:
+    """The widths of the ELL and the rows of the tails: of the gate by token, and by unit."""
+
+    width: int
+    width_by_unit: int
+    tail: int
+    tail_by_unit: int
+
+    def lost(self, active: Tensor) -> int:
+        """Return the least number of values that they drop for a gate [m, n] of booleans."""
+        tiles = active.unflatten(1, (-1, TILE)).sum(2)
+        stored = tiles.clamp(max=SLOTS)
+        by_token = _dropped(stored.sum(1), self.width, self.tail)
+        by_unit = _dropped(active.sum(0), self.width_by_unit, self.tail_by_unit)
+        return int((tiles - stored).sum()) + by_token + by_unit
+
+
+def _dropped(counts: Tensor, width: int, tail: int) -> int:
+    """Return the values of the shortest rows that are too long for the ELL and the tail."""
+    longer = counts[counts > width].sort().values
+    return int(longer[: max(len(longer) - tail, 0)].sum())
+
+
+CONFIGS = [Config(*each) for each in product(WIDTHS, UNIT_WIDTHS, TAILS, TAILS)]
+
+
+def prepare(operands: Operands) -> Launch:
+    """Choose the widths and tails among those that lose nothing. Raises Unsupported."""
+    digest = loaded()
+    step = Step(operands)
+    if operands.pinned:
+        configs = [Config(**{name: operands.pinned[name] for name in asdict(CONFIGS[0])})]
+    else:
+        active = step.active()
+        configs = [each for each in CONFIGS if not each.lost(active)]
+        if not configs:
+            least = min(each.lost(active) for each in CONFIGS)
+            raise Unsupported(f"the authors' formats have no room for {least} values of the gate")
+    calls = [partial(step.run, config) for config in configs]
+    result = search(calls, operands.device)
+    best, lines = configs[result.best], result.lines([asdict(each) for each in configs])
+    memory = {"tails_bytes": step.tails_bytes(best)}
+    choice = {**asdict(best), **step.x.choice, **memory, "digest": digest}
+    return Launch(calls[result.best], choice, None, lines, lambda: best.lost(step.active()))
+
+
+class Step:
+    """The operands of the authors' operators: padded tokens, and Wd.T."""
+
+    def __init__(self, operands: Operands) -> None:
+        """Copy Wd.T, whose rows they read."""
+        self._wg, self._wu, wd = (operands.weights[w].to_dense() for w in ("wg", "wu", "wd"))
+        self._wd_t = wd.t().contiguous()
+        x, dy = operands.activations["x"], operands.activations["dy"]
+        rows = multiple_of(TILE, len(x))
+        self.x, self._dy = padded(x, rows), padded(dy, rows)
+        self._no_l1 = torch.zeros((), device=x.device)
+
+    def run(self, config: Config) -> Tensor:
+        """Enqueue both passes, and return the five results. Raises RuntimeError in a capture."""
+        x, dy = self.x.filled(), self._dy.filled()
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the authors' backward pass waits for the host")
+        ops, settings = torch.ops.sparse_ops, torch.ops.sparse_ops_config
+        settings.set_ell_width_regular(config.width)
+        settings.set_ell_width_transpose(config.width_by_unit)
+        settings.set_tail_rows_regular(config.tail)
+        settings.set_tail_rows_transpose(config.tail_by_unit)
+        settings.set_discard_overflow(KEEP_OVERFLOW)
+        layer = x[None], self._wg, self._wu, self._wd_t
+        with torch.inference_mode():  # otherwise autograd's operator returns empty P, R and T
+            y, _, _, *saved = ops.ff_forward_gated(*layer)
+            dx, *weights = ops.ff_backward_gated(*layer, *saved, dy[None], self._no_l1, self._no_l1)
+        m = len(self.x.x)
+        return torch.cat((y[0, :m], dx[0, :m], *weights))
+
+    def active(self) -> Tensor:
+        """Return which units are active for the current activations, bool [m, n]."""
+        return torch.mm(self.x.x, self._wg.t()) > 0
+
+    def tails_bytes(self, config: Config) -> int:
+        """Return the bytes of the tails: three of the gate by token, and three by unit."""
+        n, m = len(self._wg), len(self.x.whole)
+        return 3 * self._wg.element_size() * (config.tail * n + config.tail_by_unit * m)
+
+
+@cache
+def loaded() -> str:
+    """Register the authors' operators, and return the digest of their library."""
+    file = _authors.prebuilt(LIBRARY, VARIABLE)
+    if file is None:
+        raise Unsupported(str(_authors.not_built(LIBRARY, LOADER, VARIABLE)))
+    torch.ops.load_library(str(file))
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the authors' operators cannot run here, or None."""
+    if reason := unsupported_type(problem, device):
+        return reason
+    m, n, k = multiple_of(TILE, problem["m"]), problem["n"], problem["k"]
+    if k % DEPTH or n % TILE or n > MOST_UNITS or m > MOST_TOKENS:
+        expected = f"k a multiple of {DEPTH}, n of {TILE} and at most {MOST_UNITS}"
+        sizes = f"m {m}, n {n} and k {k}"
+        return f"expected {expected}, and m of at most {MOST_TOKENS}; found {sizes}"
+    return _authors.not_built(LIBRARY, LOADER, VARIABLE)
+
+
+KERNEL = Kernel("ffn_step", "twell", "cuda", prepare, unsupported)

@@ -1,0 +1,181 @@
+"""A host that is slow: late samples are repeated, then counted; on a GPU, times stay the same."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.harness.bench import timing
+from sparsebench.harness.bench.sampling import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.timing import Taken, TimedCall, ready, time_together
+from sparsebench.kernels._common import gpu_clock
+from sparsebench.kernels._common.gpu_clock import LIMIT_S, REPEATS, GpuClock, Sample
+from sparsebench.kernels._kernel import Launch
+
+GPU = torch.device("cuda", 0)
+
+
+def fake_clock(monkeypatch: pytest.MonkeyPatch, late: Callable[[int], bool]) -> list[int]:
+    """Replace the GPU's clock by one that is late in some blocks; return the calls per block."""
+    log: list[int] = []
+
+    def take(order: Any) -> list[Taken]:
+        log.append(len(order))
+        return [Taken(i, 10.0, late(len(log) - 3)) for i, _, _ in order]  # after two trials
+
+    monkeypatch.setattr(timing, "_gpu_clock", lambda *args, **options: take)
+    return log
+
+
+def timed(clock: str = "graph", scope: str = "kernel") -> timing.Samples:
+    call = TimedCall(lambda: torch.empty(0), clock)
+    (samples,) = time_together([call], GPU, "seed", scope=scope)
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("late_blocks", "calls", "share"),
+    [
+        (set(), BLOCKS, 0.0),
+        ({5, 6}, BLOCKS + 2, 0.0),  # the third attempt is in time
+        ({5, 6, 7}, BLOCKS + 2, 1 / BLOCKS),
+        (set(range(1000)), BLOCKS + timing.MOST_REPEATS, 1.0),
+    ],
+)
+def test_late_blocks_are_repeated_and_then_counted(
+    late_blocks: set[int], calls: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fake_clock(monkeypatch, late_blocks.__contains__)
+    samples = timed()
+    assert samples.late == pytest.approx(share)
+    assert len(log) == 2 + calls
+    assert len(samples.times_us) == BLOCKS * SAMPLES_PER_BLOCK
+
+
+def test_a_call_that_cannot_be_held_is_counted_but_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = fake_clock(monkeypatch, lambda block: True)
+    assert timed(clock="events").late == 1.0
+    assert len(log) == 2 + BLOCKS
+
+
+def test_a_call_from_python_includes_its_host_and_has_no_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_clock(monkeypatch, lambda block: False)
+    assert timed(scope="op").late is None
+    call = TimedCall(lambda: torch.empty(0), "host")
+    (samples,) = time_together([call], torch.device("cpu"), "seed")
+    assert samples.late is None
+
+
+def test_a_search_repeats_late_samples_of_captured_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call is late once, the second always, and the third cannot be captured."""
+    clock, log = object.__new__(GpuClock), list[int]()
+    clock.holds, clock._index = False, 0
+
+    def sample(self: GpuClock, call: Callable[[], int]) -> Sample:
+        log.append(call())
+        event: Any = None
+        return Sample(event, event, {0: log.count(0) < 2, 1: True, 2: True}[log[-1]])
+
+    monkeypatch.setattr(GpuClock, "sample", sample)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    samples = clock.cold(
+        [(lambda i=i: i, captured) for i, captured in enumerate((True, True, False))],
+        lambda: None,
+    )
+    assert [log.count(i) for i in range(3)] == [2, 1 + REPEATS, 1]
+    assert [each.late for each in samples] == [False, True, True]
+
+
+@contextmanager
+def gil_holder() -> Iterator[None]:
+    """Run a thread that hardly ever lets go of the interpreter."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Share the only core of this process with another one that is always busy."""
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    os.sched_setaffinity(0, {core})
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin])
+    try:
+        yield
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slow", [gil_holder, busy_core], ids=lambda make: make.__name__)
+def test_a_slow_host_moves_no_time_that_is_not_marked(slow: Any) -> None:
+    x, w = (torch.randn(rows, 4096, device=GPU, dtype=torch.bfloat16) for rows in (64, 14336))
+    call = lambda: torch.nn.functional.linear(x, w)  # noqa: E731
+    call()
+    graph = ready(Launch(call), GPU)
+    quiet = [time_together([graph], GPU, "quiet")[0] for _ in range(2)]
+    with slow():
+        (slowed,) = time_together([graph], GPU, "slow")
+    print([median(s.times_us) for s in (*quiet, slowed)], slowed.late)
+    ratio = median(slowed.times_us) / median(quiet[0].times_us + quiet[1].times_us)
+    assert abs(ratio - 1) < 0.01 or slowed.late
+
+
+@pytest.mark.gpu
+def test_a_hold_ends_by_itself_and_gives_up() -> None:
+    clock, x = GpuClock(GPU), torch.zeros(8, device=GPU)
+    x.add_(1)
+    for _ in range(gpu_clock.EXPIRED):
+        assert clock.holds
+        began = torch.cuda.Event(enable_timing=True)
+        began.record()
+        with clock.held():
+            torch.cuda.synchronize()  # waits for the hold, which waits for the end of this block
+            late = clock.sample(lambda: x.add_(1)).late
+        torch.cuda.synchronize()
+        assert late
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        ended.synchronize()
+        assert 0.9 * LIMIT_S < began.elapsed_time(ended) / 1e3 < 2 * LIMIT_S
+    assert not clock.holds
+
+
+@pytest.mark.gpu
+def test_a_stream_is_not_held_where_launches_block() -> None:
+    code = "from sparsebench.kernels._common.gpu_clock import GpuClock, torch\n"
+    code += "print(GpuClock(torch.device('cuda', 0)).holds)"
+    for blocking in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "CUDA_LAUNCH_BLOCKING": blocking},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == [str(blocking == "0")]

@@ -1,0 +1,53 @@
+"""Masks and a plain reference, which the tests of block-sparse attention share."""
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.block_mask import BlockMask
+
+
+def random_mask(
+    tokens: tuple[int, int],
+    block: int | tuple[int, int],
+    *,
+    batch: int = 1,
+    lists: int = 1,
+    density: float = 0.5,
+    causal: bool = False,
+    bits: bool = False,
+    seed: int = 0,
+) -> BlockMask:
+    """Return a mask of random blocks; its second row of blocks is empty if there are several."""
+    draw = torch.Generator().manual_seed(seed)
+    sides = (block, block) if isinstance(block, int) else block
+    q_blocks, kv_blocks = (-(-size // side) for size, side in zip(tokens, sides, strict=True))
+    cells = torch.rand(batch * lists, q_blocks, kv_blocks, generator=draw) < density
+    cells[:, 0, 0] = True
+    cells[:, 1:2] = False
+    if not bits:
+        dense = cells.flatten(0, 1).float()
+        shape = {"block": [*sides], "tokens": [*tokens], "batch": batch}
+        return BlockMask.from_dense(dense, **shape, causal=causal)
+    elements = torch.rand(batch, lists, *tokens, generator=draw) < 0.5
+    wide = cells.repeat_interleave(sides[0], 1).repeat_interleave(sides[1], 2)
+    wide = wide[:, : tokens[0], : tokens[1]].view(batch, lists, *tokens)
+    full = torch.rand(wide.shape[-2] // 32 + 1, generator=draw) < 0.5
+    elements |= full.repeat_interleave(32)[: tokens[0], None]
+    return BlockMask.from_elements(elements & wide, [*sides])
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return O [batch, S_q, H, D] and the LSE [batch, H, S_q] of q, k, v [batch, tokens, heads, D].
+
+    Rows without an allowed element have O = 0 and LSE = -inf.
+    """
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    scores = scores.masked_fill(~mask.expand(heads), -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse.clamp(min=-1e30)[..., None]).exp()
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse

@@ -1,0 +1,224 @@
+"""The Triton kernels of block-sparse attention, in Triton's interpreter, and their lists."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsebench
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels.attention import (
+    attention_split,
+    attention_triton,
+    attention_triton_backward,
+)
+from sparsebench.kernels.attention._lists import lists_of, shared_heads, transposed_lists_of
+from sparsebench.kernels.attention._shapes import Shape, packed
+from tests.kernels.attention.cases import random_mask, reference
+from tests.tools.marks import sampled
+
+D = 32
+
+
+class Case(NamedTuple):
+    """Sizes of a mask and heads; tile: rows, columns of a step, and path."""
+
+    tokens: tuple[int, int]
+    block: Any
+    heads: tuple[int, int]
+    tile: tuple[int, int, str]
+    batch: int = 1
+    lists: int = 1
+    causal: bool = False
+    bits: bool = False
+    head_dim: int = D
+
+
+CASES = [
+    Case((60, 90), 32, (4, 2), (16, 32, "tma"), batch=2, lists=4, causal=True),
+    Case((45, 70), (24, 40), (2, 1), (32, 16, "pointers"), lists=2, causal=True),
+    Case((50, 100), 16, (4, 2), (32, 64, "pointers"), lists=2, bits=True),
+    Case((64, 64), 64, (2, 2), (64, 32, "pointers"), lists=2, head_dim=48),
+    Case((64, 64), 64, (2, 2), (64, 32, "tma"), lists=2, head_dim=48),
+    Case((1, 130), (1, 16), (8, 2), (16, 16, "tma"), batch=3, lists=2),
+    Case((40, 40), 16, (4, 1), (64, 16, "tma"), lists=1, causal=True),
+    Case((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
+]
+PATHS = sampled(CASES, 0, 2)
+FEW = [
+    Case((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
+    Case((3, 90), (16, 16), (4, 1), (16, 32, "pointers"), batch=2, causal=True),
+    Case((16, 50), (16, 16), (2, 2), (16, 16, "tma"), lists=2, bits=True),
+]
+
+
+def drawn(case: Case, dtype: torch.dtype) -> tuple[BlockMask, Shape, list[Tensor]]:
+    """Return a mask, its sizes, and q, k and v by head."""
+    torch.manual_seed(0)
+    mask = random_mask(
+        case.tokens,
+        case.block,
+        batch=case.batch,
+        lists=case.lists,
+        causal=case.causal,
+        bits=case.bits,
+    )
+    heads, kv_heads = case.heads
+    name = {torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    shape = Shape(case.batch, *case.tokens, heads, kv_heads, case.head_dim, mask.block, name)
+    sizes = case.tokens + case.tokens[1:]
+    tensors = [
+        torch.randn(case.batch, tokens, count, case.head_dim).to(dtype)
+        for tokens, count in zip(sizes, (heads, kv_heads, kv_heads), strict=True)
+    ]
+    return mask, shape, tensors
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return [batch, tokens, heads, D] as the kernels take it."""
+    return x.flatten(2).flatten(0, 1)
+
+
+def forward(case: Case, mask: BlockMask, shape: Shape, tensors: list[Tensor]) -> Any:
+    """Return O and the LSE of the forward kernel."""
+    rows, keys, path = case.tile
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    config = attention_triton.Config(*packed(rows, shape, shared), shared, keys, 2, 4, path)
+    operands = tuple(flat(x) for x in tensors)
+    scale = case.head_dim**-0.5
+    bound = attention_triton.launch(operands, mask, shape, scale, config)
+    return bound.program(), bound.outputs[1]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_o_and_lse_are_right(case: Case, dtype: torch.dtype) -> None:
+    mask, shape, tensors = drawn(case, dtype)
+    o, lse = forward(case, mask, shape, tensors)
+    wanted, log_sum = reference(*(x.double() for x in tensors), mask)
+    allowed = 3e-3 if dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(o.double(), flat(wanted), atol=allowed, rtol=allowed)
+    wanted_lse = log_sum.reshape(lse.shape)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=allowed, rtol=allowed)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", sampled(FEW, 1))
+def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> None:
+    mask, shape, tensors = drawn(case, torch.float32)
+    _, keys, path = case.tile
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    config = attention_split.Config(*packed(16, shape, shared), shared, keys, splits, 2, 4, path)
+    operands = tuple(flat(x) for x in tensors)
+    bound = attention_split.launch(operands, mask, shape, case.head_dim**-0.5, config)
+    run, (_, lse) = bound.program, bound.outputs
+    first = run().clone()
+    assert torch.equal(first, run())
+    wanted, log_sum = reference(*(x.double() for x in tensors), mask)
+    torch.testing.assert_close(first.double(), flat(wanted), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), log_sum.reshape(lse.shape), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_are_right_and_the_same_twice(case: Case, dtype: torch.dtype) -> None:
+    mask, shape, tensors = drawn(case, dtype)
+    leaves = [x.double().requires_grad_() for x in tensors]
+    o, lse = reference(*leaves, mask)
+    do = torch.randn_like(o).to(dtype)
+    o.backward(do.double())
+    rows, columns, path = case.tile
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    tile = *packed(rows, shape, shared), shared, columns, 2, 4, path
+    other = path if mask.block[0] % columns == 0 else "pointers"
+    config = attention_triton_backward.Config(*tile, rows, columns, 2, 4, other)
+    q, k, v = (flat(x) for x in tensors)
+    given = q, k, v, flat(o.detach().to(dtype)), lse.detach().flatten(0, 1).float(), flat(do)
+    bound = attention_triton_backward.launch(given, mask, shape, case.head_dim**-0.5, config)
+    run = bound.program
+    first = run().clone()
+    assert torch.equal(first, run())
+    wanted = torch.cat([x.grad.reshape(-1, case.head_dim) for x in leaves])
+    allowed = 1e-2 if dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(first.double(), wanted, atol=allowed, rtol=allowed)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tile", [(32, 16, "pointers"), (32, 16, "tma"), (32, 64, "pointers")])
+def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing(tile: Any) -> None:
+    case = Case((64, 96), 32, (2, 1), tile)
+    mask, shape, tensors = drawn(case, torch.float32)
+    cells = mask.to_dense()
+    cells[:, 1] = 0
+    mask = BlockMask.from_dense(cells, block=32, tokens=[64, 96])
+    clean, _ = forward(case, mask, shape, tensors)
+    for x in tensors[1:]:
+        x[:, 32:64] = torch.nan
+    o, _ = forward(case, mask, shape, tensors)
+    assert torch.equal(o, clean)
+
+
+@pytest.mark.interpreted
+def test_the_front_door_runs_these_kernels() -> None:
+    case = Case((40, 56), 16, (2, 1), (16, 16, "tma"), lists=2, head_dim=16)
+    mask, _, tensors = drawn(case, torch.float32)
+    leaves = [x.requires_grad_() for x in tensors]
+    wanted, _ = reference(*leaves, mask)
+    do = torch.randn_like(wanted)
+    expected = torch.autograd.grad(wanted, leaves, do)
+    for _ in range(2):  # the second call uses the plan of the first
+        o = sparsebench.attention(*leaves, mask)
+        torch.testing.assert_close(o, wanted, atol=1e-5, rtol=1e-5)
+        for got, gradient in zip(torch.autograd.grad(o, leaves, do), expected, strict=True):
+            torch.testing.assert_close(got, gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_full_blocks_come_before_partial_and_ragged_ones() -> None:
+    mask = random_mask((64, 90), 16, density=1.0, causal=True)
+    lists = lists_of(mask)
+    for row in range(4):
+        start, end = lists.offsets[row : row + 2].tolist()
+        columns = lists.columns[start:end]
+        full = int(lists.fulls[row])
+        needs_mask = (columns < 0) | (columns == 5)
+        assert needs_mask.tolist() == [False] * full + [True] * (end - start - full)
+        stored = mask.columns[start:end].tolist()
+        assert sorted(columns.tolist()) == sorted(stored)
+    counts = mask.offsets.diff()
+    assert counts[lists.order[0].long()].tolist() == counts.sort(descending=True).values.tolist()
+
+
+def test_rows_of_the_transpose_are_ordered_for_each_key_head() -> None:
+    mask = random_mask((64, 64), 16, lists=4)
+    lists = transposed_lists_of(mask, kv_heads=2)
+    counts = lists.offsets.diff().view(2, 2, -1).sum(1)
+    for head in range(2):
+        ordered = counts[head][lists.order[head].long()]
+        assert ordered.tolist() == counts[head].sort(descending=True).values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lists", "shared"),
+    [(32, 8, 8, 4), (32, 8, 32, 1), (32, 8, 1, 4), (12, 2, 1, 2), (4, 4, 1, 1)],
+)
+def test_heads_are_packed_if_they_share_a_list_and_a_key_head(
+    heads: int, kv_heads: int, lists: int, shared: int
+) -> None:
+    mask = replace(random_mask((16, 16), 16), lists=lists)
+    assert shared_heads(mask, heads, kv_heads) == shared
+
+
+@pytest.mark.parametrize("block", [16, 24, 64, 128, (1, 64)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("module", [attention_triton, attention_triton_backward])
+def test_a_block_has_configurations_that_fit(block: Any, dtype: str, module: Any) -> None:
+    sides = (block, block) if isinstance(block, int) else block
+    for head_dim in (64, 128, 256):
+        shape = Shape(1, 512, 512, 8, 8, head_dim, sides, dtype)
+        configs = module.configurations(shape, 1, "tma")
+        assert 1 <= len(configs) <= 8

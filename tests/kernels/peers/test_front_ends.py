@@ -1,0 +1,197 @@
+"""Every peer has a time wherever its library's public Python front end gives an answer.
+
+`ANSWERS` lists for each peer the calls that were tried on an H200 (torch 2.11, cuSPARSELt 0.8.0,
+cuSPARSE 12.6, STK 0.7.1), and what each front end refuses. Without a GPU the test asks
+`unsupported` alone; on a GPU it measures, and skips what is not installed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.prepare import unsupported
+from sparsebench.harness.catalog import load_kernel, load_op, names
+from sparsebench.kernels.peers import _authors, _cusparse, _cusparselt, stk, twell_authors
+from sparsebench.results.record import Contender, Problem, Status
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+PATTERNS = {"bsr": "blocks", "csr": "unstructured", "spense": "two_four"}
+ANY_TOKENS = 1, 3, 37, 50, 300
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The sizes (m, n, k) and dtypes that a front end answers, for a contender of a peer."""
+
+    front: str
+    dtypes: tuple[str, ...]
+    sizes: tuple[tuple[int, int, int], ...]
+    block: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def tokens(n: int, k: int, *counts: int) -> tuple[tuple[int, int, int], ...]:
+    return tuple((m, n, k) for m in counts or ANY_TOKENS)
+
+
+HALVES, FLOATS = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
+DEFAULT_ALONE = {"options": {"search": False}}
+LINEAR, MM = "torch.nn.functional.linear(x, w)", "cusparseSpMM through nvmath"
+FEW_UNITS = {"activation": "relu", "active": 29}
+
+ANSWERS: dict[str, list[Answers]] = {
+    # Sides of 16, in 8 bits of 32; torch pads tokens in 16 bits, and its users do so in 8.
+    "cusparselt": [
+        Answers(f"{LINEAR}, semi-structured", HALVES, tokens(256, 512), **DEFAULT_ALONE),
+        Answers(f"{LINEAR}, semi-structured", HALVES, tokens(48, 80, 50), **DEFAULT_ALONE),
+        Answers("torch._scaled_mm(w, x.t())", ("fp8",), tokens(96, 96), **DEFAULT_ALONE),
+    ],
+    # Square blocks of any size that divide W, and any number of tokens.
+    "torch_bsr": [
+        Answers(f"{LINEAR}, BSR", ("bf16", "fp32"), tokens(320, 320, 5, 37, 64), block)
+        for block in (8, 10, 32, 64)
+    ]
+    + [
+        Answers("bsr_dense_addmm", ("bf16",), tokens(256, 512, 37, 64), 32, {"tuned": True}),
+    ],
+    "torch_bsr_dgrad": [Answers(f"{LINEAR}, BSR", ("bf16",), tokens(320, 320, 37), 10)],
+    # Blocks of powers of two from 16 on; torch.sparse.sampled_addmm itself refuses BSR.
+    "torch_sampled_bsr": [
+        Answers("torch.sparse._triton_ops.sampled_addmm", FLOATS, tokens(512, 512, 5, 37), 32)
+    ],
+    # fp16 and bf16 are not implemented.
+    "torch_sampled_csr": [Answers("torch.sparse.sampled_addmm", ("fp32",), tokens(96, 64, 37))],
+    # STK asserts multiples of 128, for dW of 32; MegaBlocks, its user, pads. fp32 becomes TF32.
+    "stk": [Answers("stk.ops.dds", (*HALVES, "tf32"), tokens(256, 384, 3, 100, 128), 128)],
+    "stk_dgrad": [Answers("stk.ops.dds", HALVES, tokens(256, 384, 100), 128)],
+    "stk_wgrad": [Answers("stk.ops.sdd", (*HALVES, "tf32"), tokens(256, 384, 32, 100), 128)],
+    "cusparse_csr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37))],
+    "cusparse_csr_dgrad": [Answers(MM, FLOATS, tokens(96, 200, 37))],
+    "cusparse_csr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37))],
+    # Square blocks; the library multiplies fp32 Blocked-ELL in TF32.
+    "cusparse_bsr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37), block) for block in (5, 32)],
+    "cusparse_bsr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37), 32)],
+    "cusparse_bell": [Answers(MM, (*HALVES, "tf32"), tokens(96, 200, 1, 37), 32)],
+    "cusparse_bell_dgrad": [Answers(MM, HALVES, tokens(96, 200, 37), 32)],
+    # cuBLASLt refuses n and k that are no multiples of 16 in fp8.
+    "cublas": [
+        Answers("torch.mm", (*FLOATS, "tf32"), tokens(40, 72, 1, 37)),
+        Answers("torch._scaled_mm", ("fp8",), tokens(48, 64, 3)),
+    ],
+    "cublas_masked": [Answers("torch.mm", HALVES, tokens(96, 200, 37), 32)],
+    "torch_compile": [Answers("torch.compile", ("bf16",), tokens(40, 72, 37))],
+    # No Python front end: a C function of the checkout, for n and k in multiples of 64.
+    "spinfer": [Answers("SpMM_SplitK_API_bitmap_v3", ("fp16",), tokens(128, 256))],
+    "macko": [Answers("macko_spmv.multiply", ("fp16",), tokens(40, 200, 1))],
+    # k 2048, n 5632 and 8192; their kernels take multiples of 256 tokens.
+    "twell_authors": [
+        Answers("twell.TwELLGatedMLP", ("bf16",), tokens(5632, 2048, 50, 256), fields=FEW_UNITS)
+    ],
+    "twell_authors_mlp": [
+        Answers("twell.TwELLMLP", ("bf16",), tokens(8192, 2048, 50, 256), fields=FEW_UNITS)
+    ],
+    "twell_authors_step": [
+        Answers("ff_forward_gated", ("bf16",), tokens(5632, 2048, 50, 256), fields=FEW_UNITS)
+    ],
+    # scipy.sparse refuses fp16 and has no bf16.
+    "scipy_csr": [Answers("csr_array @ x", ("fp32", "tf32"), tokens(13, 11, 1, 7))],
+    "scipy_csr_dgrad": [Answers("csr_array @ x", ("fp32",), tokens(13, 11, 7))],
+    "scipy_bsr": [Answers("bsr_array @ x", ("fp32", "tf32"), tokens(13, 11, 1, 7), 3)],
+    "scipy_bsr_dgrad": [Answers("bsr_array @ x", ("fp32",), tokens(13, 11, 7), 3)],
+    "torch_dense": [Answers("torch.nn.functional.linear", FLOATS, tokens(13, 11, 7))],
+}
+WITHOUT_A_FRONT_END = {
+    *("cusparselt_hybrid", "decoder_dense", "ffn_dense_triton", "reference"),
+    *("torch_decoded", "torch_twell", "torch_wgrad"),
+}
+"""Programs of this repository: no other front end answers for them."""
+
+ATTENTION = "attention", "attention_backward"
+"""Their peers are tested in tests/kernels/attention and beside this file."""
+
+CASES = [
+    pytest.param(name, answers, id=f"{name}-{'-'.join(answers.dtypes)}-{answers.block}")
+    for name, every in ANSWERS.items()
+    for answers in every
+]
+OF_THE_CPU = [case for case in CASES if load_kernel(str(case.values[0])).device == "cpu"]
+
+
+def cases(name: str, answers: Answers) -> list[tuple[Problem, Contender]]:
+    """Return the problems of a peer's answers, each with its contender."""
+    kernel = load_kernel(name)
+    op = "linear" if kernel.op == "any" else kernel.op
+    form, defaults = (
+        ("dense" if kernel.consumes == "any" else kernel.consumes),
+        load_op(op).defaults,
+    )
+    pattern = {"pattern": PATTERNS.get(form, "dense"), "block": answers.block}
+    pattern |= {"sparsity": 0.5 if form in PATTERNS else 0.0} if op != "ffn_step" else {}
+    params = {"block": answers.block} if form == "bsr" else {}
+    contender = Contender(form, name, params, answers.options)
+    return [
+        (
+            Problem(
+                op,
+                defaults | pattern | {"m": m, "n": n, "k": k, "dtype": dtype} | answers.fields,
+                defaults=defaults,
+            ),
+            contender,
+        )
+        for dtype in answers.dtypes
+        for m, n, k in answers.sizes
+    ]
+
+
+def test_every_peer_has_a_front_end_in_the_table() -> None:
+    kernels = {name: load_kernel(name) for name in names("kernels")}
+    peers = {
+        name
+        for name, kernel in kernels.items()
+        if {"peers", "dense"} & set(kernel.prepare.__module__.split("."))
+        and kernel.op not in ATTENTION
+    }
+    assert peers == {*ANSWERS, *WITHOUT_A_FRONT_END}
+
+
+@pytest.mark.parametrize(("name", "answers"), CASES)
+def test_no_peer_refuses_what_its_front_end_answers(
+    name: str, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(_cusparselt, "library", lambda: None)
+    monkeypatch.setattr(_cusparse, "find_spec", lambda package: True)
+    monkeypatch.setattr(twell_authors, "find_spec", lambda package: True)
+    monkeypatch.setattr(stk, "unavailable", lambda: None)
+    monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
+    monkeypatch.setattr(_authors, "not_built", lambda *names: None)
+    device = CPU if load_kernel(name).device == "cpu" else CUDA
+    for problem, contender in cases(name, answers):
+        assert unsupported(problem, contender, device) is None, problem
+
+
+@pytest.mark.parametrize(("name", "answers"), OF_THE_CPU)
+def test_a_peer_of_the_cpu_has_a_time_where_its_front_end_answers(
+    name: str, answers: Answers
+) -> None:
+    assert_timed(name, answers, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "answers"), CASES)
+def test_a_peer_has_a_time_where_its_front_end_answers(name: str, answers: Answers) -> None:
+    assert_timed(name, answers, CPU if load_kernel(name).device == "cpu" else CUDA)
+
+
+def assert_timed(name: str, answers: Answers, device: torch.device) -> None:
+    """Run every case; skip those whose package or checkout is not installed."""
+    for problem, contender in cases(name, answers):
+        (row, *_), _ = contest.run(problem, [contender], device, None)
+        if row.status is Status.UNSUPPORTED and row.detail.startswith("needs"):
+            pytest.skip(row.detail)
+        assert row.status is Status.OK, f"{dict(problem.fields)}: {row.detail}"
+        assert row.samples_us
