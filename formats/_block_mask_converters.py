@@ -172,7 +172,7 @@ def padded_lists(mask: BlockMask, heads: int, *, partial: bool, most: int | None
 def rule_of(mask: BlockMask, heads: int) -> Any:
     """Return FlexAttention's mask_mod for the partial blocks of a mask, or None without any."""
     (s_q, s_kv), (b_q, b_k), lists = mask.tokens, mask.block, mask.lists
-    if mask.bits is None:
+    if mask.bits is None or mask.slots is None:
         return (lambda b, h, q, k: k <= q + (s_kv - s_q)) if mask.causal else None
     slots = torch.full(mask.shape, -1, dtype=torch.int32, device=mask.columns.device)
     slots[rows_of(mask.offsets), mask.indices.long()] = mask.slots
@@ -181,10 +181,10 @@ def rule_of(mask: BlockMask, heads: int) -> Any:
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         slot = slots[b, h * lists // heads, q // b_q, k // b_k].clamp(min=0)
-        allowed = ((bits[slot, q % b_q, k % b_k // 8] >> (k % 8)) & 1) == 1
+        key = k % b_k
+        allowed = ((bits[slot, q % b_q, key // 8] >> (key % 8)) & 1) == 1
         return allowed & (k <= q + (s_kv - s_q)) if causal else allowed
 
-    require(b_k % 8 == 0, f"flex: expected blocks of a multiple of 8 keys with bits, found {b_k}")
     return rule
 
 

@@ -219,6 +219,7 @@ def _marked(line: pd.Series) -> str:
 
 def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
+    floor = f"{result.launch_us:.2f} µs, the floor of an isolated call"
     short = row.clock != "host" and line.median_us < SHORT_US
     weights = ""
     if row.stored_bytes and row.dense_bytes:
@@ -228,9 +229,7 @@ def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
         "accuracy": str(line.marks),
         "choice": choice,
         "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
-        "empty launch": f"{result.launch_us:.2f} µs, the floor of an isolated call"
-        if short
-        else "",
+        "empty launch": floor if short else "",
         "weights": weights,
         "before the first call": f"convert {row.convert_us or 0:.0f} µs, "
         f"prepare {row.prepare_s or 0:.2f} s",

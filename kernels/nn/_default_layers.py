@@ -24,7 +24,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.selection import Selected, bucket
+from sparsebench.kernels._common.selection import Selected, bucket, configured
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_triton
@@ -113,7 +113,7 @@ def _spense(operands: Operands) -> Launch:
     call()  # plans, and searches, what is not pinned
     for name, operator in operators.items() if x.is_cuda else ():
         selected = operator.plans[bucket(len(x))]
-        choice[name] = {**selected.choice, "by": selected.by}
+        choice[name] = selected.row
         lines += [{"of": name, **line} for line in selected.lines]
         code = code or selected.product.code
     return Launch(call, choice or {"kernel": "torch"}, code, lines)
@@ -133,7 +133,7 @@ def _products(operands: Operands, select: Select) -> Launch:
     for name in w:
         selected = select(w[name], hidden() if name == "wd" else x, pinned.get(name))
         if selected is not None:
-            choice[name] = {**selected.choice, "by": selected.by}
+            choice[name] = selected.row
             lines += [{"of": name, **line} for line in selected.lines]
             code = code or selected.product.code
     call = partial(_second, hidden, w["wd"])
@@ -222,7 +222,7 @@ def _product(
         expected = "expected weights in blocks, in 2:4 or as a bitmap"
         raise Unsupported(f"{expected}, found {type(w).__name__}")
     bound = [_bound(selected, x, w), *(_bound(selected, other, copied(w)) for other in inputs[1:])]
-    choice = {name: {**selected.choice, "by": selected.by}}
+    choice = {name: selected.row}
     lines = [{"of": name, **line} for line in selected.lines]
     return Part(bound, [each.out for each in bound], choice, lines, selected.product.code)
 
@@ -240,16 +240,15 @@ class _DenseCall(NamedTuple):
 
 def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
     """Return a plan on these operands, with an output of its own."""
-    product, names = selected.product, ("kernel", "by")
-    fields = {name: value for name, value in selected.choice.items() if name not in names}
+    product, choice = selected.product, selected.choice
     if isinstance(product, spense_wgmma.Product):
         assert isinstance(w, Spense)
         return spense_wgmma.bind(product.plan, x, w)
     if isinstance(w, Bitmap):
-        if selected.choice["kernel"] == "dense":
+        if choice["kernel"] == "dense":
             return _DenseCall(x, w.to_dense(), x.new_empty(len(x), w.shape[0]))
-        return bitmap_mma.launch(x, w, bitmap_mma.Config(**fields))
+        return bitmap_mma.launch(x, w, configured(bitmap_mma, choice))
     assert isinstance(w, Bsr)
     if isinstance(product, Linear):
         return _launch.bind(product.plan, x, w.values)
-    return bsr_triton.launch(x, w, bsr_triton.Config(**fields))
+    return bsr_triton.launch(x, w, configured(bsr_triton, choice))

@@ -54,8 +54,7 @@ def prepare(operands: Operands) -> Launch:
         selected, run = _selected(weight, x, operands.pinned), partial(matmul, x, weight)
     if selected is None:
         return Launch(run, {"kernel": "torch"})
-    choice = {**selected.choice, "by": selected.by}
-    return Launch(run, choice, selected.product.code, selected.lines)
+    return Launch(run, selected.row, selected.product.code, selected.lines)
 
 
 def _bsr(operands: Operands, w: Bsr) -> tuple[Selected, Callable[[], Output]]:

@@ -24,6 +24,7 @@ from sparsebench.results.formatting import (
     between,
     blocks_text,
     capital,
+    conditions,
     duration,
     interval,
     listed,
@@ -218,6 +219,8 @@ def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
     shapes = ordered(best["shape"])
     shape = f"n × k {shapes[0]}" if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
+    measured = conditions(top["on_cards"], top["limited"])
+    about += [f"the largest gain on {measured}"] if measured else []
     return Grid(op, dtype, tokens, " · ".join(about), levels, lines, str(top["run"]))
 
 
@@ -317,7 +320,9 @@ def _text(value: Any) -> str:
 
 
 def _of(line: dict[str, Any]) -> str:
-    return f"{amount(line['processes'], 'process')}, {line['day']}"
+    measured = conditions(line["on_cards"], line["limited"])
+    words = [amount(line["processes"], "process"), measured, line["day"]]
+    return ", ".join(filter(None, words))
 
 
 def _span(values: "pd.Series[Any]") -> str:

@@ -1,5 +1,6 @@
 """Block masks: rows, partial blocks, bits, the transpose, and the masks of other libraries."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -218,7 +219,7 @@ def test_what_a_library_cannot_hold_is_refused() -> None:
     _, causal = drawn(0.5, CASES[0])
     _, full = drawn(0.5, CASES[1])
     bits = masks()[1]
-    refusals = [
+    refusals: list[Callable[[], object]] = [
         lambda: other.to_cudnn(causal, HEADS),
         lambda: other.to_fa4(bits, HEADS),
         lambda: other.to_flashinfer(causal),

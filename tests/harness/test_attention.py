@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsebench.errors import SuiteError
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import bound
+from sparsebench.harness.bench.contest_state import ContestOptions, bound
 from sparsebench.harness.bench.operands import operands, rewrite, without_mask
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
@@ -51,7 +51,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, p: Problem, allowed: Tensor) -> Tenso
     scale = p["scale"] or p["head_dim"] ** -0.5
     scores = (q @ k.mT * scale).masked_fill(~allowed, -1e300)
     weights = scores.softmax(-1) * allowed.any(-1, True)
-    return (weights @ v).transpose(1, 2).reshape(p["batch"] * p["m"], -1)
+    o: Tensor = weights @ v
+    return o.transpose(1, 2).reshape(p["batch"] * p["m"], -1)
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
@@ -180,7 +181,7 @@ def test_a_contender_that_silently_computes_dense_attention_is_wrong() -> None:
 
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])
 def test_a_chain_of_layers_has_a_mask_each(op: str) -> None:
-    options = contest.ContestOptions(measures=(("kernel", "cold"), ("chain", "cold")))
+    options = ContestOptions(measures=(("kernel", "cold"), ("chain", "cold")))
     rows, _ = contest.run(problem(op), [REFERENCE], CPU, None, options)
     assert {row.status for row in rows} <= {Status.OK, Status.UNSUPPORTED}
 
