@@ -147,10 +147,8 @@ def loaded() -> str:
     try:
         torch.ops.load_library(str(file))
     except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise Unsupported(
-            f"expected a library for torch {torch.__version__}, found {reason}"
-        ) from error
+        expected, reason = f"a library for torch {torch.__version__}", str(error).splitlines()[0]
+        raise Unsupported(f"expected {expected}, found {reason}") from error
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 

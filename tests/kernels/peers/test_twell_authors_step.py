@@ -171,3 +171,14 @@ def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
         file.touch()
     monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
     assert _authors.prebuilt(*search) == beside
+
+
+def test_a_library_for_another_torch_is_refused_in_one_line(
+    library: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> None:
+        raise OSError("undefined symbol: _ZN3c10\nmore lines")
+
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    with pytest.raises(Unsupported, match=r"undefined symbol: _ZN3c10$"):
+        twell_authors_step.prepare(operands_of(problem(active=8)))

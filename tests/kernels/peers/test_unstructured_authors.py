@@ -57,7 +57,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("peer", "fields", "said"), WRONG)
+@pytest.mark.parametrize(("peer", "fields", "reason"), WRONG)
 def test_cases_that_the_authors_cannot_run_have_a_reason(
     peer: ModuleType, fields: dict[str, Any], reason: str, checkouts: Path
 ) -> None:
