@@ -74,7 +74,8 @@ def from_flex(mask: flex_attention.BlockMask, *, causal: bool = False) -> BlockM
 
 def to_flex(mask: BlockMask, heads: int) -> flex_attention.BlockMask:
     """Convert to FlexAttention's mask for so many heads, with a mask_mod for partial blocks."""
-    partial, full = (padded_lists(mask, heads, partial=which) for which in (True, False))
+    width = mask.kv_blocks  # FlexAttention takes the padded length as the number of kv blocks
+    partial, full = (padded_lists(mask, heads, partial=p, most=width) for p in (True, False))
     rule = rule_of(mask, heads)
     return flex_attention.BlockMask.from_kv_blocks(
         *partial, *full, BLOCK_SIZE=mask.block, mask_mod=rule, seq_lengths=mask.tokens
@@ -150,14 +151,14 @@ def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable
     return FlashInferVariable(repeated, *(size.repeat(kv_heads, 1) for size in sizes))
 
 
-def padded_lists(mask: BlockMask, heads: int, *, partial: bool) -> Lists:
-    """Return the partial or the full blocks of every head as padded lists."""
+def padded_lists(mask: BlockMask, heads: int, *, partial: bool, most: int | None = None) -> Lists:
+    """Return the partial or the full blocks of every head, padded to the longest list or `most`."""
     mask.list_of(0, heads)
     rows, chosen = rows_of(mask.offsets), mask.partial == partial
     rows, blocks = rows[chosen], mask.indices[chosen]
     counts = torch.bincount(rows, minlength=mask.shape[0])
     place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    most = max(1, int(counts.max()))
+    most = most or max(1, int(counts.max()))
     padded = blocks.new_zeros(mask.shape[0], most)
     padded[rows, place] = blocks
     by_list = mask.batch, mask.lists, mask.q_blocks
@@ -171,7 +172,7 @@ def padded_lists(mask: BlockMask, heads: int, *, partial: bool) -> Lists:
 def rule_of(mask: BlockMask, heads: int) -> Any:
     """Return FlexAttention's mask_mod for the partial blocks of a mask, or None without any."""
     (s_q, s_kv), (b_q, b_k), lists = mask.tokens, mask.block, mask.lists
-    if mask.bits is None:
+    if mask.bits is None or mask.slots is None:
         return (lambda b, h, q, k: k <= q + (s_kv - s_q)) if mask.causal else None
     slots = torch.full(mask.shape, -1, dtype=torch.int32, device=mask.columns.device)
     slots[rows_of(mask.offsets), mask.indices.long()] = mask.slots
@@ -180,10 +181,10 @@ def rule_of(mask: BlockMask, heads: int) -> Any:
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         slot = slots[b, h * lists // heads, q // b_q, k // b_k].clamp(min=0)
-        allowed = ((bits[slot, q % b_q, k % b_k // 8] >> (k % 8)) & 1) == 1
+        key = k % b_k
+        allowed = ((bits[slot, q % b_q, key // 8] >> (key % 8)) & 1) == 1
         return allowed & (k <= q + (s_kv - s_q)) if causal else allowed
 
-    require(b_k % 8 == 0, f"flex: expected blocks of a multiple of 8 keys with bits, found {b_k}")
     return rule
 
 

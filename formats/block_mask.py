@@ -72,10 +72,11 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMask(Format):
-    """A block mask for queries and keys of `tokens` = (S_q, S_kv), in blocks of `block`."""
+    """A block mask for `tokens` = (S_q, S_kv), in blocks of `block`; `shape` is that of cells."""
 
     operand = "masks"
 
+    shape: tuple[int, int]
     tokens: tuple[int, int]
     block: tuple[int, int]
     batch: int
@@ -195,6 +196,7 @@ class BlockMask(Format):
             by_bits = torch.where(partial, partial.cumsum(0) - 1, -1).to(torch.int32)
         stored = columns.to(torch.int32)
         return cls(
+            (height, kv_blocks),
             tokens,
             block,
             batch,
@@ -205,11 +207,6 @@ class BlockMask(Format):
             bits,
             by_bits,
         )
-
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        """Return the rows and columns of cells."""
-        return self.batch * self.lists * self.q_blocks, self.kv_blocks
 
     @property
     def q_blocks(self) -> int:
@@ -321,14 +318,16 @@ def areas(
 def packed_bits(elements: Tensor) -> Tensor:
     """Return bool [blocks, b_q, b_k] as uint8 [blocks, b_q, ceil(b_k / 8)], lowest bit first."""
     eights = pad(elements, (0, -elements.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    weights = 1 << torch.arange(8, device=elements.device)
-    return (eights * weights).sum(-1).to(torch.uint8)
+    values = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=elements.device)
+    bits: Tensor = (eights * values).sum(-1)
+    return bits.to(torch.uint8)
 
 
 def unpacked_bits(bits: Tensor, b_k: int) -> Tensor:
     """Return the inverse of `packed_bits`."""
     shifts = torch.arange(8, device=bits.device)
-    return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)[..., :b_k]
+    eights: Tensor = ((bits[..., None] >> shifts) & 1).bool()
+    return eights.flatten(-2)[..., :b_k]
 
 
 def _blocks(tokens: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
@@ -347,9 +346,9 @@ def _sizes(tokens: object) -> tuple[int, int]:
 
 def _in_blocks(elements: Tensor, block: tuple[int, int]) -> Tensor:
     """Return [batch, lists, q_blocks, kv_blocks, b_q, b_k], padded with False."""
-    (b_q, b_k), (s_q, s_kv) = block, elements.shape[-2:]
+    (b_q, b_k), (batch, lists, s_q, s_kv) = block, elements.shape
     padded = pad(elements, (0, -s_kv % b_k, 0, -s_q % b_q))
-    return padded.unflatten(3, (-1, b_k)).unflatten(2, (-1, b_q)).transpose(3, 4)
+    return padded.view(batch, lists, -1, b_q, padded.shape[3] // b_k, b_k).transpose(3, 4)
 
 
 FORMAT = BlockMask

@@ -16,10 +16,19 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.tables import markdown_table
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import CONTEST, analyse, chose_dense
+from sparsebench.results.contests import in_chain, is_short, usual
 from sparsebench.results.families import ours
-from sparsebench.results.formatting import FORMATS, amount, between, blocks_text, percent, times
+from sparsebench.results.formatting import (
+    FORMATS,
+    amount,
+    between,
+    blocks_text,
+    conditions,
+    percent,
+    times,
+)
 from sparsebench.results.noise import Noise, Reliability
-from sparsebench.results.provenance import device_name, flat
+from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
@@ -63,6 +72,11 @@ class PublishedRun:
     def processes(self) -> int:
         """Return the number of replicates."""
         return int(self.run.state["flags"]["replicates"])
+
+    @property
+    def searched(self) -> bool:
+        """Return whether the run chose its configurations itself."""
+        return choices_of(self.run.state) is not Choices.BUNDLE
 
     @property
     def kind(self) -> str:
@@ -156,6 +170,7 @@ def headline(runs: Mapping[str, PublishedRun], questions: list[Question] = QUEST
     """
     columns = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or active units"]
     columns += ["our kernel", "speedup", "baseline", "measured alone", "best peer", "GPU", "run"]
+    columns += ["measured on"]
     return markdown_table(columns, [_answer(question, runs) for question in questions])
 
 
@@ -167,12 +182,16 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         (run.cases.status == "ok") & run.cases.speedup.notna() & ~run.cases.twin.astype(bool)
     ]
     problem = raced.query(question.where)
-    subjects = problem.query(question.subject)
+    subjects = usual(problem).query(question.subject)
     if subjects.groupby(CONTEST, dropna=False).ngroups != 1:
         raise ResultError(
             f"{run.home}: expected one problem with {question.where}, found none or several"
         )
-    line = subjects.sort_values("speedup").iloc[-1]
+    isolated = subjects.sort_values("speedup").iloc[-1]
+    line = pd.Series(in_chain(isolated, problem))
+    beside = " isolated" if is_short(line) else ""
+    if line.scope != isolated.scope:
+        beside = f" inside a chain; isolated {_speedup(isolated)}"
     contest = problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)]
     peer = contest[~contest.ours].sort_values("speedup").iloc[-1]
     active = line.get("active")
@@ -188,19 +207,21 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         str(line.m),
         level + block,
         f"`{line.kernel}`{' (dense)' if line.dense else ''}",
-        _speedup(line),
+        _speedup(line) + beside,
         line.baseline_label,
         _alone(line, runs) or "not yet",
         f"`{peer.kernel}` {times(peer.speedup, peer.uncertainty)}",
         run.gpu,
         f"[{run.name}](/{run.home}), {processes}, a {run.kind}",
+        conditions(line.on_cards, line.limited),
     ]
 
 
 def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
     """Return a case's speedup in the run that confirms its own, or "" if there is none.
 
-    The text ends in `unreliable` if the A/A pairs of the confirming run differ too often.
+    The text ends with the conditions. It says `unreliable` if the A/A pairs of the confirming run
+    differ too often, and `inherited configurations` if that run did not search.
     """
     screened = bundle.identity(runs[case.run].run.path)
     for run in runs.values():
@@ -209,8 +230,10 @@ def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
         keys = ["label", *CONTEST]
         same = run.cases[(run.cases[keys] == case[keys]).all(axis=1)]
         if len(same):
-            doubtful = run.noise.reliability[0] is Reliability.UNRELIABLE
-            return _speedup(same.iloc[0]) + (f", {Reliability.UNRELIABLE}" if doubtful else "")
+            line, doubtful = same.iloc[0], run.noise.reliability[0] is Reliability.UNRELIABLE
+            words = [_speedup(line), str(Reliability.UNRELIABLE) if doubtful else ""]
+            words += [] if run.searched else ["inherited configurations"]
+            return ", ".join(filter(None, [*words, conditions(line.on_cards, line.limited)]))
     return ""
 
 

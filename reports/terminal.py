@@ -4,6 +4,7 @@
     findings                 for each op and pattern: the break-even in a sentence, then
         bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the bound
           1.12× faster than torch_bsr tuned=True     linear, m = 64, 90 %, 64 × 64 blocks
+          one card, limited by power or heat for 12 % of the time
     table                    the fastest kernel of each format in each problem
     not measured             every reason, with its kernels
     trust                    noise floor, reliability, marks, state of the machine
@@ -32,6 +33,7 @@ from sparsebench.results.formatting import (
     are,
     between,
     blocks_text,
+    conditions,
     duration,
     kernel,
     percent,
@@ -51,6 +53,7 @@ LINES = 30  # lines of a table on a terminal; the report and Markdown show all
 MORE = "more lines are in the report and in --markdown"
 REASONS = 12  # shown at most
 MOST = 4  # winners above the table
+DEFAULT = "default"  # the kernel of a contender without one: what users of the format get
 LEAST = 0.01  # relative uncertainty that a lead shows
 PARTS = ["op", "pattern", "dtype"]  # fields that need no name beside their values
 CONTEST = ["problem_id", "scope", "cache"]
@@ -147,27 +150,32 @@ def findings(cases: pd.DataFrame) -> list[str]:
 
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     """Write a winner with its interval and share of the bound, and its lead over the next."""
-    alone, best = best, in_chain(best, timed)
+    isolated, best = best, in_chain(best, timed)
     contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
     dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
-    inside = " inside a chain" if best is not alone else ""
+    inside = " inside a chain" if best is not isolated else ""
     words = [f"{who(best)} {duration(best['median_us'])}{inside}"]
     if pd.notna(best["gain"]) and dense is not None:
         low, high, half = (best[name] for name in ("low", "high", "half"))
         ends = between(best["gain"], low, high, half)
         words.append(ends.replace("×", f"× {dense['name']}", 1))
     if inside:
-        words.append(f"alone {duration(alone['median_us'])}, {times(alone['gain'], alone['half'])}")
+        gain = times(isolated["gain"], isolated["half"])
+        words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
     if best["of_bound"] > 0:
         words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
     place, lead = _place(best), "no other sparse kernel has a time"
-    others = rivals[(rivals.label != best["label"])].sort_values("median_us")
+    others = rivals[rivals.label != best["label"]].sort_values("median_us")
+    users = others[others.kernel == DEFAULT]
     if len(others):
         following = dict(others.iloc[0])
-        ahead = ratio_over(best["blocks"], following["blocks"])
+        ahead = ratio_over(best["blocks"], following["blocks"])  # only the value is shown
         ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
         lead = f"{times(ratio, LEAST * ratio)} faster than {who(following)}"
-    return [", ".join(words), f"  {lead}; {place}"]
+    if len(users) and users.index[0] != others.index[0]:
+        lead += f"; users get {who(dict(users.iloc[0]))}, {duration(users.iloc[0]['median_us'])}"
+    measured = conditions(best["on_cards"], best["limited"])
+    return [", ".join(words), f"  {lead}; {place}", *([f"  {measured}"] if measured else [])]
 
 
 def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
@@ -298,7 +306,13 @@ def _place(best: Mapping[Any, Any]) -> str:
 
 
 def who(case: Mapping[Any, Any]) -> str:
-    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio."""
+    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio.
+
+    A contender without a kernel is what users get, and its choice names what ran.
+    """
+    if case["kernel"] == DEFAULT:
+        ran = json.loads(case.get("choice") or "{}").get("kernel")
+        return f"{ran} (by default)" if ran else DEFAULT
     chosen, name = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
     if not chosen or chosen.startswith(str(case["kernel"])):
         return chosen or name

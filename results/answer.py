@@ -27,6 +27,7 @@ from sparsebench.results.formatting import (
     between,
     blocks_text,
     capital,
+    conditions,
     duration,
     listed,
     percent,
@@ -232,17 +233,19 @@ def evidence(view: View) -> tuple[str, str]:
     gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
     text = f"{place(view, line)}: {who}, {line.best_name}, "
     if side == "chain":
-        text += f"{duration(line.chain_median_us)} inside a chain; alone {_gain(line)}, "
+        text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
     text += duration(line.best_median_us)
     if not pd.isna(line.best_of_bound):
         text += f", {100 * line.best_of_bound:.0f} % of the bound"
-    text += f". Dense{' alone' if side == 'chain' else ''}: {line.dense_name}, "
+    text += f". Dense{', isolated' if side == 'chain' else ''}: {line.dense_name}, "
     text += f"{duration(line.dense_median_us)}."
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
         side = "Best other sparse kernel" if other == "peer" else "Best of ours"
         theirs = times(line[f"{other}_gain"], line[f"{other}_half"])
         text += f" {side}: {line[f'{other}_name']}, {theirs}."
+    if measured := conditions(line.best_on_cards, line.best_limited):
+        text += f" Measured on {measured}."
     return gain, text
 
 

@@ -37,7 +37,7 @@ class Ceilings:
 
     read_gb_per_s, copy_gb_per_s, write_gb_per_s  copying counts bytes read and bytes written
     matrix_tflops   of large products, by dtype
-    launch_us       the empty launch: a sample of almost no work, the floor of a call alone
+    launch_us       the empty launch: a sample of almost no work, the floor of an isolated call
     by              the measurement that reached each ceiling: read, copy, write or a dtype
     age_s           their age at the start of the run, if another run of the sitting measured them
 

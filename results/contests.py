@@ -12,10 +12,10 @@
 
 A portfolio that chose a dense kernel counts as a dense contender.
 
-Two events around a call alone also enclose the start of its first kernel, 2 to 5 µs, which pulls
-ratios of short calls towards 1. Nothing is subtracted. If a call alone or its dense contender takes
-less than SHORT_US, and the run also timed it inside a chain, that gain is the headline (`chain_*`),
-and the time alone stands beside it.
+Two events around an isolated call also enclose the start of its first kernel, 2 to 5 µs, which
+pulls ratios of short calls towards 1. Nothing is subtracted. If such a call or its dense contender
+takes less than SHORT_US, and the run also timed it inside a chain, that gain is the headline
+(`chain_*`), and the isolated time stands beside it.
 
                           x: level (or m, or shape)
     fixed: bf16        ┌──────┬──────┐
@@ -45,10 +45,10 @@ from sparsebench.results.statistics import ratio_over
 
 SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
-OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id"]
+OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id", "on_cards", "limited"]
 IN_CHAIN = ["gain", "low", "high", "half", "median_us"]
 NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
-NEEDED += ["speedup_high", "blocks", "median_us"]  # columns from which a gain is computed
+NEEDED += ["speedup_high", "blocks", "median_us", "between"]  # a gain is computed from these
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
 ANY = "any"
@@ -96,29 +96,32 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def usual(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return the cases of the measure to show first: alone and cold, if it was measured."""
-    alone = timed[timed.scope == "kernel"] if (timed.scope == "kernel").any() else timed
-    cold = alone[alone.cache == "cold"]
-    return alone if cold.empty else cold
+    """Return the cases of the measure to show first: isolated and cold, if it was measured."""
+    isolated = timed[timed.scope == "kernel"] if (timed.scope == "kernel").any() else timed
+    cold = isolated[isolated.cache == "cold"]
+    return isolated if cold.empty else cold
 
 
 def in_chain(case: Mapping[Any, Any], timed: pd.DataFrame) -> Mapping[Any, Any]:
     """Return a short case as it was timed inside a chain; any other case itself."""
     same = timed[timed.case_id == case["case_id"]]
     chained = same[(same.scope == "chain") & (same.cache == case["cache"])]
-    shorter_us = case["median_us"] * min(1.0, case["gain"] if case["gain"] > 0 else 1.0)
-    if case["scope"] != "kernel" or chained.empty or shorter_us >= SHORT_US:
-        return case
-    return dict(chained.iloc[0])
+    return dict(chained.iloc[0]) if is_short(case) and len(chained) else case
+
+
+def is_short(case: Mapping[Any, Any]) -> bool:
+    """Return whether a case or its baseline takes less than SHORT_US as an isolated call."""
+    shorter_us = case["median_us"] * min(1.0, case["speedup"] if case["speedup"] > 0 else 1.0)
+    return bool(case["scope"] == "kernel" and shorter_us < SHORT_US)
 
 
 def empty_launch(environment: Mapping[str, Any], cases: pd.DataFrame) -> list[str]:
-    """Say what an empty launch takes, if a run timed short calls alone on a GPU."""
-    alone = (cases.scope == "kernel") & (cases.clock != "host") & (cases.median_us < SHORT_US)
-    if not (alone.any() and environment.get("ceilings")):
+    """Say what an empty launch takes, if a run timed short isolated calls on a GPU."""
+    isolated = (cases.scope == "kernel") & (cases.clock != "host") & (cases.median_us < SHORT_US)
+    if not (isolated.any() and environment.get("ceilings")):
         return []
     floor = duration(Ceilings.from_json(environment["ceilings"]).launch_us)
-    what = f"An empty launch takes {floor}, the floor of every call alone"
+    what = f"An empty launch takes {floor}, the floor of every isolated call"
     return [f"{what}. Nothing is subtracted from times."]
 
 
@@ -126,7 +129,7 @@ def contests(cases: pd.DataFrame) -> pd.DataFrame:
     """Return a line per contest: its fields, and the columns OF_SIDE of each of SIDES.
 
     `best` is the fastest sparse case, ours or a peer's. A side without a case has NaN. `chain_*`
-    are the columns IN_CHAIN of `best` inside a chain, if it is short alone.
+    are the columns IN_CHAIN of `best` inside a chain, if it is short.
     """
     timed = cases if "gain" in cases else with_gains(cases)
     places = ["op", *(n for n in fields(timed) if n != "sparsity"), "source", "level"]
@@ -144,8 +147,8 @@ def contests(cases: pd.DataFrame) -> pd.DataFrame:
     chained = timed[timed.scope == "chain"].set_index(["case_id", "cache"])[IN_CHAIN]
     shorter_us = lines[["best_median_us", "dense_median_us"]].min(axis=1)
     short = (lines.scope == "kernel") & (shorter_us < SHORT_US)
-    alone = pd.MultiIndex.from_frame(lines[["best_case_id", "cache"]])
-    chained = chained.reindex(alone).set_axis(lines.index)
+    isolated = pd.MultiIndex.from_frame(lines[["best_case_id", "cache"]])
+    chained = chained.reindex(isolated).set_axis(lines.index)
     return lines.join(chained.where(short).add_prefix("chain_"))
 
 
@@ -247,7 +250,7 @@ def _gain(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, flo
         gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
         if line["outcome"] in VERDICTS:
             return gain, low, high, line["outcome"] in DIFFERENT
-    elif ratio := ratio_over(line["blocks"], base["blocks"]):
+    elif ratio := ratio_over(line["blocks"], base["blocks"], line["between"]):
         gain, low, high = ratio.value, ratio.low, ratio.high
     else:  # they were timed in different processes
         gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan

@@ -17,6 +17,9 @@ OURS = {"attention", "bitmap", "bsr", "csr", "spense", "twell"}
 OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
 """Formats that store hidden activations; the weights of their contenders are dense."""
 
+OF_MASKS = {"block_mask"}
+"""Formats that store which blocks an op computes, and no values."""
+
 
 @cache
 def family(kernel: str) -> str:

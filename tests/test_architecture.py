@@ -47,7 +47,7 @@ FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _
     "spense": {"dense"},
     "peers": {"dense"},
     "twell": {"dense", "spense"},
-    "nn": {"attention", "bitmap", "bsr", "csr", "spense", "twell"},
+    "nn": {"attention", "bitmap", "bsr", "csr", "dense", "spense", "twell"},
 }
 
 

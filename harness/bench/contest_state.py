@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
@@ -38,6 +37,8 @@ which case to blame if the process dies or hangs."""
 
 OnFailure = Callable[[str, str, str], None]
 """Called with a case id, the reason why the case ended, and the traceback."""
+
+Result = TypeVar("Result")
 
 LONGEST = 20_000  # characters of a traceback; the last ones are kept
 
@@ -243,7 +244,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def bound(function: Callable[..., Tensor], problem: Problem) -> Callable[..., Tensor]:
+def bound(function: Callable[..., Result], problem: Problem) -> Callable[..., Result]:
     """Set those arguments of an op's function that are fields of the problem."""
     return partial(function, **{name: problem[name] for name in keywords(function)})
 

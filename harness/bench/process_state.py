@@ -62,9 +62,9 @@ class ProcessState:
         if changed:
             self._restore_settings()  # an old switch of torch also writes the new one
         changed += self._restore_environment()
-        for name, (now, write) in _random_states().items():
-            before, _ = self._random[name]
-            if not _same(before, now):
+        now = _random_states()
+        for name, (before, write) in self._random.items():  # now may also have that of the GPU
+            if not _same(before, now[name][0]):
                 write(before)
         return changed
 

@@ -4,7 +4,7 @@
     clocks       graph     events around the replay of a captured call
                  events    events around the call as torch launches it
                  CUPTI     the kernels' own durations, by torch's profiler: no launch, no gap
-    empty launch events around the replay of almost no work: the floor of a call alone on a GPU
+    empty launch events around the replay of almost no work: the floor of an isolated call on a GPU
 
 Functions that begin with `read_` take readings; the others judge them. A/A pairs are cold, as in a
 run. Clocks are compared hot, because the profiler would time the flush too, and on the same few
@@ -75,7 +75,7 @@ def floor(kind: str, logs: Sequence[float]) -> Finding:
 
 
 def empty_launch(time_us: float) -> Finding:
-    """Report the floor of a call alone, which pulls ratios of short calls towards 1."""
+    """Report the floor of an isolated call, which pulls ratios of short calls towards 1."""
     means = "ratios of calls that take little more are not meaningful"
     return ok("an empty launch", f"{time_us:.2g} µs: {means}")
 

@@ -158,18 +158,19 @@ class Part(NamedTuple):
     allowed: Tensor
 
 
-def parts(
-    mask: Tensor,
-    q: Tensor,
-    k: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    batch: int,
-    block: int | list[int],
-    causal: bool,
-) -> Iterator[Part]:
+class Geometry(NamedTuple):
+    """The fields of a problem that say which elements a mask allows."""
+
+    heads: int
+    kv_heads: int
+    batch: int
+    block: int | list[int]
+    causal: bool
+
+
+def parts(mask: Tensor, q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Part]:
     """Yield all queries of all heads, ELEMENTS pairs at a time."""
+    heads, kv_heads, batch, block, causal = geometry
     m, context, width = len(q) // batch, len(k) // batch, q.shape[1] // heads
     b_q, b_k = sides({"block": block})
     cells = (mask != 0).view(batch, -1, -(-m // b_q), mask.shape[1])

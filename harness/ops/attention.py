@@ -20,6 +20,7 @@ from sparsebench.harness.ops._block_attention import (
     MASK,
     QUERIES,
     AttentionFields,
+    Geometry,
     counts,
     format_params,
     full,
@@ -50,8 +51,8 @@ def definition(
 ) -> Tensor:
     """Return O [batch * m, heads * head_dim]."""
     factor, out = scale_of(scale, q, heads), q.new_empty(q.shape)
-    geometry = {"heads": heads, "kv_heads": kv_heads, "batch": batch, "block": block}
-    for part in parts(mask, q, k, causal=causal, **geometry):
+    geometry = Geometry(heads, kv_heads, batch, block, causal)
+    for part in parts(mask, q, k, geometry):
         p, _ = weights(q[part.q], k[part.kv], part.allowed, factor)
         out[part.q] = p @ v[part.kv]
     return out
@@ -76,8 +77,8 @@ def spread(
     p ds (v - O), because the weights are normalised. Rounding of p moves O by p v.
     """
     factor, out = scale_of(scale, q, heads), q.new_empty(q.shape)
-    geometry = {"heads": heads, "kv_heads": kv_heads, "batch": batch, "block": block}
-    for part in parts(mask, q, k, causal=causal, **geometry):
+    geometry = Geometry(heads, kv_heads, batch, block, causal)
+    for part in parts(mask, q, k, geometry):
         of_q, of_k, of_v = q[part.q], k[part.kv], v[part.kv]
         p, _ = weights(of_q, of_k, part.allowed, factor)
         o = p @ of_v

@@ -34,6 +34,7 @@ from sparsebench.harness.ops._block_attention import (
     MASK,
     QUERIES,
     AttentionFields,
+    Geometry,
     Part,
     counts,
     format_params,
@@ -94,8 +95,8 @@ def definition(
 ) -> Tensor:
     """Return dQ, dK and dV, one below the other, [..., head_dim]."""
     factor, gradients = scale_of(scale, q, heads), Gradients.zeros(q, k)
-    geometry = {"heads": heads, "kv_heads": kv_heads, "batch": batch, "block": block}
-    for part in parts(mask, q, k, causal=causal, **geometry):
+    geometry = Geometry(heads, kv_heads, batch, block, causal)
+    for part in parts(mask, q, k, geometry):
         of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
         p = _weights(of_q, of_k, part, lse, factor)
         dp = of_do @ v[part.kv].mT
@@ -126,8 +127,8 @@ def spread(
     P and dS are also rounded, before the products that they enter.
     """
     factor, variances = scale_of(scale, q, heads), Gradients.zeros(q, k)
-    geometry = {"heads": heads, "kv_heads": kv_heads, "batch": batch, "block": block}
-    for part in parts(mask, q, k, causal=causal, **geometry):
+    geometry = Geometry(heads, kv_heads, batch, block, causal)
+    for part in parts(mask, q, k, geometry):
         of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
         p = _weights(of_q, of_k, part, lse, factor).to(q.dtype)
         delta = (of_do * o[part.q]).sum(-1, True)
@@ -175,7 +176,8 @@ def derive(
     q, k, v = activations["q"], activations["k"], activations["v"]
     factor = scale_of(problem["scale"], q, problem["heads"])
     names = "heads", "kv_heads", "batch", "block", "causal"
-    for part in parts(operands["mask"], q, k, **{name: problem[name] for name in names}):
+    geometry = Geometry(*(problem[name] for name in names))
+    for part in parts(operands["mask"], q, k, geometry):
         of_q, of_k, of_v = q[part.q].double(), k[part.kv].double(), v[part.kv].double()
         p, lse = weights(of_q, of_k, part.allowed, factor)
         activations["o"][part.q] = (p @ of_v).to(q.dtype)
@@ -192,7 +194,8 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
     queries, keys = queries_and_keys(problem, nnz)
     every = problem["batch"] * (problem["context"] or problem["m"]) * problem["kv_heads"]
     elements = 4 * queries + 2 * keys + 2 * every * problem["head_dim"]
-    return DTYPES[problem["dtype"]].itemsize * elements + 4 * queries // problem["head_dim"]
+    rows = queries // int(problem["head_dim"])
+    return int(DTYPES[problem["dtype"]].itemsize * elements + 4 * rows)
 
 
 def results(problem: Problem) -> tuple[int, ...]:

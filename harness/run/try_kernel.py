@@ -33,6 +33,7 @@ from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call_each
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results import files
+from sparsebench.results.contests import SHORT_US
 from sparsebench.results.frame import HOST_LATE, frame
 from sparsebench.results.record import Row, Status
 
@@ -51,10 +52,11 @@ CLOCKS = {
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A row of the kernel, one of its baseline, and the device's name."""
+    """A row of the kernel, one of its baseline, the device's name and its empty launch."""
 
     rows: list[Row]
     device: str
+    launch_us: float
 
     @property
     def right(self) -> bool:
@@ -80,14 +82,15 @@ def try_kernel(
     for contender in sorted(contenders, key=lambda contender: contender.baseline):
         if reason := unsupported(planned.problem, contender, device):
             raise Unsupported(f"{contender.kernel}: {reason}")
-    options = ContestOptions(ceilings=ceilings.measure(device))
+    measured = ceilings.measure(device)
+    options = ContestOptions(ceilings=measured)
     rows, _ = contest.run(planned.problem, contenders, device, data, options, on_failure=on_failure)
     rows = sorted(rows, key=lambda row: row.case.contender.baseline)
     for row in rows:
         if row.status is Status.UNSUPPORTED:
             raise Unsupported(f"{row.case.contender.kernel}: {row.detail}")
     called = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return TrialResult(rows, called)
+    return TrialResult(rows, called, measured.launch_us)
 
 
 def repeat(
@@ -205,7 +208,7 @@ def report(result: TrialResult) -> Group:
         errors = f"{row.error or 0:.1e}", f"{line.error_of_usual:.2f}"
         allowed = f"{row.error_of_bound or 0:.2f}"
         shown.add_row(label, f"{line.median_us:.2f}", quartiles, faster, of_bound, *errors, allowed)
-    return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result.device))
+    return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result))
 
 
 def _marked(line: pd.Series) -> str:
@@ -214,8 +217,10 @@ def _marked(line: pd.Series) -> str:
     return str(line["mark"]).replace(HOST_LATE, HOST_LATE + late)
 
 
-def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
+def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
+    floor = f"{result.launch_us:.2f} µs, the floor of an isolated call"
+    short = row.clock != "host" and line.median_us < SHORT_US
     weights = ""
     if row.stored_bytes and row.dense_bytes:
         weights = f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"
@@ -224,10 +229,11 @@ def _notes(row: Row, line: pd.Series, device: str) -> list[str]:
         "accuracy": str(line.marks),
         "choice": choice,
         "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
+        "empty launch": floor if short else "",
         "weights": weights,
         "before the first call": f"convert {row.convert_us or 0:.0f} µs, "
         f"prepare {row.prepare_s or 0:.2f} s",
         "machine code": row.code or "",
     }
     lines = [f"{name}: {escape(text)}" for name, text in facts.items() if text]
-    return [*lines, f"{device}, {CLOCKS[row.clock]}, one process: a look"]
+    return [*lines, f"{result.device}, {CLOCKS[row.clock]}, one process: a look"]

@@ -4,18 +4,22 @@
       ─> a worker: convert, search, check, time the two in turn, check again ─> rows
       ─> an entry: the faster of the two, if the search's answer is right ─> the file, at once
 
+    problems x contenders without a kernel, which are what users get ─> the same worker: the first
+    call searches all kernels of the format, and keeps its choice (kernels/_common/selection.py)
+
 Problems for which the table has entries of the same code and libraries are not searched again, so
 tuning that was stopped, by its time or by Ctrl-C, continues with the rest. Entries of other code
 are dropped.
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from time import monotonic
+from typing import TypeVar
 
 import torch
 
@@ -29,8 +33,10 @@ from sparsebench.harness.run.runner import Runner
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
 from sparsebench.results.formatting import amount
-from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.record import Case, Contender, Row, Status
 
+T = TypeVar("T")
+USERS = "default"  # the kernel of a contender without one: what users of the format get
 TIMEOUT_S = 300.0  # without an answer; a first search compiles some forty programs
 
 
@@ -38,14 +44,16 @@ TIMEOUT_S = 300.0  # without an answer; a first search compiles some forty progr
 class Tuning:
     """The result of tuning.
 
-    new     number of new entries
-    left    number of problems that were not reached
-    failed  a line for each case whose search failed or was wrong; it has no entry
+    new      number of new entries
+    choices  number of cases of what users get that were searched
+    left     number of problems that were not reached
+    failed   a line for each case whose search failed or was wrong; it has no entry
     """
 
     file: Path
     table: Table
     new: int = 0
+    choices: int = 0
     left: int = 0
     failed: list[str] = field(default_factory=list)
 
@@ -62,6 +70,8 @@ class Tuning:
             usual, most = median(map(_gain, timed)), _gain(worst)
             gains = f"median {usual:.2f}, at most {most:.2f} ({worst.kernel} {where})"
             lines.append(f"untuned over tuned: {gains}")
+        if self.choices:
+            lines.append(f"layers and matmul: {amount(self.choices, 'product')} searched")
         if self.left:
             lines.append(f"time is up: {amount(self.left, 'problem')} left; tune again to continue")
         return lines + self.failed
@@ -100,8 +110,8 @@ def tune(
         done = {case for case, entry in current.items() if entry.versions == versions}
         todo = []
         for contest in contests:
-            pairs = zip(contest.contenders[::2], contest.contenders[1::2], strict=True)
-            left = [pair for pair in pairs if Case(contest.problem, pair[0]).id not in done]
+            groups = _groups(contest.contenders, lambda contender: contender.kernel)
+            left = [each for each in groups if Case(contest.problem, each[0]).id not in done]
             if left:
                 todo.append(replace(contest, contenders=tuple(chain.from_iterable(left))))
         tuning = Tuning(file, Table(SCHEMA, gpu["name"], list(current.values())))
@@ -112,6 +122,7 @@ def tune(
                 break
             progress(number, len(todo), describe(contest.problem))
             for result in runner.run([contest]):
+                tuning.choices += sum(row.choice.get("by") == "search" for row in result.rows)
                 entries, failed = _entries(result.rows, versions)
                 current |= {entry.case: entry for entry in entries}
                 tuning.new += len(entries)
@@ -126,12 +137,19 @@ def tune(
 
 
 def searches(suite: Suite, condition: str) -> list[Contest]:
-    """Return a contest per problem: each contender that tunes, searched and with its default."""
+    """Return a contest per problem: each contender that tunes, searched and with its default.
+
+    What users get is there once, because its first call searches.
+    """
     contests = []
     for contest in only(suite.contests, condition):
-        pairs = {}
+        pairs: dict[str, tuple[Contender, ...]] = {}
         for contender in contest.contenders:
-            if load_kernel(contender.kernel).tunes and meets(contest.problem, contender, condition):
+            if not meets(contest.problem, contender, condition):
+                continue
+            if contender.kernel == USERS:
+                pairs[Case(contest.problem, contender).id] = (contender,)
+            elif load_kernel(contender.kernel).tunes:
                 wide, default = (
                     replace(contender, baseline=False, options={**contender.options, "tuned": how})
                     for how in ("wide", False)
@@ -147,11 +165,18 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
     )  # so that little time covers some of all
 
 
+def _groups(items: Sequence[T], kernel_of: Callable[[T], str]) -> Iterator[tuple[T, ...]]:
+    """Yield what users get alone, and each other search with the default beside it."""
+    rest = iter(items)
+    for item in rest:
+        yield (item,) if kernel_of(item) == USERS else (item, next(rest))
+
+
 def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[Entry], list[str]]:
     entries, failed = [], []
-    for wide, default in zip(rows[::2], rows[1::2], strict=True):
+    for wide, *defaults in _groups(rows, lambda row: row.case.contender.kernel):
         if wide.status is Status.OK:
-            entries.append(_entry(wide, default, versions))
+            entries += [_entry(wide, default, versions) for default in defaults]
         elif wide.status is not Status.UNSUPPORTED:
             contender, case = wide.case.contender.label, wide.case.id
             failed.append(f"{wide.status.value}: {contender}, case {case}: {wide.detail}")

@@ -23,7 +23,8 @@
 
 namespace {
 
-enum Op { LINEAR, DGRAD, WGRAD, OPS };  // inputs: x; dy and values; dy and x
+// The inputs: x, and values that can be trained; dy and values; dy and x.
+enum Op { LINEAR, DGRAD, WGRAD, OPS };
 struct Guard {
   PyObject *dict, *name, *object;
   at::Tensor tensor;
@@ -131,14 +132,14 @@ struct Product : torch::autograd::Function<Product> {
   static at::Tensor forward(Context* context, const at::Tensor& x,
                             const std::optional<at::Tensor>& values,
                             const std::optional<at::Tensor>& bias, const Entry* entry,
-                            const c10::intrusive_ptr<Owner>& owner) {
+                            const Inputs* inputs, const c10::intrusive_ptr<Owner>& owner) {
     const bool keeps_x = owner->front->keeps_x || (values.has_value() && values->requires_grad());
     const bool keeps_values = values.has_value() && x.requires_grad();
     context->save_for_backward({keeps_x ? x : at::Tensor(), keeps_values ? *values : at::Tensor()});
     context->saved_data["owner"] = c10::IValue::make_capsule(owner);
     context->saved_data["values"] = values.has_value();
     if (bias.has_value()) context->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
-    return run(*entry, {x}, true);
+    return run(*entry, *inputs, true);
   }
 
   static torch::autograd::variable_list backward(Context* context,
@@ -162,7 +163,7 @@ struct Product : torch::autograd::Function<Product> {
     if ((for_x || for_values) &&
         (again || !replay(front, dy, saved[0], saved[1], for_x, for_values, dx, dw)))
       differentiate(front, dy, saved[0], saved[1], for_x, for_values, dx, dw);
-    return {dx, dw, dbias, at::Tensor(), at::Tensor()};
+    return {dx, dw, dbias, at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -184,7 +185,9 @@ PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   if (self->limit && --self->left <= 0) Py_RETURN_NONE;
   Place place;
   if (!place_of(x, place)) Py_RETURN_NONE;
-  const auto entry = self->entries[LINEAR].find({x}, place);
+  Inputs inputs{x};
+  if (self->values->defined() && self->values->requires_grad()) inputs.push_back(*self->values);
+  const auto entry = self->entries[LINEAR].find(inputs, place);
   if (!entry || captures(place.stream)) Py_RETURN_NONE;
   const auto owner = differentiated ? c10::make_intrusive<Owner>(self) : nullptr;
   const auto given = [](const at::Tensor& t) {
@@ -194,8 +197,8 @@ PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   {
     const pybind11::gil_scoped_release other_threads_run;  // a launch waits if the queue is full
     y = differentiated
-            ? Product::apply(x, given(*self->values), given(*self->bias), entry.get(), owner)
-            : run(*entry, {x}, true);
+            ? Product::apply(x, given(*self->values), given(*self->bias), entry.get(), &inputs, owner)
+            : run(*entry, inputs, true);
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS

@@ -1,7 +1,7 @@
 // Recorded launches: what front.py found in the arguments of a planned call, and how to repeat it.
 //
 //   entry   for one product, a layout of its inputs, a stream and a state of the dispatcher:
-//             inputs   x, or dy and values, or dy and x           addresses differ from call to call
+//             inputs   x, x and values, dy and values, or dy and x; their addresses may differ
 //             made     tensors that the steps write; the last is the result
 //             steps    launches as the bytes of their arguments, and the places of the addresses
 //
@@ -64,7 +64,8 @@ struct Layout {
 
 // Returns false if a kernel cannot read the tensor as such rows.
 bool layout_of(const at::Tensor& t, Layout& out) {
-  if (t.key_set().has_any(c10::python_ks) || t.layout() != at::kStrided || t.dim() < 1) return false;
+  if (!t.defined() || t.key_set().has_any(c10::python_ks)) return false;
+  if (t.layout() != at::kStrided || t.dim() < 1) return false;
   if (t.dim() == 2 ? t.stride(1) != 1 : !t.is_contiguous()) return false;
   if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16) return false;
   const int64_t columns = t.size(-1);

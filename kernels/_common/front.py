@@ -53,7 +53,8 @@ from sparsebench.kernels._common.transforms import batched
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
 WORD = 8  # bytes of an address
-LINEAR, DGRAD, WGRAD = range(3)  # products of a Front: of [X], of [dY, values], of [dY, X]
+LINEAR, DGRAD, WGRAD = range(3)
+"""Products of a Front, of [X] or [X, values], [dY, values] and [dY, X]."""
 
 
 class Guard(NamedTuple):
@@ -132,15 +133,17 @@ def recorded(
              must see, a function that makes it in Python
     """
     bias, differentiated = options.get("bias"), options.get("differentiated")
-    planned = options.get("planned", True)
+    planned, derivative = options.get("planned", True), options.get("derivative")
+    values = None if derivative is None else derivative.values
     tensors = [x, *(guard.tensor for guard in guards if guard.tensor is not None)]
     seen = is_capturing(x) or any(t.is_inference() for t in tensors)
     front = front if seen else _front_of(front, guards, options)
     if seen or not planned or front is None or isinstance(front, Pending):
         y = batched(_with_bias(run(), bias), x) if differentiated is None else differentiated()
         return y, front
+    inputs = [rows_of(x), values] if values is not None and values.requires_grad else [rows_of(x)]
     with torch.no_grad():
-        y = record(front, LINEAR, [rows_of(x)], run, bias=bias)
+        y = record(front, LINEAR, inputs, run, bias=bias)
     if differentiated is None:
         return batched(y, x), front
     fast = front(x)

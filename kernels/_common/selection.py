@@ -2,7 +2,8 @@
 
     pinned            the choice of an earlier process of a run, taken again
     user's cache      what a search found on this GPU with this code, for these sizes
-    package's list    the same, from published GPUs (kernels/tuned/*.choices)
+    package's list    the same, from published runs (kernels/tuned/*.choices), while the machine
+                      code is the one that was measured
     search            times the candidates once, on the operands of the call
     nearest           if no search is allowed: the entry of a list nearest in size, up to twice
     model             else the first candidate: engines order theirs by the bytes they load
@@ -51,6 +52,7 @@ PLANS = 64  # that a weight keeps: the ones made last
 BUILDERS = 8  # threads that make plans, and compile
 TRIED = 16  # candidates that a search times
 SIZES = "m", "n", "k", "density"
+BESIDE = "by", "kernel", "problem", "code"  # fields of a choice beside the configuration's
 
 
 class Product(Protocol):
@@ -90,12 +92,19 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """A planned product, why it was chosen (`by`), and what was timed for it."""
+    """A planned product, why it was chosen (`by`), its problem, and what was timed for it."""
 
     product: Product
     choice: Mapping[str, Any]
     by: str
+    problem: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return the choice as a row has it, from which tests/tools/choices.py makes a list."""
+        code = {"code": self.product.code} if self.product.code else {}
+        return {**self.choice, "by": self.by, "problem": dict(self.problem), **code}
 
 
 @dataclass(eq=False)
@@ -139,24 +148,29 @@ class Operator:
         self, call: Hashable, timed: Timed | None, pinned: Mapping[str, Any] | None
     ) -> Selected:
         if self.device.type != "cuda":
-            return _planned(self.offer(call, None), "model")
+            return _planned(self.offer(call, None), "model", {})
+        problem = self.problem(call)
         if pinned:
-            return _planned([self._matching(call, pinned)], str(pinned.get("by", "pinned")))
-        problem, file = self.problem(call), user_file(self.device, self.engines)
+            by = str(pinned.get("by", "pinned"))
+            return _planned([self._matching(call, pinned)], by, problem)
+        file = user_file(self.device, self.engines)
         lists = {"cache": _read(file), "package": _package(self.device)}
         for by, choices in lists.items():
-            if same := self._matching(call, choices.get(_key(problem))):
+            choice = choices.get(_key(problem))
+            if same := self._matching(call, choice):
                 with suppress(Unsupported):
-                    return _planned([same], by)
+                    selected = _planned([same], by, problem)
+                    if not choice or choice.get("code") in (None, selected.product.code):
+                        return selected
         if timed and may_search():
-            selected = _search(self.offer(call, None), timed, self.device)
+            selected = _search(self.offer(call, None), timed, self.device, problem)
             _append(file, problem, selected.choice)
             return selected
         near = _nearest(problem, chain.from_iterable(each.items() for each in lists.values()))
         if close := self._matching(call, near):
             with suppress(Unsupported):
-                return _planned([close], "nearest")
-        return _planned(self.offer(call, None), "model")
+                return _planned([close], "nearest", problem)
+        return _planned(self.offer(call, None), "model", problem)
 
     def _matching(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""
@@ -173,8 +187,7 @@ def configured(kernel: Any, choice: Mapping[str, Any]) -> Any:
 
     Raises TypeError if the class has other fields.
     """
-    named = {name: value for name, value in choice.items() if name not in ("by", "kernel")}
-    return kernel.Config(**named)
+    return kernel.Config(**{k: v for k, v in choice.items() if k not in BESIDE})
 
 
 def may_search() -> bool:
@@ -197,12 +210,14 @@ def bucket(tokens: int) -> int:
 # ---- making and timing candidates ----
 
 
-def _planned(engines: Iterable[Iterable[Candidate]], by: str) -> Selected:
+def _planned(
+    engines: Iterable[Iterable[Candidate]], by: str, problem: Mapping[str, Any]
+) -> Selected:
     """Plan the first candidate that can run. Raises Unsupported with all reasons."""
     reasons: list[str] = []
     for candidate in chain.from_iterable(_offers(engine, reasons) for engine in engines):
         try:
-            return Selected(candidate.plan(), candidate.choice, by)
+            return Selected(candidate.plan(), candidate.choice, by, problem)
         except Unsupported as error:
             reasons.append(str(error))
     raise Unsupported("; ".join(dict.fromkeys(reasons)) or "no kernel can run it")
@@ -216,7 +231,12 @@ def _offers(engine: Iterable[Candidate], reasons: list[str]) -> Iterator[Candida
         reasons.append(str(error))
 
 
-def _search(engines: Sequence[Iterable[Candidate]], timed: Timed, device: torch.device) -> Selected:
+def _search(
+    engines: Sequence[Iterable[Candidate]],
+    timed: Timed,
+    device: torch.device,
+    problem: Mapping[str, Any],
+) -> Selected:
     """Plan candidates in threads, time those that can run, and return the fastest.
 
     They are the best of each engine, then the second best of each, and so on.
@@ -234,14 +254,14 @@ def _search(engines: Sequence[Iterable[Candidate]], timed: Timed, device: torch.
         if isinstance(reason, str)
     ]
     if not running:
-        return _planned([offered], "search")  # raises with the reasons
+        return _planned([offered], "search", problem)  # raises with the reasons
     if len(running) == 1:
-        return Selected(running[0][1], running[0][0].choice, "search", failed)
+        return Selected(running[0][1], running[0][0].choice, "search", problem, failed)
     with torch.no_grad():
         result = search([timed(product) for _, product in running], device)
     lines = result.lines([candidate.choice for candidate, _ in running], whole=True)
     best, product = running[result.best]
-    return Selected(product, best.choice, "search", [*lines, *failed])
+    return Selected(product, best.choice, "search", problem, [*lines, *failed])
 
 
 def _attempt(candidate: Candidate, device: torch.device) -> Product | str:
@@ -301,7 +321,9 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     for line in text.splitlines():
         try:
             written = json.loads(line)
-            choices[_key(written["problem"])] = {"kernel": written["kernel"], **written["config"]}
+            code = {"code": written["code"]} if "code" in written else {}
+            choice = {"kernel": written["kernel"], **written["config"], **code}
+            choices[_key(written["problem"])] = choice
         except (ValueError, KeyError, TypeError):
             _warn(f"{file}: a line that is no choice is skipped: {line[:60]!r}")
     _FILES[file] = choices

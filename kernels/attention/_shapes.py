@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,7 @@ from sparsebench.kernels._common import triton as launching
 from sparsebench.kernels._common.triton import (
     SM_BYTES,
     SMALLEST_TILE,
+    BoundKernel,
     Path,
     Precision,
     precision_of,
@@ -60,7 +61,7 @@ class Shape:
     @property
     def tile_side(self) -> int:
         """Return the smallest power of two that holds the queries of a block."""
-        return int(triton.next_power_of_2(self.block[0]))
+        return int(triton.next_power_of_2(min(self.block[0], self.q_tokens)))
 
 
 def shape_of(q: Tensor, k: Tensor, mask: BlockMask, heads: int, dtype: str) -> Shape:
@@ -86,15 +87,30 @@ def unsupported_by_tma(*matrices: Tensor, head_dim: int) -> str | None:
     return reason or launching.unsupported_alignment(*matrices)
 
 
-def head_box(matrix: Tensor, shape: Shape, rows: tuple[int, int], path: Path) -> Any:
-    """Return the argument for q or k: boxes of (tokens, heads), or the tensor.
+class Bound(NamedTuple):
+    """A bound kernel, and the tensors that it reads and writes, without those of the mask.
 
-    matrix  [batch * tokens, heads * D]; TMA fills what lies outside of a sequence or head with 0
+    inputs  forward: q, k, v by head; backward: q, k, v, o and do by head, with lse before do
+    """
+
+    program: BoundKernel
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def by_head(matrix: Tensor, shape: Shape) -> Tensor:
+    """Return a token-major matrix [batch * tokens, heads * D] as [batch, tokens, heads, D]."""
+    return matrix.view(shape.batch, -1, matrix.shape[1] // shape.head_dim, shape.head_dim)
+
+
+def head_box(heads: Tensor, shape: Shape, rows: tuple[int, int], path: Path) -> Any:
+    """Return the argument for a matrix by head: boxes of (tokens, heads), or the tensor.
+
+    TMA fills what lies outside of a sequence or a head with zeros.
     """
     if path != "tma":
-        return matrix
-    view = matrix.view(shape.batch, -1, matrix.shape[1] // shape.head_dim, shape.head_dim)
-    return TensorDescriptor.from_tensor(view, [1, *rows, shape.depth])
+        return heads
+    return TensorDescriptor.from_tensor(heads, [1, *rows, shape.depth])
 
 
 def table_sizes(shape: Shape, mask: BlockMask) -> Sizes:
@@ -129,6 +145,13 @@ def packed(rows: int, shape: Shape, shared: int) -> tuple[int, int]:
     side = min(rows, shape.tile_side)
     pack = min(shared, rows // side)
     return max(side, SMALLEST_TILE // pack), pack
+
+
+def query_tiles(shape: Shape, tokens: int, pack: int) -> int:
+    """Return the number of tiles of `tokens` queries and `pack` heads; none exceeds a block."""
+    blocks = ceil(shape.q_tokens / shape.block[0])
+    tiles = ceil(min(shape.block[0], shape.q_tokens) / tokens)
+    return shape.batch * (shape.heads // pack) * blocks * tiles
 
 
 def arrays(lists: Lists, mask: BlockMask) -> tuple[Tensor, ...]:

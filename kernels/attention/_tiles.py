@@ -15,6 +15,64 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def queries_of(  # type: ignore[no-untyped-def]
+    program,
+    order,
+    q_tokens,
+    heads,
+    kv_heads,
+    lists,
+    D: tl.constexpr,
+    Q_SIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """Return what a program computes: a tile of TOKENS queries of PACK heads.
+
+    stacked  the first head, counted over all sequences; then the sequence, head and key head
+    row      of the lists
+    token    the first query; `at` has the query of each row of the tile, `inside` whether it exists
+    place    of each row in q and o
+    """
+    tiles = tl.cdiv(tl.minimum(Q_SIDE, q_tokens), TOKENS)  # of a block
+    q_blocks = tl.cdiv(q_tokens, Q_SIDE)
+    rank = program % (q_blocks * tiles)
+    stacked = program // (q_blocks * tiles) * PACK
+    sequence, head = stacked // heads, stacked % heads
+    list_ = sequence * lists + head * lists // heads
+    block = tl.load(order + list_ * q_blocks + rank // tiles)
+    token = block * Q_SIDE + rank % tiles * TOKENS
+    lane = tl.arange(0, TOKENS * PACK)
+    at = token + lane // PACK
+    inside = (at < (block + 1) * Q_SIDE) & (at < q_tokens)
+    place = ((sequence * q_tokens + at).to(tl.int64) * heads + head + lane % PACK) * D
+    kv_head = head // (heads // kv_heads)
+    return stacked, sequence, head, kv_head, list_ * q_blocks + block, token, at, inside, place
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_queries(  # type: ignore[no-untyped-def]
+    matrix,
+    sequence,
+    token,
+    head,
+    place,
+    inside,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Return the tile [ROWS, DEPTH] of q, or of a matrix like it."""
+    if TMA:
+        tile = matrix.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
+    else:
+        depth = tl.arange(0, DEPTH)[None, :]
+        tile = tl.load(matrix + place[:, None] + depth, inside[:, None] & (depth < D), 0.0)
+    return tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def tile_of(  # type: ignore[no-untyped-def]
     columns, start, count, tile, SIDE: tl.constexpr, LANES: tl.constexpr
 ):

@@ -21,6 +21,7 @@ A row without an allowed element has O = 0 and LSE = -inf. Rows with many blocks
 are outermost, so that the L2 cache holds K and V of the few heads in flight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +44,31 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import Lists, lists_of, shared_heads
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
+    Bound,
     Shape,
     arrays,
+    by_head,
     fitting,
     head_box,
     mask_of,
     packed,
+    query_tiles,
     scale_of,
     shape_of,
     table_sizes,
     unsupported,
     unsupported_by_tma,
 )
-from sparsebench.kernels.attention._tiles import each_token, is_allowed, load_tile, tile_of
+from sparsebench.kernels.attention._tiles import (
+    each_token,
+    is_allowed,
+    load_queries,
+    load_tile,
+    queries_of,
+    tile_of,
+)
+
+LN_2 = tl.constexpr(1 / LOG2_E)
 
 # rows of queries, keys, warps and stages of a tile; the default first
 TILES = [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 4)]
@@ -67,11 +80,13 @@ class Config:
     """One way to run the kernel.
 
     tokens, pack  queries and heads of a tile; their product is its height
+    shared        heads that could be packed, by which tables tell masks apart
     keys          keys of a step
     """
 
     tokens: int
     pack: int
+    shared: int
     keys: int
     stages: int
     warps: int
@@ -87,6 +102,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     configs = [
         Config(
             *packed(rows, shape, shared),
+            shared=shared,
             keys=keys,
             stages=stages,
             warps=warps,
@@ -99,21 +115,21 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
 
 
 def launch(
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
     mask: BlockMask,
     shape: Shape,
     scale: float,
     config: Config,
     lists: Lists | None = None,
-) -> tuple[BoundKernel, Tensor]:
-    """Return the kernel of O [batch * S_q, H * D] and the LSE [batch * H, S_q], which it fills.
+) -> Bound:
+    """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
     operands  q like O, and k, v [batch * S_kv, H_kv * D]
     lists     lists_of(mask) if they exist already
     """
-    q, k, v = operands
+    q, k, v = inputs = tuple(by_head(x, shape) for x in operands)
     lists = lists or lists_of(mask)
-    o = torch.empty_like(q)
+    o = torch.empty_like(operands[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     tile, keys = (config.tokens, config.pack), (config.keys, 1)
     args = (
@@ -123,10 +139,10 @@ def launch(
         *(shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, mask.lists),
         scale * LOG2_E,
     )
-    tiles = lists.order.shape[1] * triton.cdiv(shape.block[0], config.tokens)
-    grid = (shape.batch * shape.heads // config.pack * tiles,)
+    grid = (query_tiles(shape, config.tokens, config.pack),)
     constants = constants_of(config, shape, mask, lists) | {"num_warps": config.warps}
-    return BoundKernel(_forward, grid, args, constants, o), lse
+    program = BoundKernel(_forward, grid, args, constants, o)
+    return Bound(program, inputs, (o, lse))
 
 
 def constants_of(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
@@ -159,10 +175,10 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
     best = choose_path(path, unsupported_by_tma(q, k, v, head_dim=shape.head_dim), q.device)
     searched = configurations(shape, shared, best)
-    sizes, fixed = table_sizes(shape, mask), {"pack": searched[0].pack}
+    sizes, fixed = table_sizes(shape, mask), {"shared": shared}
     configs, by = choose("attention_triton", Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, each, lists)[0] for each in configs]
+    candidates = [launch((q, k, v), mask, shape, scale, each, lists).program for each in configs]
     return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
 
 
@@ -203,30 +219,13 @@ def _forward(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * PACK
-    TILES: tl.constexpr = (Q_SIDE + TOKENS - 1) // TOKENS
-    q_blocks = (q_tokens + Q_SIDE - 1) // Q_SIDE
-    rank = tl.program_id(0) % (q_blocks * TILES)
-    stacked = tl.program_id(0) // (q_blocks * TILES) * PACK  # sequences and heads
-    sequence, head = stacked // heads, stacked % heads
-    kv_head = head // (heads // kv_heads)
-    list_ = sequence * lists + head * lists // heads
-    block = tl.load(order + list_ * q_blocks + rank // TILES)
-    row = list_ * q_blocks + block
+    stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
+        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK
+    )
     start = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - start
     whole = tl.load(fulls + row) * KV_SIDE // KEYS
-    token = block * Q_SIDE + rank % TILES * TOKENS
-
-    lane = tl.arange(0, ROWS)
-    at = token + lane // PACK
-    inside = (at < (block + 1) * Q_SIDE) & (at < q_tokens)
-    depth = tl.arange(0, DEPTH)
-    place = ((sequence * q_tokens + at).to(tl.int64) * heads + head + lane % PACK) * D
-    stored = inside[:, None] if DEPTH == D else inside[:, None] & (depth < D)[None, :]
-    if TMA:
-        q_tile = q.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-    else:
-        q_tile = tl.load(q + place[:, None] + depth[None, :], stored, 0.0)
+    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
 
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -255,9 +254,11 @@ def _forward(  # type: ignore[no-untyped-def]
     some = weight != 0  # also true for NaN
     weight = tl.where(some, weight, 1.0)
     total = total / weight[:, None]
-    tl.store(o + place[:, None] + depth[None, :], total.to(o.dtype.element_ty), stored)
-    natural = tl.where(some, (top + tl.log2(weight)) * 0.6931471805599453, -float("inf"))
-    lse_row = (stacked + lane % PACK).to(tl.int64) * q_tokens
+    depth = tl.arange(0, DEPTH)[None, :]
+    stored = inside[:, None] & (depth < D)
+    tl.store(o + place[:, None] + depth, total.to(o.dtype.element_ty), stored)
+    natural = tl.where(some, (top + tl.log2(weight)) * LN_2, -float("inf"))
+    lse_row = (stacked + tl.arange(0, ROWS) % PACK).to(tl.int64) * q_tokens
     tl.store(lse + lse_row + at, natural, inside)
 
 

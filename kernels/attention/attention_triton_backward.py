@@ -41,19 +41,29 @@ from sparsebench.kernels.attention._lists import (
 )
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
+    Bound,
     Shape,
     arrays,
+    by_head,
     fitting,
     head_box,
     mask_of,
     packed,
+    query_tiles,
     scale_of,
     shape_of,
     table_sizes,
     unsupported,
     unsupported_by_tma,
 )
-from sparsebench.kernels.attention._tiles import each_token, is_allowed, load_tile, tile_of
+from sparsebench.kernels.attention._tiles import (
+    each_token,
+    is_allowed,
+    load_queries,
+    load_tile,
+    queries_of,
+    tile_of,
+)
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
 
@@ -68,11 +78,13 @@ class Config:
     """One way to run both kernels.
 
     q_tokens, q_pack    queries and heads of a tile of dQ; q_keys: keys of a step
+    q_shared            heads that could be packed, by which tables tell masks apart
     kv_keys, kv_tokens  keys of a tile of dK and dV; queries of a step
     """
 
     q_tokens: int
     q_pack: int
+    q_shared: int
     q_keys: int
     q_stages: int
     q_warps: int
@@ -94,7 +106,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     dq = [
         {
             **dict(zip(("q_tokens", "q_pack"), packed(rows, shape, shared), strict=True)),
-            **{"q_keys": keys, "q_stages": stages, "q_warps": warps},
+            **{"q_shared": shared, "q_keys": keys, "q_stages": stages, "q_warps": warps},
             "q_path": path if b_k % keys == 0 else "pointers",
         }
         for rows, keys, warps, stages in fitting(shape, shape.tile_side * shared, DQ, FLAT)
@@ -119,15 +131,16 @@ def launch(
     config: Config,
     lists: tuple[Lists, Lists] | None = None,
     out: Tensor | None = None,
-) -> BoundKernel:
+) -> Bound:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
     operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
     lists     lists_of(mask) and transposed_lists_of(mask, H_kv) if they exist already
     """
-    q, k, v, o, lse, do = operands
+    lse = operands[4]
+    q, k, v, o, do = (by_head(operands[i], shape) for i in (0, 1, 2, 3, 5))
     rows, transposed = lists or (lists_of(mask), transposed_lists_of(mask, shape.kv_heads))
-    q_rows, kv_rows = (len(x) * x.shape[1] // shape.head_dim for x in (q, k))
+    q_rows, kv_rows = (x.numel() // shape.head_dim for x in (q, k))
     out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim) if out is None else out
     dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
     delta = torch.empty_like(lse)
@@ -135,13 +148,7 @@ def launch(
     tile, keys = (config.q_tokens, config.q_pack), (config.q_keys, 1)
     first = BoundKernel(
         _dq,
-        (
-            shape.batch
-            * shape.heads
-            // config.q_pack
-            * rows.order.shape[1]
-            * triton.cdiv(shape.block[0], config.q_tokens),
-        ),
+        (query_tiles(shape, config.q_tokens, config.q_pack),),
         (
             *(head_box(x, shape, tile, config.q_path) for x in (q, o, do)),
             *(head_box(x, shape, keys, config.q_path) for x in (k, v)),
@@ -151,13 +158,13 @@ def launch(
         out,
     )
     tile, tokens = (config.kv_keys, 1), (config.kv_tokens, 1)
-    return BoundKernel(
+    second = BoundKernel(
         _dkv,
         (
             shape.batch
             * shape.kv_heads
             * transposed.order.shape[1]
-            * triton.cdiv(shape.block[1], config.kv_keys),
+            * triton.cdiv(min(shape.block[1], shape.kv_tokens), config.kv_keys),
         ),
         (
             *(head_box(x, shape, tokens, config.kv_path) for x in (q, do)),
@@ -168,6 +175,7 @@ def launch(
         out,
         before=first,
     )
+    return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
 
 
 def _common(shape: Shape, mask: BlockMask, config: Config) -> dict[str, Any]:
@@ -217,13 +225,13 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
     reason = unsupported_by_tma(*tensors[:4], tensors[5], head_dim=shape.head_dim)
     searched = configurations(shape, shared, choose_path(path, reason, q.device))
-    sizes, fixed = table_sizes(shape, mask), {"q_pack": searched[0].q_pack}
+    sizes, fixed = table_sizes(shape, mask), {"q_shared": shared}
     name = "attention_triton_backward"
     configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = (lists_of(mask), transposed_lists_of(mask, shape.kv_heads)), scale_of(problem)
 
     def candidate(config: Config) -> BoundKernel:
-        return launch(tensors, mask, shape, scale, config, lists)
+        return launch(tensors, mask, shape, scale, config, lists).program
 
     best, lines = configs[0], []
     for half in ("kv_", "q_"):
@@ -279,35 +287,16 @@ def _dq(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * PACK
-    TILES: tl.constexpr = (Q_SIDE + TOKENS - 1) // TOKENS
-    q_blocks = (q_tokens + Q_SIDE - 1) // Q_SIDE
-    rank = tl.program_id(0) % (q_blocks * TILES)
-    stacked = tl.program_id(0) // (q_blocks * TILES) * PACK  # sequences and heads
-    sequence, head = stacked // heads, stacked % heads
-    kv_head = head // (heads // kv_heads)
-    list_ = sequence * lists + head * lists // heads
-    block = tl.load(order + list_ * q_blocks + rank // TILES)
-    row = list_ * q_blocks + block
+    stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
+        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK
+    )
     start = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - start
     whole = tl.load(fulls + row) * KV_SIDE // KEYS
-    token = block * Q_SIDE + rank % TILES * TOKENS
-
-    lane = tl.arange(0, ROWS)
-    at = token + lane // PACK
-    inside = (at < (block + 1) * Q_SIDE) & (at < q_tokens)
-    depth = tl.arange(0, DEPTH)
-    place = ((sequence * q_tokens + at).to(tl.int64) * heads + head + lane % PACK) * D
-    stored = inside[:, None] if DEPTH == D else inside[:, None] & (depth < D)[None, :]
-    if TMA:
-        q_tile = q.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-        o_tile = o.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-        do_tile = do.load([sequence, token, head, 0]).reshape(ROWS, DEPTH)
-    else:
-        q_tile = tl.load(q + place[:, None] + depth[None, :], stored, 0.0)
-        o_tile = tl.load(o + place[:, None] + depth[None, :], stored, 0.0)
-        do_tile = tl.load(do + place[:, None] + depth[None, :], stored, 0.0)
-    lse_row = (stacked + lane % PACK).to(tl.int64) * q_tokens + at
+    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    o_tile = load_queries(o, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    do_tile = load_queries(do, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    lse_row = (stacked + tl.arange(0, ROWS) % PACK).to(tl.int64) * q_tokens + at
     top = tl.load(lse + lse_row, inside, float("inf")) * LOG2
     sums = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + lse_row, sums, inside)
@@ -338,8 +327,9 @@ def _dq(  # type: ignore[no-untyped-def]
             dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
             ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
             total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
-    total = (total * scale).to(dq.dtype.element_ty)
-    tl.store(dq + place[:, None] + depth[None, :], total, stored)
+    depth = tl.arange(0, DEPTH)[None, :]
+    stored = inside[:, None] & (depth < D)
+    tl.store(dq + place[:, None] + depth, (total * scale).to(dq.dtype.element_ty), stored)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -377,13 +367,13 @@ def _dkv(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    TILES: tl.constexpr = (KV_SIDE + KEYS - 1) // KEYS
-    kv_blocks = (kv_tokens + KV_SIDE - 1) // KV_SIDE
-    rank = tl.program_id(0) % (kv_blocks * TILES)
-    stacked = tl.program_id(0) // (kv_blocks * TILES)  # sequences and key heads
+    tiles = tl.cdiv(tl.minimum(KV_SIDE, kv_tokens), KEYS)  # of a block
+    kv_blocks = tl.cdiv(kv_tokens, KV_SIDE)
+    rank = tl.program_id(0) % (kv_blocks * tiles)
+    stacked = tl.program_id(0) // (kv_blocks * tiles)  # sequences and key heads
     sequence, kv_head = stacked // kv_heads, stacked % kv_heads
-    block = tl.load(order + stacked * kv_blocks + rank // TILES)
-    key = block * KV_SIDE + rank % TILES * KEYS
+    block = tl.load(order + stacked * kv_blocks + rank // tiles)
+    key = block * KV_SIDE + rank % tiles * KEYS
 
     depth = tl.arange(0, DEPTH)
     keys = key + tl.arange(0, KEYS)

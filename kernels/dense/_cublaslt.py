@@ -174,18 +174,18 @@ def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Calla
     if built is None:
         raise Unsupported(f"cuBLASLt {version()} does not accept the algorithm {asdict(algorithm)}")
     algo, size = built
-    own = torch.empty(size, dtype=torch.uint8, device=device) if space is None else space
+    room = torch.empty(size, dtype=torch.uint8, device=device) if space is None else space
     operation, of_b, of_a, of_out, _ = gemm.descriptors
     factors = np.array([gemm.scale, 0.0], np.float32)
     one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
     b, a, out = gemm.b.data_ptr(), gemm.a.data_ptr(), gemm.out.data_ptr()
     before = _handle(device), operation, one, b, of_b, a, of_a, zero, out, of_out, out, of_out
-    kept = gemm, own, factors, algo  # must live as long as the call, which points to them
+    alive = gemm, room, factors, algo  # must live as long as the call, which points to them
 
     def run() -> Tensor:
         stream = torch.cuda.current_stream(device).cuda_stream
-        cublasLt.matmul(*before, algo.ptr, own.data_ptr(), own.numel(), stream)
-        return kept[0].out
+        cublasLt.matmul(*before, algo.ptr, room.data_ptr(), room.numel(), stream)
+        return alive[0].out
 
     return run
 

@@ -64,8 +64,8 @@ class Build(Protocol):
 
 def prepare(operands: Operands, build: Build) -> Launch:
     """Return the launch of the step with a contender's parts. Raises Unsupported."""
-    problem, given = operands.problem, operands.activations
-    x, gains, layers = given["x"], given["gains"], problem["layers"]
+    problem, activations = operands.problem, operands.activations
+    x, gains, layers = activations["x"], activations["gains"], problem["layers"]
     require_room(operands)
     stream = torch.empty_like(x)
     rounded = x.new_empty(x.shape, dtype=DTYPES[problem["dtype"]])
@@ -106,10 +106,10 @@ def _attention(
     operands: Operands, projected: Sequence[Tensor]
 ) -> tuple[list[BoundKernel], dict[str, Any], list[dict[str, Any]]]:
     """Return each layer's attention into one tensor, the configuration, and what was timed."""
-    problem, given, pinned = operands.problem, operands.activations, operands.pinned or {}
+    problem, activations, pinned = operands.problem, operands.activations, operands.pinned or {}
     m, width, kv_heads = problem["m"], problem["head_dim"], problem["kv_heads"]
     shape = problem["caches"], m, kv_heads, problem["context"], width
-    keys, values = (given[name].view(shape) for name in ("keys", "values"))
+    keys, values = (activations[name].view(shape) for name in ("keys", "values"))
     turn = turned(width, problem["context"]).to(operands.device)
     abouts = [
         Attention(problem["heads"], *each, turn, EPSILON) for each in zip(keys, values, strict=True)

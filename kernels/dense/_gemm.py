@@ -119,13 +119,13 @@ def fastest_way(
     ways = sorted(ways, key=lambda way: way.algorithm is not None)  # torch's calls come first
     space = _cublaslt.workspace(device) if ways[-1].algorithm else None
     calls = [_call(laid[way.weights], way, space) for way in ways]
-    kept = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
-    kept = _right(kept, calls, ways)
-    result = searched([calls[i] for i in kept], device)
+    indices = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
+    indices = _right(indices, calls, ways)
+    result = searched([calls[i] for i in indices], device)
     if kind not in _finalists:
         times = [trial.time_us for trial in result.trials]
-        _finalists[kind] = earlier or [ways[kept[i]] for i in near(times)]
-    way, choices = ways[kept[result.best]], [_choice(ways[i], product) for i in kept]
+        _finalists[kind] = earlier or [ways[indices[i]] for i in near(times)]
+    way, choices = ways[indices[result.best]], [_choice(ways[i], product) for i in indices]
     call = _call(laid[way.weights], way)
     return Launch(call, choices[result.best], candidates=result.lines(choices, whole=True))
 
@@ -139,21 +139,21 @@ def _kind(product: Product) -> Hashable:
 
 
 def _right(
-    kept: Sequence[int], calls: Sequence[Callable[[], Tensor]], ways: Sequence[Way]
+    indices: Sequence[int], calls: Sequence[Callable[[], Tensor]], ways: Sequence[Way]
 ) -> list[int]:
     """Drop combinations that the library did not propose and whose result differs from torch's."""
-    unproposed = {i for i in kept if ways[i].algorithm and ways[i].tokens is None}
+    unproposed = {i for i in indices if ways[i].algorithm and ways[i].tokens is None}
     if not unproposed:
-        return [*kept]
+        return [*indices]
     right = calls[0]().clone()
     if not right.isfinite().all():  # the operands overflow in every call
-        return [*kept]
+        return [*indices]
 
     def differs(call: Callable[[], Tensor]) -> bool:
         call().fill_(torch.nan)
         return not (call() - right).float().norm() <= WRONG * right.float().norm()
 
-    return [i for i in kept if i not in unproposed or not differs(calls[i])]
+    return [i for i in indices if i not in unproposed or not differs(calls[i])]
 
 
 def ways_of(product: Product, layout: Layout | None) -> list[Way]:

@@ -33,7 +33,7 @@ from triton import knobs
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import HOPPER, unsupported_on_hopper
+from sparsebench.kernels._common.cuda import HOPPER, on_tape, unsupported_on_hopper
 from sparsebench.kernels._common.selection import Candidate, Operator, Product, configured
 from sparsebench.kernels._common.triton import (
     BoundKernel,
@@ -295,6 +295,7 @@ class Templates:
     def run(self, a: Tensor, b: Tensor) -> Tensor:
         """Run on torch's current stream; return a new tensor."""
         y = self.template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)[0]
+        on_tape(kept=(b,))
         if is_capturing(a):
             keep(self)
         return y
@@ -321,6 +322,7 @@ def _packer(
     slot, member = slot[order], member[order]
 
     def pack(values: Tensor) -> Tensor:
+        on_tape(complete=False)  # torch's own kernels pack
         united = values.new_zeros(size)
         united[:, : config.group * r, :c].view(size[0], config.group, r, c)[slot, member] = values
         return united

@@ -121,7 +121,7 @@ def _bitmap(w: Bitmap) -> Operator:
 
     def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
         dense = [Candidate("dense", Config(), lambda: Dense(w))]
-        if device.type != "cuda" or choice == {"kernel": "dense"}:
+        if device.type != "cuda" or (choice and choice["kernel"] == "dense"):
             return [dense]
         bits = _bits(m, choice)
         if choice:

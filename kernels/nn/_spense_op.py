@@ -90,6 +90,11 @@ def eager(
         return _multiply(operator, readable(x), sparse, dense, scale, kind)
 
 
+def operator_of_layer(w: Spense, activation: str | None) -> Operator:
+    """Return the plans of a weight; with an activation, W is gate and up."""
+    return _operator(w.sparse, w.dense, (*w.shape, *w.sparse_shape, activation), w.dtype)
+
+
 def _operator(sparse: Tensor, dense: Tensor, layout: Layout, kind: torch.dtype) -> Operator:
     """Return the plans of a weight in these tiles."""
     n, k, rows, columns, activation = layout

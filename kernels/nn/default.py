@@ -4,12 +4,13 @@ A suite gets it by a contender without a kernel: `{format: bsr, params: {block: 
 plans the product as the first call of a layer does, with a search, and every timed call is a call
 as users make it. `Launch.choice` names the kernel and the configuration that ran.
 
-    linear         a frozen weight (BlockSparseLinear.freeze): packed once
-    linear_dgrad   a weight in training: packed at every call
-    linear_wgrad   blocks of the gradient
+    linear              a frozen weight (BlockSparseLinear.freeze): packed once
+    linear_dgrad        a weight in training: packed at every call
+    linear_wgrad        blocks of the gradient
+    ffn, mlp, decoder   layers, and a step of a model (_default_layers.py)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats._format import Format
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
@@ -27,15 +29,19 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 from sparsebench.kernels.nn import _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
 from sparsebench.kernels.nn._bsr_plans import Call
+from sparsebench.kernels.nn._default_layers import decoder, layer, unsupported_step
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.results.record import Problem
 
-OPS = "linear", "linear_dgrad", "linear_wgrad"
+LAYERS = {"ffn": layer, "mlp": layer, "decoder": decoder}
+OPS = "linear", "linear_dgrad", "linear_wgrad", *LAYERS
 
 
 def prepare(operands: Operands) -> Launch:
     """Plan the product of the format's weight. Raises Unsupported."""
     op = operands.problem.op
+    if op in LAYERS:
+        return LAYERS[op](operands, _selected)
     weight = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
     selected: Selected | None
     run: Callable[[], Output]
@@ -45,11 +51,10 @@ def prepare(operands: Operands) -> Launch:
         raise Unsupported(f"expected op linear for {type(weight).__name__}, found {op}")
     else:
         x = operands.activations["x"]
-        selected, run = _selected(operands, weight, x), partial(matmul, x, weight)
+        selected, run = _selected(weight, x, operands.pinned), partial(matmul, x, weight)
     if selected is None:
         return Launch(run, {"kernel": "torch"})
-    choice = {**selected.choice, "by": selected.by}
-    return Launch(run, choice, selected.product.code, selected.lines)
+    return Launch(run, selected.row, selected.product.code, selected.lines)
 
 
 def _bsr(operands: Operands, w: Bsr) -> tuple[Selected, Callable[[], Output]]:
@@ -58,9 +63,7 @@ def _bsr(operands: Operands, w: Bsr) -> tuple[Selected, Callable[[], Output]]:
     pattern, sizes = pattern_of(w.offsets, w.columns), (w.shape, w.block, w.values.dtype)
     if op == "linear":
         x = activations["x"]
-        pattern.frozen = True
-        call = Call("linear", bucket(len(x)), *sizes, live=False)
-        return pattern.select(call, x, w.values, pinned), partial(matmul, x, w)
+        return _frozen(w, x, pinned), partial(matmul, x, w)
     dy = activations["dy"]
     if op == "linear_dgrad":
         call = Call("dgrad", len(dy), *sizes)
@@ -72,21 +75,31 @@ def _bsr(operands: Operands, w: Bsr) -> tuple[Selected, Callable[[], Output]]:
     return selected, lambda: replace(w, values=pattern.run(call, dy, x))
 
 
-def _selected(operands: Operands, w: Any, x: Tensor) -> Selected | None:
+def _frozen(w: Bsr, x: Tensor, pinned: Mapping[str, Any] | None) -> Selected:
+    """Return the plan of Y for blocks that are not trained."""
+    pattern = pattern_of(w.offsets, w.columns)
+    pattern.frozen = True
+    call = Call("linear", bucket(len(x)), w.shape, w.block, w.values.dtype, live=False)
+    return pattern.select(call, x, w.values, pinned)
+
+
+def _selected(w: Format, x: Tensor, pinned: Mapping[str, Any] | None) -> Selected | None:
     """Return the plan of a frozen weight; None if torch multiplies it."""
     m = bucket(len(x))
+    if isinstance(w, Bsr):
+        return _frozen(w, x, pinned)
     if isinstance(w, Spense) and x.is_cuda:
-        tiles = w.sparse.shape, w.dense.shape
-        operator = _spense_op.operator_of(w.shape, w.sparse_shape, tiles, w.dtype, None, x.device)
-        return operator.select(m, lambda p: partial(p.run, x, w.sparse, w.dense), operands.pinned)
+        operator = _spense_op.operator_of_layer(w, None)
+        return operator.select(m, lambda p: partial(p.run, x, w.sparse, w.dense), pinned)
     if isinstance(w, Bitmap | Csr) and x.is_cuda:
-        operator = _frozen_op.plans_of(w).operator
-        return operator.select(m, lambda p: partial(p.run, x), operands.pinned)
+        return _frozen_op.plans_of(w).operator.select(m, lambda p: partial(p.run, x), pinned)
     return None
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why no layer computes the op, or None; `prepare` asks the format's kernels."""
+    if problem.op == "decoder":
+        return unsupported_step(problem, device)
     return None if problem.op in OPS else f"expected one of {', '.join(OPS)}, found {problem.op}"
 
 

@@ -87,9 +87,9 @@ def fastest_plan(
     """Return the launch of the fastest plan, with the candidates of both searches."""
     from nvmath.bindings import cusparse
 
-    found = search([call for _, call in plans], device)
-    choice, call = plans[found.best]
-    timed = found.lines([choice for choice, _ in plans], of="all tokens")
+    result = search([call for _, call in plans], device)
+    choice, call = plans[result.best]
+    timed = result.lines([choice for choice, _ in plans], of="all tokens")
     version = cusparse.get_version(library_handle())
     return Launch(call, {**choice, "cusparse": version}, candidates=screening + timed)
 
@@ -172,13 +172,13 @@ def screened(
             reason = error
     if not plans:
         raise Unsupported(f"cuSPARSE accepts no layout and algorithm: {reason}")
-    found = search([call for _, call in plans.values()], device)
+    result = search([call for _, call in plans.values()], device)
     promising = list(plans)
-    if found.trials:
-        bound = HOPELESS * found.trials[found.best].time_us
-        timed = zip(plans, found.trials, strict=True)
+    if result.trials:
+        bound = HOPELESS * result.trials[result.best].time_us
+        timed = zip(plans, result.trials, strict=True)
         promising = [setting for setting, trial in timed if trial.time_us <= bound]
-    return promising, found.lines([choice for choice, _ in plans.values()], of="few tokens")
+    return promising, result.lines([choice for choice, _ in plans.values()], of="few tokens")
 
 
 @cache

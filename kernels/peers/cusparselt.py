@@ -156,15 +156,15 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Spense)
     if w.sparse_shape != w.shape:
-        found = f"{list(w.sparse_shape)} of {list(w.shape)}; use cusparselt_hybrid"
-        raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {found}")
+        split = f"{list(w.sparse_shape)} of {list(w.shape)}; use cusparselt_hybrid"
+        raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {split}")
     n = w.shape[0]
     target = Call(compressed(w.to_dense()), x, n)
-    kept, choice, candidates = chosen(target, n, search, operands.pinned, operands.timed)
+    fastest, choice, candidates = chosen(target, n, search, operands.pinned, operands.timed)
 
     def run() -> Tensor:
-        y = x.new_empty(kept.rows, n, dtype=target.output)
-        kept.call(y)
+        y = x.new_empty(fastest.rows, n, dtype=target.output)
+        fastest.call(y)
         return y[: len(x)]
 
     return Launch(run, choice, candidates=candidates)
@@ -197,11 +197,11 @@ def chosen(
     if pinned:
         way = Way(**{name: pinned[name] for name in asdict(Way())})
         return planned(target, way), dict(pinned), []
-    again = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
-    if again:
-        products, _ = accepted(target, dict.fromkeys(again))
-        best, found = timed(target, n, products)
-        return best, asdict(best.way) | version, lines_of("finalists", products, found)
+    repeated = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
+    if repeated:
+        products, _ = accepted(target, dict.fromkeys(repeated))
+        best, result = timed(target, n, products)
+        return best, asdict(best.way) | version, lines_of("finalists", products, result)
     every = [
         replace(way, tokens=target.fewest_tokens)
         for way in (layouts(target.x.dtype) if searching else [Way()])
@@ -329,10 +329,10 @@ def plain(way: Way, algorithm: int | None = None) -> Way:
 
 
 def fastest_few(
-    products: Sequence[Product], found: Search, count: int, *, numbers: bool
+    products: Sequence[Product], result: Search, count: int, *, numbers: bool
 ) -> list[Way]:
     """Return the layouts, or with `numbers` also the algorithms, of the fastest few products."""
-    ranked = sorted(zip((t.time_us for t in found.trials), range(len(products)), strict=False))
+    ranked = sorted(zip((t.time_us for t in result.trials), range(len(products)), strict=False))
     ways = (products[i].way for _, i in ranked)
     return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
 
@@ -347,13 +347,13 @@ def timed(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, S
 
         return call
 
-    found = search([calling(one) for one in products], target.x.device)
-    return products[found.best], found
+    result = search([calling(one) for one in products], target.x.device)
+    return products[result.best], result
 
 
-def lines_of(of: str, products: Sequence[Product], found: Search) -> list[dict[str, Any]]:
+def lines_of(of: str, products: Sequence[Product], result: Search) -> list[dict[str, Any]]:
     """Return the lines of a search for the row."""
-    return found.lines([asdict(one.way) for one in products], whole=True, of=of)
+    return result.lines([asdict(one.way) for one in products], whole=True, of=of)
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

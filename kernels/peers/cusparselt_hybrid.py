@@ -82,10 +82,10 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     parts = Parts(sparse, adding, back, x_back, w.shape[0], rows)
     every = [Way(**pinned["dense"])] if pinned else ways(parts)
     calls = [partial(multiply, parts, way) for way in every]
-    found = timed(calls, x.device)
-    dense = found.lines([asdict(way) for way in every], of="dense part")
-    choice = {"sparse": choice, "dense": asdict(every[found.best])}
-    return Launch(calls[found.best], choice, candidates=[*candidates, *dense])
+    result = timed(calls, x.device)
+    dense = result.lines([asdict(way) for way in every], of="dense part")
+    choice = {"sparse": choice, "dense": asdict(every[result.best])}
+    return Launch(calls[result.best], choice, candidates=[*candidates, *dense])
 
 
 def ways(parts: Parts) -> list[Way]:

@@ -48,12 +48,12 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
     product = Product(operands)
     choices = [{"split": s} for s in (splits if fixed is None else (fixed,))]
     calls = [partial(product.run, **choice) for choice in choices]
-    found = search(calls, operands.device)
-    best = choices[found.best]
+    result = search(calls, operands.device)
+    best = choices[result.best]
     product.shrink(best["split"])
     stored = {"stored_bytes": product.stored, "digest": product.digest}
     choice = {**best, **product.tokens.choice, **stored}
-    return Launch(calls[found.best], choice, candidates=found.lines(choices))
+    return Launch(calls[result.best], choice, candidates=result.lines(choices))
 
 
 def possible(k: int) -> list[int]:

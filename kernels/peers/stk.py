@@ -140,8 +140,8 @@ def fastest_of(
 ) -> Launch:
     """Return the launch of the fastest of these layouts, or of the pinned one."""
     names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
-    found = search([layouts[name] for name in names], operands.device)
-    best, lines = names[found.best], found.lines([{"layout": name} for name in names])
+    result = search([layouts[name] for name in names], operands.device)
+    best, lines = names[result.best], result.lines([{"layout": name} for name in names])
     return Launch(layouts[best], {"layout": best, **padding}, candidates=lines)
 
 

@@ -49,8 +49,8 @@ def prepare(operands: Operands) -> Launch:
     ways = [operands.pinned["dy_copied"]] if operands.pinned else [False, True]
     calls = [partial(run, copied) for copied in ways]
     choices = [{"dy_copied": copied} for copied in ways]
-    found = search(calls, dy.device)
-    return Launch(calls[found.best], choices[found.best], candidates=found.lines(choices))
+    result = search(calls, dy.device)
+    return Launch(calls[result.best], choices[result.best], candidates=result.lines(choices))
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, torch_bsr.unsupported)

@@ -94,11 +94,11 @@ def prepare(
     full = {c for c, gate in gates.items() if len(ways) > 1 and gate.filled().lost()}
     ways = [way for way in ways if way.compression not in full] or ways
     calls = [partial(layer, gates[way.compression], way) for way in ways]
-    found = search(calls, operands.device)
-    best, lines = ways[found.best], found.lines([asdict(way) for way in ways])
+    result = search(calls, operands.device)
+    best, lines = ways[result.best], result.lines([asdict(way) for way in ways])
     gate = gates[best.compression]
     choice = {**asdict(best), **gate.tokens.choice, "digest": digest}
-    return Launch(calls[found.best], choice, candidates=lines, lost=gate.lost)
+    return Launch(calls[result.best], choice, candidates=lines, lost=gate.lost)
 
 
 def extension() -> tuple[Any, Any, str]:

@@ -33,7 +33,7 @@ def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
     assert folder
     twell = _authors.imported(folder / MARKER)
     name = twell._ext_name_for_algorithms(twell._resolve_algorithms_with_deps(["twell_mlp"]))
-    ext = _authors.loaded_extension(name, LOADER)
+    ext = _authors.loaded_extension(name, MARKER, LOADER)
     gate = Gate(operands, "wu", twell, ext)
     down = operands.weights["wd"].to_dense().t().contiguous()
 
@@ -45,10 +45,10 @@ def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
     fixed = (operands.pinned or {}).get("num_splits", num_splits)
     choices = [{"num_splits": splits} for splits in (SPLITS if fixed is None else (fixed,))]
     calls = [partial(layer, **choice) for choice in choices]
-    found = search(calls, operands.device)
+    result = search(calls, operands.device)
     digest = {"digest": _authors.digest((folder / MARKER).parent)}
-    choice = {**choices[found.best], **gate.tokens.choice, **digest}
-    return Launch(calls[found.best], choice, None, found.lines(choices), gate.lost)
+    choice = {**choices[result.best], **gate.tokens.choice, **digest}
+    return Launch(calls[result.best], choice, None, result.lines(choices), gate.lost)
 
 
 KERNEL = Kernel("mlp", "twell", "cuda", prepare, unsupported_layer)

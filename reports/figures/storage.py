@@ -9,7 +9,7 @@ from sparsebench.reports.figures._figure import NOTHING, Frames, panels
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sweep
-from sparsebench.results.families import OF_ACTIVATIONS
+from sparsebench.results.families import OF_ACTIVATIONS, OF_MASKS
 
 TITLE = "Stored bytes"
 ORDER = 50
@@ -23,7 +23,9 @@ def draw(frames: Frames) -> Markup:
     Return NOTHING if all weights are dense.
     """
     stored = frames.cases[frames.cases.bytes_of_dense.notna() & frames.cases.level.notna()]
-    stored = stored[stored.label.isin(frames.series) & ~stored.format.isin(OF_ACTIVATIONS)]
+    stored = stored[
+        stored.label.isin(frames.series) & ~stored.format.isin(OF_ACTIVATIONS | OF_MASKS)
+    ]
     stored = stored.drop_duplicates(["n", "k", "dtype", "pattern", "block", "level", "format"])
     if not (stored.format != "dense").any():
         return NOTHING

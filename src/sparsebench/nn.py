@@ -5,11 +5,12 @@
     sparsify_(model, BlockSparse(block=64, sparsity=0.9))
 
 Where transformers is installed, importing this module also lets `from_pretrained` restore what
-`save_pretrained` wrote of a sparse model.
+`save_pretrained` wrote of a sparse model, and registers the attention implementation "sparsebench".
 """
 
 from importlib.util import find_spec
 
+from sparsebench.harness.models import attention
 from sparsebench.harness.models.pruning.checkpoint import register
 from sparsebench.harness.models.pruning.sparsify import (
     BlockSparse,
@@ -20,6 +21,7 @@ from sparsebench.harness.models.pruning.sparsify import (
 )
 from sparsebench.kernels.nn import (
     BitmapLinear,
+    BlockSparseAttention,
     BlockSparseLinear,
     SparseGatedMLP,
     SpenseGatedMLP,
@@ -29,6 +31,7 @@ from sparsebench.kernels.nn import (
 __all__ = [
     "BitmapLinear",
     "BlockSparse",
+    "BlockSparseAttention",
     "BlockSparseLinear",
     "SparseActivations",
     "SparseGatedMLP",
@@ -41,3 +44,4 @@ __all__ = [
 
 if find_spec("transformers"):
     register()
+    attention.register()

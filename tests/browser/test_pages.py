@@ -85,12 +85,16 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(
     assert view.locator(".finding").inner_text().startswith("Yes: blocks of")
     rows = view.get_by_role("rowheader").all_inner_texts()
     assert rows == [*(f"blocks of {size}" for size in (128, 64, 32, 16)), "CSR"]
-    assert view.locator("a.cell").first.get_attribute("href") == "h200/sparsity-4096/index.html"
+    href = view.locator("a.cell").first.get_attribute("href")
+    assert href is not None
+    assert href.startswith("h200/sparsity-4096/index.html#case-")
     assert not page.locator(".simulated").count()
     assert "simulated" not in page.locator("select[name=gpu]").inner_text()
     doors = page.locator(".doors").inner_text()
     assert "Do published claims hold?" in doors
     assert "make bench" in doors
+    view.locator("a.cell").first.click()
+    assert page.locator("tr:target").is_visible()
 
 
 def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(

@@ -11,8 +11,11 @@ from sparsebench._discovery import modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import bits
 from sparsebench.harness.inputs.bits import scores
-from sparsebench.harness.inputs.grid import Grid, magnitudes
+from sparsebench.harness.inputs.grid import Grid, Stack, magnitudes
+from sparsebench.harness.patterns._mask import _pattern as load_pattern
 from sparsebench.harness.patterns._mask import level, mask
+from sparsebench.harness.patterns._pattern import Weight
+from sparsebench.harness.patterns.video_window import places
 from sparsebench.harness.testing.patterns import CPU, chosen, hashed
 from sparsebench.testing import Check, pattern_checks
 
@@ -270,3 +273,64 @@ def test_the_sum_of_a_huge_block_does_not_overflow() -> None:
     weight[:, 4096:] *= 1.5
     low, high = magnitudes(weight, Grid(2048, 8192, 2048, 4096)).tolist()
     assert 2 * high == 3 * low > 0
+
+
+ATTENTION = {  # levels of 12 x 12 blocks, and of those that a causal mask sees
+    "sliding_window": (0.5, 0.5),
+    "window_global": (0.5, 0.5),
+    "bigbird": (0.5, 0.5),
+    "top_k_blocks": (0.5, 0.5),
+    "random_blocks": (0.5, 0.5),
+    "video_window": (0.5, 0.5),
+    "strided": (0.375, 0.346154),
+    "fixed": (0.5, 0.461538),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pattern", ATTENTION)
+def test_a_pattern_of_attention_keeps_a_level_of_every_mask_and_no_row_is_empty(
+    pattern: str, causal: bool
+) -> None:
+    stack = Stack(3, (185, 185), (16, 16), causal, (5, 37, 1))
+    spec: dict[str, Any] = {"pattern": pattern, "rows": 36, "columns": 12, "block": 16}
+    spec |= {"masks": stack, "sparsity": ATTENTION[pattern][causal]}
+    keep = mask(spec, ("rows", "columns"), hashed, CPU).view(3, 12, 12)
+    past = torch.ones(12, 12).tril() if causal else torch.ones(12, 12)
+    assert not bool((keep & (past == 0)).any())
+    assert bool(keep.diagonal(dim1=1, dim2=2).all())
+    kept = keep.sum((1, 2)).tolist()
+    assert len(set(kept)) == 1
+    assert 1 - kept[0] / float(past.sum()) == pytest.approx(level(spec, ("rows", "columns")))
+    drawn = pattern in ("bigbird", "top_k_blocks", "random_blocks")
+    assert torch.equal(keep[0], keep[1]) != drawn
+
+
+def test_a_pattern_that_has_no_causal_form_is_refused() -> None:
+    spec: dict[str, Any] = {"pattern": "banded", "rows": 12, "columns": 12, "block": 16}
+    spec |= {"masks": Stack(1, (192, 192), (16, 16), True), "sparsity": 0.5}
+    with pytest.raises(SuiteError, match="causal"):
+        level(spec, ("rows", "columns"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pattern", ["strided", "fixed"])
+def test_the_patterns_of_sparse_transformers_are_counted_as_they_are_drawn(
+    pattern: str, causal: bool
+) -> None:
+    weight = Weight(40, 64, 1, 1, ("n", "k"), Stack(1, (640, 512), (16, 8), causal))
+    rule = load_pattern(pattern).rule(weight)
+    assert rule.score
+    assert rule.kept
+    for count in rule.kept:
+        assert int(rule.score(weight.blocks, count, hashed).sum()) == count
+
+
+def test_a_window_of_a_video_reaches_frames_rows_and_columns() -> None:
+    stack = Stack(1, (512, 512), (64, 64), False, (8, 8, 8))  # 2 x 2 x 2 cubes of 64 tokens
+    spec: dict[str, Any] = {"pattern": "video_window", "rows": 8, "columns": 8, "block": 64}
+    spec |= {"masks": stack, "sparsity": 0.0}
+    assert bool(mask(spec, ("rows", "columns"), hashed, CPU).all())
+    at = places(stack, 0)
+    assert len({tuple(place.tolist()) for place in at}) == 8
+    assert set(at.flatten().tolist()) == {2**20 // 4, 3 * 2**20 // 4}

@@ -181,9 +181,9 @@ class Layer:
         self.front.guard(None, "values", self.values, False)
         self.front.guard(None, "bias", bias, False)
         self.front.differentiate(self.derivative, self.values, bias, False)
-        step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0), (1, 8)])
-        like = torch.empty(len(x), COLUMNS)
-        self.front.add(0, [x.detach()], [like], [step], [], bias, [], None)
+        step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0), (2, 8)])
+        inputs, like = [x.detach(), self.values.detach()], torch.empty(len(x), COLUMNS)
+        self.front.add(0, inputs, [like], [step], [1], bias, [], None)
 
     def derivative(self, front: Any, dy: Any, x: Any, values: Any, *needed: bool) -> Any:
         self.calls.append(needed)
@@ -301,6 +301,23 @@ def test_an_input_that_no_launch_reads_must_stay_where_it_is(kind: Any) -> None:
     y = layer.front(x)
     layer.values.data = torch.randn(6, COLUMNS)
     torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dy + layer.values)
+
+
+def test_a_frozen_weight_has_a_gradient_of_x_alone(kind: Any) -> None:
+    x, dy = torch.randn(6, COLUMNS, requires_grad=True), torch.randn(6, COLUMNS)
+    made = kind(0)
+    calls = []
+
+    def derivative(*args: Any) -> Any:
+        calls.append(args[2:])
+        return 2 * args[1], None
+
+    for keeps_x in (False, True):
+        made.differentiate(derivative, None, None, keeps_x)
+        add(made, x.detach())
+        assert torch.equal(torch.autograd.grad(made(x), x, dy)[0], 2 * dy)
+        (seen, *rest) = calls.pop()
+        assert (seen is x, rest) == (keeps_x, [None, True, False])
 
 
 def test_an_error_of_the_derivative_reaches_the_caller(kind: Any) -> None:

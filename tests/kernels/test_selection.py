@@ -140,6 +140,22 @@ def test_a_cache_that_cannot_be_written_is_said_once(cache: Path, tmp_path: Path
             assert operator().select(1, timed).by == "cache"  # of this process
 
 
+@pytest.mark.parametrize(("code", "by"), [(None, "package"), ("old", "search")])
+def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
+    cache: Path, code: str | None, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = {"kernel": "small", "tokens": 16} | ({"code": code} if code else {})
+    choices = {selection._key(PROBLEM): choice}
+    monkeypatch.setattr(selection, "_package", lambda device: choices)
+    assert operator().select(1, timed).by == by
+
+
+def test_a_row_has_what_a_list_needs(cache: Path) -> None:
+    row = operator().select(1, timed).row
+    assert row == {"kernel": "small", "tokens": 64, "by": "search", "problem": PROBLEM}
+    assert operator().select(1, timed, row).choice == {"kernel": "small", "tokens": 64}
+
+
 def test_a_capture_needs_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="captur"):

@@ -287,6 +287,9 @@ class Bench:
             yield ContestResult([self.row(contest.problem, c) for c in contest.contenders], {})
 
     def row(self, problem: Problem, contender: Contender) -> Row:
+        if contender.kernel == "default":
+            choice: dict[str, Any] = {"kernel": "bsr_small", "by": "search"}
+            return Row(Case(problem, contender), Status.OK, choice=choice, samples_us=(2.0,))
         wide = contender.options["tuned"] == "wide"
         sizes = blocked(problem["m"], problem["n"], problem["k"], "bf16", (64, 64), 8)
         by = {"by": "wide", "sizes": asdict(sizes)} if wide else {"by": "default"}
@@ -322,6 +325,15 @@ def test_tuning_fills_the_users_table_that_lookups_then_find(
     assert tokens_of(sizes) == tokens_of(sizes, "bsr_triton") == 256
     assert tuning.tune(suite, "cuda:0", 1).new == 0  # everything is in the table
     assert len(bench.seen) == 3
+
+
+def test_what_users_get_is_searched_beside_the_tables(
+    suite: Suite, bench: type[Bench], tmp_path: Path
+) -> None:
+    users = "contenders:\n  - {format: bsr, params: {block: $block}}"
+    (tmp_path / "both.yaml").write_text(SUITE.replace("contenders:", users))
+    found = tuning.tune(read(str(tmp_path / "both.yaml")), "cuda:0", 1)
+    assert (found.new, found.choices, found.failed) == (6, 3, [])
 
 
 def test_a_default_that_is_faster_than_the_searchs_choice_goes_into_the_table(

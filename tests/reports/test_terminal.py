@@ -88,7 +88,7 @@ CEILINGS |= {"launch_us": 4.5, "l2_bytes": 0}
 def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(
     scale: float, chained: bool
 ) -> None:
-    """Alone dense takes 10 and BSR 5 µs (or ten times that); inside a chain 8 and 2 µs."""
+    """Isolated, dense takes 10 and BSR 5 µs (or ten times that); inside a chain 8 and 2 µs."""
     made = replace(run(8, 50.0), environment={"ceilings": CEILINGS})
     us = {("kernel", "cublas"): 100, ("kernel", "bsr_triton"): 50}
     us |= {("chain", "cublas"): 80, ("chain", "bsr_triton"): 20}
@@ -106,8 +106,8 @@ def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(
     made = replace(made, rows=rows)
     text, page = said(made), build(made)
     assert ("bsr_triton 2.00 µs inside a chain, 4.000× cublas" in text) is chained
-    assert ("alone 5.00 µs, 2.00×" in text) is chained
-    assert ("2.00 µs inside a chain; alone 2.00×" in page) is chained
+    assert ("isolated 5.00 µs, 2.00×" in text) is chained
+    assert ("2.00 µs inside a chain; isolated 2.00×" in page) is chained
     assert ("An empty launch takes 4.50 µs" in text) is chained
     assert ("An empty launch takes 4.50 µs" in page) is chained
 

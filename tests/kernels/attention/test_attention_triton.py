@@ -7,8 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import sparsebench
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels.attention import attention_triton, attention_triton_backward
+from sparsebench.kernels.attention import (
+    attention_split,
+    attention_triton,
+    attention_triton_backward,
+)
 from sparsebench.kernels.attention._lists import lists_of, shared_heads, transposed_lists_of
 from sparsebench.kernels.attention._shapes import Shape, packed
 from tests.kernels.attention.cases import random_mask, reference
@@ -42,6 +47,11 @@ CASES = [
     Case((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
 ]
 PATHS = sampled(CASES, 0, 2)
+FEW = [
+    Case((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
+    Case((3, 90), (16, 16), (4, 1), (16, 32, "pointers"), batch=2, causal=True),
+    Case((16, 50), (16, 16), (2, 2), (16, 16, "tma"), lists=2, bits=True),
+]
 
 
 def drawn(case: Case, dtype: torch.dtype) -> tuple[BlockMask, Shape, list[Tensor]]:
@@ -75,11 +85,11 @@ def forward(case: Case, mask: BlockMask, shape: Shape, tensors: list[Tensor]) ->
     """Return O and the LSE of the forward kernel."""
     rows, keys, path = case.tile
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    config = attention_triton.Config(*packed(rows, shape, shared), keys, 2, 4, path)
+    config = attention_triton.Config(*packed(rows, shape, shared), shared, keys, 2, 4, path)
     operands = tuple(flat(x) for x in tensors)
     scale = case.head_dim**-0.5
-    run, lse = attention_triton.launch(operands, mask, shape, scale, config)
-    return run(), lse
+    bound = attention_triton.launch(operands, mask, shape, scale, config)
+    return bound.program(), bound.outputs[1]
 
 
 @pytest.mark.interpreted
@@ -96,6 +106,24 @@ def test_o_and_lse_are_right(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", sampled(FEW, 1))
+def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> None:
+    mask, shape, tensors = drawn(case, torch.float32)
+    _, keys, path = case.tile
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    config = attention_split.Config(*packed(16, shape, shared), shared, keys, splits, 2, 4, path)
+    operands = tuple(flat(x) for x in tensors)
+    bound = attention_split.launch(operands, mask, shape, case.head_dim**-0.5, config)
+    run, (_, lse) = bound.program, bound.outputs
+    first = run().clone()
+    assert torch.equal(first, run())
+    wanted, log_sum = reference(*(x.double() for x in tensors), mask)
+    torch.testing.assert_close(first.double(), flat(wanted), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), log_sum.reshape(lse.shape), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_gradients_are_right_and_the_same_twice(case: Case, dtype: torch.dtype) -> None:
@@ -106,12 +134,13 @@ def test_gradients_are_right_and_the_same_twice(case: Case, dtype: torch.dtype) 
     o.backward(do.double())
     rows, columns, path = case.tile
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    tile = *packed(rows, shape, shared), columns, 2, 4, path
+    tile = *packed(rows, shape, shared), shared, columns, 2, 4, path
     other = path if mask.block[0] % columns == 0 else "pointers"
     config = attention_triton_backward.Config(*tile, rows, columns, 2, 4, other)
     q, k, v = (flat(x) for x in tensors)
     given = q, k, v, flat(o.detach().to(dtype)), lse.detach().flatten(0, 1).float(), flat(do)
-    run = attention_triton_backward.launch(given, mask, shape, case.head_dim**-0.5, config)
+    bound = attention_triton_backward.launch(given, mask, shape, case.head_dim**-0.5, config)
+    run = bound.program
     first = run().clone()
     assert torch.equal(first, run())
     wanted = torch.cat([x.grad.reshape(-1, case.head_dim) for x in leaves])
@@ -132,6 +161,21 @@ def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing(tile: Any) -> No
         x[:, 32:64] = torch.nan
     o, _ = forward(case, mask, shape, tensors)
     assert torch.equal(o, clean)
+
+
+@pytest.mark.interpreted
+def test_the_front_door_runs_these_kernels() -> None:
+    case = Case((40, 56), 16, (2, 1), (16, 16, "tma"), lists=2, head_dim=16)
+    mask, _, tensors = drawn(case, torch.float32)
+    leaves = [x.requires_grad_() for x in tensors]
+    wanted, _ = reference(*leaves, mask)
+    do = torch.randn_like(wanted)
+    expected = torch.autograd.grad(wanted, leaves, do)
+    for _ in range(2):  # the second call uses the plan of the first
+        o = sparsebench.attention(*leaves, mask)
+        torch.testing.assert_close(o, wanted, atol=1e-5, rtol=1e-5)
+        for got, gradient in zip(torch.autograd.grad(o, leaves, do), expected, strict=True):
+            torch.testing.assert_close(got, gradient, atol=1e-5, rtol=1e-5)
 
 
 def test_full_blocks_come_before_partial_and_ragged_ones() -> None:

@@ -229,11 +229,25 @@ def test_recorded_training_sees_checkpoints_second_derivatives_and_captures_on_a
         layer.values.mul_(2)
     with pytest.raises(RuntimeError, match="inplace"):
         y.sum().backward()
-    graph, dy = torch.cuda.CUDAGraph(), torch.randn(40, 256, device="cuda").bfloat16()
-    with torch.cuda.graph(graph):
-        (captured,) = torch.autograd.grad(layer(x), x, dy)
+
+
+@hopper
+def test_a_recorded_forward_has_a_captured_backward_on_a_gpu() -> None:
+    layer = layers()["blocks of 16"]
+    x = torch.randn(40, 512, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(40, 256, device="cuda").bfloat16()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            (expected,) = torch.autograd.grad(layer(x), x, dy)
+        y = layer(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        (captured,) = torch.autograd.grad(y, x, dy)
     graph.replay()
-    assert torch.equal(captured, torch.autograd.grad(layer(x), x, dy)[0])
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
 
 
 @hopper

@@ -1,0 +1,225 @@
+"""Offer the kernels of block-sparse attention for a mask, and plan the chosen one.
+
+    GPU from compute capability 8.0, TRITON_INTERPRET=1
+      forward    attention_split   up to 16 queries of a sequence
+                 attention_triton  any number
+      backward   attention_triton_backward
+    CPU          torch, with every element of the mask: a reference for small masks
+
+selection.py takes one of them: what a search found fastest, or else the first one here. Plans are
+made for a mask and the sizes of q, k and v. Calls of one plan must run one after the other on the
+device, as they do on one stream, because attention_split keeps counters.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.selection import Candidate, Operator, configured
+from sparsebench.kernels._common.triton import Template, choose_path, unsupported_row
+from sparsebench.kernels._common.triton import unsupported as unsupported_by_triton
+from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels.attention import (
+    attention_split,
+    attention_triton,
+    attention_triton_backward,
+)
+from sparsebench.kernels.attention._lists import (
+    Lists,
+    lists_of,
+    shared_heads,
+    transposed_lists_of,
+)
+from sparsebench.kernels.attention._shapes import Bound, Shape, table_sizes
+from sparsebench.results.record import Problem
+
+ENGINES = "attention_split", "attention_triton", "attention_triton_backward"
+OFFERED = 6  # configurations of one engine
+KERNELS: dict[str, Any] = {
+    "attention_split": attention_split,
+    "attention_triton": attention_triton,
+    "attention_triton_backward": attention_triton_backward,
+}
+
+
+class Call(NamedTuple):
+    """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan."""
+
+    op: Literal["attention", "attention_backward"]
+    shape: Shape
+    scale: float
+
+
+class Mask:
+    """A mask and what kernels derive from it, each once, for all their plans."""
+
+    def __init__(self, mask: BlockMask) -> None:
+        """Keep the mask."""
+        self.mask = mask
+        self._transposed: dict[int, Lists] = {}
+
+    @cached_property
+    def lists(self) -> Lists:
+        """Return the lists of key blocks."""
+        return lists_of(self.mask)
+
+    def transposed(self, kv_heads: int) -> Lists:
+        """Return the lists of query blocks."""
+        if kv_heads not in self._transposed:
+            self._transposed[kv_heads] = transposed_lists_of(self.mask, kv_heads)
+        return self._transposed[kv_heads]
+
+
+def operator_of(mask: BlockMask) -> Operator:
+    """Return the plans of a mask."""
+    owner, device = Mask(mask), mask.columns.device
+
+    def problem(call: Call) -> dict[str, Any]:
+        sizes = asdict(table_sizes(call.shape, mask))
+        shape = call.shape
+        heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        density = float(f"{sizes['density']:.2g}")
+        kinds = {"causal": mask.causal, "bits": mask.bits is not None, "lists": mask.lists}
+        return {"op": call.op, **heads, **kinds, **sizes, "density": density}
+
+    def offer(call: Call, choice: Mapping[str, Any] | None) -> list[Iterator[Candidate]]:
+        if device.type == "cpu" and not knobs.runtime.interpret:
+            return [iter([Candidate("torch", _Reference(), lambda: _Torch(mask, call))])]
+        if reason := unsupported_by_triton(Problem(call.op, {"dtype": call.shape.dtype}), device):
+            raise Unsupported(reason)
+        names = [choice["kernel"]] if choice else engines_of(call)
+        return [_offered(name, call, owner, choice) for name in names]
+
+    return Operator(ENGINES, offer, problem, device)
+
+
+def engines_of(call: Call) -> list[str]:
+    """Return the kernels that may run a call, the likeliest first."""
+    if call.op == "attention_backward":
+        return ["attention_triton_backward"]
+    few = call.shape.q_tokens <= attention_split.MOST_QUERIES
+    return ["attention_split", "attention_triton"] if few else ["attention_triton"]
+
+
+def _offered(
+    name: str, call: Call, owner: Mask, choice: Mapping[str, Any] | None
+) -> Iterator[Candidate]:
+    """Yield the configurations of one kernel, the likeliest first; only a choice's, if any."""
+    kernel, shape, device = KERNELS[name], call.shape, owner.mask.columns.device
+    reason = unsupported_row(shape.head_dim, shape.itemsize)
+    path = choose_path(None, reason, device)
+    shared = shared_heads(owner.mask, shape.heads, shape.kv_heads)
+    more = (multiprocessors(device),) if name == "attention_split" else ()
+    configs = kernel.configurations(shape, shared, path, *more)
+    if choice:
+        configs = [configured(kernel, choice)]
+    for config in configs[:OFFERED]:
+        yield Candidate(name, config, lambda config=config: _Triton(kernel, call, owner, config))
+
+
+class _Triton:
+    """A Triton kernel to call, which is bound once."""
+
+    pack = order = None
+
+    def __init__(self, kernel: Any, call: Call, owner: Mask, config: Any) -> None:
+        """Bind the kernel to tensors without data, which each call replaces."""
+        shape = call.shape
+        q_rows, kv_rows = shape.batch * shape.q_tokens, shape.batch * shape.kv_tokens
+        dtype = DTYPE_OF[shape.dtype]
+
+        def like(rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+        q, k = (
+            like(rows, heads * shape.head_dim)
+            for rows, heads in ((q_rows, shape.heads), (kv_rows, shape.kv_heads))
+        )
+        operands, lists = [q, k, torch.empty_like(k)], owner.lists
+        if call.op == "attention_backward":
+            lse = like(shape.batch * shape.heads, shape.q_tokens, torch.float32)
+            operands += [torch.empty_like(q), lse, torch.empty_like(q)]
+            lists = lists, owner.transposed(shape.kv_heads)
+        bound: Bound = kernel.launch(operands, owner.mask, shape, call.scale, config, lists)
+        self.code = None
+        self.template = Template([bound.program], bound.inputs, bound.outputs)
+
+    def run(self, *operands: Tensor) -> list[Tensor]:
+        """Return O and the LSE, or dQ, dK and dV, on torch's current stream."""
+        if is_capturing(operands[0]):
+            keep(self)
+        return self.template(*operands)
+
+
+DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The configuration of the reference in torch: none."""
+
+
+class _Torch:
+    """Attention in torch with every element of the mask, on a CPU."""
+
+    code = pack = order = None
+
+    def __init__(self, mask: BlockMask, call: Call) -> None:
+        """Expand the mask. Raises FormatError if it has too many elements."""
+        self.call, self.allowed = call, mask.expand(call.shape.heads)
+        self.unseen = ~self.allowed.any(2)[..., None]  # keys that no query of a head selects
+
+    def run(self, *operands: Tensor) -> list[Tensor]:
+        """Return O and the LSE, or dQ, dK and dV."""
+        if self.call.op == "attention":
+            return self._forward(*operands)
+        return self._backward(*operands)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Return [batch, H, tokens, D] in fp32; key heads are repeated."""
+        d, batch = self.call.shape.head_dim, self.call.shape.batch
+        heads = x.unflatten(1, (-1, d)).unflatten(0, (batch, -1)).transpose(1, 2).float()
+        return heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """Return k or v by head; zeros, even for NaN, where no query selects a key."""
+        return self._by_head(x).masked_fill(self.unseen, 0)
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = self._by_head(q) @ self._keys(k).mT * self.call.scale
+        return scores.masked_fill(~self.allowed, -torch.inf)
+
+    def _flat(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
+        heads = like.shape[1] // self.call.shape.head_dim
+        grouped = x.unflatten(1, (heads, -1)).sum(2)
+        return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        scores = self._scores(q, k)
+        lse = scores.logsumexp(-1)
+        p = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()
+        return [self._flat(p @ self._keys(v), q), lse.flatten(0, 1)]
+
+    def _backward(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor
+    ) -> list[Tensor]:
+        log_sum = lse.view(self.call.shape.batch, -1, lse.shape[1], 1)
+        log_sum = log_sum.clamp(min=torch.finfo(lse.dtype).min)
+        p = (self._scores(q, k) - log_sum).exp()
+        of_do = self._by_head(do)
+        delta = (of_do * self._by_head(o)).sum(-1, keepdim=True)
+        ds = p * (of_do @ self._keys(v).mT - delta) * self.call.scale
+        return [
+            self._flat(ds @ self._keys(k), q),
+            self._flat(ds.mT @ self._by_head(q), k),
+            self._flat(p.mT @ of_do, v),
+        ]

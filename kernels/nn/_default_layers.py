@@ -1,0 +1,254 @@
+"""Whole layers and models as users get them, for default.py.
+
+ffn, mlp   2:4              SpenseGatedMLP: gate, up and act in one launch, and down
+           blocks, others   a product for each weight, and act in torch, as in a Hugging Face
+                            model after `sparsify_`
+           few active units SparseGatedMLP, after `adapt` (ffn only)
+decoder    the step of dense/_decoder.py, whose pruned products run the kernels and the
+           configurations that the layers choose. A step has fixed buffers, as in a CUDA graph,
+           so plans are bound to them instead of being called
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu, silu
+
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import Format
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.dense import Dense
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.elementwise import scale_of
+from sparsebench.kernels._common.selection import Selected, bucket, configured
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.bitmap import bitmap_mma
+from sparsebench.kernels.bsr import _launch, bsr_triton
+from sparsebench.kernels.dense import _decoder
+from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
+from sparsebench.kernels.nn import _spense_op
+from sparsebench.kernels.nn._bsr_products import Linear
+from sparsebench.kernels.nn.matmul import matmul
+from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
+from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense.spense_ffn import joined
+from sparsebench.results.record import Problem
+
+Select = Callable[[Format, Tensor, Mapping[str, Any] | None], Selected | None]
+"""Return the plan of X @ W.T that a layer chooses; None if torch multiplies."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+}
+
+
+def layer(operands: Operands, select: Select) -> Launch:
+    """Return the launch of an ffn or mlp. Raises Unsupported."""
+    w, gated = operands.weights, "wg" in operands.weights
+    if all(isinstance(each, Spense) for each in w.values()) and gated:
+        return _spense(operands)
+    if all(not isinstance(each, Dense) for each in w.values()):
+        return _products(operands, select)
+    if not gated:
+        raise Unsupported("expected an ffn: no layer computes an mlp with few active units")
+    try:
+        weights = (w[name].to_dense() for name in ("wg", "wu", "wd"))
+        mlp = SparseGatedMLP.from_dense(*weights, activation=operands.problem["activation"])
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
+    x = operands.activations["x"]
+    call = _frozen(mlp, x)
+    call()
+    choice = {"kernel": "SparseGatedMLP", "sparse": mlp.adapt()}
+    return Launch(call, choice)
+
+
+def _frozen(mlp: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    """Return a call of a layer without gradients."""
+    mlp.requires_grad_(False)
+
+    def call() -> Tensor:
+        y: Tensor = mlp(x)
+        return y
+
+    return call
+
+
+def _spense(operands: Operands) -> Launch:
+    """Return a call of SpenseGatedMLP."""
+    problem, x, pinned = operands.problem, operands.activations["x"], operands.pinned or {}
+    wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
+    assert isinstance(wg, Spense)
+    assert isinstance(wu, Spense)
+    assert isinstance(wd, Spense)
+    (n, k), dtype = wg.shape, wg.dtype
+    of_h = of_y = None
+    if dtype.itemsize == 1:
+        of_h = torch.full((2 * n,), scale_of(problem, k), device=x.device)
+        of_y = torch.full((k,), scale_of(problem, n), device=x.device)
+    options: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    try:
+        mlp = SpenseGatedMLP(k, n, dense=0, activation=problem["activation"], **options)
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
+    mlp.gate_up = SpenseLinear.from_spense(joined(wg, wu), scale=of_h)
+    mlp.down = SpenseLinear.from_spense(wd, scale=of_y)
+    choice: dict[str, Any] = {}
+    call, lines, code = _frozen(mlp, x), [], None
+    parts = {"gate_up": (mlp.gate_up, mlp.activation), "down": (mlp.down, None)}
+    operators = {
+        name: _spense_op.operator_of_layer(each.spense, activation)
+        for name, (each, activation) in parts.items()
+    }
+    for name in parts:
+        if x.is_cuda and name in pinned:
+            operators[name].select(bucket(len(x)), pinned=pinned[name])
+    call()  # plans, and searches, what is not pinned
+    for name, operator in operators.items() if x.is_cuda else ():
+        selected = operator.plans[bucket(len(x))]
+        choice[name] = selected.row
+        lines += [{"of": name, **line} for line in selected.lines]
+        code = code or selected.product.code
+    return Launch(call, choice or {"kernel": "torch"}, code, lines)
+
+
+def _products(operands: Operands, select: Select) -> Launch:
+    """Return the products of a layer, one for each weight, with act in torch between them."""
+    w, x, pinned = operands.weights, operands.activations["x"], operands.pinned or {}
+    act = ACTIVATIONS[operands.problem["activation"]]
+
+    def hidden() -> Tensor:
+        up = matmul(x, w["wu"])
+        return act(matmul(x, w["wg"])) * up if "wg" in w else act(up)
+
+    choice: dict[str, Any] = {}
+    lines, code = [], None
+    for name in w:
+        selected = select(w[name], hidden() if name == "wd" else x, pinned.get(name))
+        if selected is not None:
+            choice[name] = selected.row
+            lines += [{"of": name, **line} for line in selected.lines]
+            code = code or selected.product.code
+    call = partial(_second, hidden, w["wd"])
+    return Launch(call, choice or {"kernel": "torch"}, code, lines)
+
+
+def _second(hidden: Callable[[], Tensor], wd: Format) -> Tensor:
+    return matmul(hidden(), wd)
+
+
+# ---- a decoding step ----
+
+
+def decoder(operands: Operands, select: Select) -> Launch:
+    """Return the launch of a decoding step. Raises Unsupported."""
+    return _decoder.prepare(operands, partial(_part, operands, select))
+
+
+def unsupported_step(problem: Problem, device: torch.device) -> str | None:
+    """Return why a decoding step cannot run here, or None."""
+    if problem["dtype"] == "fp8":
+        return "expected 16 bits: fp8 layers round X, and the norms of a step round it, too"
+    share = 1 - problem["sparsity"]
+    return _decoder.unsupported(problem, device) or _decoder.unsupported_size(
+        problem, device, share
+    )
+
+
+def _part(operands: Operands, select: Select, name: str, inputs: Sequence[Tensor]) -> Part:
+    w, activation = operands.weights, operands.problem["activation"]
+    build = partial(_product, operands, select)
+    if not is_pruned(operands.problem, name):
+        return dense_part(operands, name, inputs)
+    if name != "mlp":
+        return build(name, w[WEIGHTS[name]], inputs)
+    gate, up = w["wg"], w["wu"]
+    if isinstance(gate, Spense) and isinstance(up, Spense):
+        gated = build("gate_up", joined(gate, up), inputs, activation)
+    else:
+        gated = _gated(build("gate", gate, inputs), build("up", up, inputs), activation)
+    return _decoder.joined(gated, build("down", w["wd"], _decoder.ran(gated).outs))
+
+
+def _gated(gate: Part, up: Part, activation: str) -> Part:
+    """Return both products, and H = act(G) * U in torch, as a Hugging Face model computes it."""
+    act, outs = ACTIVATIONS[activation], [torch.empty_like(out) for out in gate.outs]
+    calls: list[Callable[[], object]] = [
+        partial(_between, first, second, act, g, u, h)
+        for first, second, g, u, h in zip(
+            gate.calls, up.calls, gate.outs, up.outs, outs, strict=True
+        )
+    ]
+    candidates = [*gate.candidates, *up.candidates]
+    return Part(calls, outs, {**gate.choice, **up.choice}, candidates, gate.code)
+
+
+def _between(
+    gate: Callable[[], object],
+    up: Callable[[], object],
+    act: Callable[[Tensor], Tensor],
+    g: Tensor,
+    u: Tensor,
+    h: Tensor,
+) -> None:
+    gate()
+    up()
+    torch.mul(act(g), u, out=h)
+
+
+def _product(
+    operands: Operands,
+    select: Select,
+    name: str,
+    w: Format,
+    inputs: Sequence[Tensor],
+    activation: str | None = None,
+) -> Part:
+    """Bind the plan that a layer chooses to the inputs of every layer, with copies of W."""
+    x, pinned = inputs[0], (operands.pinned or {}).get(name)
+    if isinstance(w, Spense):
+        operator, tiles = _spense_op.operator_of_layer(w, activation), (w.sparse, w.dense)
+        selected = operator.select(bucket(len(x)), lambda p: partial(p.run, x, *tiles), pinned)
+    elif isinstance(w, Bsr | Bitmap) and (chosen := select(w, x, pinned)) is not None:
+        selected = chosen
+    else:
+        expected = "expected weights in blocks, in 2:4 or as a bitmap"
+        raise Unsupported(f"{expected}, found {type(w).__name__}")
+    bound = [_bound(selected, x, w), *(_bound(selected, other, copied(w)) for other in inputs[1:])]
+    choice = {name: selected.row}
+    lines = [{"of": name, **line} for line in selected.lines]
+    return Part(bound, [each.out for each in bound], choice, lines, selected.product.code)
+
+
+class _DenseCall(NamedTuple):
+    """torch's product with a dense copy of a bitmap, in the same output."""
+
+    x: Tensor
+    dense: Tensor
+    out: Tensor
+
+    def __call__(self) -> Tensor:
+        return torch.mm(self.x, self.dense.T, out=self.out)
+
+
+def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
+    """Return a plan on these operands, with an output of its own."""
+    product, choice = selected.product, selected.choice
+    if isinstance(product, spense_wgmma.Product):
+        assert isinstance(w, Spense)
+        return spense_wgmma.bind(product.plan, x, w)
+    if isinstance(w, Bitmap):
+        if choice["kernel"] == "dense":
+            return _DenseCall(x, w.to_dense(), x.new_empty(len(x), w.shape[0]))
+        return bitmap_mma.launch(x, w, configured(bitmap_mma, choice))
+    assert isinstance(w, Bsr)
+    if isinstance(product, Linear):
+        return _launch.bind(product.plan, x, w.values)
+    return bsr_triton.launch(x, w, configured(bsr_triton, choice))

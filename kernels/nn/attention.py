@@ -1,0 +1,100 @@
+"""Block-sparse attention as a function of tensors, and as a layer.
+
+    o = sparsebench.attention(q, k, v, mask)
+
+The mask says which blocks of keys each block of queries sees (formats/block_mask.py). The first
+call with a mask and sizes plans its kernels, and may time some (_attention_plans.py); the plans
+stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can be compiled and captured.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels.nn._attention_op import attend, require_operands
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, scale: float | None = None
+) -> Tensor:
+    """Return softmax(scale Q K.T) V over the elements that a mask allows, shaped like q.
+
+    q      [batch, S_q, H, D], or [S_q, H, D] for one sequence; fp16, bf16 or fp32
+    k, v   [batch, S_kv, H_kv, D], or [S_kv, H_kv, D]; H is a multiple of H_kv
+    mask   for the same sequences and tokens; H is a multiple of its lists
+    scale  factor of the scores, above 0; by default D ** -0.5
+
+    A query without an allowed key gets 0. What a block holds that no query selects, even NaN,
+    reaches no result. Raises Unsupported.
+    """
+    o, _ = attention_and_lse(q, k, v, mask, scale=scale)
+    return o
+
+
+def attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `attention`, and the natural logarithm of each row's sum, fp32 [batch, H, S_q].
+
+    Rows without an allowed key have -inf. The second result has no gradient; [H, S_q] for one
+    sequence. Raises Unsupported.
+    """
+    if not isinstance(mask, BlockMask):
+        raise Unsupported(f"attention: expected a BlockMask, found {type(mask).__name__}")
+    single = q.dim() == 3
+    q, k, v = (x.unsqueeze(0) if x.dim() == 3 else x for x in (q, k, v))
+    require_operands(q, k, v, mask)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if not factor > 0:
+        raise Unsupported(f"attention: expected a scale above 0, found {scale}")
+    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal)]
+    arrays = mask.offsets, mask.columns, mask.bits, mask.slots
+    o, lse = attend(q, k, v, *arrays, sizes, factor)
+    lse = lse.view(q.shape[0], q.shape[2], q.shape[1])
+    return (o[0], lse[0]) if single else (o, lse)
+
+
+class BlockSparseAttention(nn.Module):
+    """Multi-head self-attention whose mask is an argument of each call.
+
+    features  of the input and the output
+    heads     query heads, each of features / heads
+    kv_heads  key heads, by default as many
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the projections. Raises Unsupported if heads do not divide the features."""
+        super().__init__()
+        kv_heads = kv_heads or heads
+        if features % heads or heads % kv_heads:
+            expected = "features a multiple of heads, and heads of kv_heads"
+            found = f"{features}, {heads} and {kv_heads}"
+            raise Unsupported(f"BlockSparseAttention: expected {expected}, found {found}")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, features // heads
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        self.q = nn.Linear(features, features, **made)
+        self.k = nn.Linear(features, kv_heads * self.head_dim, **made)
+        self.v = nn.Linear(features, kv_heads * self.head_dim, **made)
+        self.out = nn.Linear(features, features, **made)
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        """Return the attention of x [..., tokens, features], shaped like x. Raises Unsupported."""
+        q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v))
+        projected: Tensor = self.out(attention(q, k, v, mask).flatten(-2))
+        return projected
+
+    def extra_repr(self) -> str:
+        """Return the heads."""
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"

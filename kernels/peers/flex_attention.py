@@ -1,0 +1,264 @@
+"""FlexAttention of PyTorch, compiled, with the lists of the mask.
+
+    exact    BLOCK_SIZE is the mask's block, and tiles divide it: BLOCK_M, BLOCK_N
+    coarser  blocks below 128, or whose sides tl.dot does not take, lie in blocks of 128: the lists
+             are a superset, and a mask_mod looks up each element's cell
+
+`prepare` builds the lists and compiles, which takes seconds; neither is timed. Both ways are
+candidates where both are possible.
+
+The gradients are those that autograd makes of the compiled forward pass. Its saved O and LSE are
+replaced by the given ones through hooks on saved tensors, so a launch runs the backward pass alone.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import e, log2
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._block_mask_converters import padded_lists
+from sparsebench.formats._format import rows_of
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers._attention import by_head, mask_of
+from sparsebench.results.record import Problem
+
+COARSE = 128  # the side of FlexAttention's blocks by default
+SMALLEST = 16  # the smallest tile of tl.dot
+Options = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Lists of blocks as FlexAttention takes them, for every head.
+
+    partial, full  numbers int32 [batch, H, q_blocks], and columns int32 [..., kv_blocks]
+    block          queries and keys of a block
+    mask_mod       the elements of partial blocks, or None if there are none
+    """
+
+    partial: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
+    block: tuple[int, int]
+    mask_mod: Callable[..., Tensor] | None
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why FlexAttention cannot run the problem, or None."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0 or newer"
+    d = problem["head_dim"]
+    if d & (d - 1) or d < SMALLEST:
+        return f"head_dim: expected a power of two from {SMALLEST}, found {d}"
+    return None
+
+
+def exact_lists(mask: BlockMask, heads: int) -> Lists:
+    """Return the blocks of the mask as they are."""
+    partial, full = (_listed(mask, heads, partial=which) for which in (True, False))
+    # A single block of queries may be declared longer: decoding takes tiles of 16 queries.
+    b_q = max(mask.block[0], COARSE) if mask.q_blocks == 1 else mask.block[0]
+    some = bool(mask.partial.any())
+    rule = mask_mod_of(mask, heads) if some else None
+    return Lists(partial, full, (b_q, mask.block[1]), rule)
+
+
+def coarser_lists(mask: BlockMask, heads: int) -> Lists:
+    """Return blocks of multiples of the mask's, about 128 long; each of them is partial."""
+    wide = tuple(side * max(1, COARSE // side) for side in mask.block)
+    q, kv = (-(-size // side) for size, side in zip(mask.tokens, wide, strict=True))
+    ratio = [outer // inner for outer, inner in zip(wide, mask.block, strict=True)]
+    rows = rows_of(mask.offsets)
+    lists, row = rows // mask.q_blocks, rows % mask.q_blocks
+    at = lists * q + row // ratio[0]
+    cells = torch.zeros(mask.batch * mask.lists * q, kv, dtype=torch.bool, device=rows.device)
+    cells[at, mask.indices // ratio[1]] = True
+    counts = cells.sum(1, dtype=torch.int32)
+    columns = (~cells).to(torch.int8).argsort(dim=1, stable=True).to(torch.int32)
+    some = (
+        _by_head(counts.view(mask.batch, mask.lists, q), heads),
+        _by_head(columns.view(mask.batch, mask.lists, q, kv), heads),
+    )
+    none = torch.zeros_like(some[0]), torch.zeros_like(some[1])
+    return Lists(some, none, (wide[0], wide[1]), mask_mod_of(mask, heads))
+
+
+def _listed(mask: BlockMask, heads: int, *, partial: bool) -> tuple[Tensor, Tensor]:
+    """Return numbers of blocks, and columns padded to all key blocks: torch transposes them."""
+    counts, columns = padded_lists(mask, heads, partial=partial)
+    return counts, pad(columns, (0, mask.kv_blocks - columns.shape[-1]))
+
+
+def _by_head(lists: Tensor, heads: int) -> Tensor:
+    return lists.repeat_interleave(heads // lists.shape[1], 1).contiguous()
+
+
+def mask_mod_of(mask: BlockMask, heads: int) -> Callable[..., Tensor]:
+    """Return which elements are allowed, as a function of sequence, head, query and key."""
+    (s_q, s_kv), (b_q, b_k), share = mask.tokens, mask.block, heads // mask.lists
+    rows = rows_of(mask.offsets)
+    absent, full = -2, -1
+    partial = mask.partial.cumsum(0) - 1 if mask.slots is None else mask.slots
+    kinds = torch.full(mask.shape, absent, dtype=torch.int32, device=rows.device)
+    kinds[rows, mask.indices] = torch.where(mask.partial, partial, full).to(torch.int32)
+    lists, q_blocks, causal, bits = mask.lists, mask.q_blocks, mask.causal, mask.bits
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        kind = kinds[(b * lists + h // share) * q_blocks + q // b_q, k // b_k]
+        allowed = kind != absent
+        if causal:
+            allowed = allowed & ((kind == full) | (k <= q + (s_kv - s_q)))
+        if bits is not None:
+            byte = bits[kind.clamp(min=0), q % b_q, k % b_k // 8].to(torch.int32)
+            allowed = allowed & ((kind == full) | (((byte >> (k % b_k % 8)) & 1) == 1))
+        return allowed
+
+    return mask_mod
+
+
+def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
+    """Return what is timed: a name for the row, lists, and options of the forward kernel."""
+    b_q, b_k = mask.block
+    ways: list[tuple[dict[str, Any], Lists, Options]] = []
+    tiles = all(side >= SMALLEST and side & (side - 1) == 0 for side in (b_q, b_k))
+    if tiles or (mask.q_blocks == 1 and b_k >= SMALLEST and b_k & (b_k - 1) == 0):
+        lists = exact_lists(mask, heads)
+        m, n = min(128, b_q), min(128, b_k)
+        tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
+        options: list[Options] = [tile]
+        if m == n == 128:
+            options = [{}, {**tile, "num_warps": 8, "num_stages": 3}]
+        elif mask.q_blocks == 1:
+            options = [{}]
+        ways += [({"lists": "exact", **option}, lists, option) for option in options]
+    if min(b_q, b_k) < COARSE and mask.q_blocks > 1:
+        ways.append(({"lists": "coarser"}, coarser_lists(mask, heads), {}))
+    return ways
+
+
+def backward_options(block: tuple[int, int]) -> Options:
+    """Return tiles of the backward kernels that divide the blocks; none if the default does."""
+    m, n = (min(64, side) for side in block)
+    if min(block) >= COARSE:
+        return {}
+    return {"bwd_BLOCK_M1": m, "bwd_BLOCK_N1": n, "bwd_BLOCK_M2": m, "bwd_BLOCK_N2": n}
+
+
+def prepare(operands: Operands) -> Launch:
+    """Convert the lists and compile; time the ways that run. Raises Unsupported."""
+    mask, problem = mask_of(operands), operands.problem
+    q, k, v = by_head(operands, "q", "k", "v")
+    tokens = problem["batch"] * problem["m"]
+    ways = candidates(mask, problem["heads"])
+    runs = []
+    for _, lists, options in ways:
+        call = _compiled(operands, lists, options)
+
+        def run(call: Callable[..., Any] = call) -> Tensor:
+            o: Tensor = call(q, k, v)
+            return o.transpose(1, 2).reshape(tokens, -1)
+
+        runs.append(run)
+    return _fastest(runs, [name for name, _, _ in ways], operands)
+
+
+def prepare_backward(operands: Operands) -> Launch:
+    """Compile both passes, and run the backward pass alone. Raises Unsupported."""
+    mask, problem = mask_of(operands), operands.problem
+    # .data has a version counter of its own: the harness redraws the activations in place.
+    q, k, v = (x.detach().data.requires_grad_() for x in by_head(operands, "q", "k", "v"))
+    given, do = by_head(operands, "o", "do")
+    lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
+    base2 = torch.empty_like(lse)  # as the forward kernel saves it
+    ways = candidates(mask, problem["heads"])
+    runs = []
+    for _, lists, options in ways:
+        call = _compiled(operands, lists, options | backward_options(lists.block))
+
+        def run(call: Callable[..., Any] = call, made: list[Tensor] = []) -> Tensor:  # noqa: B006
+            if not made:
+                made.append(_forward(call, (q, k, v), given, base2))
+            torch.mul(lse, log2(e), out=base2)
+            parts = torch.autograd.grad(made[0], (q, k, v), do, retain_graph=True)
+            rows = [x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts]
+            return torch.cat(rows)
+
+        runs.append(run)
+    return _fastest(runs, [name for name, _, _ in ways], operands)
+
+
+def _forward(
+    call: Callable[..., Tensor], inputs: tuple[Tensor, ...], o: Tensor, lse: Tensor
+) -> Tensor:
+    """Run the forward pass, whose saved O and LSE are replaced by these."""
+    places = {x.data_ptr() for x in inputs}
+
+    def replaced(saved: Tensor) -> Tensor:
+        if saved.shape == o.shape and saved.data_ptr() not in places and saved.dtype == o.dtype:
+            return o
+        if saved.shape == lse.shape and saved.dtype == torch.float32:
+            return lse
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(replaced, lambda saved: saved):
+        return call(*inputs)
+
+
+def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..., Any]:
+    """Return FlexAttention compiled for these lists."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+    from torch.nn.attention.flex_attention import flex_attention
+
+    problem, mask = operands.problem, mask_of(operands)
+    block_mask = FlexMask.from_kv_blocks(
+        *lists.partial,
+        *lists.full,
+        BLOCK_SIZE=lists.block,
+        mask_mod=lists.mask_mod,
+        seq_lengths=mask.tokens,
+    )
+    grouped = problem["heads"] != problem["kv_heads"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(
+            q,
+            k,
+            v,
+            block_mask=block_mask,
+            scale=problem["scale"],
+            enable_gqa=grouped,
+            kernel_options=options or None,
+        )
+
+    # The compiler counts how often it compiles a code object and gives up at eight, and then
+    # FlexAttention computes every element, so each way gets a copy.
+    code = FunctionType(attend.__code__.replace(), globals(), closure=attend.__closure__)
+    return torch.compile(code, dynamic=False, fullgraph=True)
+
+
+def _fastest(
+    runs: list[Callable[[], Tensor]], names: list[Mapping[str, Any]], operands: Operands
+) -> Launch:
+    """Return the fastest launch, or the pinned one."""
+    if not runs:
+        raise Unsupported(f"no tile divides blocks of {list(mask_of(operands).block)}")
+    if pinned := operands.pinned:
+        return Launch(runs[[dict(name) for name in names].index(dict(pinned))], pinned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from the compiler's code
+        result = search(runs, operands.device)
+        if len(runs) == 1:
+            runs[0]()  # compiles
+    return Launch(runs[result.best], names[result.best], candidates=result.lines(names))
+
+
+KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)
+BACKWARD = Kernel("attention_backward", "block_mask", "cuda", prepare_backward, unsupported)

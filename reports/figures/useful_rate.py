@@ -1,0 +1,53 @@
+"""Rate per useful FLOP of attention, as a fraction of the dense baseline's, against the sparsity.
+
+    100 % x speedup x (FLOPs of allowed elements / FLOPs of all elements)
+
+100 % means that the time is proportional to the elements that the mask allows. The rest is lost to
+short lists, partial blocks, and loads that dense attention shares over more queries.
+"""
+
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._chart import Chart
+from sparsebench.reports.figures._figure import FIELDS, NOTHING, Frames, each_measure, panels
+from sparsebench.reports.figures._html import download, note
+from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, legend, sweep
+
+TITLE = "Fraction of the dense rate"
+ORDER = 25
+
+RATE = Quantity("rate", "rate_low", "rate_high", "dense rate per useful FLOP, %", 100, best="most")
+
+
+def draw(frames: Frames) -> Markup:
+    """Draw one panel per shape and block; NOTHING for other ops than attention."""
+    raced = frames.raced
+    chosen = raced.op.str.startswith("attention") & raced.speedup.notna() & (raced.side != "dense")
+    return each_measure(raced[chosen], lambda cases: _draw(frames, cases))
+
+
+def _draw(frames: Frames, cases: pd.DataFrame) -> Markup:
+    drawn = cases[cases.label.isin(frames.series) & cases.level.notna()]
+    if drawn.empty:
+        return NOTHING
+    useful = 100 * drawn.tflops / drawn.dense_tflops
+    drawn = drawn.assign(
+        rate=useful * drawn.speedup,
+        rate_low=useful * drawn.speedup_low,
+        rate_high=useful * drawn.speedup_high,
+    )
+    axis = sweep(drawn, "level")
+    same, groups = panels(drawn, "level")
+
+    def dress(chart: Chart, group: pd.DataFrame) -> Markup:
+        return NOTHING
+
+    words = f"{same}. FLOPs per second of the elements that the mask allows, as a percentage of "
+    words += f"those of the dense baseline.{left_out(groups, axis.name)}"
+    return (
+        note(words)
+        + legend(frames.series_of(drawn), "dense baseline", roles=True)
+        + draw_panels(frames, groups, axis, RATE, dress)
+        + download("useful_rate", drawn[[*FIELDS, "rate", "rate_low", "rate_high"]])
+    )

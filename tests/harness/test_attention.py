@@ -1,0 +1,233 @@
+"""The ops of attention: their definitions, their work, and contests with masks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.errors import SuiteError
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.contest_state import ContestOptions, bound
+from sparsebench.harness.bench.operands import operands, rewrite, without_mask
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.inputs.bits import digest
+from sparsebench.harness.ops import _block_attention
+from sparsebench.harness.plan.suite import expand
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.results.record import Contender, Problem, Row, Status
+
+CPU = torch.device("cpu")
+FIELDS: dict[str, Any] = {
+    "m": 40, "context": 56, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16,
+    "block": [8, 8], "dtype": "fp32", "pattern": "top_k_blocks", "sparsity": 0.3,
+}  # fmt: skip
+CASES: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "context": 24},  # the first 16 queries see nothing
+    {"lists": "one", "kv_heads": 1, "scale": 0.3},
+    {"lists": "kv_heads", "kv_heads": 4, "m": 1, "causal": True},
+    {"pattern": "dense", "sparsity": 0.0, "context": None, "block": 64, "causal": True},
+]
+
+
+def problem(op: str = "attention", **fields: Any) -> Problem:
+    loaded = load_op(op)
+    return Problem(op, {**loaded.defaults, **FIELDS, **fields}, defaults=loaded.defaults)
+
+
+def by_head(x: Tensor, problem: Problem, heads: int) -> Tensor:
+    """Return [batch, heads, tokens, head_dim], with KV heads repeated for their groups."""
+    split = x.view(problem["batch"], -1, heads, problem["head_dim"]).transpose(1, 2)
+    return split.repeat_interleave(problem["heads"] // heads, 1)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, p: Problem, allowed: Tensor) -> Tensor:
+    """Return O by torch, with 0 where a query sees nothing."""
+    q, k, v = (by_head(x, p, p["heads" if x is q else "kv_heads"]) for x in (q, k, v))
+    scale = p["scale"] or p["head_dim"] ** -0.5
+    scores = (q @ k.mT * scale).masked_fill(~allowed, -1e300)
+    weights = scores.softmax(-1) * allowed.any(-1, True)
+    o: Tensor = weights @ v
+    return o.transpose(1, 2).reshape(p["batch"] * p["m"], -1)
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_the_definition_is_attention_over_the_allowed_elements(fields: dict[str, Any]) -> None:
+    p, op = problem(**fields), load_op("attention")
+    drawn = operands(p, op, CPU, None)
+    mask = BlockMask.from_dense(drawn.weights["mask"], **op.format_params(p.fields))
+    allowed = mask.expand(p["heads"])
+    q, k, v = (drawn.activations[name].double() for name in "qkv")
+    o = bound(op.definition, p)(drawn.weights["mask"].double(), q, k, v)
+    assert torch.allclose(o, plain(q, k, v, p, allowed), atol=1e-12)
+    assert drawn.nnz["mask"] == int(allowed.sum())
+    groups = allowed.unflatten(1, (p["kv_heads"], -1))
+    assert drawn.nnz["keys"] == int(groups.any(2).any(2).sum())
+    assert op.flops(p, drawn.nnz) == 4 * p["head_dim"] * int(allowed.sum())
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_the_gradients_are_those_of_autograd(fields: dict[str, Any]) -> None:
+    p, op = problem("attention_backward", **fields), load_op("attention_backward")
+    drawn = operands(p, op, CPU, None)
+    mask = BlockMask.from_dense(drawn.weights["mask"], **op.format_params(p.fields))
+    every = {name: x.double() for name, x in drawn.activations.items()}
+    q, k, v = (every[name].clone().requires_grad_() for name in "qkv")
+    o = plain(q, k, v, p, mask.expand(p["heads"]))
+    assert torch.allclose(every["o"], o.detach(), atol=1e-5)
+    gradients = torch.autograd.grad(o, (q, k, v), every["do"])
+    result = bound(op.definition, p)(drawn.weights["mask"].double(), **every)
+    right = torch.cat([g.reshape(-1, p["head_dim"]) for g in gradients])
+    assert torch.allclose(result, right, atol=1e-4)
+    assert sum(op.parts(p)) == len(result)
+    empty = every["lse"] == -torch.inf
+    assert torch.equal(empty, ~mask.expand(p["heads"]).any(-1).view(empty.shape))
+
+
+def test_work_is_counted_by_elements_and_dense_work_without_the_mask() -> None:
+    p, op = problem(causal=True), load_op("attention")
+    cells = torch.ones(2 * 4 * 5, 7)
+    assert op.nonzeros(p, {"mask": cells}) == op.elements(p)
+    seen = sum(min(q + 1 + 16, 56) for q in range(40))
+    assert op.elements(p) == {"mask": 8 * seen, "keys": 2 * 2 * 56}
+    backward = problem("attention_backward", causal=True)
+    whole = op.elements(p)
+    assert load_op("attention_backward").flops(backward, whole) == 2.5 * op.flops(p, whole)
+
+
+def test_keys_that_no_query_selects_need_no_bytes() -> None:
+    p, op = problem(lists="kv_heads"), load_op("attention")
+    cells = torch.zeros(2 * 2 * 5, 7)
+    cells[:, 3] = 1
+    nnz = op.nonzeros(p, {"mask": cells})
+    assert nnz == {"mask": 8 * 40 * 8, "keys": 2 * 2 * 8}
+    assert op.fewest_bytes(p, nnz, 4) == 4 * 16 * (2 * 2 * 40 * 4 + 2 * 2 * 2 * 8)
+
+
+def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, op = problem(causal=True), load_op("attention")
+    drawn = operands(p, op, CPU, None)
+    every = {**drawn.weights, **drawn.activations}
+    whole = bound(op.definition, p)(**every)
+    monkeypatch.setitem(_block_attention.ELEMENTS, "cpu", 1)
+    assert torch.allclose(bound(op.definition, p)(**every), whole, atol=1e-6)
+
+
+def test_what_no_query_selects_reaches_no_output() -> None:
+    p, op = problem(lists="one", batch=1, pattern="dense", sparsity=0.0), load_op("attention")
+    drawn = operands(p, op, CPU, None)
+    mask = drawn.weights["mask"]
+    mask[:, 2] = 0
+    clean = bound(op.definition, p)(**drawn.weights, **drawn.activations)
+    drawn.activations["k"][16:24] = float("nan")
+    assert torch.equal(bound(op.definition, p)(**drawn.weights, **drawn.activations), clean)
+
+
+def test_derived_operands_follow_each_draw_and_leave_the_digest() -> None:
+    p, op = problem("attention_backward", causal=True), load_op("attention_backward")
+    drawn = operands(p, op, CPU, None)
+    first = {name: x.clone() for name, x in drawn.activations.items()}
+    assert drawn.digest == digest({**drawn.weights, **{n: first[n] for n in ("q", "k", "v", "do")}})
+    rewrite(p, op, CPU, None, drawn, 7)
+    assert not torch.equal(drawn.activations["o"], first["o"])
+    rewrite(p, op, CPU, None, drawn, 0)
+    assert all(torch.equal(drawn.activations[name], x) for name, x in first.items())
+
+
+def run(p: Problem, *contenders: Contender) -> list[Row]:
+    rows, _ = contest.run(p, list(contenders), CPU, None)
+    return rows
+
+
+DENSE = Contender("dense", "torch_dense", baseline=True)
+MASKED = Contender("block_mask", "sdpa_masked")
+REFERENCE = Contender("block_mask", "reference")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_contest_judges_dense_attention_without_the_mask(dtype: str) -> None:
+    p = problem(dtype=dtype, causal=True, context=48)
+    dense, masked, reference = run(p, DENSE, MASKED, REFERENCE)
+    assert [row.status for row in (dense, masked, reference)] == [Status.OK] * 3
+    assert masked.sparsity == pytest.approx(0.3, abs=0.1)
+    assert masked.flops is not None
+    assert masked.dense_flops is not None
+    assert masked.flops < masked.dense_flops
+    assert masked.stored_bytes is not None
+    assert masked.stored_bytes < 4 * 8 * (5 * 7 + 5)
+
+
+def test_a_backward_contest_judges_three_gradients() -> None:
+    dense, sparse = run(problem("attention_backward", causal=True, dtype="bf16"), DENSE, REFERENCE)
+    assert (dense.status, sparse.status) == (Status.OK, Status.OK)
+
+
+def _ignores_the_mask(operands: Operands) -> Launch:
+    ones = torch.ones_like(operands.weights["mask"].to_dense())
+    return Launch(lambda: operands.definition(ones, **operands.activations))
+
+
+SILENT = Kernel("attention", "block_mask", "cpu", _ignores_the_mask)
+
+
+def test_a_contender_that_silently_computes_dense_attention_is_wrong() -> None:
+    _, row = run(problem(), DENSE, Contender("block_mask", f"{__name__}:SILENT"))
+    assert row.status is Status.WRONG
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_backward"])
+def test_a_chain_of_layers_has_a_mask_each(op: str) -> None:
+    options = ContestOptions(measures=(("kernel", "cold"), ("chain", "cold")))
+    rows, _ = contest.run(problem(op), [REFERENCE], CPU, None, options)
+    assert {row.status for row in rows} <= {Status.OK, Status.UNSUPPORTED}
+
+
+def test_a_dense_contender_gets_a_mask_of_ones() -> None:
+    weights = {"mask": torch.zeros(3, 4)}
+    assert bool(without_mask(load_op("attention"), weights)["mask"].all())
+    assert without_mask(load_op("linear"), weights) == weights
+
+
+REFUSED = [
+    ({"kv_heads": 3}, "kv_heads"),
+    ({"video": [[2, 4, 4]]}, "video"),
+    ({"causal": True, "pattern": "banded"}, "causal"),
+    ({"lists": "head"}, "lists"),
+    ({"sparsity": 0.99}, "nearest level"),
+    ({"dtype": "fp8"}, "dtype"),
+    ({"n": 4}, "n"),
+]
+
+
+@pytest.mark.parametrize(("fields", "token"), REFUSED, ids=str)
+def test_a_problem_that_cannot_be_is_refused(fields: dict[str, Any], token: str) -> None:
+    sweep = {**FIELDS, "block": [FIELDS["block"]], **fields}
+    text = f"""
+schema: sparsebench/suite@1
+title: t
+problems: [{{op: attention, {", ".join(f"{k}: {str(v).lower()}" for k, v in sweep.items())}}}]
+contenders: [{{format: block_mask, kernel: sdpa_masked}}]
+"""
+    with pytest.raises(SuiteError, match=token):
+        expand("t", text)
+
+
+def test_a_suite_gives_a_mask_no_parameters() -> None:
+    text = """
+schema: sparsebench/suite@1
+title: t
+problems: [{op: attention, m: 64, heads: 2, kv_heads: 2, head_dim: 16, dtype: fp32, block: 16}]
+contenders: [{format: block_mask, kernel: sdpa_masked, params: {block: 16}}]
+"""
+    with pytest.raises(SuiteError, match="block: unknown key"):
+        expand("t", text)
+
+
+def test_a_mask_that_is_too_large_to_expand_is_unsupported() -> None:
+    p = problem(m=2**15, context=None, heads=32, dtype="bf16", sparsity=0.9)
+    row = run(p, replace(MASKED, baseline=True))[0]
+    assert row.status is Status.UNSUPPORTED

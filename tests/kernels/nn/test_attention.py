@@ -1,0 +1,120 @@
+"""sparsebench.attention: values and gradients, compiled and not, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsebench
+from sparsebench.errors import Unsupported
+from sparsebench.kernels.nn.attention import BlockSparseAttention, attention_and_lse
+from tests.kernels.attention.cases import random_mask, reference
+
+D = 8
+TOKENS = 40, 56
+
+
+def drawn(batch: int = 2, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
+    torch.manual_seed(0)
+    sizes = ((TOKENS[0], heads), (TOKENS[1], kv_heads), (TOKENS[1], kv_heads))
+    return [torch.randn(batch, *size, D, requires_grad=True) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lists": 4}, {"lists": 2, "causal": True}, {"bits": True}],
+    ids=["per head", "causal", "bits"],
+)
+def test_values_and_gradients_are_those_of_the_definition(options: dict) -> None:
+    mask, operands = random_mask(TOKENS, 16, batch=2, **options), drawn()
+    wanted, lse = reference(*operands, mask)
+    do = torch.randn_like(wanted)
+    expected = torch.autograd.grad(wanted, operands, do)
+    o, log_sums = attention_and_lse(*operands, mask)
+    torch.testing.assert_close(o, wanted)
+    torch.testing.assert_close(log_sums, lse)
+    for got, gradient in zip(torch.autograd.grad(o, operands, do), expected, strict=True):
+        torch.testing.assert_close(got, gradient)
+
+
+def test_one_sequence_needs_no_batch() -> None:
+    mask, operands = random_mask(TOKENS, 16), drawn(batch=1)
+    o = sparsebench.attention(*(x[0] for x in operands), mask)
+    torch.testing.assert_close(o, reference(*operands, mask)[0][0])
+
+
+def test_a_compiled_call_has_the_same_gradients() -> None:
+    mask, operands = random_mask(TOKENS, 16, batch=2), drawn()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparsebench.attention(q, k, v, mask).square().sum()
+
+    expected = torch.autograd.grad(loss(*operands), operands)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for got, gradient in zip(
+        torch.autograd.grad(compiled(*operands), operands), expected, strict=True
+    ):
+        torch.testing.assert_close(got, gradient)
+
+
+def test_the_operator_keeps_torchs_contract() -> None:
+    mask, (q, k, v) = random_mask(TOKENS, 16, batch=2), drawn()
+    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal)]
+    operator = torch.ops.sparsebench.block_sparse_attention.default
+    arguments = q, k, v, mask.offsets, mask.columns, mask.bits, mask.slots, sizes, 0.3
+    torch.library.opcheck(operator, arguments)
+
+
+def test_a_nan_that_no_query_selects_reaches_no_result() -> None:
+    operands = drawn(batch=1, heads=1, kv_heads=1)
+    cells = torch.ones(3, 4)
+    cells[:, 2] = 0
+    mask = type(random_mask(TOKENS, 16)).from_dense(cells, block=16, tokens=[*TOKENS])
+    with torch.no_grad():
+        operands[1][:, 32:48] = operands[2][:, 32:48] = torch.nan
+    o = sparsebench.attention(*operands, mask)
+    gradients = torch.autograd.grad(o.sum(), operands)
+    assert not any(x.isnan().any() for x in (o, *gradients))
+    assert not gradients[1][:, 32:48].any()
+
+
+def test_plans_stay_with_the_mask_until_it_is_written() -> None:
+    mask, operands = random_mask(TOKENS, 16, batch=2), drawn()
+    first = sparsebench.attention(*operands, mask)
+    assert torch.equal(first, sparsebench.attention(*operands, mask))
+    mask.columns[0] = 3 - mask.columns[0] if int(mask.offsets[1]) == 1 else mask.columns[0]
+    changed = sparsebench.attention(*operands, mask)
+    torch.testing.assert_close(changed, reference(*operands, mask)[0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "token"),
+    [
+        (lambda q, k, v, mask: (q[:, 1:], k, v, mask), "queries"),
+        (lambda q, k, v, mask: (q, k, v[:, 1:], mask), "alike"),
+        (lambda q, k, v, mask: (q[:, :, :3], k, v, mask), "multiple"),
+        (lambda q, k, v, mask: (q.double(), k.double(), v.double(), mask), "fp16"),
+        (lambda q, k, v, mask: (q, k.half(), v, mask), "float16"),
+        (lambda q, k, v, mask: (q, k, v, replace(mask, lists=3)), "lists"),
+        (lambda q, k, v, mask: (q, k, v, mask.to_dense()), "BlockMask"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused_in_one_line(spoil, token: str) -> None:
+    mask = random_mask(TOKENS, 16, batch=2)
+    with pytest.raises(Unsupported, match=token) as refused:
+        sparsebench.attention(*spoil(*drawn(), mask))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_scale_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(Unsupported, match="scale"):
+        sparsebench.attention(*drawn(), random_mask(TOKENS, 16, batch=2), scale=0)
+
+
+def test_a_layer_attends_between_its_projections() -> None:
+    layer = BlockSparseAttention(32, 4, 2)
+    mask, x = random_mask((40, 40), 16, batch=2), torch.randn(2, 40, 32)
+    q, k, v = (each(x).unflatten(-1, (-1, 8)) for each in (layer.q, layer.k, layer.v))
+    expected = layer.out(reference(q, k, v, mask)[0].flatten(-2))
+    torch.testing.assert_close(layer(x, mask), expected)

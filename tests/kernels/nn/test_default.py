@@ -1,0 +1,90 @@
+"""What users get, as suites measure it: layers on a CPU, and on a GPU also steps of a model."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.nn import default
+from tests.compiling.nvcc import hopper
+from tests.kernels.contract import refusal
+from tests.kernels.layers import assert_right, assert_right_twice, given, problem_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MLP = "wg", "wu", "wd"
+
+
+def packed(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return how each weight is packed; those of few active units stay dense."""
+    if kind == "bsr":
+        return dict.fromkeys(names, partial(Bsr.from_dense, block=32))
+    if kind == "spense":
+        pack = partial(Spense.from_dense, dense_fraction=0.5)
+        return {name: partial(pack, split="columns") if name == "wd" else pack for name in names}
+    return dict.fromkeys(names, Bitmap.from_dense) if kind == "bitmap" else {}
+
+
+def layer(kind: str, device: torch.device, op: str = "ffn", **fields: Any) -> Operands:
+    patterns: dict[str, Any] = {
+        "bsr": {"pattern": "blocks", "block": 32, "sparsity": 0.5, "activation": "silu"},
+        "spense": {"pattern": "spense_hidden", "sparsity": 0.25, "activation": "silu"},
+        "twell": {"activation": "relu", "active": 9.0},
+    }
+    sizes = {"m": 20, "n": 512, "k": 256, "dtype": "fp16"}
+    problem = problem_of(op, **{**sizes, **patterns[kind], **fields})
+    return given(problem, device, packed(kind, MLP if op == "ffn" else MLP[1:]))
+
+
+@pytest.mark.parametrize("kind", ["bsr", "spense", "twell"])
+def test_a_layer_is_right_on_a_cpu(kind: str) -> None:
+    operands = layer(kind, CPU)
+    assert_right(default.prepare(operands), operands)
+
+
+def test_an_mlp_without_a_gate_is_right_on_a_cpu() -> None:
+    operands = layer("bsr", CPU, op="mlp")
+    assert_right(default.prepare(operands), operands)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"op": "mlp"}, "ffn"), ({"activation": "silu"}, "relu")],
+)
+def test_a_layer_that_users_do_not_have_is_refused(fields: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(lambda: default.prepare(layer("twell", CPU, **fields)))
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("bsr", "bf16"), ("spense", "bf16"), ("spense", "fp8"), ("twell", "bf16")],
+)
+@pytest.mark.parametrize("m", [1, 40])
+def test_a_layer_is_right_on_hopper(kind: str, dtype: str, m: int) -> None:
+    operands = layer(kind, CUDA, m=m, dtype=dtype)
+    launch = assert_right_twice(operands, default.prepare)
+    names = {"bsr": {*MLP}, "spense": {"gate_up", "down"}, "twell": {"kernel", "sparse"}}
+    assert {*launch.choice} == names[kind]
+
+
+@hopper
+@pytest.mark.parametrize("kind", ["bsr", "spense", "bitmap"])
+@pytest.mark.parametrize("pruned", ["mlp", "all"])
+@pytest.mark.parametrize("m", [1, 33])
+def test_a_step_of_a_model_is_right_on_hopper(kind: str, pruned: str, m: int) -> None:
+    sizes = {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 1024}
+    rest = {"vocab": 40, "layers": 2, "context": 300, "pruned": pruned, "dtype": "bf16"}
+    pattern = {"pattern": "blocks", "block": 32, "sparsity": 0.5}
+    if kind == "bitmap":
+        pattern = {"pattern": "unstructured", "sparsity": 0.5}
+    if kind == "spense":
+        pattern = {"pattern": "spense_hidden", "sparsity": 0.25}
+    names = MLP if pruned == "mlp" else (*MLP, "wqkv", "wo")
+    formats: dict[str, Any] = packed(kind, names)
+    operands = given(problem_of("decoder", **sizes, **rest, **pattern, m=m), CUDA, formats)
+    assert_right_twice(operands, default.prepare)

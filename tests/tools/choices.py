@@ -1,0 +1,72 @@
+"""Write kernels/tuned/*.choices: what layers and `matmul` chose in published runs.
+
+    python -P tests/tools/choices.py results/published/nvidia-h200/core [RUN ...]
+
+A row of what users get (`kernel: default`) has problem, choice and digest of the machine
+code of each product. A list has one line for each problem: the choice of most processes. Lines of
+other kinds of GPU, and of problems that the runs lack, stay as they are.
+"""
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sparsebench._writing import write_file
+from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common.selection import BESIDE
+from sparsebench.results import store
+from sparsebench.results.record import Status
+
+SEARCHED = "search", "cache"  # a choice that a search made, in this process or an earlier one
+
+
+def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the choice of each product of a row: of a layer there are several."""
+    if "problem" in choice:
+        yield choice
+    for part in choice.values():
+        if isinstance(part, Mapping) and "problem" in part:
+            yield part
+
+
+def line(choice: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the problem of a choice, and its line in a list."""
+    config = {name: value for name, value in choice.items() if name not in BESIDE}
+    code = {"code": choice["code"]} if choice.get("code") else {}
+    written = {"problem": choice["problem"], "kernel": choice["kernel"], "config": config, **code}
+    return json.dumps(choice["problem"], sort_keys=True), json.dumps(written)
+
+
+def write(run: Path, folder: Path) -> tuple[Path, int]:
+    """Merge the choices of a run into the list of its GPU; return the list and their number."""
+    gpu = store.read(run).environment["gpu"]
+    major, minor = map(int, gpu["compute_capability"].split("."))
+    table = folder / tuned_table.file_name((major, minor), gpu["multiprocessors"])
+    file, votes = table.with_suffix(".choices"), defaultdict[str, Counter[str]](Counter)
+    for row in store.rows(run):
+        if row.status is Status.OK and row.case.contender.kernel == "default":
+            for choice in products(row.choice):
+                if choice["by"] in SEARCHED:
+                    problem, text = line(choice)
+                    votes[problem][text] += 1
+    old = file.read_text().splitlines() if file.exists() else []
+    lines = {json.dumps(json.loads(each)["problem"], sort_keys=True): each for each in old}
+    lines |= {problem: counts.most_common(1)[0][0] for problem, counts in votes.items()}
+    write_file(file, "".join(f"{lines[problem]}\n" for problem in sorted(lines)))
+    return file, len(votes)
+
+
+def main() -> None:
+    """Write the package's lists from the runs of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path)
+    for run in parser.parse_args().runs:
+        file, count = write(run, tuned_table.folders()["package"])
+        print(f"{run}: {count} choices into {file.name}")
+
+
+if __name__ == "__main__":
+    main()
