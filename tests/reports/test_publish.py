@@ -53,6 +53,7 @@ def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
     """Return the lines of a contest, dense included: kind, tile, gain."""
     place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
     place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
+    place |= {"on_cards": 1, "limited": 0.0}
     place |= {"pattern": "blocks", "gpu": "GPU", "simulated": False, "wins": False}
     place |= {"case_id": "c", "processes": 8, "day": "2026-11-24", "verdict": True, **same}
     sides = [("dense", "", 1.0), *gains]
@@ -150,7 +151,7 @@ def test_a_confirmed_run_names_the_run_that_confirms_it(tmp_path: Path) -> None:
     assert "Confirmed alone" not in page.read_text()
     done = publish([STEP.with_name("ffn-step-confirmed")], to, Site(), unchecked)
     assert len(done.written) == 2
-    assert '<a href="../../h200/ffn-step-confirmed/index.html">1.598×' in page.read_text()
+    assert '<a href="../../h200/ffn-step-confirmed/index.html">1.6×' in page.read_text()
     confirming = (to / "h200" / "ffn-step-confirmed" / "index.html").read_text()
     assert 'Made from <a href="../../h200/ffn-step/index.html">' in confirming
 
@@ -213,7 +214,7 @@ def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
     cards = [json.loads(f.read_text()) for f in (tmp_path / "site").glob("*/*/summary.json")]
     assert {card["name"] for card in cards} == {"ffn-step"}  # of the other, its suite
     assert "node17" not in (tmp_path / "site" / "index.html").read_text()
-    assert {card["gain"] for card in cards} == {"1.591× at 99.49 % of units off, skew iid"}
+    assert {card["gain"] for card in cards} == {"1.59× at 99.49 % of units off, skew iid"}
     assert all(card["where"].endswith("the faster of slots=88 and slots=176") for card in cards)
 
 
