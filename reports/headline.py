@@ -18,9 +18,17 @@ from sparsebench.results import bundle, store
 from sparsebench.results.analysis import CONTEST, analyse, chose_dense
 from sparsebench.results.contests import in_chain, is_short, usual
 from sparsebench.results.families import ours
-from sparsebench.results.formatting import FORMATS, amount, between, blocks_text, percent, times
+from sparsebench.results.formatting import (
+    FORMATS,
+    amount,
+    between,
+    blocks_text,
+    conditions,
+    percent,
+    times,
+)
 from sparsebench.results.noise import Noise, Reliability
-from sparsebench.results.provenance import device_name, flat
+from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
@@ -64,6 +72,11 @@ class PublishedRun:
     def processes(self) -> int:
         """Return the number of replicates."""
         return int(self.run.state["flags"]["replicates"])
+
+    @property
+    def searched(self) -> bool:
+        """Return whether the run chose its configurations itself."""
+        return choices_of(self.run.state) is not Choices.BUNDLE
 
     @property
     def kind(self) -> str:
@@ -157,6 +170,7 @@ def headline(runs: Mapping[str, PublishedRun], questions: list[Question] = QUEST
     """
     columns = ["question", "format", "op", "n × k", "dtype", "tokens", "sparsity or active units"]
     columns += ["our kernel", "speedup", "baseline", "measured alone", "best peer", "GPU", "run"]
+    columns += ["measured on"]
     return markdown_table(columns, [_answer(question, runs) for question in questions])
 
 
@@ -199,13 +213,15 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         f"`{peer.kernel}` {times(peer.speedup, peer.uncertainty)}",
         run.gpu,
         f"[{run.name}](/{run.home}), {processes}, a {run.kind}",
+        conditions(line.on_cards, line.limited),
     ]
 
 
 def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
     """Return a case's speedup in the run that confirms its own, or "" if there is none.
 
-    The text ends in `unreliable` if the A/A pairs of the confirming run differ too often.
+    The text ends with the conditions. It says `unreliable` if the A/A pairs of the confirming run
+    differ too often, and `inherited configurations` if that run did not search.
     """
     screened = bundle.identity(runs[case.run].run.path)
     for run in runs.values():
@@ -214,8 +230,10 @@ def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
         keys = ["label", *CONTEST]
         same = run.cases[(run.cases[keys] == case[keys]).all(axis=1)]
         if len(same):
-            doubtful = run.noise.reliability[0] is Reliability.UNRELIABLE
-            return _speedup(same.iloc[0]) + (f", {Reliability.UNRELIABLE}" if doubtful else "")
+            line, doubtful = same.iloc[0], run.noise.reliability[0] is Reliability.UNRELIABLE
+            words = [_speedup(line), str(Reliability.UNRELIABLE) if doubtful else ""]
+            words += [] if run.searched else ["inherited configurations"]
+            return ", ".join(filter(None, [*words, conditions(line.on_cards, line.limited)]))
     return ""
 
 

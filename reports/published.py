@@ -2,6 +2,7 @@
 
     results/published/GPU/RUN ─> results/published/README.md   headline, list of runs, digests
                               ─> results/published/advice.json rows of `sparsebench advise`
+                              ─> results/between_cards.json    what cards differ by
                               ─> README.md                     the text between two marks:
 
         <!-- published: figure -->
@@ -28,13 +29,21 @@ from rich.console import Console
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice
+from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import drawn, picture
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
-from sparsebench.results import bundle
+from sparsebench.results import between_cards, bundle, repeats
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.formatting import between, blocks_text, percent, selection, times
+from sparsebench.results.formatting import (
+    between,
+    blocks_text,
+    conditions,
+    percent,
+    selection,
+    times,
+)
 from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
@@ -57,7 +66,8 @@ format, kernel and claim.
 A speedup is a ratio of times that were measured in the same contest, round by round: device time
 with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence interval
 (Hodges-Lehmann) if a run has 6 processes or more, and the range over processes if it has fewer.
-A run of fewer than 6 processes is a look, not a verdict.
+A run of fewer than 6 processes is a look, not a verdict. An interval of a verdict also contains
+what cards of one kind differ by, as far as the cases below show it that two cards measured.
 
 A call below 20 µs is shown inside a chain of eight layers in one CUDA graph if its run measured
 that, with the speedup of an isolated call beside it. Other short calls are marked `isolated`: the
@@ -68,6 +78,10 @@ start of the kernel pulls their speedup towards 1.
 {headline}
 
 {figure}
+
+## How often does a second card agree?
+
+{agreement}
 
 ## Runs
 
@@ -115,6 +129,11 @@ def write(root: Path) -> list[Path]:
     """
     runs = read(root)
     changed = differing(root, runs)
+    if (cards := root / "results" / between_cards.FILE) in changed:
+        write_file(cards, changed[cards])
+        between_cards.packaged.cache_clear()
+        runs = read(root)  # with the new component in every interval
+        changed = {cards: changed[cards], **differing(root, runs)}
     for path, text in changed.items():
         write_file(path, text)
     image = root / PICTURE
@@ -130,6 +149,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     """
     parts: dict[str, Callable[[Runs], str]] = {
         "headline": headline,
+        "agreement": agreement,
         "finding": finding,
         "figure": figure,
         "runs": list_of_runs,
@@ -144,6 +164,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
         (run.run, run.cases, f"{run.run.path.parent.name}/{name}") for name, run in runs.items()
     )
     linked[root / HOME / ADVICE] = advice.text_of(advice.collected(of_runs, root / HOME))
+    linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated(runs))
     return {
         path: text
         for path, text in linked.items()
@@ -177,8 +198,8 @@ def finding(runs: Runs) -> str:
     return (
         f"On one {run.gpu}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
         f"{blocks_text(best.block)} runs **{gain} as fast as dense cuBLAS** with {best.m} tokens "
-        f"in {best['dtype']} (95 % interval over {run.processes} processes; published run "
-        f"[{run.name}](/{run.home}))."
+        f"in {best['dtype']} ({best.interval}; {conditions(best.on_cards, best.limited)}; "
+        f"published run [{run.name}](/{run.home}))."
     )
 
 
@@ -197,10 +218,21 @@ def figure(runs: Runs) -> str:
         f"![Speedup over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
         f"Speedup over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
         f"random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, cold L2 cache. "
-        f"Points are means over {run.processes} processes, bands show the min-max range, and the "
+        f"Points are means over {run.processes} processes, bands show 95 % intervals, and the "
         f"dotted line is 1 / (1 - sparsity). At {percent(LEVEL)} sparsity: {gains} "
         f"([{run.name}](/{run.home}))."
     )
+
+
+def agreement(runs: Runs) -> str:
+    """Return how often a second card agrees, in sentences and a Markdown table."""
+    known = repeated(runs)
+    return f"{' '.join(explained(known))}\n\n{markdown_table(COVERAGE, coverage_lines(known))}"
+
+
+def repeated(runs: Runs) -> pd.DataFrame:
+    """Return the cases that two cards measured (results/repeats.py)."""
+    return repeats.repeats(repeats.measured(run.run, run.cases) for run in runs.values())
 
 
 def terminal(runs: Runs) -> str:

@@ -4,6 +4,7 @@
     findings                 for each op and pattern: the break-even in a sentence, then
         bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the bound
           1.12× faster than torch_bsr tuned=True     linear, m = 64, 90 %, 64 × 64 blocks
+          one card, limited by power or heat for 12 % of the time
     table                    the fastest kernel of each format in each problem
     not measured             every reason, with its kernels
     trust                    noise floor, reliability, marks, state of the machine
@@ -32,6 +33,7 @@ from sparsebench.results.formatting import (
     are,
     between,
     blocks_text,
+    conditions,
     duration,
     kernel,
     percent,
@@ -167,12 +169,13 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     users = others[others.kernel == DEFAULT]
     if len(others):
         following = dict(others.iloc[0])
-        ahead = ratio_over(best["blocks"], following["blocks"])
+        ahead = ratio_over(best["blocks"], following["blocks"])  # only the value is shown
         ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
         lead = f"{times(ratio, LEAST * ratio)} faster than {who(following)}"
     if len(users) and users.index[0] != others.index[0]:
         lead += f"; users get {who(dict(users.iloc[0]))}, {duration(users.iloc[0]['median_us'])}"
-    return [", ".join(words), f"  {lead}; {place}"]
+    measured = conditions(best["on_cards"], best["limited"])
+    return [", ".join(words), f"  {lead}; {place}", *([f"  {measured}"] if measured else [])]
 
 
 def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:

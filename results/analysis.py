@@ -30,11 +30,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sparsebench.results.between_cards import State, cards_of, half_of, state_of
 from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, frame
 from sparsebench.results.noise import Noise, noise
 from sparsebench.results.outcome import Outcome, among_many
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import (
+    FEWEST,
     IntervalKind,
     Ratio,
     more_processes,
@@ -47,8 +50,17 @@ from sparsebench.results.statistics import (
 from sparsebench.results.store import Run
 
 CONTEST = ["problem_id", "scope", "cache"]
-FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high"]
-SUMMARY = ["ran", "processes", *FLOATS, "interval", "interval_kind", "speedups", "blocks"]
+FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high", "between"]
+SUMMARY = [
+    "ran",
+    "processes",
+    "on_cards",
+    *FLOATS,
+    "interval",
+    "interval_kind",
+    "speedups",
+    "blocks",
+]
 OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
 
 
@@ -76,15 +88,20 @@ def analyse(run: Run) -> Analysis:
     """Return the tables of a run. A million samples take about two seconds."""
     rows = frame(run.rows)
     pairs = noise(rows, frame(run.reference))
-    return Analysis(rows, pairs, summary(rows, pairs))
+    inherited = choices_of(run.state) is Choices.BUNDLE
+    return Analysis(rows, pairs, summary(rows, pairs, inherited))
 
 
-def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
+def summary(
+    table: pd.DataFrame, noise: Noise | None = None, inherited: bool = False
+) -> pd.DataFrame:
     """Return one line per case, scope and cache state: medians over processes, and verdicts.
 
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
     speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text
-    t_low         and t_high: Student's 95 % interval, with FEWEST or more processes
+    t_low         and t_high: Student's 95 % interval by the processes alone, if FEWEST or more
+    between       half of the interval between cards, in logs, by which the interval is widened
+    on_cards      the number of cards that the processes ran on; 0 on a CPU and in a simulation
     speedups      the speedup of each process
     processes     the number of processes used: fewer than the run has if the baseline failed in
                   some, or if only some captured the case in a graph
@@ -95,7 +112,8 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
                   asks for; then `level` and `sparsity` are what they have
 
     A case that is not ok in every process has the status and detail of the first process in which
-    it is not, and no numbers. Verdicts need the noise of the run.
+    it is not, and no numbers. Verdicts need the noise of the run. `inherited` says whether the run
+    took its configurations from another one.
     """
     cases: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for line in table.to_dict("records"):
@@ -103,10 +121,12 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
         processes[line["replicate"]] = {str(name): value for name, value in line.items()}
     dropped = "replicate", "attempt", "reference", "aa_log", "blocks_us", *QUARTILES
     names = [name for name in table.columns if name not in dropped]
-    lines = [_case(list(processes.values())) for processes in cases.values()]
+    lines = [_case(list(processes.values()), inherited) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in names}
     summed = pd.DataFrame(lines, columns=[*names, *SUMMARY])
-    return with_verdicts(summed.astype({**types, **dict.fromkeys(FLOATS, "float64")}), noise)
+    return with_verdicts(
+        summed.astype({**types, **dict.fromkeys(FLOATS, "float64"), "on_cards": "Int64"}), noise
+    )
 
 
 def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
@@ -125,13 +145,13 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
     table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
     lines = table[cases.t_low.notna() & compared(cases) & floor.notna()]
     logs = [np.log(speedups) for speedups in lines.speedups]
-    q = q_values([float(p_value(d)) for d in logs])
+    q = q_values([float(p_value(d, half)) for d, half in zip(logs, lines.between, strict=True)])
     outcomes = [
         among_many(*line) for line in zip(lines.speedup_low, lines.speedup_high, q, strict=True)
     ]
     more = [
-        more_processes(d) if verdict is Outcome.NOT_SETTLED else None
-        for d, verdict in zip(logs, outcomes, strict=True)
+        more_processes(d, between=half) if verdict is Outcome.NOT_SETTLED else None
+        for d, half, verdict in zip(logs, lines.between, outcomes, strict=True)
     ]
     table.loc[lines.index, "q"] = q
     table.loc[lines.index, "outcome"] = [str(verdict) for verdict in outcomes]
@@ -169,8 +189,8 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     second = timed[ranks == 1].set_index(CONTEST)[["ran", "blocks"]]
     second = second.reindex(pd.MultiIndex.from_frame(best[CONTEST])).set_axis(best.index)
     leads = [
-        ratio_over(*pair) if isinstance(pair[1], dict) else None
-        for pair in zip(best.blocks, second.blocks, strict=True)
+        ratio_over(ours, theirs, half) if isinstance(theirs, dict) else None
+        for ours, theirs, half in zip(best.blocks, second.blocks, best.between, strict=True)
     ]
     ends = [(lead.value, lead.low, lead.high) if lead else (np.nan,) * 3 for lead in leads]
     table = pd.DataFrame(ends, best.index, ["lead", "low", "high"], dtype="float64")
@@ -233,7 +253,7 @@ def chose_dense(cases: pd.DataFrame) -> pd.Series:
     return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
 
 
-def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
+def _case(processes: list[dict[str, Any]], inherited: bool) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != Status.OK]
     used = bad or _with_common_baseline(_with_common_clock(processes))
     count = len(processes) if bad else len(used)
@@ -253,7 +273,7 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("mark", "marks"):
         marks = {mark for process in used for mark in process[name].split(", ")}
         case[name] = ", ".join(sorted(marks - {""}))
-    return case | _interval(used)
+    return case | _interval(used, state_of(case["limited"], inherited))
 
 
 def _level(case: Mapping[str, Any]) -> float:
@@ -284,12 +304,14 @@ def _with_common_baseline(processes: list[dict[str, Any]]) -> list[dict[str, Any
     return [p for p in paired if p["baseline_label"] == bases[0][0]] or processes
 
 
-def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
+def _interval(used: list[dict[str, Any]], state: State) -> dict[str, Any]:
     """Return the speedup and the times of a case, with their intervals."""
     count, times = len(used), [process["median_us"] for process in used]
     speedups = tuple(process["speedup"] for process in used)
     logs, low_us, high_us = np.log(speedups), min(times), max(times)
-    estimate = ratio([np.array([log]) for log in logs])
+    cards = [str(process["device"]) for process in used]
+    between = half_of(logs, cards, state) if count >= FEWEST else 0.0
+    estimate = ratio([np.array([log]) for log in logs], between)
     low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
     if count == 1:
         low_us, high_us = used[0]["q1_us"], used[0]["q3_us"]
@@ -305,8 +327,10 @@ def _interval(used: list[dict[str, Any]]) -> dict[str, Any]:
         "speedup_high": high,
         "t_low": t_low,
         "t_high": t_high,
+        "between": between,
+        "on_cards": cards_of(cards),
         "speedups": speedups,
-        "interval": estimate.interval_kind.over(count),
+        "interval": estimate.interval_kind.over(count, between > 0),
         "interval_kind": str(estimate.interval_kind),
         "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in used},
     }

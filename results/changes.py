@@ -6,13 +6,11 @@
 Both are differences of means over processes, in logs, which no contest shares. The half of their
 95 % interval is
 
-    h = sqrt( (t s)^2 + (1.96 between)^2 )      s, t: Welch 1947; 6 processes or more on both sides
-    h = tolerance                               fewer processes (comparison.py)
+    h = sqrt( (t s)^2 + between a^2 + between b^2 )    s, t: Welch 1947; 6 processes or more
+    h = tolerance                                      fewer processes (comparison.py)
 
-`between` is the standard deviation between runs that processes of one run cannot show: BETWEEN on
-two cards, INHERITED if a run took its configurations from another one, else 0. In the published
-runs that measured a case again, on another card, 198 of 203 intervals contain 0
-(tests/results/test_changes.py). Faster and slower also need q <= 5 % over all cases.
+`between` is what cards differ by (between_cards.py). It counts if no card ran the case on both
+sides. Faster and slower also need q <= 5 % over all cases.
 
 The baseline is the control: it ran beside the kernel, so if its library and its search are the
 same, a change of its time comes from the card, and a change of the gain from the kernel.
@@ -37,7 +35,7 @@ import scipy
 from sparsebench.errors import ResultError
 from sparsebench.results import store
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.comparison import Comparison, compare, same_code
+from sparsebench.results.comparison import Comparison, compare, half_between, same_code
 from sparsebench.results.families import OURS, family
 from sparsebench.results.outcome import DIFFERENT, Outcome, among_many
 from sparsebench.results.provenance import device_name, flat
@@ -46,8 +44,6 @@ from sparsebench.results.sides import Side, bundles, short_card, short_name, sid
 from sparsebench.results.statistics import FEWEST, q_values, welch
 from sparsebench.results.store import Run
 
-BETWEEN = 0.0075  # sd between cards of one kind, of log times and log gains
-INHERITED = 0.03  # the same if a run reused configurations; both from the published runs on H200s
 NORMAL = 1.96  # 95 % of a normal distribution
 FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "plugins.", "tuned", "switches."
 LIBRARIES = "versions.", "gpu.driver"
@@ -146,27 +142,24 @@ def tested(
     ratio, half = welch(under, over)
     if min(len(under), len(over)) < FEWEST:
         half = float(np.log1p(line["tolerance"]))
-    elif not (line["searched_a"] and line["searched_b"]):
-        half = float(np.hypot(half, NORMAL * INHERITED))
-    elif line["cards_a"] != line["cards_b"]:
-        half = float(np.hypot(half, NORMAL * BETWEEN))
+    else:
+        half = float(np.hypot(half, half_between(line)))
     p = 2 * float(scipy.stats.norm.sf(NORMAL * abs(ratio) / max(half, 1e-9)))
     value, low, high = np.exp([ratio, ratio - half, ratio + half]).tolist()
     return value, low, high, p
 
 
-def difference(
-    before: Sequence[float], now: Sequence[float], *, same_card: bool, searched: bool
-) -> tuple[float, float, float]:
+def difference(before: Sequence[float], now: Sequence[float]) -> tuple[float, float, float]:
     """Return the ratio of two gains and its interval, from the intervals of both.
 
-    A gain is its value, its low end and its high end. Without the processes, this approximates
-    what `tested` returns.
+    A gain is its value, its ends, and the half in logs that cards add to them if both gains come
+    from one card, else 0. Without the processes, this approximates what `tested` returns.
     """
     ratio = float(np.log(now[0] / before[0]))
-    halves = [float(np.log(high / low)) / 2 for _, low, high in (before, now)]
-    runs = INHERITED if not searched else 0.0 if same_card else BETWEEN
-    half = float(np.sqrt(sum(half**2 for half in [*halves, NORMAL * runs])))
+    squares = [
+        max(0.0, (np.log(high / low) / 2) ** 2 - cards**2) for _, low, high, cards in (before, now)
+    ]
+    half = float(np.sqrt(sum(squares)))
     value, low, high = np.exp([ratio, ratio - half, ratio + half]).tolist()
     return value, low, high
 

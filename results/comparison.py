@@ -4,19 +4,23 @@ Cases are joined on their ids; equal ids have equal operands.
 
     time_b_over_a      median time in b over that in a
     speedup_b_over_a   speedup in b over that in a, each over the baseline of its own run
-    tolerance          the distance, as a fraction, within which equal speedups are expected
+    tolerance          half of the 95 % interval of the difference of equal speedups, as a fraction
     close              the distance of the two speedups is within the tolerance
-    agree              two verdicts: the outcomes are equal; or they differ, but the speedups are
-                       close and not one faster and the other slower. A look: close
+    agree              close and not reversed; on another kind of device, where speedups may differ,
+                       two verdicts with one outcome agree too
+    reversed           faster in one run and slower in the other, by the processes alone: cards
+                       explain a difference, but no change of sign
 
-    tolerance = apart x sqrt(1 / processes of a + 1 / processes of b)
+    tolerance = sqrt( Welch's half^2 + between of a^2 + between of b^2 )       two verdicts
+              = apart x sqrt(1 / processes of a + 1 / processes of b)          a look
 
-`apart` holds for single processes, by the length of the call: APART, or the noise floors of the two
-runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells (harness/NOTES.md).
+`between` is what cards differ by (between_cards.py); it counts if no card ran the case in both
+runs. `apart` holds for single processes, by the length of the call: APART, or the noise floors of
+the two runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells (harness/NOTES.md).
 
 A cell is a case against its baseline, in one scope and cache state. A run is reproduced if at least
-95 % of the cells agree, or if chance alone explains how many disagree, and no verdict is reversed
-from faster to slower or back. What this shows depends on the machines:
+95 % of the cells agree, or if chance alone explains how many disagree, and none is reversed. What
+this shows depends on the machines:
 
     the same machine   equal UUIDs of the GPUs: the machine repeats its results
     the same kind      equal names of the devices: the results hold for more than one unit
@@ -37,11 +41,11 @@ from sparsebench.results.analysis import compared
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
-from sparsebench.results.outcome import DIFFERENT, VERDICTS
+from sparsebench.results.outcome import DIFFERENT, VERDICTS, outcome
 from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.record import Status
 from sparsebench.results.sides import KEYS, Side, side
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics import FEWEST, welch
 from sparsebench.results.store import Run
 
 # The 99th percentile of |d_p - mean|, rounded up: d_p is a log speedup in process p, from 1293
@@ -55,7 +59,7 @@ CHANCE = 0.05  # probability that a good run with few cells counts as not reprod
 
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
 SIDES += ["speedup", "speedup_low", "speedup_high", "uncertainty", "baseline_label"]
-SIDES += ["processes", "outcome", "floor", "q", "more_processes"]
+SIDES += ["processes", "outcome", "floor", "q", "more_processes", "between", "t_low", "t_high"]
 SIDES += ["of_bound", "detail", "choice", "mark", "speedups"]
 SIDES += ["run", "times", "codes", "cards", "searched"]
 
@@ -89,7 +93,7 @@ class Agreement:
     cells      number of cells compared
     agreed     cells that agree
     close      cells whose speedups are within the tolerance
-    reversed   cells that are faster in one run and slower in the other
+    reversed   cells that are faster in one run and slower in the other, by the processes alone
     looks      cells without an outcome in one of the runs
     one_sided  cases that are unsupported in one run only
     choices    which process chose the configurations of the second run
@@ -141,7 +145,7 @@ class Agreement:
         lines = [f"{word}: {counts} ({100 * self.agreed / self.cells:.1f} %) on {where}."]
         cells = self.comparison.cases[self.comparison.cases.agree.notna()]
         least, most = 100 * cells.tolerance.min(), 100 * cells.tolerance.max()
-        within = f"within the tolerance ({least:.2g} to {most:.2g} %, by length and processes)"
+        within = f"within the tolerance ({least:.2g} to {most:.2g} %, by processes and cards)"
         lines.append(f"Speedups {within}: {self.close} of {self.cells}.")
         if self.reversed:
             changed = f"{amount(self.reversed, 'cell')} changed from faster to slower or back"
@@ -181,7 +185,7 @@ def compare(a: Side, b: Side) -> Comparison:
     cases.loc[other, "speedup_b_over_a"] = float("nan")
     cases["tolerance"] = _tolerance(cases)
     cases["close"] = np.log(cases.speedup_b_over_a).abs() <= np.log1p(cases.tolerance)
-    cases["agree"] = _agree(cases)
+    cases["agree"] = _agree(cases, another=a.device != b.device)
     return Comparison(cases, _without(in_a, shared), _without(in_b, shared))
 
 
@@ -234,7 +238,26 @@ def same_code(a: set[str], b: set[str]) -> bool | None:
     return a == b if a and b and covered[0] == covered[1] else None
 
 
+def half_between(line: Mapping[Any, Any]) -> float:
+    """Return the half, in logs, that cards add to the difference of two verdicts of a line."""
+    apart = {*line["cards_a"]}.isdisjoint({*line["cards_b"]})
+    return float(np.hypot(line["between_a"], line["between_b"])) if apart else 0.0
+
+
 def _tolerance(cases: pd.DataFrame) -> pd.Series:
+    """Return the tolerance of each line: by its processes and cards, or that of a look."""
+    of_looks, values = _tolerance_of_looks(cases), []
+    for line, least in zip(cases.to_dict("records"), of_looks, strict=True):
+        enough = min(line["processes_a"], line["processes_b"]) >= FEWEST
+        if enough and pd.notna(line["speedup_b_over_a"]):
+            _, half = welch(np.log(line["speedups_a"]), np.log(line["speedups_b"]))
+            values.append(float(np.expm1(np.hypot(half, half_between(line)))))
+        else:
+            values.append(least)
+    return pd.Series(values, cases.index, dtype="float64")
+
+
+def _tolerance_of_looks(cases: pd.DataFrame) -> pd.Series:
     lengths = classes(cases.assign(median_us=cases[["median_us_a", "median_us_b"]].min(axis=1)))
     known = lengths.map(APART).astype("float64").fillna(max(APART.values()))
     floors = OF_FLOOR * cases[["floor_a", "floor_b"]].max(axis=1)
@@ -243,14 +266,15 @@ def _tolerance(cases: pd.DataFrame) -> pd.Series:
     return pd.Series([tolerance(*each) for each in counts], cases.index, dtype="float64")
 
 
-def _agree(cases: pd.DataFrame) -> pd.Series:
+def _agree(cases: pd.DataFrame, another: bool) -> pd.Series:
     """Return for each line whether the runs agree; NA if there is nothing to compare.
 
     That is so for baselines and twins, and for lines without a speedup in both runs, with
     different baselines, or unsupported in one run. A speedup in one run only is a disagreement.
     """
     agree = cases.close & ~_reversed(cases)
-    agree |= ~looks(cases) & (cases.outcome_a == cases.outcome_b)
+    if another:
+        agree |= ~looks(cases) & (cases.outcome_a == cases.outcome_b)
     agree = agree.astype("boolean")
     base = cases.baseline_label_a.fillna(cases.baseline_label_b)
     comparable = compared(cases.assign(baseline_label=base))
@@ -261,8 +285,10 @@ def _agree(cases: pd.DataFrame) -> pd.Series:
 
 
 def _reversed(cases: pd.DataFrame) -> pd.Series:
-    pairs = zip(cases.outcome_a, cases.outcome_b, strict=True)
-    return pd.Series([set(pair) == set(DIFFERENT) for pair in pairs], cases.index, dtype=bool)
+    """Return which cells are faster in one run and slower in the other, by Student's intervals."""
+    ends = cases[["t_low_a", "t_high_a", "t_low_b", "t_high_b"]].itertuples(index=False)
+    words = [{outcome(*each[:2]), outcome(*each[2:])} for each in ends]
+    return pd.Series([pair == {*DIFFERENT} for pair in words], cases.index, dtype=bool)
 
 
 def _require_equal_operands(a: Side, b: Side) -> None:

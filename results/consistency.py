@@ -99,6 +99,8 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
             found = f"{len(row.samples_us)} in a {row.status} row"
             message = f"expected samples in ok rows only, found {found}"
             raise ResultError(f"{_where(run, row)}: {message}")
+        if not 0 <= (row.late or 0.0) <= 1:
+            raise ResultError(f"{_where(run, row)}: expected late of 0 to 1, found {row.late}")
         for sample in row.samples_us:
             if not 0 < sample < math.inf:
                 raise ResultError(f"{_where(run, row)}: expected a time in µs, found {sample}")

@@ -45,10 +45,10 @@ from sparsebench.results.statistics import ratio_over
 
 SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
-OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id"]
+OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id", "on_cards", "limited"]
 IN_CHAIN = ["gain", "low", "high", "half", "median_us"]
 NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
-NEEDED += ["speedup_high", "blocks", "median_us"]  # columns from which a gain is computed
+NEEDED += ["speedup_high", "blocks", "median_us", "between"]  # a gain is computed from these
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
 ANY = "any"
@@ -250,7 +250,7 @@ def _gain(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, flo
         gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
         if line["outcome"] in VERDICTS:
             return gain, low, high, line["outcome"] in DIFFERENT
-    elif ratio := ratio_over(line["blocks"], base["blocks"]):
+    elif ratio := ratio_over(line["blocks"], base["blocks"], line["between"]):
         gain, low, high = ratio.value, ratio.low, ratio.high
     else:  # they were timed in different processes
         gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan

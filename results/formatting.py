@@ -106,6 +106,20 @@ def duration(us: float) -> str:
     return f"{significant(us)} µs"
 
 
+def conditions(cards: Any, limited: Any) -> str:
+    """Write the cards that ran, and the share of time that their clock was limited.
+
+    `one card, limited by power or heat for 37 % of the time`; "" if neither is known.
+    """
+    count = 0 if pd.isna(cards) else int(cards)
+    where = {0: "", 1: "one card"}.get(count, f"{count} cards")
+    if pd.isna(limited) or not count:
+        return where
+    share = round(100 * float(limited))
+    free = "not limited by power or heat"
+    return f"{where}, {f'limited by power or heat for {share} % of the time' if share else free}"
+
+
 def amount(count: int, noun: str) -> str:
     """Write a count with its noun: `1 case`, `2 cases`, `3 processes`, `0 entries`."""
     if count == 1:

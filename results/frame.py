@@ -11,6 +11,8 @@ drifting clock affects both. A slow contender has fewer blocks; they are paired 
 of the baseline. Rows are from one contest if they share problem, process, attempt, scope and cache
 state.
 
+`limited` is the share of the contest's time in which power or heat lowered the clock.
+
 A row is marked, never dropped, if its contest was throttled or power-limited, if the host was late
 for some of its samples, if its error or bias is unusual (see harness/bench), or if only its suite
 allows its error. Rows up to 0.2.0 do not say whether the host was late. They are marked if their
@@ -46,7 +48,8 @@ OTHER_TIMES = ["convert_us", "prepare_s", "bound_us"]
 TIMES = [*SAMPLE_TIMES, *OTHER_TIMES]
 RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
 TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
-SENSORS = ["energy_j", *TELEMETRY]
+LIMITS = ["power_capped_us", "thermal_us", "hardware_us"]  # counters of NVML
+SENSORS = ["energy_j", *TELEMETRY, "limited"]
 QUARTILES = ["speedup_q1", "speedup_q3"]
 LATE, HOST_LATE = 1.3, "host late"
 COUNTS = [*SIZES, "samples"]
@@ -190,7 +193,14 @@ def _measured(row: Row) -> dict[str, Any]:
         "of_bound": _ratio(row.bound_us, median),
         "error_of_usual": _ratio(row.error, row.usual_error),
         **{name: row.telemetry.get(name) for name in TELEMETRY},
+        "limited": _limited(row.telemetry),
     }
+
+
+def _limited(telemetry: Mapping[str, float]) -> float | None:
+    """Return the share of a contest's time in which the board lowered its clock, if known."""
+    held_us = [telemetry[name] for name in LIMITS if name in telemetry]
+    return _ratio(max(held_us, default=None), 1e6 * telemetry.get("seconds", 0.0))
 
 
 def _late(row: Row) -> float | None:

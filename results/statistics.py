@@ -47,9 +47,11 @@ class IntervalKind(StrEnum):
     RANGE = "range"
     CONFIDENCE = "95 %"
 
-    def over(self, processes: int) -> str:
-        """Name the interval for a reader: `95 % over 8 processes`."""
-        return f"{self} over {processes} processes" if processes > 1 else f"{self} in one process"
+    def over(self, processes: int, cards: bool = False) -> str:
+        """Name the interval for a reader: `95 % over 8 processes`, `... and cards` if widened."""
+        if processes == 1:
+            return f"{self} in one process"
+        return f"{self} over {processes} processes{' and cards' if cards else ''}"
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,13 @@ def block_logs(base: Floats, other: Floats) -> Floats:
     return logs
 
 
-def ratio_over(case: Blocks, base: Blocks) -> Ratio | None:
+def ratio_over(case: Blocks, base: Blocks, between: float = 0.0) -> Ratio | None:
     """Return the speedup of a case over another one of the same contests; None if they share none.
 
     The definition is that of a speedup, with `base` in place of the baseline.
     """
     logs = contest_logs(case, base)
-    return ratio(list(logs.values())) if logs else None
+    return ratio(list(logs.values()), between) if logs else None
 
 
 def contest_logs(case: Blocks, base: Blocks) -> dict[tuple[int, int], Floats]:
@@ -119,11 +121,21 @@ def hodges_lehmann(logs: ArrayLike) -> Interval:
     return Interval(np.median(walsh, axis=-1), low, high)
 
 
-def ratio(logs: Sequence[Floats]) -> Ratio:
+def widened(value: Any, low: Any, high: Any, between: float) -> tuple[Any, Any]:
+    """Return the ends of an interval in logs that also contains what cards differ by.
+
+    `between` is the half that cards add (between_cards.py). It is independent of the scatter over
+    processes, so the two add in squares.
+    """
+    return value - np.hypot(value - low, between), value + np.hypot(high - value, between)
+
+
+def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
     """Return the ratio of two times from log-ratios by block, one array per process.
 
     d_p is the median of a process. With FEWEST or more processes the ratio is the Hodges-Lehmann
-    estimate, with fewer the geometric mean. It is NaN if a process has no block.
+    estimate, with fewer the geometric mean. It is NaN if a process has no block. A confidence
+    interval is widened by `between`.
     """
     medians = np.array([np.median(blocks) if blocks.size else np.nan for blocks in logs])
     if len(logs) == 1:
@@ -133,7 +145,8 @@ def ratio(logs: Sequence[Floats]) -> Ratio:
         logs_of, kind = (medians.mean(), medians.min(), medians.max()), IntervalKind.RANGE
     else:
         exact = hodges_lehmann(medians)
-        logs_of, kind = (exact.estimate, exact.low, exact.high), IntervalKind.CONFIDENCE
+        ends = widened(exact.estimate, exact.low, exact.high, between)
+        logs_of, kind = (exact.estimate, *ends), IntervalKind.CONFIDENCE
     value, low, high = np.exp(logs_of).tolist()
     return Ratio(value, low, high, kind)
 
@@ -164,10 +177,16 @@ def welch(a: ArrayLike, b: ArrayLike) -> tuple[float, float]:
     return difference, float(scipy.stats.t.ppf(1 - TAIL, freedom) * np.sqrt(sum(parts)))
 
 
-def p_value(logs: ArrayLike) -> Floats:
-    """Return the p-value of the two-sided t-test that the ratio is 1."""
+def p_value(logs: ArrayLike, between: float = 0.0) -> Floats:
+    """Return the p-value of the two-sided t-test that the ratio is 1.
+
+    `between` counts as a standard error of its own, so that p is 5 % where Student's interval,
+    widened by it, ends at 1.
+    """
     values = _enough(logs)
-    error = np.maximum(scipy.stats.sem(values, axis=-1), 1e-12)  # no clock resolves less
+    cards = between / scipy.stats.t.ppf(1 - TAIL, values.shape[-1] - 1)
+    error = np.hypot(scipy.stats.sem(values, axis=-1), cards)
+    error = np.maximum(error, 1e-12)  # no clock resolves less
     away = np.abs(values.mean(axis=-1)) / error
     p: Floats = np.minimum(1, 2 * scipy.stats.t.sf(away, values.shape[-1] - 1))
     return p
@@ -182,17 +201,18 @@ def q_values(p: ArrayLike) -> Floats:
     return q
 
 
-def more_processes(logs: ArrayLike, margin: float = MARGIN) -> int | None:
+def more_processes(logs: ArrayLike, margin: float = MARGIN, between: float = 0.0) -> int | None:
     """Return how many more processes would decide, assuming the same mean and deviation.
 
-    At this number, the smallest up to MOST in total, Student's interval excludes 1 or is within
-    the margin. None if there is no such number.
+    At this number, the smallest up to MOST in total, Student's interval, widened by `between`,
+    excludes 1 or is within the margin. None if there is no such number.
     """
     values = _enough(logs)
     mean = abs(values.mean())
     distance = max(mean, np.log1p(margin) - mean)
     counts = np.arange(values.size + 1, MOST + 1)
     halves = scipy.stats.t.ppf(1 - TAIL, counts - 1) * values.std(ddof=1) / np.sqrt(counts)
+    halves = np.hypot(halves, between)
     deciding = counts[halves < distance]
     return int(deciding[0]) - values.size if deciding.size else None
 

@@ -9,7 +9,8 @@ of formats and kernels, and the cells of claims. A figure must agree to its last
     T_b = median of the samples of block b      d_p = median over b of log(T_b other / T_b ours)
     ratio = exp(d_p)                             1 process; brackets: quartiles of its blocks
           = exp(mean of d_p)                     2 to 5 processes; brackets: least and greatest
-          = exp(median of the Walsh averages)    6 and more; brackets: 95 % signed-rank interval
+          = exp(median of the Walsh averages)    6 and more; brackets: 95 % signed-rank interval,
+                                                 with what cards differ by added in squares
     break-even = the measured levels between which the ratio rises above 1 for good
 """
 
@@ -21,6 +22,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,18 @@ METRICS = {  # the values of claims, from a ratio and the density
 }
 FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
 CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|runs \*\*.*? as fast"
+
+
+class Blocks(dict):
+    """Times by block of a case, by process, and what its intervals need beside them.
+
+    `logs` are its log speedups by process, `cards` the GPU of each process, `state` is free,
+    limited or inherited.
+    """
+
+    logs: dict[int, float]
+    cards: dict[int, str]
+    state: str
 
 
 def runs() -> list[str]:
@@ -90,7 +104,9 @@ def cases(run: str) -> pd.DataFrame:
         key = json.dumps([problem, contender, row["scope"], row["cache"]])
         place = json.dumps([run, problem, row["scope"], row["cache"]])
         case = found.setdefault(key, {"place": place, "key": key, "taken": [], "peaks": {}})
-        case["taken"].append((row["clock"], row["replicate"], by_block(row), row["samples_us"]))
+        beside = row["device"], limited(row["telemetry"] or {})
+        taken = row["clock"], row["replicate"], by_block(row), row["samples_us"], *beside
+        case["taken"].append(taken)
         case["peaks"][row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
         fields = problem["fields"]
         case |= {
@@ -111,10 +127,159 @@ def cases(run: str) -> pd.DataFrame:
     for case in whole:
         clocks = [clock for clock, *_ in case["taken"]]
         kept = [each for each in case["taken"] if each[0] == max(clocks, key=clocks.count)]
-        case["blocks"] = {process: block_us for _, process, block_us, _ in kept}
-        case["median_us"] = np.median([np.median(samples) for *_, samples in kept])
+        case["blocks"] = Blocks({each[1]: each[2] for each in kept})
+        case["blocks"].cards = {each[1]: each[4] for each in kept}
+        case["median_us"] = np.median([np.median(each[3]) for each in kept])
+        shares = [each[5] for each in kept if each[5] == each[5]]
+        case["limited"] = np.median(shares) if shares else np.nan
         case["device"] = device(run)
+    bases = {case["place"]: case for case in reversed(whole) if case["baseline"]}
+    inherited = json.loads((HOME / run / "run.json").read_text()).get("choices") == "bundle"
+    for case in whole:
+        own, base = case["blocks"], bases.get(case["place"], case)
+        searched = "limited" if case["limited"] > 0.2 else "free"
+        own.state = "inherited" if inherited else searched
+        own.logs = dict(
+            zip(own.keys() & base["blocks"].keys(), logs_of(own, base["blocks"]), strict=True)
+        )
+        case["base"] = base["label"]
     return pd.DataFrame(whole, dtype=object)
+
+
+def limited(sensors: dict) -> float:
+    """Return the share of time in which power, heat or the board lowered the clock."""
+    held = [sensors.get(f"{name}_us") for name in ("power_capped", "thermal", "hardware")]
+    held = [each for each in held if each is not None]
+    return max(held) / (1e6 * sensors["seconds"]) if held and sensors.get("seconds") else np.nan
+
+
+def logs_of(ours: dict, other: dict) -> np.ndarray:
+    """Return the log of the speedup of each process that both sides have."""
+    pairs = [(ours[process], other[process]) for process in ours.keys() & other.keys()]
+    return np.array([np.median(np.log(b[: len(a)] / a[: len(b)])) for a, b in pairs])
+
+
+@cache
+def verdicts(run: str) -> dict[str, tuple[str, Blocks]]:
+    """Return the baseline and the times of each case that 6 processes or more timed on GPUs."""
+    found = cases(run)
+    found = found[(found.label != found.base) & ~found.twin.astype(bool)]
+    return {
+        key: (base, blocks)
+        for key, base, blocks in zip(found.key, found.base, found.blocks, strict=True)
+        if len(blocks.logs) >= 6 and all(card.startswith("GPU-") for card in blocks.cards.values())
+    }
+
+
+def built(run: str) -> list:
+    """Return the code and the libraries of a run, and its kind of GPU."""
+    facts = json.loads((HOME / run / "environment.json").read_text())
+    names = [facts["versions"].get(name) for name in ("torch", "cuda", "triton")]
+    return [device(run), facts["code_sha256"], *names]
+
+
+@cache
+def repeats() -> pd.DataFrame:
+    """Return the cases that two runs with one code measured on different cards, the older first."""
+    started = {run: json.loads((HOME / run / "run.json").read_text())["started"] for run in runs()}
+    found = []
+    for pair in combinations(sorted(runs(), key=started.get), 2):
+        if built(pair[0]) != built(pair[1]):
+            continue
+        a, b = map(verdicts, pair)
+        for key in a.keys() & b.keys():
+            (base, one), (other_base, two) = a[key], b[key]
+            cards = [{*one.cards.values()}, {*two.cards.values()}]
+            if base != other_base or cards[0] & cards[1] or one.state == "inherited":
+                continue
+            logs = [np.array([*each.logs.values()]) for each in (one, two)]
+            parts = np.array([each.var(ddof=1) / len(each) for each in logs])
+            d, counts = logs[1].mean() - logs[0].mean(), [1 / len(each) for each in cards]
+            freedom = parts.sum() ** 2 / (parts**2 / [len(each) - 1 for each in logs]).sum()
+            half = student(freedom) * parts.sum() ** 0.5
+            found.append((pair, *logs, one.state, two.state, *counts, d**2 - parts.sum(), d, half))
+    names = "pair", "one", "two", "a", "b", "of_a", "of_b", "excess", "d", "half"
+    return pd.DataFrame(found, columns=names)
+
+
+@cache
+def components(without: tuple[str, str] | None = None) -> dict[str, tuple[float, float]]:
+    """Return by how much cards differ, and the degrees of freedom of that, by state."""
+    lines = repeats()
+    lines = lines[lines.pair != without]
+    inherited, slow = lines.b == "inherited", (lines[["a", "b"]] == "limited").any(axis=1)
+    found: dict[str, tuple[float, float]] = {}
+    for state, own in (
+        ("free", ~inherited & ~slow),
+        ("limited", ~inherited & slow),
+        ("inherited", inherited),
+    ):
+        own = lines[own] if lines[own].pair.nunique() > 1 else lines[~inherited]
+        weight, excess = own.of_a + own.of_b, own.excess
+        if state == "inherited":
+            known = own.a.map(lambda each: found[each][0] ** 2)
+            weight, excess = own.of_b, excess - known * own.of_a
+        variance = max(0.0, excess.sum() / weight.sum())
+        scatter = (excess - variance * weight).groupby(own.pair).sum()
+        error = (scatter**2).sum() / weight.sum() ** 2 * len(scatter) / (len(scatter) - 1)
+        each = variance**0.5, max(1.0, 2 * variance**2 / error)
+        found[state] = max([each, *found.values()], key=lambda one: one[0] * student(one[1]))
+    return {state: (round(sd, 6), round(freedom, 3)) for state, (sd, freedom) in found.items()}
+
+
+def agreement(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of the table of two cards that the runs do not give."""
+    for line in lines:
+        own = repeats()
+        of_kind = (own.b == "inherited") == line[2].startswith("the second")
+        names = own.pair.map(lambda pair: " ".join(run.rpartition("/")[2] for run in pair))
+        own = own[of_kind & ((names == " ".join(line[:2])) | (line[0] == "all"))]
+        checks = [agreeing(repeat) for repeat in own.itertuples()]
+        expected = [f"{count} of {len(own)}" for count in np.sum(checks, axis=0)]
+        if line[3:] != [str(len(own)), *expected]:
+            yield f"{line}: found {expected}"
+
+
+def agreeing(repeat: tuple) -> list[bool]:
+    """Return whether the second value is inside, and the difference covers 0; then with cards."""
+    found = []
+    for known in ({}, components(repeat.pair)):
+        cards = [
+            student(known[state][1]) * known[state][0] * count**0.5 if known else 0.0
+            for state, count in ((repeat.a, repeat.of_a), (repeat.b, repeat.of_b))
+        ]
+        (first, low, high), (second, *_) = (walsh(each) for each in (repeat.one, repeat.two))
+        low, high = (
+            first - np.hypot(first - low, cards[0]),
+            first + np.hypot(high - first, cards[0]),
+        )
+        found += [low <= second <= high, abs(repeat.d) <= np.hypot(repeat.half, np.hypot(*cards))]
+    return found
+
+
+@cache
+def student(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t: its tangent is spread as a power of a cosine."""
+    angle = np.linspace(0, np.pi / 2, 100001)
+    density = np.cos(angle) ** (freedom - 1)
+    share = np.append(0, np.cumsum((density[1:] + density[:-1]) / 2))
+    return float(freedom**0.5 * np.tan(np.interp(0.95, share / share[-1], angle)))
+
+
+def between(ours: dict) -> float:
+    """Return the half that cards add to the logarithm of a ratio."""
+    cards = [*getattr(ours, "cards", {}).values()]
+    if len(cards) < 6 or not all(card.startswith("GPU-") for card in cards):
+        return 0.0
+    (sd, freedom), count = components()[ours.state], len({*cards})
+    if count > 1:  # they also measured it themselves
+        logs = pd.Series(ours.logs).groupby(pd.Series(ours.cards))
+        noise = logs.apply(lambda own: ((own - own.mean()) ** 2).sum()).sum()
+        noise *= (1 / logs.size()).mean() / max(1, len(ours.logs) - count)
+        own = max(0.0, logs.mean().var(ddof=1) - noise)
+        variance = (freedom * sd**2 + (count - 1) * own) / (freedom + count - 1)
+        sd, freedom = variance**0.5, freedom + count - 1
+    return student(freedom) * sd / count**0.5
 
 
 @cache
@@ -128,20 +293,29 @@ def every_case() -> pd.DataFrame:
 
 def ratio(ours: dict, other: dict) -> tuple[float, float, float]:
     """Return how many times as fast `ours` is, and the ends of the interval."""
-    logs = []
-    for process in ours.keys() & other.keys():
-        both = min(len(ours[process]), len(other[process]))
-        logs.append(np.log(other[process][:both] / ours[process][:both]))
-    d, n = np.array([np.median(each) for each in logs]), len(logs)
+    d = logs_of(ours, other)
+    n = len(d)
+    if n == 1:
+        ((process,), each) = ours.keys() & other.keys(), other
+        both = min(len(ours[process]), len(each[process]))
+        logs = np.log(each[process][:both] / ours[process][:both])
+        return tuple(np.exp([d[0], *np.quantile(logs, [0.25, 0.75])]))
     if n < 6:
-        ends = (d.min(), d.max()) if n > 1 else np.quantile(logs[0], [0.25, 0.75])
-        return tuple(np.exp([d.mean(), *ends]))
-    walsh = np.sort([(d[i] + d[j]) / 2 for i in range(n) for j in range(i, n)])
+        return tuple(np.exp([d.mean(), d.min(), d.max()]))
+    (middle, low, high), cards = walsh(d), between(ours)
+    low, high = np.hypot(middle - low, cards), np.hypot(high - middle, cards)
+    return tuple(np.exp([middle, middle - low, middle + high]))
+
+
+def walsh(d: np.ndarray) -> tuple[float, float, float]:
+    """Return the median of the Walsh averages, and the ends of the signed-rank interval."""
+    n = len(d)
+    averages = np.sort([(d[i] + d[j]) / 2 for i in range(n) for j in range(i, n)])
     ways = np.ones(1)
     for rank in range(1, n + 1):
         ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))
     k = np.searchsorted(np.cumsum(ways / 2.0**n), 0.025, side="right")
-    return tuple(np.exp([np.median(walsh), walsh[k - 1], walsh[-k]]))
+    return np.median(averages), averages[k - 1], averages[-k]
 
 
 def agrees(shown: str, value: float) -> bool:
@@ -189,7 +363,12 @@ def table(page: str, start: str) -> list[list[str]]:
 def published(page: str) -> Iterator[str]:
     """Yield each figure of results/published/README.md that the bundles do not give."""
     yield from headline(table(page, "question"))
+    file = json.loads((ROOT / "results/between_cards.json").read_text())["components"]
+    for state, (sd, freedom) in components().items():
+        if (file[state]["sd"], file[state]["freedom"]) != (sd, freedom):
+            yield f"between_cards.json, {state}: found {sd}, {freedom}"
     yield from listed(table(page, "run | suite"))
+    yield from agreement(table(page, "first run"))
     expected = {f"{digest(run)}  {run}/manifest.json" for run in runs()}
     yield from expected ^ {*re.findall(r"^[0-9a-f]{64}  .*$", page, re.MULTILINE)}
 
@@ -212,6 +391,10 @@ def headline(lines: list[list[str]]) -> Iterator[str]:
         for cell, contests in shown:
             if cell != "not yet" and not any(over_baseline(cell, each, line) for each in contests):
                 yield f"{line[0]} {cell}"
+        share = re.search(r"heat for (\d+) %", line[14])
+        ours = contest[contest.kernel == line[7].split("`")[1]].limited
+        if not any(agrees(share[1] if share else "0", 100 * each) for each in ours):
+            yield f"{line[0]} {line[14]}"
         peer, gain = line[11].replace("`", "").split()
         best = fastest(contest, ~contest.kernel.isin(OURS))
         if best is None or best.kernel != peer or not shows(gain, (best.gain,)):

@@ -48,7 +48,8 @@ CHANGED = {
     "peer": r"`\w+` ([\d.]+)× \| NVIDIA",
     "tokens": r"bf16 \| (4096) \|",
     "card": r"([0-9a-f]{7}\d) \| \d+ \|",
-    "power-limited cases": r"(\d+) of \d+ \|",
+    "power-limited cases": r"reliable \| (\d+) of \d+ \|",
+    "share of time at a limit": r"card, limited by power or heat for (\d+) % of the time \|\n",
     "slow peers": r"\d, to ([\d.]+) \|",
 }
 
@@ -58,13 +59,20 @@ def test_the_outsider_notices_a_changed_table(what: str) -> None:
     page = PAGE.read_text("utf-8")
     reader = outsider.headline if page.index("## Runs") > _start(what, page) else outsider.listed
     start = "question" if reader is outsider.headline else "run | suite"
-    assert 1 <= wrong_with(CHANGED[what], page, lambda p: reader(outsider.table(p, start))) <= 3
+    assert 1 <= wrong_with(CHANGED[what], page, lambda p: reader(outsider.table(p, start))) <= 4
 
 
 def _start(what: str, page: str) -> int:
     found = re.search(CHANGED[what], page)
     assert found
     return found.start()
+
+
+def test_the_outsider_notices_a_changed_agreement_of_two_cards() -> None:
+    page = PAGE.read_text("utf-8")
+    read = outsider.agreement
+    reader = lambda text: read(outsider.table(text, "first run"))  # noqa: E731
+    assert wrong_with(r"quick-elsewhere \| both searched \| (\d+)", page, reader) == 1
 
 
 def test_the_outsider_notices_a_changed_caption() -> None:

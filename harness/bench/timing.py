@@ -12,8 +12,7 @@
              chain   device time of a layer inside a chain: LAYERS layers of one shape, one after
                      the other in one CUDA graph; its time is divided by LAYERS
     cache    cold    the L2 cache is flushed before each sample (kernels/_common/l2_flush.py)
-             hot     the call itself runs before each sample; each block is queued behind flushes,
-                     because a short call ends before the host has launched the next one
+             hot     the call itself runs before each sample
 
 The layers of a chain differ only in their seed. Each has weights, activations and an output of its
 own, so no layer finds in the L2 cache what another one read. None reads what another wrote, because
@@ -132,27 +131,27 @@ def time_together(
         spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]
         for i, plan in enumerate(plans)
     ]
-    samples: list[list[Taken]] = [[] for _ in contenders]
+    samples: list[list[TimedSample]] = [[] for _ in contenders]
     repeats = MOST_REPEATS
     for block in range(BLOCKS):
         turn = [i for i, (blocks, _) in enumerate(plans) if block < blocks]
         draw.shuffle(turn)
         order = [(i, contenders[i], spot) for i in turn for spot in turns[i][block]]
-        taken = take(order)
+        block_samples = take(order)
         for _ in range(min(REPEATS, repeats)):
-            if not any(t.late and contenders[t.contender].clock == "graph" for t in taken):
+            if not any(s.late and contenders[s.contender].clock == "graph" for s in block_samples):
                 break
-            taken, repeats = take(order), repeats - 1
-        for each in taken:
-            samples[each.contender].append(each)
-    asked = device.type == "cuda" and scope != "op"
+            block_samples, repeats = take(order), repeats - 1
+        for sample in block_samples:
+            samples[sample.contender].append(sample)
+    counts_late = device.type == "cuda" and scope != "op"
     return [
         Samples(
-            tuple(round(t.time_us, 3) for t in of_one),
+            tuple(round(sample.time_us, 3) for sample in timed),
             per_block,
-            sum(t.late for t in of_one) / len(of_one) if asked else None,
+            sum(sample.late for sample in timed) / len(timed) if counts_late else None,
         )
-        for of_one, (_, per_block) in zip(samples, plans, strict=True)
+        for timed, (_, per_block) in zip(samples, plans, strict=True)
     ]
 
 
@@ -160,7 +159,7 @@ Order = list[tuple[int, TimedCall, str]]
 """The calls of a block: number, contender, and for a spot check its activations (A or B)."""
 
 
-class Taken(NamedTuple):
+class TimedSample(NamedTuple):
     """A sample of a contender, by its number; `late` if the GPU may have waited for the host."""
 
     contender: int
@@ -168,11 +167,11 @@ class Taken(NamedTuple):
     late: bool
 
 
-Clock = Callable[[Order], list[Taken]]
+Clock = Callable[[Order], list[TimedSample]]
 
 
 def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> Clock:
-    def take(order: Order) -> list[Taken]:
+    def take(order: Order) -> list[TimedSample]:
         times = []
         for i, contender, spot in order:
             if announce:
@@ -190,7 +189,7 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
             if spot and spots:
                 spots.inspect(i, spot, outputs.pop())
             else:
-                times.append(Taken(i, time_us, late=False))
+                times.append(TimedSample(i, time_us, late=False))
         return times
 
     return take
@@ -211,7 +210,7 @@ def _gpu_clock(
     flush, clock = flusher(device), GpuClock(device)
     wait = idle or announce is not None
 
-    def take(order: Order) -> list[Taken]:
+    def take(order: Order) -> list[TimedSample]:
         samples = []
         turns = [[*turn] for _, turn in groupby(order, itemgetter(0))]
         for turn in [[call] for call in order] if wait else turns:
@@ -237,6 +236,6 @@ def _gpu_clock(
             if wait:
                 torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)
-        return [Taken(i, sample.time_us, sample.late and not idle) for i, sample in samples]
+        return [TimedSample(i, sample.time_us, sample.late and not idle) for i, sample in samples]
 
     return take

@@ -44,6 +44,9 @@ Only = Annotated[str, typer.Option(help="Select cases, such as 'block=64 sparsit
 Timeout = Annotated[
     float, typer.Option(help="Seconds until a silent contender times out.", min=0.1, max=86400)
 ]
+Inherit = Annotated[
+    bool, typer.Option("--inherit", help="Reuse the run's configurations instead of searching.")
+]
 Replicates = Annotated[
     int, typer.Option(help="Fresh processes: 3 for a look, 8 for a verdict.", min=1, max=1000)
 ]

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout
-from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
+from sparsebench.harness.commands._options import Data, Device, Inherit, Json, Out, RunPath
 
 
 def confirm(
@@ -16,6 +16,7 @@ def confirm(
     device: Device = None,
     data: Data = None,
     out: Out = None,
+    inherit: Inherit = False,
     as_json: Json = False,
 ) -> None:
     """Re-measure a run's largest speedups in isolation."""
@@ -30,7 +31,14 @@ def confirm(
     with measuring() as show:
         options = RunOptions(progress=show)
         fresh = measure_again(
-            path, named(device), data, out, options, cases=cases, replicates=replicates
+            path,
+            named(device),
+            data,
+            out,
+            options,
+            cases=cases,
+            replicates=replicates,
+            inherit=inherit,
         )
     again = store.read(fresh)
     build(again, fresh / "report.html")

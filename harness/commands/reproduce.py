@@ -5,7 +5,7 @@ import json
 import typer
 
 from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout, wide
-from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
+from sparsebench.harness.commands._options import Data, Device, Inherit, Json, Out, RunPath
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
 
@@ -15,6 +15,7 @@ def reproduce(
     data: Data = None,
     out: Out = None,
     devices: Devices = "",
+    inherit: Inherit = False,
     as_json: Json = False,
 ) -> None:
     """Rerun a run's suite on this machine, and report which results agree with the original."""
@@ -29,7 +30,8 @@ def reproduce(
         sharing = Sharing(devices)
         engine = sharing.measure if sharing else measure
         options = RunOptions(progress=show)
-        fresh = measure_again(path, sharing.first(device), data, out, options, engine)
+        first = sharing.first(device)
+        fresh = measure_again(path, first, data, out, options, engine, inherit=inherit)
     again = store.read(fresh)
     build(again, fresh / "report.html")
     result = agreement(store.read(path), again)

@@ -7,8 +7,10 @@
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
 screening only chooses cells: none of its numbers is in the headline.
 
-On a device of the same kind, process p takes the configurations of process p of the bundle without
-a search. The new run is therefore about those configurations, and says so (results/provenance.py).
+Every contender, the baseline included, searches again: a configuration that is the best on one card
+is not always the best on another, and a baseline that inherits a slow one flatters all others. With
+`inherit`, process p takes the configurations of process p of the bundle instead, on a device of the
+same kind. The new run is then about those configurations, and says so (results/provenance.py).
 results/comparison.py decides for each cell whether two runs agree.
 """
 
@@ -31,6 +33,7 @@ from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse, compared
 from sparsebench.results.consistency import check_consistency
+from sparsebench.results.formatting import conditions
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import Outcome
@@ -59,13 +62,16 @@ def reproduce(
     out: Path | None,
     options: RunOptions,
     engine: Engine = measure,
+    *,
+    inherit: bool = False,
 ) -> Path:
     """Measure a bundle again, with sources below `data`, and return the new run.
 
     Raises ResultError or SuiteError as `own_suite` and `require_planned` do, before anything runs.
     """
     origin = {"reproduces": {"manifest_sha256": bundle.identity(path)}}
-    return again(whole(path), device, data, out, replace(options, origin=origin), engine)
+    options = replace(options, origin=origin)
+    return again(whole(path), device, data, out, options, engine, inherit=inherit)
 
 
 def confirm(
@@ -79,6 +85,7 @@ def confirm(
     replicates: int,
     condition: str = "",
     engine: Engine = measure,
+    inherit: bool = False,
 ) -> Path:
     """Measure the cases with the largest speedups again, and return the new run.
 
@@ -98,7 +105,8 @@ def confirm(
     about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}
     ids = f"case={'|'.join(best.case_id)}"
     options = replace(options, origin={"confirms": about})
-    return again(run, device, data, out, options, engine, only=ids, replicates=replicates)
+    changed = {"only": ids, "replicates": replicates}
+    return again(run, device, data, out, options, engine, inherit=inherit, **changed)
 
 
 def headlines(run: Run) -> list[Headline]:
@@ -124,7 +132,8 @@ def headlines(run: Run) -> list[Headline]:
             faster = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']}"
             outcome = f"{faster} ({interval})"
         values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
-        place = f"{cell['scope']} time, {cell['cache']} cache, {device_name(run.environment)}"
+        where = [device_name(run.environment), conditions(cell["on_cards"], cell["limited"])]
+        place = f"{cell['scope']} time, {cell['cache']} cache, {', '.join(filter(None, where))}"
         problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
         sentence = f"{verdict}: {cell['label']} {outcome}: {problem}."
         headline.append(Headline(cell["case_id"], confirmed, sentence))
@@ -147,12 +156,14 @@ def again(
     out: Path | None,
     options: RunOptions,
     engine: Engine = measure,
+    *,
+    inherit: bool = False,
     **changed: Any,
 ) -> Path:
     """Measure a bundle's own suite by its own flags, except those `changed`; return the new run.
 
-    If `out` already holds a run of the same origin, resume it. Kernels take the recorded choices on
-    a device of the same kind, and search anew on any other.
+    If `out` already holds a run of the same origin, resume it. Kernels search again; with `inherit`
+    they take the recorded choices, but only on a device of the same kind.
     """
     before: str = run.state["flags"]["device"]
     if simulated(device) != simulated(before) or (device == "cpu") != (before == "cpu"):
@@ -165,7 +176,7 @@ def again(
     flags = Flags.recorded(run.state, device=device, data=data, **changed)
     here = about_device(device, data)["environment"]
     same_kind = device_name(here) == device_name(run.environment)
-    pinned = pinned_by_process([*run.reference, *run.rows]) if same_kind else ()
+    pinned = pinned_by_process([*run.reference, *run.rows]) if inherit and same_kind else ()
     stopped = None
     if out and (out / "run.json").exists():
         state = store.read(out).state

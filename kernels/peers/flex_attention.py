@@ -28,6 +28,7 @@ from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers._attention import by_head, mask_of
 from sparsebench.results.record import Problem
 
 COARSE = 128  # the side of FlexAttention's blocks by default
@@ -153,7 +154,7 @@ def backward_options(block: tuple[int, int]) -> Options:
 
 def prepare(operands: Operands) -> Launch:
     """Convert the lists and compile; time the ways that run. Raises Unsupported."""
-    mask, problem = _mask(operands), operands.problem
+    mask, problem = mask_of(operands), operands.problem
     q, k, v = by_head(operands, "q", "k", "v")
     tokens = problem["batch"] * problem["m"]
     ways = candidates(mask, problem["heads"])
@@ -171,7 +172,7 @@ def prepare(operands: Operands) -> Launch:
 
 def prepare_backward(operands: Operands) -> Launch:
     """Compile both passes, and run the backward pass alone. Raises Unsupported."""
-    mask, problem = _mask(operands), operands.problem
+    mask, problem = mask_of(operands), operands.problem
     # .data has a version counter of its own: the harness redraws the activations in place.
     q, k, v = (x.detach().data.requires_grad_() for x in by_head(operands, "q", "k", "v"))
     given, do = by_head(operands, "o", "do")
@@ -216,7 +217,7 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
     from torch.nn.attention.flex_attention import flex_attention
 
-    problem, mask = operands.problem, _mask(operands)
+    problem, mask = operands.problem, mask_of(operands)
     block_mask = FlexMask.from_kv_blocks(
         *lists.partial,
         *lists.full,
@@ -248,7 +249,7 @@ def _fastest(
 ) -> Launch:
     """Return the fastest launch, or the pinned one."""
     if not runs:
-        raise Unsupported(f"no tile divides blocks of {list(_mask(operands).block)}")
+        raise Unsupported(f"no tile divides blocks of {list(mask_of(operands).block)}")
     if pinned := operands.pinned:
         return Launch(runs[[dict(name) for name in names].index(dict(pinned))], pinned)
     with warnings.catch_warnings():
@@ -257,25 +258,6 @@ def _fastest(
         if len(runs) == 1:
             runs[0]()  # compiles
     return Launch(runs[result.best], names[result.best], candidates=result.lines(names))
-
-
-def by_head(operands: Operands, *names: str) -> list[Tensor]:
-    """Return views [batch, heads, tokens, D] of token-major activations."""
-    problem = operands.problem
-    width, batch = problem["head_dim"], problem["batch"]
-    return [
-        operands.activations[name]
-        .unflatten(1, (-1, width))
-        .unflatten(0, (batch, -1))
-        .transpose(1, 2)
-        for name in names
-    ]
-
-
-def _mask(operands: Operands) -> BlockMask:
-    mask = operands.weights["mask"]
-    assert isinstance(mask, BlockMask)
-    return mask
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

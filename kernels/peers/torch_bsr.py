@@ -15,10 +15,10 @@ Both write Y.T as a view of the token-major Y, and read X.T as a view of X. With
 first copies X.T if that is faster in total.
 
 As shipped, blocks must be square and divide n and k. torch uses its Triton kernel if the side is a
-power of two of at least 16 that divides the tokens, and otherwise cuSPARSE without tensor cores
-(`library` in the choice). The other ways always use the Triton kernel: block sides must be powers
-of two of at least 16, and tokens are padded to a multiple of 16, for torch's tuner of r
-(_padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is off.
+power of two of at least 16 that divides the tokens. Otherwise it gathers rows and multiplies in
+fp32 without a warning (`path` in the choice). The other ways always use the Triton kernel: block
+sides must be powers of two of at least 16, and tokens are padded to a multiple of 16, for torch's
+tuner of r (_padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is off.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
@@ -74,7 +74,7 @@ def prepare(operands: Operands, *, tuned: bool | Literal["torch"] = False) -> La
             w.offsets, w.columns, w.values, size=w.shape, check_invariants=False
         )
         if not tuned:
-            launch = Launch(_call(bsr, tokens, AS_SHIPPED), {"library": library_of(w, len(x))})
+            launch = Launch(_call(bsr, tokens, AS_SHIPPED), {"path": path_of(w, len(x))})
             launch()
             return launch
         if operands.pinned:
@@ -86,9 +86,9 @@ def prepare(operands: Operands, *, tuned: bool | Literal["torch"] = False) -> La
         return _tuned(bsr, tokens, w.block, operands.timed)
 
 
-def library_of(w: Bsr, m: int) -> str:
-    """Return the library that torch.nn.functional.linear uses."""
-    return "cuSPARSE" if unsupported_blocks(w) or m % w.block[0] else "Triton"
+def path_of(w: Bsr, m: int) -> str:
+    """Return how torch.nn.functional.linear multiplies."""
+    return "gather, fp32" if unsupported_blocks(w) or m % w.block[0] else "Triton"
 
 
 def unsupported_as_shipped(w: Bsr) -> str | None:

@@ -37,11 +37,13 @@ from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.contests import View, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
+from sparsebench.results.repeats import measured
 
 SCHEMA = "sparsebench/card@9"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
 LINE += ["median_us", "gain", "low", "high", "decided", "mark"]
+LINE += ["on_cards", "limited", "between"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
@@ -62,6 +64,7 @@ class Card:
     units     the UUIDs of its GPUs
     versions  of its libraries and its driver, by name
     headline  the largest gain: its text, the rest of its sentence, and its case
+    measured  its verdicts, as results/repeats.py takes them
     """
 
     schema: str
@@ -89,6 +92,7 @@ class Card:
     headline: dict[str, str]
     lines: list[dict[str, Any]]
     cells: dict[str, list[dict[str, Any]]]
+    measured: dict[str, Any]
 
     @property
     def verdict(self) -> bool:
@@ -166,6 +170,7 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
             for claim in claims
             if (claim_cells := claim.cells(run, analysis))
         },
+        measured=asdict(measured(run, cases, at.address)),
     )
 
 

@@ -4,8 +4,8 @@
                     and how it differs from the line above
 
 Only verdicts count. A case is listed if its kernel won a contest against every other one in one of
-the runs; cases that are a run's headline come first. The interval of a difference also holds what
-differs between cards (results/changes.py), and `compare` says what a difference comes from.
+the runs; cases that are a run's headline come first. Every interval contains what cards differ by,
+also that of a difference on two cards; `compare` says what a difference comes from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,9 +94,12 @@ def _change(
     before: Card, then: Mapping[str, Any], card: Card, now: Mapping[str, Any]
 ) -> tuple[str, str, str]:
     """Return how a gain differs from the one before, in words, and what else differs."""
-    gains = [(line["gain"], line["low"], line["high"]) for line in (then, now)]
     same, searched = before.units == card.units, not (before.role or card.role)
-    value, low, high = difference(*gains, same_card=same, searched=searched)
+    gains = [
+        (line["gain"], line["low"], line["high"], line["between"] if same else 0.0)
+        for line in (then, now)
+    ]
+    value, low, high = difference(*gains)
     word = outcome(low, high)
     text = f"{GAINS.get(word, str(word))} ({between(value, low, high)})"
     differs = [

@@ -3,6 +3,7 @@
 index.html            the finding for each GPU and number of tokens, with a grid of formats
 runs.html             every run with its question, its number and its state
 kernels.html          the formats and the kernels
+agreement.html        how often a second card agrees with the first (reports/coverage.py)
 glossary.html         the words for outcomes (results/outcome.py)
 history.html          each headline over commits and dates (history.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
@@ -24,12 +25,14 @@ import pandas as pd
 import yaml
 
 from sparsebench.reports.build import Surrounding
+from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids, history
 from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
+from sparsebench.results.repeats import Measured, repeats
 
 WIDTH = 6.6  # pixels per character of a badge
 
@@ -94,9 +97,10 @@ def pages(
             yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)
     yield history.PAGE, history.page([*cards, *earlier], site)
     yield "glossary.html", render("site_glossary.html", site=site)
+    yield "agreement.html", _agreement(cards, site)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "runs.html", "kernels.html", history.PAGE, "glossary.html"]
+        paths = ["", "runs.html", "kernels.html", history.PAGE, "glossary.html", "agreement.html"]
         paths += [f"claims/{claim.name}.html" for claim in site.claims]
         paths += [*compared.values(), *doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
@@ -159,6 +163,15 @@ def _related(card: Card, other: Card) -> dict[str, str]:
     where = " on the same card" if same else " on another card" if card.units else ""
     how = f"{'Confirmed alone' if 'alone' in other.role else 'Measured again'}{where}"
     return {"address": other.address, "how": how, "gain": confirmation(card, other)}
+
+
+def _agreement(cards: Sequence[Card], site: Site) -> str:
+    """Return the page of the cases that two cards measured."""
+    known = repeats(Measured(**card.measured) for card in cards)
+    lines = coverage_lines(known) if len(known) else []
+    addresses = {card.address: card for card in cards}
+    values = {"columns": COVERAGE, "lines": lines, "addresses": addresses}
+    return render("site_agreement.html", site=site, sentences=explained(known), **values)
 
 
 def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]]:

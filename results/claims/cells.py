@@ -51,6 +51,7 @@ class Cell:
                for the non-zeros by its ceilings, at least an empty launch; 0 if unknown
     searched   whether the run chose its configurations; those of a run on another unit may slow a
                dense baseline down, by up to 7 % between two H200s (harness/NOTES.md)
+    between    half, in logs, that cards add to the interval of a speedup (between_cards.py)
     """
 
     test: str
@@ -73,6 +74,7 @@ class Cell:
     kind: str = ""
     bound: float = 0.0
     searched: bool = True
+    between: float = 0.0
 
     @property
     def processes(self) -> int:
@@ -239,13 +241,14 @@ def pooled(known: Sequence[Cell], test: Test) -> Cell:
         fields={"level": 1 - density},
         bound=exp(float(np.mean(np.log(bounds)))) if len(bounds) == len(known) else 0.0,
         reliable=all(cell.reliable for cell in known),
+        between=float(np.mean([cell.between for cell in known])),
     )
     return with_value(test, cell, logs)
 
 
 def with_value(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
     """Return a cell with its value and interval, from log-ratios by block, an array per process."""
-    metric, estimate = METRICS[test.metric], ratio(logs)
+    metric, estimate = METRICS[test.metric], ratio(logs, cell.between)
     ends = (estimate.value, estimate.low, estimate.high)
     value, low, high = (metric.of(end, cell.density) for end in ends)
     medians = tuple(float(np.median(each)) for each in logs)
@@ -262,6 +265,7 @@ def _over(test: Test, cell: Cell, other: Cell) -> Cell:
         run=cell.run if cell.run == other.run else f"{cell.run} over {other.run}",
         reliable=cell.reliable and other.reliable,
         reason=cell.reason or other.reason,
+        between=float(np.hypot(cell.between, other.between)),
     )
     if both.reason:
         return both
@@ -296,7 +300,8 @@ def _cell(
     if not logs:
         return []  # such as energy without --energy
     bound = _bound(test, subject, base, launch_us)
-    cell = replace(blank, subject=subject["ran"], baseline=base["ran"], bound=bound)
+    cards = float(subject["between"]) if METRICS[test.metric].column == "time" else 0.0
+    cell = replace(blank, subject=subject["ran"], baseline=base["ran"], bound=bound, between=cards)
     return [with_value(test, cell, logs)]
 
 

@@ -25,6 +25,7 @@ from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
+from tests.tools.marks import exhaustive
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -131,11 +132,20 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
     assert as_original(run)
 
 
-def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["reproduce", exhaustive("confirm")])
+def test_a_repeated_run_searches_again(command: str, verdict: Run, tmp_path: Path) -> None:
+    device = f"sim:{verdict.path.parent / 'spec.yaml'}"
+    arguments = verdict.path, device, None, tmp_path / "again", RunOptions()
+    cells = {"cases": 1, "replicates": 6} if command == "confirm" else {}
+    again = store.read(getattr(repeat, command)(*arguments, **cells))
+    assert choices_of(again.state) is Choices.AMONG
+    assert any(row.candidates for row in again.rows if row.case.contender.baseline)
+
+
+def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
-    again = store.read(
-        repeat.reproduce(verdict.path, device, None, tmp_path / "again", RunOptions())
-    )
+    arguments = verdict.path, device, None, tmp_path / "again", RunOptions()
+    again = store.read(repeat.reproduce(*arguments, inherit=True))
     assert choices_of(again.state) is Choices.BUNDLE
     assert choices_by_case(again) == choices_by_case(verdict)
     assert agreement(verdict, again).choices is Choices.BUNDLE
@@ -145,7 +155,9 @@ def test_a_reproduction_takes_the_choices_of_each_process(verdict: Run, tmp_path
 
 
 @pytest.mark.exhaustive
-def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_path: Path) -> None:
+def test_an_inheriting_confirmation_begins_with_the_first_process_again(
+    verdict: Run, tmp_path: Path
+) -> None:
     arguments = (
         verdict.path,
         f"sim:{verdict.path.parent / 'spec.yaml'}",
@@ -153,7 +165,7 @@ def test_a_confirmation_begins_with_the_first_process_again(verdict: Run, tmp_pa
         tmp_path / "sure",
         RunOptions(),
     )
-    again = store.read(confirm(*arguments, cases=1, replicates=10))
+    again = store.read(confirm(*arguments, cases=1, replicates=10, inherit=True))
     assert choices_of(again.state) is Choices.BUNDLE
     before = choices_by_case(verdict)
     for case, result in choices_by_case(again).items():

@@ -14,7 +14,7 @@ import torch
 
 from sparsebench.harness.bench import timing
 from sparsebench.harness.bench.sampling import BLOCKS, SAMPLES_PER_BLOCK
-from sparsebench.harness.bench.timing import Taken, TimedCall, ready, time_together
+from sparsebench.harness.bench.timing import TimedCall, TimedSample, ready, time_together
 from sparsebench.kernels._common import gpu_clock
 from sparsebench.kernels._common.gpu_clock import LIMIT_S, REPEATS, GpuClock, Sample
 from sparsebench.kernels._kernel import Launch
@@ -26,9 +26,9 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, late: Callable[[int], bool]) -> 
     """Replace the GPU's clock by one that is late in some blocks; return the calls per block."""
     log: list[int] = []
 
-    def take(order: Any) -> list[Taken]:
+    def take(order: Any) -> list[TimedSample]:
         log.append(len(order))
-        return [Taken(i, 10.0, late(len(log) - 3)) for i, _, _ in order]  # after two trials
+        return [TimedSample(i, 10.0, late(len(log) - 3)) for i, _, _ in order]  # after two trials
 
     monkeypatch.setattr(timing, "_gpu_clock", lambda *args, **options: take)
     return log

@@ -256,6 +256,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "samples of a wrong row": (first(status=Status.WRONG), "found 2 in a wrong row"),
     **{f"a time of {us}": (first(samples_us=(1.0, us)), f"found {us}") for us in (0.0, -1.0)},
     **{f"a time of {us}": (first(samples_us=(1.0, us)), f"found {us}") for us in (nan, inf)},
+    "more late samples than samples": (first(late=1.5), "found 1.5"),
     "other operands": (lambda r: [*r[:-1], replace(r[-1], digest="other")], "found other"),
     "no case": (
         lambda r: [x for x in r if x.case.contender.kernel != "scipy_csr"],

@@ -106,7 +106,7 @@ def test_looks_settle_only_differences_beyond_the_tolerance() -> None:
 
 
 def test_inherited_configurations_widen_the_interval() -> None:
-    again = run(bsr_us=(50 * 1.04, 20, 10 * 1.1))
+    again = run(bsr_us=(50 * 1.04, 20, 10 * 1.1), card="GPU-2")
     again.state["choices"] = "bundle"
     assert words(run(), again) == ["not settled", "not settled", "slower"]
 

@@ -19,7 +19,7 @@ from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 PATTERNS = {"bsr": "blocks", "csr": "unstructured", "spense": "two_four"}
-ANY_TOKENS = 1, 3, 37, 50, 300
+ANY_TOKENS = 3, 50
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ def test_cublas_restores_the_precision_after_an_error() -> None:
 
 def test_blocked_ell_supports_tf32_and_not_fp32() -> None:
     assert "expected dtype tf32" in str(cusparse_bell.unsupported(problem_of("fp32"), CUDA))
-    found = cusparse_bell.unsupported(problem_of("tf32"), CUDA)
-    assert found == _cusparse.unsupported(problem_of("tf32"), CUDA)
+    result = cusparse_bell.unsupported(problem_of("tf32"), CUDA)
+    assert result == _cusparse.unsupported(problem_of("tf32"), CUDA)
 
 
 @pytest.mark.parametrize(
@@ -170,16 +170,19 @@ def test_blocks_that_torch_refuses_are_unsupported(
 
 
 @pytest.mark.parametrize(
-    ("m", "block", "library"),
-    [(64, 32, "Triton"), (37, 32, "cuSPARSE"), (64, 8, "cuSPARSE"), (40, 10, "cuSPARSE")],
+    ("m", "block", "path"),
+    [
+        (64, 32, "Triton"),
+        (37, 32, "gather, fp32"),
+        (64, 8, "gather, fp32"),
+        (40, 10, "gather, fp32"),
+    ],
 )
-def test_the_row_of_torchs_call_names_the_library_that_it_uses(
-    m: int, block: int, library: str
-) -> None:
+def test_the_row_of_torchs_call_names_how_it_multiplies(m: int, block: int, path: str) -> None:
     w = operands_of((m, 320, 320), block=block).weights["w"]
     assert isinstance(w, Bsr)
     assert torch_bsr.unsupported_as_shipped(w) is None
-    assert torch_bsr.library_of(w, m) == library
+    assert torch_bsr.path_of(w, m) == path
 
 
 def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:

@@ -1,0 +1,66 @@
+"""What the peers of block-sparse attention share: operands by head, and lists in their blocks."""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._block_mask_converters import Lists, padded_lists
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._kernel import Operands
+from sparsebench.results.record import Problem
+
+
+def mask_of(operands: Operands) -> BlockMask:
+    """Return the mask of a problem."""
+    mask = operands.weights["mask"]
+    assert isinstance(mask, BlockMask)
+    return mask
+
+
+def by_token(operands: Operands, *names: str) -> list[Tensor]:
+    """Return views [batch, tokens, heads, D] of token-major activations."""
+    width, batch = operands.problem["head_dim"], operands.problem["batch"]
+    return [
+        operands.activations[name].unflatten(1, (-1, width)).unflatten(0, (batch, -1))
+        for name in names
+    ]
+
+
+def by_head(operands: Operands, *names: str) -> list[Tensor]:
+    """Return views [batch, heads, tokens, D] of token-major activations."""
+    return [x.transpose(1, 2) for x in by_token(operands, *names)]
+
+
+def cut(mask: BlockMask, side: int) -> BlockMask:
+    """Return the same mask in blocks of `side`, which divides its blocks: all are full."""
+    cells = mask.to_dense().view(mask.batch * mask.lists, mask.q_blocks, mask.kv_blocks)
+    for dim, (outer, tokens) in enumerate(zip(mask.block, mask.tokens, strict=True), 1):
+        cells = cells.repeat_interleave(outer // side, dim).narrow(dim, 0, -(-tokens // side))
+    tokens = [*mask.tokens]
+    return BlockMask.from_dense(cells.flatten(0, 1), block=side, tokens=tokens, batch=mask.batch)
+
+
+def lists_in(mask: BlockMask, heads: int, side: int) -> Lists:
+    """Return padded lists of full blocks of `side`, for each head."""
+    return padded_lists(cut(mask, side), heads, partial=False)
+
+
+def unsupported_blocks(problem: Problem, side: int) -> str | None:
+    """Return why blocks of `side` cannot hold the mask of a problem exactly, or None."""
+    block = problem["block"]
+    sides = [block, block] if isinstance(block, int) else block
+    if any(each % side for each in sides):
+        return f"block: expected a multiple of {side}, found {block}"
+    tokens = problem["m"], problem["context"] or problem["m"]
+    if any(size % side for size in tokens):
+        return f"expected tokens as a multiple of {side}, found {tokens[0]} and {tokens[1]}"
+    return "expected a mask that is not causal" if problem["causal"] else None
+
+
+def unsupported_on_hopper(module: str, package: str, device: torch.device) -> str | None:
+    """Return why a package for Hopper cannot run here, or None."""
+    if not find_spec(module.partition(".")[0]):
+        return f"needs {module} (pip install {package}), found none"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability == (9, 0) else f"needs compute capability 9.0, found {capability}"

@@ -1,0 +1,60 @@
+"""Video sparse attention of FastVideo: a ThunderKittens kernel for Hopper, with blocks of 64.
+
+Larger blocks are cut into blocks of 64, which hold the same mask. The kernel reads [batch, heads,
+tokens, D] and its scale is D ** -0.5; copies from token-major q, k and v are timed with it. Without
+its compiled extension the package runs Triton, so this kernel asks for the extension.
+Source: fastvideo_kernel/block_sparse_attn.py of hao-ai-lab/FastVideo.
+"""
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.peers._attention import (
+    by_head,
+    lists_in,
+    mask_of,
+    unsupported_blocks,
+    unsupported_on_hopper,
+)
+from sparsebench.results.record import Problem
+
+SIDE = 64
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the kernel cannot run the problem here, or None."""
+    if reason := unsupported_on_hopper("fastvideo_kernel", "fastvideo-kernel", device):
+        return reason
+    d = problem["head_dim"]
+    if problem["dtype"] != "bf16" or d not in (64, 128):
+        return f"expected bf16 and head_dim 64 or 128, found {problem['dtype']} and {d}"
+    if problem["heads"] != problem["kv_heads"]:
+        return "expected as many key heads as heads"
+    if problem["scale"] not in (None, d**-0.5):
+        return f"scale: expected head_dim ** -0.5, found {problem['scale']}"
+    return unsupported_blocks(problem, SIDE)
+
+
+def prepare(operands: Operands) -> Launch:
+    """Cut the lists. Raises Unsupported without the compiled extension."""
+    try:
+        compiled = import_module("fastvideo_kernel._C.fastvideo_kernel_ops")
+    except ImportError as error:
+        raise Unsupported(f"fastvideo_kernel has no extension for this torch: {error}") from error
+    attend = compiled.block_sparse_fwd
+    problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
+    counts, index = lists_in(mask_of(operands), problem["heads"], SIDE)
+    sizes = torch.full((k.shape[2] // SIDE,), SIDE, dtype=torch.int32, device=q.device)
+
+    def run() -> Tensor:
+        o: Tensor = attend(*(x.contiguous() for x in (q, k, v)), index, counts, sizes)[0]
+        return o.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
+
+    return Launch(run)
+
+
+KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

@@ -1,0 +1,78 @@
+"""Block-sparse attention of FlashInfer, for one list per key head: blocks of any size.
+
+VariableBlockSparseAttentionWrapper makes a list of keys for each block of queries in `plan`, which
+is not timed, and reads q, k and v head by head, so their copies are timed with the launch. It has
+no partial blocks, and its kernels are compiled by nvcc at the first plan. Its backends for Hopper
+are fa2 and fa3; both are timed.
+Source: flashinfer/sparse.py of flashinfer-ai/flashinfer.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._block_mask_converters import to_flashinfer_variable
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
+from sparsebench.kernels.peers._attention import by_head, mask_of
+from sparsebench.results.record import Problem
+
+WORKSPACE = 128 * 1024 * 1024  # bytes, as FlashInfer recommends
+BACKENDS = "fa2", "fa3"
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why FlashInfer cannot run the problem here, or None."""
+    if not find_spec("flashinfer"):
+        return "needs flashinfer (pip install flashinfer-python), found none"
+    if problem["dtype"] not in ("fp16", "bf16"):
+        return f"expected fp16 or bf16, found {problem['dtype']}"
+    if problem["head_dim"] not in (64, 128, 256):
+        return f"head_dim: expected 64, 128 or 256, found {problem['head_dim']}"
+    if problem["causal"] or problem["batch"] != 1:
+        return "expected one sequence and a mask that is not causal"
+    if problem["lists"] == "heads" and problem["heads"] != problem["kv_heads"]:
+        return "expected one list for each key head"
+    return None
+
+
+def prepare(operands: Operands) -> Launch:
+    """Plan with both backends, and keep the fastest that runs. Raises Unsupported."""
+    wrapper_of = import_module("flashinfer").VariableBlockSparseAttentionWrapper
+    problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
+    lists = to_flashinfer_variable(mask_of(operands), problem["kv_heads"])
+    dtype, ways, wrappers = DTYPES[problem["dtype"]], [], []
+    reasons = []
+    for backend in [dict(operands.pinned)["backend"]] if operands.pinned else BACKENDS:
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=operands.device)
+        wrapper = wrapper_of(workspace, backend=backend)
+        try:
+            wrapper.plan(
+                *lists,
+                problem["heads"],
+                problem["kv_heads"],
+                problem["head_dim"],
+                sm_scale=problem["scale"],
+                q_data_type=dtype,
+            )
+        except (RuntimeError, ValueError, AssertionError) as error:
+            reasons.append(f"{backend}: {error}".splitlines()[0])
+            continue
+        ways.append({"backend": backend})
+        wrappers.append(wrapper)
+    if not ways:
+        raise Unsupported("; ".join(reasons))
+
+    def run(wrapper: object) -> Tensor:
+        o: Tensor = wrapper.run(*(x[0].contiguous() for x in (q, k, v)))  # type: ignore[attr-defined]
+        return o.transpose(0, 1).reshape(problem["m"], -1)
+
+    result = search([lambda each=each: run(each) for each in wrappers], operands.device)
+    best = wrappers[result.best]
+    return Launch(lambda: run(best), ways[result.best], candidates=result.lines(ways))
+
+
+KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

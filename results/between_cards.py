@@ -1,0 +1,123 @@
+"""How far two cards of one kind differ beyond what the processes of one run show.
+
+Cards of one kind do not have quite the same speedups: they differ in their clocks under load, and
+in what a search finds. The processes of one run share a card, so their interval does not contain
+this. repeats.py estimates it from the published cases that two cards measured, and
+between_cards.json holds the result for each state of a run:
+
+    sd        standard deviation of a card's log speedup around the mean over cards
+    freedom   degrees of freedom of that estimate
+
+    h  =  t(freedom) sd / sqrt(cards)          added to both sides of an interval, in squares
+
+A run on several cards also measured the component itself. Its own estimate, with cards - 1 degrees
+of freedom, is pooled with the published one. A CPU and a simulated GPU have no cards.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import scipy
+
+from sparsebench.errors import ResultError
+from sparsebench.results.record import POWER_LIMITED
+from sparsebench.results.statistics import TAIL
+
+FILE = "between_cards.json"
+SCHEMA = "sparsebench/between-cards@1"
+CARDS = ("GPU-", "MIG-")  # beginnings of the UUIDs of cards
+
+
+class State(StrEnum):
+    """What the scatter between cards depends on.
+
+    FREE       the run searched, and the board was limited for at most POWER_LIMITED of the time
+    LIMITED    the run searched, and the board was limited for longer
+    INHERITED  the run took its configurations from a run on another card
+    """
+
+    FREE = "free"
+    LIMITED = "limited"
+    INHERITED = "inherited"
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component between cards, from `cases` cases in `pairs` pairs of runs."""
+
+    sd: float
+    freedom: float
+    cases: int
+    pairs: int
+
+    def half(self, cards: int = 1) -> float:
+        """Return the half of its 95 % interval for the mean over some cards, in logs."""
+        t = scipy.stats.t.ppf(1 - TAIL, self.freedom)
+        return float(t * self.sd / np.sqrt(cards))
+
+    def pooled_with(self, logs: Sequence[float], cards: Sequence[str]) -> "Component":
+        """Return the component pooled with what a run on several cards measured itself.
+
+        `logs` are the log ratios of its processes, and `cards` the card of each.
+        """
+        groups = [
+            np.array([log for log, card in zip(logs, cards, strict=True) if card == each])
+            for each in sorted(set(cards))
+        ]
+        inside = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
+        noise = inside / max(1, len(logs) - len(groups))
+        noise *= float(np.mean([1 / group.size for group in groups]))
+        more = len(groups) - 1
+        own = max(0.0, float(np.var([group.mean() for group in groups], ddof=1)) - noise)
+        freedom = self.freedom + more
+        variance = (self.freedom * self.sd**2 + more * own) / freedom
+        return Component(float(np.sqrt(variance)), freedom, self.cases, self.pairs)
+
+
+def state_of(limited: float, inherited: bool) -> State:
+    """Return the state of a case: the share of time that its board was limited, NaN if unknown."""
+    if inherited:
+        return State.INHERITED
+    return State.LIMITED if limited > POWER_LIMITED else State.FREE
+
+
+def cards_of(devices: Sequence[str]) -> int:
+    """Return the number of different cards; 0 for a CPU and a simulated GPU."""
+    cards = set(devices)
+    return len(cards) if all(card.startswith(CARDS) for card in cards) else 0
+
+
+def half_of(logs: Sequence[float], cards: Sequence[str], state: State) -> float:
+    """Return the half that cards add to the interval of a log ratio; 0 without a card.
+
+    `logs` are the log ratios of the processes, and `cards` the device of each.
+    """
+    count = cards_of(cards)
+    if not count:
+        return 0.0
+    component = packaged()[state]
+    component = component.pooled_with(logs, cards) if count > 1 else component
+    return component.half(count)
+
+
+@cache
+def packaged() -> Mapping[State, Component]:
+    """Return the components that come with the package; raises ResultError if they are unusable."""
+    file = files("sparsebench.results") / FILE
+    try:
+        return from_json(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResultError(f"{file}: expected {SCHEMA}, found {error!r}") from error
+
+
+def from_json(data: Mapping[str, Any]) -> dict[State, Component]:
+    """Return the components of a file; raises ValueError, KeyError or TypeError."""
+    if data["schema"] != SCHEMA:
+        raise ValueError(data["schema"])
+    return {state: Component(**data["components"][state]) for state in State}

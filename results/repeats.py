@@ -1,0 +1,198 @@
+"""Cases that two cards measured: how often they agree, and how far cards differ.
+
+    repeat   a case in two runs with the same code on different cards of one kind, 6 processes or
+             more each; `a` is the earlier run
+    d        difference of the mean log speedups, b minus a
+    s²       variance of d by the processes of both runs (Welch 1947)
+
+    d² - s²  is on average   v / cards of a + v / cards of b      both runs searched
+                             v / cards of a + w / cards of b      b inherited its configurations
+
+Each variance is the sum of d² - s² over its repeats, divided by the sum of their factors: that of
+`free` from repeats whose boards were not limited, that of `limited` from repeats with a board that
+was, and w, that of `inherited`, from the rest. The cases of one pair of runs are not independent,
+since they share cards and sessions. So the degrees of freedom come from the scatter over pairs of
+runs, as 2 v² / var(v) (Satterthwaite 1946).
+
+`coverage` asks of each repeat whether the first interval contains the second value, and whether the
+interval of the difference contains 0. No pair of runs is tested by a component that it is part of:
+for the published repeats, that comes from all other pairs.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from math import hypot
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.results.analysis import compared
+from sparsebench.results.between_cards import (
+    SCHEMA,
+    Component,
+    State,
+    from_json,
+    packaged,
+    state_of,
+)
+from sparsebench.results.provenance import Choices, choices_of, device_name
+from sparsebench.results.record import Status
+from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widened
+from sparsebench.results.store import Run
+
+KEYS = ["case_id", "scope", "cache"]
+LABELS = ["label", "baseline_label"]
+PAIR = ["run_a", "run_b"]
+COLUMNS = [*PAIR, *KEYS, *LABELS, "state_a", "state_b", "cards_a", "cards_b"]
+COLUMNS += ["speedups_a", "speedups_b", "d", "half", "excess"]
+COUNTS = ["repeats", "inside", "covers", "inside_cards", "covers_cards"]
+
+LIBRARIES = "torch", "cuda", "triton"
+
+Line = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The verdicts of a run, as plain data.
+
+    run      its name            ran    what repeats share: device, code, libraries
+    started  its date            cases  KEYS, the labels, cards, speedups and the state of each case
+    """
+
+    run: str
+    started: str
+    ran: Sequence[str]
+    cases: Sequence[Mapping[str, Any]]
+
+
+def measured(run: Run, cases: pd.DataFrame, name: str = "") -> Measured:
+    """Return the verdicts of a run from its summary, by default named by its folder.
+
+    Only cases that run on known cards count, so a CPU and a simulated GPU have none.
+    """
+    enough = compared(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
+    cases = cases[enough & cases.speedup.notna() & (cases.on_cards > 0)]
+    cards: dict[str, set[str]] = {}
+    for row in run.rows:
+        cards.setdefault(row.case.id, set()).add(row.device)
+    inherited = choices_of(run.state) is Choices.BUNDLE
+    lines = [
+        {name: line[name] for name in (*KEYS, *LABELS)}
+        | {"cards": sorted(cards[line["case_id"]])}
+        | {"speedups": [round(value, 6) for value in line["speedups"]]}
+        | {"state": str(state_of(line["limited"], inherited))}
+        for line in cases.to_dict("records")
+    ]
+    versions = run.environment.get("versions", {})
+    facts = [run.environment.get("code_sha256"), *(versions.get(name) for name in LIBRARIES)]
+    ran = [device_name(run.environment), *map(str, facts)]
+    return Measured(name or run.path.name, str(run.state.get("started", "")), ran, lines)
+
+
+def repeats(runs: Iterable[Measured]) -> pd.DataFrame:
+    """Return a line per repeat; see the docstring of this file."""
+    ordered = sorted((run for run in runs if run.cases), key=lambda run: run.started)
+    pairs = [(a, b) for a, b in combinations(ordered, 2) if a.ran == b.ran]
+    return pd.DataFrame([line for pair in pairs for line in _of_pair(*pair)], columns=COLUMNS)
+
+
+def components(repeats: pd.DataFrame) -> dict[State, Component]:
+    """Return the component of each state.
+
+    A state that fewer than two pairs of runs show gets that of all repeats that searched. No state
+    scatters less than the ones before it.
+    """
+    inherited = repeats.state_b == State.INHERITED
+    limited = (repeats[["state_a", "state_b"]] == State.LIMITED).any(axis=1)
+    searched, known = _component(repeats[~inherited], {}), dict[State, Component]()
+    for state, which in (
+        (State.FREE, ~inherited & ~limited),
+        (State.LIMITED, ~inherited & limited),
+        (State.INHERITED, inherited),
+    ):
+        own = _component(repeats[which], known)
+        chosen = own if own.pairs > 1 else searched
+        known[state] = max([chosen, *known.values()], key=Component.half)
+    return known
+
+
+def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
+    """Return each pair of runs with its number of repeats, and how many of them agree.
+
+    inside, covers              by the processes alone
+    inside_cards, covers_cards  with the component between cards: that of all other pairs if the
+                                repeats are those that were `published`, else the packaged one
+    """
+    lines = []
+    for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
+        others = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
+        known = components(others) if published else packaged()
+        checks = [
+            (1, *_agrees(line, {}), *_agrees(line, known)) for line in group.to_dict("records")
+        ]
+        counts = np.sum(checks, axis=0).tolist()
+        lines.append([run_a, run_b, bool((group.state_b == State.INHERITED).any()), *counts])
+    return pd.DataFrame(lines, columns=[*PAIR, "inherited", *COUNTS])
+
+
+def are_published(repeats: pd.DataFrame) -> bool:
+    """Return whether these are the repeats from which the packaged components come."""
+    return from_json(json.loads(text_of(repeats))) == packaged()
+
+
+def text_of(repeats: pd.DataFrame) -> str:
+    """Return the text of between_cards.json."""
+    known = {str(state): asdict(each) for state, each in components(repeats).items()}
+    for each in known.values():
+        each |= {"sd": round(each["sd"], 6), "freedom": round(each["freedom"], 3)}
+    return json.dumps({"schema": SCHEMA, "components": known}, indent=1) + "\n"
+
+
+def _of_pair(a: Measured, b: Measured) -> list[dict[Any, Any]]:
+    """Return the repeats of two runs on different cards; a run that inherits is never the first."""
+    tables = [pd.DataFrame([*each.cases]).assign(run=each.run) for each in (a, b)]
+    both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
+    lines: list[dict[Any, Any]] = []
+    for line in both[both.state_a != State.INHERITED].to_dict("records"):
+        if {*line["cards_a"]} & {*line["cards_b"]}:
+            continue
+        logs = [np.log(line[f"speedups_{end}"]) for end in "ab"]
+        d, half = welch(*logs)
+        within = sum(float(each.var(ddof=1)) / each.size for each in logs)
+        counts = {f"cards_{end}": len(line[f"cards_{end}"]) for end in "ab"}
+        lines.append(line | counts | {"d": d, "half": half, "excess": d**2 - within})
+    return lines
+
+
+def _component(repeats: pd.DataFrame, known: Mapping[State, Component]) -> Component:
+    """Return the component that repeats show at each end that has no `known` one."""
+    excess, weights = [], []
+    for line in repeats.to_dict("records"):
+        ends = [(line[f"state_{end}"], line[f"cards_{end}"]) for end in "ab"]
+        inherited = ends[1][0] == State.INHERITED
+        rest = known[ends[0][0]].sd ** 2 / ends[0][1] if inherited else 0.0
+        excess.append(line["excess"] - rest)
+        weights.append(sum(1 / cards for _, cards in (ends[1:] if inherited else ends)))
+    table = repeats[PAIR].assign(excess=excess, weight=weights)
+    total = float(table.weight.sum())
+    variance = max(0.0, float(table.excess.sum()) / total) if total else 0.0
+    scatter = (table.excess - variance * table.weight).groupby([table[n] for n in PAIR]).sum()
+    pairs = len(scatter)
+    error = float((scatter**2).sum()) / total**2 * pairs / (pairs - 1) if pairs > 1 else 0.0
+    freedom = max(1.0, 2 * variance**2 / error) if error else 1.0
+    return Component(variance**0.5, freedom, len(table), pairs)
+
+
+def _agrees(line: Line, known: Mapping[State, Component]) -> tuple[bool, bool]:
+    """Return whether the first interval has the second value, and that of the difference 0."""
+    halves = [
+        known[line[f"state_{end}"]].half(line[f"cards_{end}"]) if known else 0.0 for end in "ab"
+    ]
+    first, second = (hodges_lehmann(np.log(line[f"speedups_{end}"])) for end in "ab")
+    low, high = widened(first.estimate, first.low, first.high, halves[0])
+    covers = abs(line["d"]) <= hypot(line["half"], *halves)
+    return bool(low <= second.estimate <= high), bool(covers)
