@@ -238,9 +238,12 @@ def _everything() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[Function
             values = {name: value for name, value in vars(module).items() if callable(value)}
             namespaces.append((module, values))
             own += [v for v in values.values() if getattr(v, "__module__", None) == title]
-    methods = FunctionType | property | classmethod | staticmethod
     for owner in [value for value in own if isinstance(value, type)]:
-        members = {name: m for name, m in vars(owner).items() if isinstance(m, methods)}
+        members = {
+            name: member
+            for name, member in vars(owner).items()
+            if isinstance(member, FunctionType | property | classmethod | staticmethod)
+        }
         namespaces.append((owner, members))
         own += members.values()
     functions = [value for value in own if isinstance(value, FunctionType)]
