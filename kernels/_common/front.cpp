@@ -8,10 +8,7 @@
 //                              |
 //                              +--> none, or create_graph: `derivative`, a function in Python
 //
-//   guard   an attribute of the layer is the same tensor object, at the same address, with the same
-//           requires_grad, and torch has counted no write to it if the recording read it earlier
-//
-// front.hpp has the entries. A node of autograd holds the Front that made it.
+// front.hpp has guards and entries. A node of autograd holds the Front that made it.
 
 #include "front.hpp"
 
@@ -22,56 +19,6 @@
 #include <exception>
 
 namespace {
-
-// The inputs: x, and values that can be trained; dy and values; dy and x.
-enum Op { LINEAR, DGRAD, WGRAD, OPS };
-struct Guard {
-  PyObject *dict, *name, *object;
-  at::Tensor tensor;
-  void* address;
-  int64_t version;  // -1: writes do not matter, because every call reads the tensor
-  bool requires_grad;
-};
-
-struct Front {
-  PyObject_HEAD
-  vectorcallfunc call;
-  std::vector<Guard>* guards;
-  Entries* entries;         // [OPS]
-  PyObject* derivative;     // or nullptr: calls that need a gradient are not for this object
-  at::Tensor *values, *bias;  // that may have a gradient, or undefined
-  char keeps_x;               // whether the derivative needs X for dX
-  int64_t left, limit;  // calls until the layer must look again; a limit of 0: never
-  char stale;           // a guard failed: this object must be replaced
-};
-
-bool has_forward_gradient(const at::Tensor& t) {
-  auto* meta = t.unsafeGetTensorImpl()->autograd_meta();
-  return meta && meta->fw_grad(0, t).defined();
-}
-
-bool guards_hold(Front* self) {
-  for (auto& guard : *self->guards) {
-    if (guard.dict) {
-      PyObject* item = PyDict_GetItem(guard.dict, guard.name);
-      if ((item ? item : Py_None) != guard.object) return false;
-    }
-    const at::Tensor& t = guard.tensor;
-    if (!t.defined()) continue;
-    if (t.data_ptr() != guard.address || t.requires_grad() != guard.requires_grad) return false;
-    if (guard.version >= 0 && static_cast<int64_t>(t._version()) != guard.version) return false;
-    if (has_forward_gradient(t)) return false;
-  }
-  return true;
-}
-
-bool needs_gradient(Front* self, const at::Tensor& x) {
-  if (!c10::GradMode::is_enabled()) return false;
-  if (x.requires_grad()) return true;
-  for (auto& guard : *self->guards)
-    if (guard.tensor.defined() && guard.tensor.requires_grad()) return true;
-  return false;
-}
 
 // ---- autograd ----
 
