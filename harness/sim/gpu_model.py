@@ -29,7 +29,6 @@ assumed.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
@@ -223,9 +222,11 @@ def _time_line(spec: Spec, draw: np.random.Generator, processes: int, length: in
     """Return drift and step [processes, length], which all contenders share."""
     kept = float(np.exp(-1 / spec.drift_samples))
     line = draw.normal(0, spec.drift, (length, processes))
-    for before, now in pairwise(line):
-        now *= np.sqrt(1 - kept**2)
-        now += kept * before
+    line[1:] *= np.sqrt(1 - kept**2)
+    back = 1  # line[t] is the sum of the last `back` terms, weighted: doubled until it is whole
+    while back < length:
+        line[back:] += kept**back * line[:-back]
+        back *= 2
     step = spec.step * draw.choice([-1, 1], processes) * (draw.random(processes) < spec.step_odds)
     moment = draw.integers(0, length, processes)
     return line.T + step[:, None] * (np.arange(length) >= moment[:, None])
