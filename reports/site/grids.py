@@ -217,11 +217,16 @@ def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
     op, dtype = (str(top[name]) for name in ("op", "dtype"))
     processes = _span(best[best.verdict].processes if best.verdict.any() else best.processes)
     shapes = ordered(best["shape"])
-    shape = f"n × k {shapes[0]}" if len(shapes) == 1 else amount(len(shapes), "shape")
+    shape = _sized(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
     measured = conditions(top["on_cards"], top["limited"])
     about += [f"the largest gain on {measured}"] if measured else []
-    return Grid(op, dtype, tokens, " · ".join(about), levels, lines, str(top["run"]))
+    return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
+
+
+def _sized(shape: object) -> str:
+    """Name the size of a weight; attention and whole models have none."""
+    return f"n × k {shape}" if shape else ""
 
 
 def _head(lines: pd.DataFrame) -> "pd.Series[str]":
@@ -254,8 +259,8 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
     shown: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     top, last = shown[0], shown[-1]
     tooltips = [
-        f"n × k {line['shape']}: {line['name']}, "
-        f"{between(line['gain'], line['low'], line['high'])}, {_of(line)}"
+        f"{_sized(line['shape'])} {line['name']}, ".lstrip()
+        + f"{between(line['gain'], line['low'], line['high'])}, {_of(line)}"
         for line in shown[:SHOWN]
     ]
     text, span = _range(shown)
@@ -310,7 +315,7 @@ def _problem(line: Any) -> str:
     tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
     block = blocks_text(fields["block"]) if fields["block"] not in ("", "1") else ""
     pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
-    shape = f"n × k {fields['shape']}" if fields["shape"] else ""
+    shape = _sized(fields["shape"])
     return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))
 
 

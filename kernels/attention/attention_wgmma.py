@@ -1,0 +1,168 @@
+"""Block-sparse attention in CUDA C++ for Hopper: O = softmax(scale Q K.T) V over a block mask.
+
+attention_wgmma.cu is the kernel and draws its pipeline; _wgmma_tiles.py cuts the work into tiles.
+This file chooses a configuration and launches. It supports
+
+    head_dim   64 and 128, fp16 or bf16
+    queries    blocks of a multiple of 16. A tile has 64 or 128 rows, so smaller blocks need enough
+               query heads that share a list and a KV head: four for blocks of 16, two for 32
+    keys       blocks of 8, 16, 32, or a multiple of 64
+
+Blocks of keys are laid side by side until a step is full, so small ones cost nothing on that side.
+"""
+
+from dataclasses import dataclass
+from struct import pack
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.tuned_table import Tuned, choose
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.attention._lists import shared_heads
+from sparsebench.kernels.attention._shapes import (
+    LOG2_E,
+    Shape,
+    mask_of,
+    scale_of,
+    shape_of,
+    table_sizes,
+)
+from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of, tensor_map
+from sparsebench.results.record import Problem
+
+HEAD_DIMS = 64, 128
+WARPGROUP = 128  # threads
+MOST_BYTES = 224 * 1024  # of shared memory, for Q and the ring
+ALIGNMENT = 1024  # of a swizzled tile
+ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    rows    of queries in a tile: 64 for each warpgroup that shares K and V
+    tiles   that a CTA works on at the same time
+    keys    of a step
+    """
+
+    rows: int
+    tiles: int
+    keys: int
+
+
+def configurations(shape: Shape, shared: int) -> list[Config]:
+    """Return what is worth trying, the default first. Raises Unsupported.
+
+    shared  query heads that share a list and a KV head
+    """
+    rows = min(128, span_of(shape.block[0]) * shared)
+    if rows < 64:
+        raise Unsupported(
+            f"expected blocks of 64 queries, or fewer and more heads that share a list and a KV "
+            f"head; found blocks of {shape.block[0]} and {shared} such heads"
+        )
+    keys = [n for n in (128, 64) if shape.block[1] % n == 0 or n % shape.block[1] == 0]
+    if not keys or shape.block[1] % 8:
+        raise Unsupported(
+            f"expected blocks of 8, 16, 32 or a multiple of 64 keys, found {shape.block[1]}"
+        )
+    wide = [Config(128, 1, n) for n in keys] if rows == 128 else []
+    return [*wide, *(Config(64, 2, n) for n in keys)][:3]
+
+
+def slots_of(config: Config, head_dim: int) -> int:
+    """Return the slots of a ring: what the shared memory has room for."""
+    row = head_dim * 2
+    return (MOST_BYTES // config.tiles - config.rows * row) // (config.keys * row)
+
+
+def shared_bytes(config: Config, head_dim: int) -> int:
+    """Return the shared memory of a CTA."""
+    tile = (config.rows + slots_of(config, head_dim) * config.keys) * head_dim * 2
+    return ALIGNMENT + config.tiles * tile
+
+
+def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constants:
+    """Return the macros of attention_wgmma.cu."""
+    return (
+        *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
+        ("KEYS", config.keys),
+        *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
+        ("SLOTS", slots_of(config, shape.head_dim)),
+        ("SPAN", min(span_of(shape.block[0]), config.rows)),
+        *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
+        ("FP16", int(shape.dtype == "fp16")),
+    )
+
+
+def launch(
+    operands: tuple[Tensor, Tensor, Tensor],
+    mask: BlockMask,
+    shape: Shape,
+    scale: float,
+    config: Config,
+) -> tuple[cuda.BoundKernel, Tensor]:
+    """Return the kernel of O [batch * S_q, H * D] and the LSE [batch * H, S_q], which it fills.
+
+    operands  q like O, and k, v [batch * S_kv, H_kv * D]. Raises Unsupported.
+    """
+    (q, k, v), device = operands, operands[0].device
+    span = min(span_of(shape.block[0]), config.rows)
+    tiles = query_tiles(mask, shape, config.rows, span)
+    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    o = torch.empty_like(q)
+    lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
+    box = min(shape.block[1], config.keys)
+    maps = tensor_map(q, shape.batch, min(span, 64))
+    maps += b"".join(tensor_map(x, shape.batch, box) for x in (k, v))
+    bits = () if mask.bits is None or mask.slots is None else (mask.slots, mask.bits)
+    pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
+    pointers += [0] * (4 - len(pointers))
+    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), len(tiles))
+    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
+    sizes = pack("iiiif", *counts, scale * LOG2_E)
+    args = ARGUMENTS(maps, lists, o.data_ptr(), lse.data_ptr(), sizes)
+    constants, size = constants_of(config, shape, mask), shared_bytes(config, shape.head_dim)
+    kernel, code = cuda.load("attention_wgmma", "attend", constants, size, device)
+    grid = min(
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        -(-len(tiles) // config.tiles),
+    )
+    threads = WARPGROUP * (config.tiles * config.rows // 64 + 1)
+    loaded = cuda.Loaded(kernel, code, device.index, grid, threads, size)
+    return cuda.BoundKernel(
+        loaded, args, (q, k, v, tiles, mask.columns, *bits, counters, lse), o
+    ), lse
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Sort the tiles; take a table's configuration, or compile and time up to three."""
+    problem, mask = operands.problem, mask_of(operands)
+    q, k, v = (operands.activations[name] for name in "qkv")
+    shape = shape_of(q, k, mask, problem["heads"], problem["dtype"])
+    searched = configurations(shape, shared_heads(mask, shape.heads, shape.kv_heads))
+    sizes = table_sizes(shape, mask)
+    configs, by = choose("attention_wgmma", Config, operands, sizes, tuned, searched)
+    cuda.compile_ahead("attention_wgmma", [constants_of(c, shape, mask) for c in configs])
+    scale = scale_of(problem)
+    candidates = [launch((q, k, v), mask, shape, scale, config)[0] for config in configs]
+    return fastest_launch(configs, candidates, by, q.device)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the kernel cannot run the problem here, or None."""
+    if reason := cuda.unsupported_on_hopper(problem, device):
+        return reason
+    if problem["head_dim"] not in HEAD_DIMS:
+        return f"head_dim: expected 64 or 128, found {problem['head_dim']}"
+    scale = problem["scale"]
+    return None if scale is None or scale > 0 else f"scale: expected more than 0, found {scale}"
+
+
+KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported, tunes=True)

@@ -1,0 +1,109 @@
+// Device functions of the attention kernels beyond hopper.cuh and mma.cuh: one PTX instruction each,
+// with its name, and the store of a tile of sums. hopper.cuh comes first.
+//
+//   WGMMA_RS(N, a, b, keep, b_trans)            d[64 x N] = keep * d + A[64 x 16] B[16 x N]
+//   WGMMA_SS(N, a, b, keep, a_trans, b_trans)   the same with A in shared memory
+//
+// Of A in registers, a lane (g = lane / 4, t = lane % 4) of warp w has four words: row 16 w + g at
+// columns 2 t and 2 t + 1, row + 8 there, and both rows 8 columns on. wgmma leaves its sums so: the
+// pairs of d[8 i .. 8 i + 7], packed, are A for the sums' columns 16 i to 16 i + 15.
+
+#pragma once
+
+#define RS_64 "{%32, %33, %34, %35}, %36, keep"
+#define RS_128 "{%64, %65, %66, %67}, %68, keep"
+#define RS_KEEP_64 "%37"
+#define RS_KEEP_128 "%69"
+#define WGMMA_RS_(N, a, b, keep, b_trans)                                                       \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " RS_KEEP_##N ", 0;\n"                   \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \
+               RS_##N ", 1, 1, " TEXT(b_trans) ";\n}"                                           \
+               : D_##N : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b),            \
+                         "r"((int)(keep)))
+#define WGMMA_RS(N, a, b, keep, b_trans) WGMMA_RS_(N, a, b, keep, b_trans)
+
+#define SS_64 "%32, %33, keep"
+#define SS_KEEP_64 "%34"
+#define WGMMA_SS_(N, a, b, keep, a_trans, b_trans)                                              \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " SS_KEEP_##N ", 0;\n"                   \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \
+               SS_##N ", 1, 1, " TEXT(a_trans) ", " TEXT(b_trans) ";\n}"                        \
+               : D_##N : "l"(a), "l"(b), "r"((int)(keep)))
+#define WGMMA_SS(N, a, b, keep, a_trans, b_trans) WGMMA_SS_(N, a, b, keep, a_trans, b_trans)
+
+// Sums that wgmma has written: no use of them moves before this.
+template <int COUNT> __device__ __forceinline__ void hold(float (&d)[COUNT]) {
+  #pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ void st_shared(u32 to, int v) {
+  asm volatile("st.shared.b32 [%0], %1;" :: "r"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ int ld_shared(u32 from) {
+  int v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 ld_shared_pair(u32 from) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void stmatrix_x4(u32 place, const u32* v) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(place), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+__device__ __forceinline__ void red_add(float* to, const float* v) {  // to 16 bytes
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               :: "l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;");
+}
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+// Of a matrix [planes, rows, columns]; outside of its plane a box reads zeros.
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row,
+                                         int plane, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5}], [%2];"
+               :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane) : "memory");
+}
+
+// Store a warpgroup's sums [64 x WIDTH] in 16 bits, 64 contiguous bytes of a row at a time.
+//   row      of this lane's first row; rows from `rows` on are left out
+//   factors  of its two rows
+template <int WIDTH>
+__device__ __forceinline__ void store_rows(const float (&d)[WIDTH / 2], const float (&factors)[2],
+                                           char* to, int row, int rows, long long row_bytes) {
+  #pragma unroll
+  for (int r = 0; r < 2; r++)
+    #pragma unroll
+    for (int c = 0; c < WIDTH / 32; c++) {
+      u32 words[4];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* pair = d + 16 * c + 4 * i + 2 * r;
+        words[i] = pack_pair(pair[0] * factors[r], pair[1] * factors[r]);
+      }
+      quad_transpose(words);
+      if (row + 8 * r < rows)
+        *(uint4*)(to + (row + 8 * r) * row_bytes + (32 * c + threadIdx.x % 4 * 8) * 2) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}

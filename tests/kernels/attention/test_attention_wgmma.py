@@ -1,0 +1,178 @@
+"""attention_wgmma: its text, emulated on a CPU thread by thread, its tiles, and what it refuses."""
+
+import ctypes
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels.attention import attention_wgmma
+from sparsebench.kernels.attention._lists import shared_heads
+from sparsebench.kernels.attention._shapes import LOG2_E, Shape
+from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of
+from sparsebench.kernels.attention.attention_wgmma import Config
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
+from tests.emulation.cuda_on_cpu import built
+from tests.kernels.attention.cases import random_mask, reference
+from tests.kernels.attention.warpgroups import DTYPES, on_cpu
+from tests.kernels.contract import assert_device_refusal, refusal
+from tests.tools.marks import needs_gxx, sampled
+
+FIXED = """
+  auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
+  auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
+  auto *q_full = (u64*)(empty + GROUPS), *q_empty = q_full + GROUPS;
+"""
+RUN = """
+static struct { Maps maps; Lists lists; char* out; float* lse; Sizes sizes; } given;
+static void run() { attend(given.maps, given.lists, given.out, given.lse, given.sizes); }
+extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
+  const int width = n[2] * HEAD_DIM, kv_width = n[3] * HEAD_DIM;
+  given.maps.q = {(char*)at[0], n[0], width, 2 * width, Q_BOX, 64, 128};
+  given.maps.k = {(char*)at[1], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
+  given.maps.v = {(char*)at[2], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
+  given.lists = {(Tile*)at[3], (int*)at[4], (int*)at[5], (unsigned char*)at[6], (int*)at[7], n[4]};
+  given.out = (char*)at[8], given.lse = (float*)at[9];
+  given.sizes = {n[0], n[1], n[2], n[3], scale};
+  launch(grid, THREADS, 1, bytes, run, true);
+}
+"""
+
+
+class Case(NamedTuple):
+    """Sizes of a mask and heads, and a configuration."""
+
+    tokens: tuple[int, int]
+    block: Any
+    heads: tuple[int, int]
+    config: Config
+    batch: int = 1
+    lists: int = 1
+    causal: bool = False
+    bits: bool = False
+    head_dim: int = 128
+    dtype: str = "fp16"
+
+
+WIDE, TWO = Config(128, 1, 128), Config(64, 2, 64)
+CASES = [
+    Case((200, 270), 128, (2, 1), WIDE, batch=2, lists=2, causal=True, dtype="bf16"),
+    Case((150, 200), 64, (4, 2), WIDE, lists=2, bits=True),
+    Case((70, 100), 16, (4, 1), Config(64, 2, 128), causal=True),
+    Case((150, 260), (64, 128), (2, 2), TWO, lists=2, head_dim=64, dtype="bf16"),
+    Case((100, 100), 32, (8, 2), WIDE, lists=2, head_dim=64),
+    Case((40, 130), (64, 8), (1, 1), Config(64, 2, 128), bits=True),
+    Case((300, 300), (256, 192), (2, 1), Config(128, 1, 64), lists=1),
+]
+
+
+@needs_gxx
+@pytest.mark.parametrize("late", sampled([1, 0], 0))
+@pytest.mark.parametrize("case", sampled(CASES, 0, 1))
+def test_the_threads_attend_on_a_cpu(case: Case, late: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mask = random_mask(
+        case.tokens,
+        case.block,
+        batch=case.batch,
+        lists=case.lists,
+        causal=case.causal,
+        bits=case.bits,
+    )
+    (heads, kv_heads), (s_q, s_kv), depth = case.heads, case.tokens, case.head_dim
+    shape = Shape(case.batch, s_q, s_kv, heads, kv_heads, depth, mask.block, case.dtype)
+    dtype = DTYPES[case.dtype]
+    q = torch.randn(case.batch, s_q, heads, depth).to(dtype)
+    k, v = (torch.randn(case.batch, s_kv, kv_heads, depth).to(dtype) for _ in range(2))
+    rows = case.config.rows
+    tiles = query_tiles(mask, shape, rows, min(span_of(mask.block[0]), rows))
+    counters = torch.zeros(2, dtype=torch.int32)
+    o = torch.full_like(q, torch.nan)
+    lse = torch.full((case.batch, heads, s_q), torch.nan)
+    constants = (*attention_wgmma.constants_of(case.config, shape, mask), ("LATE", late))
+    run = built(on_cpu("attention_wgmma.cu", FIXED, RUN), constants, tmp_path).call
+    tensors = q, k, v, tiles, mask.columns, mask.slots, mask.bits, counters, o, lse
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    sizes = s_q, s_kv, heads, kv_heads, len(tiles)
+    run(
+        *((ctypes.c_void_p * 10)(*pointers), (ctypes.c_int * 5)(*sizes)),
+        *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
+        attention_wgmma.shared_bytes(case.config, depth),
+    )
+    wanted, log_sum = reference(q.double(), k.double(), v.double(), mask)
+    allowed = 2e-3 if case.dtype == "fp16" else 2e-2
+    torch.testing.assert_close(o.double(), wanted, atol=allowed, rtol=allowed)
+    torch.testing.assert_close(lse.double(), log_sum, atol=1e-4, rtol=1e-5)
+    assert counters.tolist() == [0, 0]  # as the next launch needs them
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
+def test_the_tiles_cover_each_query_of_each_head_once(case: Case) -> None:
+    mask = random_mask(case.tokens, case.block, batch=case.batch, lists=case.lists)
+    shape = Shape(case.batch, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
+    rows = case.config.rows
+    span = min(span_of(mask.block[0]), rows)
+    covered = torch.zeros(case.batch * case.heads[0], case.tokens[0], dtype=torch.int32)
+    for first, count, query, head in query_tiles(mask, shape, rows, span).tolist():
+        covered[head : head + rows // span, query : query + span] += 1
+        assert query // mask.block[0] == (query + span - 1) // mask.block[0]
+        for each in range(head, head + rows // span):
+            sequence, local = divmod(each, case.heads[0])
+            number = sequence * mask.lists + mask.list_of(local, case.heads[0])
+            row = number * mask.q_blocks + query // mask.block[0]
+            assert (first, first + count) == tuple(mask.offsets[row : row + 2].tolist())
+    assert covered.eq(1).all()
+
+
+@pytest.mark.parametrize("head_dim", attention_wgmma.HEAD_DIMS)
+@pytest.mark.parametrize("block", [16, 32, 64, 128, (256, 192)])
+def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(
+    block: Any, head_dim: int
+) -> None:
+    mask = random_mask((256, 256), block)
+    shape = Shape(1, 256, 256, 8, 2, head_dim, mask.block, "bf16")
+    configs = attention_wgmma.configurations(shape, shared_heads(mask, 8, 2))
+    assert configs
+    for config in configs:
+        assert attention_wgmma.slots_of(config, head_dim) >= 3
+        assert attention_wgmma.shared_bytes(config, head_dim) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("block", "heads", "token"),
+    [(16, (4, 4), "16"), (32, (4, 4), "32"), ((64, 48), (1, 1), "48"), ((64, 4), (1, 1), "4")],
+)
+def test_blocks_that_no_tile_holds_are_refused(block: Any, heads: Any, token: str) -> None:
+    mask = random_mask((256, 256), block)
+    shape = Shape(1, 256, 256, *heads, 128, mask.block, "bf16")
+    shared = shared_heads(mask, *heads)
+    assert token in refusal(lambda: attention_wgmma.configurations(shape, shared))
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "tokens"),
+    [
+        ("cuda", {"head_dim": 128}, ()),
+        ("cuda", {"head_dim": 96}, ("head_dim", "96")),
+        ("cuda", {"scale": -1.0}, ("scale", "-1")),
+        ("cuda", {"dtype": "fp32"}, ("fp32",)),
+        ("cpu", {}, ("cpu",)),
+    ],
+)
+def test_a_problem_is_refused_by_device_and_fields(
+    device: str, fields: Any, tokens: Any, monkeypatch: Any
+) -> None:
+    problem = {"head_dim": 64, "dtype": "bf16", "scale": None} | fields
+    kernel = attention_wgmma.KERNEL
+    assert_device_refusal(kernel, device, cuda.HOPPER, problem, tokens, monkeypatch)
+
+
+@by_nvcc
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
+def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
+    mask = random_mask(case.tokens, case.block, causal=case.causal, bits=case.bits)
+    shape = Shape(1, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
+    constants = attention_wgmma.constants_of(case.config, shape, mask)
+    assert_compiles_cleanly("attention_wgmma", constants, tmp_path)

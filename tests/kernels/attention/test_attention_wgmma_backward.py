@@ -1,0 +1,161 @@
+"""attention_wgmma_backward: its three kernels, emulated on a CPU, and what it refuses."""
+
+import ctypes
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from sparsebench.kernels.attention import attention_wgmma_backward
+from sparsebench.kernels.attention._shapes import LOG2_E, Shape
+from sparsebench.kernels.attention._wgmma_tiles import key_tiles
+from sparsebench.kernels.attention.attention_wgmma_backward import Config, padded
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
+from tests.emulation.cuda_on_cpu import built
+from tests.kernels.attention.cases import random_mask, reference
+from tests.kernels.attention.warpgroups import DTYPES, on_cpu
+from tests.kernels.contract import refusal
+from tests.tools.marks import needs_gxx, sampled
+
+FIXED = """
+  auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
+  auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
+  auto *kv_full = (u64*)(empty + GROUPS), *kv_empty = kv_full + GROUPS;
+"""
+RUN = """
+static struct {
+  Maps maps; Lists lists; Stats stats; Sizes sizes;
+  const char *o, *d_o; const float* lse; float *lse_2, *delta, *sums; char *dq, *dk, *dv; int heads;
+} given;
+static void before() {
+  prepare_queries(given.o, given.d_o, given.lse, given.lse_2, given.delta, given.sums, given.sizes,
+                  given.heads);
+}
+static void between() {
+  differentiate(given.maps, given.lists, given.stats, given.sizes, given.sums, given.dk, given.dv);
+}
+static void after() { finish_queries(given.sums, given.dq, given.sizes); }
+extern "C" void call(void** at, const int* n, float scale, float log_scale, int grid, int bytes) {
+  const auto map = [](void* x, int rows, int heads, int box) {
+    return TensorMap{(char*)x, rows, heads * HEAD_DIM, 2 * heads * HEAD_DIM, box, 64, 128};
+  };
+  given.maps = {map(at[0], n[0], n[2], ROWS), map(at[1], n[0], n[2], ROWS),
+                map(at[2], n[1], n[3], KV_ROWS), map(at[3], n[1], n[3], KV_ROWS)};
+  given.lists = {(Tile*)at[4], (int*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8],
+                 (int*)at[9], n[6], n[7], n[8]};
+  given.o = (char*)at[10], given.d_o = (char*)at[1], given.lse = (float*)at[11];
+  given.lse_2 = (float*)at[12], given.delta = (float*)at[13], given.sums = (float*)at[14];
+  given.dq = (char*)at[15], given.dk = (char*)at[16], given.dv = (char*)at[17];
+  given.stats = {given.lse_2, given.delta};
+  given.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale}, given.heads = n[5] * n[2];
+  launch((given.heads * n[4] + 7) / 8, 256, 1, 1024, before);
+  launch(grid, THREADS, 1, bytes, between, true);
+  launch(given.heads * n[4] / ROWS, 128, 1, 1024, after);
+}
+"""
+
+
+class Case(NamedTuple):
+    """Sizes of a mask and heads, and a configuration."""
+
+    tokens: tuple[int, int]
+    block: Any
+    heads: tuple[int, int]
+    config: Config
+    batch: int = 1
+    lists: int = 1
+    causal: bool = False
+    bits: bool = False
+    head_dim: int = 128
+    dtype: str = "fp16"
+
+
+WIDE, TWO = Config(128, 1), Config(64, 2)
+CASES = [
+    Case((200, 270), 128, (2, 1), WIDE, batch=2, lists=2, causal=True),
+    Case((150, 200), 64, (2, 2), TWO, lists=2, bits=True),
+    Case((150, 260), (64, 128), (2, 1), TWO, causal=True, head_dim=64, dtype="bf16"),
+    Case((150, 260), (64, 128), (2, 1), WIDE, head_dim=64),
+]
+
+
+@needs_gxx
+@pytest.mark.parametrize("late", sampled([1, 0], 0))
+@pytest.mark.parametrize("case", sampled(CASES, 0, 1))
+def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mask = random_mask(
+        case.tokens,
+        case.block,
+        batch=case.batch,
+        lists=case.lists,
+        causal=case.causal,
+        bits=case.bits,
+    )
+    (heads, kv_heads), (s_q, s_kv), depth = case.heads, case.tokens, case.head_dim
+    shape = Shape(case.batch, s_q, s_kv, heads, kv_heads, depth, mask.block, case.dtype)
+    q, do = (torch.randn(case.batch, s_q, heads, depth).to(DTYPES[case.dtype]) for _ in "qo")
+    k, v = (torch.randn(case.batch, s_kv, kv_heads, depth).to(q.dtype) for _ in "kv")
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    o, lse = reference(*leaves, mask)
+    o.backward(do.double())
+    o, lse = o.detach().to(q.dtype).contiguous(), lse.detach().float().contiguous()
+    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+    rows = padded(s_q)
+    sums = torch.full((case.batch * heads, rows, depth), torch.nan)
+    lse_2, delta = torch.full((2, case.batch * heads, rows), torch.nan)
+    counters = torch.zeros(2, dtype=torch.int32)
+    transpose, tiles = mask.transpose(), key_tiles(mask, shape, case.config.rows)
+    index = tiles, transpose.offsets, transpose.rows, transpose.slots, mask.bits, counters
+    tensors = q, do, k, v, *index, o, lse, lse_2, delta, sums, dq, dk, dv
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    sizes = s_q, s_kv, heads, kv_heads, rows, case.batch, len(tiles), mask.lists, mask.kv_blocks
+    constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
+    text = on_cpu("attention_wgmma_backward.cu", FIXED, RUN)
+    built(text, (*constants, ("LATE", late)), tmp_path).call(
+        *((ctypes.c_void_p * 18)(*pointers), (ctypes.c_int * 9)(*sizes)),
+        *(ctypes.c_float(depth**-0.5), ctypes.c_float(depth**-0.5 * LOG2_E), 2),
+        attention_wgmma_backward.shared_bytes(case.config, depth),
+    )
+    allowed = 1e-2 if case.dtype == "fp16" else 6e-2
+    for found, leaf in zip((dq, dk, dv), leaves, strict=True):
+        torch.testing.assert_close(found.double(), leaf.grad, atol=allowed, rtol=allowed)
+    assert counters.tolist() == [0, 0]  # as the next launch needs them
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
+def test_the_tiles_cover_each_key_of_each_kv_head_once(case: Case) -> None:
+    mask = random_mask(case.tokens, case.block, batch=case.batch, lists=case.lists)
+    shape = Shape(case.batch, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
+    covered = torch.zeros(case.batch * case.heads[1], case.tokens[1], dtype=torch.int32)
+    for key, head, block, _ in key_tiles(mask, shape, case.config.rows).tolist():
+        covered[head, key : key + case.config.rows] += 1
+        assert key // mask.block[1] == block
+    assert covered.eq(1).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block", [64, 128, 192])
+def test_configurations_fit_the_shared_memory_and_have_slots_for_two_steps(
+    block: int, head_dim: int
+) -> None:
+    shape = Shape(1, 256, 256, 2, 1, head_dim, (block, block), "bf16")
+    for config in attention_wgmma_backward.configurations(shape):
+        assert attention_wgmma_backward.slots_of(config, head_dim) >= 4
+        assert attention_wgmma_backward.shared_bytes(config, head_dim) <= 227 * 1024 - 1024
+
+
+@pytest.mark.parametrize("block", [(32, 64), (64, 96)])
+def test_small_blocks_are_refused(block: tuple[int, int]) -> None:
+    shape = Shape(1, 256, 256, 2, 1, 64, block, "bf16")
+    assert str([*block]) in refusal(lambda: attention_wgmma_backward.configurations(shape))
+
+
+@by_nvcc
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}-{case.config.rows}")
+def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
+    mask = random_mask(case.tokens, case.block, causal=case.causal, bits=case.bits)
+    shape = Shape(1, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
+    constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
+    assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path)
