@@ -146,11 +146,16 @@ def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists,
         lists = exact_lists(mask, heads)
         m, n = min(128, b_q), min(128, b_k)
         tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
-        options: list[Options] = [tile]
-        if m == n == 128:
+        if mask.q_blocks == 1:
+            options: list[Options] = [{}]
+        elif m == n == 128:
             options = [{}, {**tile, "num_warps": 8, "num_stages": 3}]
-        elif mask.q_blocks == 1:
-            options = [{}]
+        elif min(m, n) == 64:
+            options = [tile, {**tile, "num_warps": 4, "num_stages": 2}]
+        else:  # the default has four warps, too many for such a tile
+            pipelines = ((2, 2), (1, 3), (2, 3))
+            more = [{**tile, "num_warps": w, "num_stages": s} for w, s in pipelines]
+            options = [tile, *more]
         ways += [({"lists": "exact", **option}, lists, option) for option in options]
     if min(b_q, b_k) < COARSE and mask.q_blocks > 1:
         ways.append(({"lists": "coarser"}, coarser_lists(mask, heads), {}))
