@@ -1,8 +1,8 @@
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
-#ifndef NO_RED
-#define NO_RED 0
+#ifndef STAGED
+#define STAGED 1
 #endif
 
 constexpr int ROW_BYTES = 128, HALVES = HEAD_DIM / 64, ROWS = 64;  // of queries in a step
@@ -11,7 +11,8 @@ constexpr int SLOT_BYTES = ROWS * HEAD_DIM * 2, KV_BYTES = KV_ROWS * HEAD_DIM * 
 constexpr bool SHARED = CONSUMERS == 2 && HALVES == 2;  // both warpgroups multiply all dS, each by half of K
 constexpr int DQ_KEYS = SHARED ? 128 : 64, DQ_HALVES = SHARED ? 1 : HALVES;
 constexpr int DS_BYTES = KV_ROWS * ROW_BYTES, DS_BUFFERS = SHARED ? 2 : 1;
-constexpr int GROUP_BYTES = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES + SLOTS * SLOT_BYTES;
+constexpr int STAGE_BYTES = ROWS * 64 * 4;  // of dQ, for a warpgroup
+constexpr int GROUP_BYTES = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES + STAGED * CONSUMERS * STAGE_BYTES + SLOTS * SLOT_BYTES;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 enum { FIRST = 1, MASKED = 2, PARTLY = 4, END = 8 };  // flags of a note
 constexpr int PARTIAL = 1 << 31, NOTE_INTS = 6;  // flags, row of queries, head, row of keys, slot of bits
@@ -117,6 +118,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
 
 // d[64 keys x 64 queries] = keys' rows of `a` times the transpose of `b`.
 __device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 a_tile, u32 b_tile) {
+  wgmma_fence();
   const u64 a = smem_descriptor(a_tile), b = smem_descriptor(b_tile);
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++)
@@ -126,6 +128,7 @@ __device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 a_tile, u32 b_t
 }
 // d[64 keys x D] += p[64 keys x 64 queries] times `b` [64 queries x D].
 __device__ __forceinline__ void gradients(float (&d)[HEAD_DIM / 2], const u32 (&p)[ROWS / 4], u32 b_tile, int keep) {
+  wgmma_fence();
   const u64 b = smem_descriptor(b_tile, ROW_BYTES, ROWS * ROW_BYTES);
   #pragma unroll
   for (int i = 0; i < ROWS / 16; i++)
@@ -134,6 +137,7 @@ __device__ __forceinline__ void gradients(float (&d)[HEAD_DIM / 2], const u32 (&
 }
 // d[64 queries x 64 of D] = dS.T [64 queries x keys] times K [keys x 64 of D].
 __device__ __forceinline__ void query_gradients(float (&d)[32], u32 ds_tile, u32 k_half) {
+  wgmma_fence();
   const u64 a = smem_descriptor(ds_tile), b = smem_descriptor(k_half);
   #pragma unroll
   for (int i = 0; i < DQ_KEYS / 16; i++)
@@ -179,6 +183,9 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
   const int stored = mine % 64 / 16 * 16 + lane / 8 % 2 * 8 + lane % 8;  // row of stmatrix, of 64
   const u32 ds_row = rows_offset + stored * ROW_BYTES;
   const int barrier = 1 + (SHARED ? group : threadIdx.x / 128);
+  const u32 stage = kv.ds + DS_BUFFERS * DS_BYTES + consumer * STAGE_BYTES;
+  const int of_warpgroup = 4 + threadIdx.x / 128;  // its named barrier
+  const bool leader = threadIdx.x % 128 == 0;
   int buffer = 0;
 
   mbarrier_wait(ring.full_barrier(), ring.phase, "the first Q");
@@ -187,7 +194,6 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
     const int key = ld_shared(ring.note() + 12) + mine, kv_head = ld_shared(ring.note() + 16);
     mbarrier_wait(kv.full, kv.phase, "K and V");
     kv.phase ^= 1;
-    wgmma_fence();
     scores(s, kv.k + rows_offset, ring.tile());
     wgmma_wait<0>();
     hold(s);
@@ -198,7 +204,6 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
       const Ring d_o = ring;
       ring.advance();
       mbarrier_wait(d_o.full_barrier(), d_o.phase, "dO");
-      wgmma_fence();
       scores(dp, kv.v + rows_offset, d_o.tile());
       #pragma unroll
       for (int i = 0; i < ROWS / 8; i++) {
@@ -212,7 +217,6 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
       if (flags & MASKED) mask(s, q.note(), key, lists, sizes);
       #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
-      wgmma_fence();
       gradients(v_sum, p, d_o.tile(), keep);
       wgmma_wait<1>();
       hold(dp);
@@ -231,35 +235,41 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
       for (int i = 0; i < ROWS / 16; i++)
         stmatrix_x4(ds_tile + ds_row + ((2 * i + lane / 16 ^ stored % 8) << 4), ds + 4 * i);
       fence_proxy_async();
-      wgmma_fence();
       gradients(k_sum, ds, q.tile(), keep);
       keep = 1;
       const long long place = ((long long)ld_shared(q.note() + 8) * (sizes.padded / ROWS) + ld_shared(q.note() + 4) / ROWS) * ROWS * HEAD_DIM;
-      float* to = dq + place + threadIdx.x % 128 * 4;
       barrier_sync(barrier, SHARED ? 256 : 128);
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
       last = flags & FIRST;
+      float sum[DQ_HALVES][32];
+      const u32 k_part = kv.k + (SHARED ? consumer * KV_ROWS * ROW_BYTES : rows_offset);
+      const u32 ds_part = SHARED ? ds_tile : ds_tile + rows_offset;
+      query_gradients(sum[0], ds_part, k_part);
+      wgmma_wait<1>();  // for dV and dK
+      release(q.empty_barrier());
+      release(d_o.empty_barrier());
       #pragma unroll
       for (int i = 0; i < DQ_HALVES; i++) {
         const int half = SHARED ? consumer : i;
-        float sum[32];
-        wgmma_fence();
-        query_gradients(sum, SHARED ? ds_tile : ds_tile + rows_offset,
-                        kv.k + half * KV_ROWS * ROW_BYTES + (SHARED ? 0 : rows_offset));
-        if (i == 0) {
-          wgmma_wait<1>();  // dV and dK
-          release(q.empty_barrier());
-          release(d_o.empty_barrier());
-        }
-        if (i == DQ_HALVES - 1) {
-          wgmma_fence();
-          scores(s, kv.k + rows_offset, ring.tile());  // of the next step; nothing, if K changes
-          wgmma_wait<1>();
-        } else wgmma_wait<0>();
-        hold(sum);
+        if (i + 1 < DQ_HALVES) query_gradients(sum[i + 1], ds_part, k_part + (i + 1) * KV_ROWS * ROW_BYTES);
+        else scores(s, kv.k + rows_offset, ring.tile());  // of the next step; nothing, if K changes
+        wgmma_wait<1>();
+        hold(sum[i]);
         #pragma unroll
-        for (int j = 0; j < 8 - 8 * NO_RED; j++) red_add(to + (half * 8 + j) * 512, sum + 4 * j);
+        for (int j = 0; j < 8 - 8 * STAGED; j++) red_add(dq + place + (half * 8 + j) * 512 + threadIdx.x % 128 * 4, sum[i] + 4 * j);
+        if (STAGED) {
+          if (leader) tma_store_wait_read<0>();
+          warpgroup_sync(of_warpgroup);
+          #pragma unroll
+          for (int j = 0; j < 8; j++) st_shared(stage + (j * 128 + threadIdx.x % 128) * 16, sum[i] + 4 * j);
+          fence_proxy_async();
+          warpgroup_sync(of_warpgroup);
+          if (leader) {
+            bulk_reduce_add(dq + place + half * (STAGE_BYTES / 4), stage, STAGE_BYTES);
+            tma_store_commit();
+          }
+        }
       }
       wgmma_wait<0>();
       hold(s);
@@ -273,6 +283,7 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
     store_rows<HEAD_DIM>(k_sum, scales, dk + to, key, sizes.keys, row_bytes);
     store_rows<HEAD_DIM>(v_sum, ones, dv + to, key, sizes.keys, row_bytes);
   }
+  if (STAGED && leader) tma_store_wait();
 }
 
 // ---- the kernels ----
@@ -301,7 +312,7 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : warp < GROUPS ? warp : 0;
   const u32 mine = base + group * GROUP_BYTES;
   Resident kv{mine, mine + KV_BYTES, mine + 2 * KV_BYTES, smem_address(&kv_full[group]), smem_address(&kv_empty[group]), 0};
-  Ring ring{kv.ds + DS_BUFFERS * DS_BYTES, smem_address(notes[group]), base + GROUPS * GROUP_BYTES + group * SLOTS * 8 * ROWS,
+  Ring ring{kv.ds + DS_BUFFERS * DS_BYTES + STAGED * CONSUMERS * STAGE_BYTES, smem_address(notes[group]), base + GROUPS * GROUP_BYTES + group * SLOTS * 8 * ROWS,
             smem_address(full[group]), smem_address(empty[group]), 0, 0};
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();

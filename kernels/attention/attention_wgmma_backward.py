@@ -85,8 +85,12 @@ def configurations(shape: Shape) -> list[Config]:
 
 
 def ds_bytes(config: Config, head_dim: int) -> int:
-    """Return the shared memory of dS; two warpgroups that share it alternate two buffers."""
-    return config.rows * ROWS * 2 * (2 if config.rows == 128 and head_dim == 128 else 1)
+    """Return the shared memory of dS, and of dQ's sums in fp32 for each warpgroup.
+
+    Two warpgroups that share dS alternate two buffers.
+    """
+    buffers = 2 if config.rows == 128 and head_dim == 128 else 1
+    return config.rows * ROWS * 2 * buffers + config.rows // 64 * ROWS * 64 * 4
 
 
 def slots_of(config: Config, head_dim: int) -> int:
