@@ -10,9 +10,9 @@ constexpr int KV_ROWS = 64 * CONSUMERS, PARTS = BLOCK_Q / ROWS;
 constexpr int SLOT_BYTES = ROWS * HEAD_DIM * 2, KV_BYTES = KV_ROWS * HEAD_DIM * 2;
 constexpr bool SHARED = CONSUMERS == 2 && HALVES == 2;  // both warpgroups multiply all dS, each by half of K
 constexpr int DQ_KEYS = SHARED ? 128 : 64, DQ_HALVES = SHARED ? 1 : HALVES;
-constexpr int DS_BYTES = KV_ROWS * ROW_BYTES, DS_BUFFERS = SHARED ? 2 : 1;
+constexpr int DS_BYTES = KV_ROWS * ROW_BYTES, DS_BUFFERS = SUMS ? SHARED ? 2 : 1 : 0;
 constexpr int STAGE_BYTES = ROWS * 64 * 4;  // of dQ, for a warpgroup
-constexpr int GROUP_BYTES = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES + STAGED * CONSUMERS * STAGE_BYTES + SLOTS * SLOT_BYTES;
+constexpr int GROUP_BYTES = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES + SUMS * STAGED * CONSUMERS * STAGE_BYTES + SLOTS * SLOT_BYTES;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 enum { FIRST = 1, MASKED = 2, PARTLY = 4, END = 8 };  // flags of a note
 constexpr int PARTIAL = 1 << 31, NOTE_INTS = 6;  // flags, row of queries, head, row of keys, slot of bits
@@ -228,32 +228,34 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
           ds[2 * i + r] = pack_pair(s[4 * i + 2 * r] * (dp[4 * i + 2 * r] - delta.x),
                                     s[4 * i + 2 * r + 1] * (dp[4 * i + 2 * r + 1] - delta.y));
       }
-      const u32 ds_tile = kv.ds + buffer * DS_BYTES;
-      if (DS_BUFFERS == 2) buffer ^= 1;
-      else barrier_sync(barrier, 128);  // the last products have read dS
-      #pragma unroll
-      for (int i = 0; i < ROWS / 16; i++)
-        stmatrix_x4(ds_tile + ds_row + ((2 * i + lane / 16 ^ stored % 8) << 4), ds + 4 * i);
-      fence_proxy_async();
+      if (SUMS) {
+        if (DS_BUFFERS == 2) buffer ^= 1;
+        else barrier_sync(barrier, 128);  // the last products have read dS
+        #pragma unroll
+        for (int i = 0; i < ROWS / 16; i++)
+          stmatrix_x4(kv.ds + buffer * DS_BYTES + ds_row + ((2 * i + lane / 16 ^ stored % 8) << 4), ds + 4 * i);
+        fence_proxy_async();
+      }
       gradients(k_sum, ds, q.tile(), keep);
       keep = 1;
       const long long place = ((long long)ld_shared(q.note() + 8) * (sizes.padded / ROWS) + ld_shared(q.note() + 4) / ROWS) * ROWS * HEAD_DIM;
-      barrier_sync(barrier, SHARED ? 256 : 128);
+      if (SUMS) barrier_sync(barrier, SHARED ? 256 : 128);
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
       last = flags & FIRST;
       float sum[DQ_HALVES][32];
       const u32 k_part = kv.k + (SHARED ? consumer * KV_ROWS * ROW_BYTES : rows_offset);
-      const u32 ds_part = SHARED ? ds_tile : ds_tile + rows_offset;
-      query_gradients(sum[0], ds_part, k_part);
+      const u32 ds_part = kv.ds + buffer * DS_BYTES + (SHARED ? 0 : rows_offset);
+      if (SUMS) query_gradients(sum[0], ds_part, k_part);
+      else scores(s, kv.k + rows_offset, ring.tile());  // of the next step; nothing, if K changes
       wgmma_wait<1>();  // for dV and dK
       release(q.empty_barrier());
       release(d_o.empty_barrier());
       #pragma unroll
-      for (int i = 0; i < DQ_HALVES; i++) {
+      for (int i = 0; i < SUMS * DQ_HALVES; i++) {
         const int half = SHARED ? consumer : i;
         if (i + 1 < DQ_HALVES) query_gradients(sum[i + 1], ds_part, k_part + (i + 1) * KV_ROWS * ROW_BYTES);
-        else scores(s, kv.k + rows_offset, ring.tile());  // of the next step; nothing, if K changes
+        else scores(s, kv.k + rows_offset, ring.tile());
         wgmma_wait<1>();
         hold(sum[i]);
         #pragma unroll
@@ -283,7 +285,7 @@ __device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, i
     store_rows<HEAD_DIM>(k_sum, scales, dk + to, key, sizes.keys, row_bytes);
     store_rows<HEAD_DIM>(v_sum, ones, dv + to, key, sizes.keys, row_bytes);
   }
-  if (STAGED && leader) tma_store_wait();
+  if (SUMS && STAGED && leader) tma_store_wait();
 }
 
 // ---- the kernels ----
@@ -312,7 +314,7 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : warp < GROUPS ? warp : 0;
   const u32 mine = base + group * GROUP_BYTES;
   Resident kv{mine, mine + KV_BYTES, mine + 2 * KV_BYTES, smem_address(&kv_full[group]), smem_address(&kv_empty[group]), 0};
-  Ring ring{kv.ds + DS_BUFFERS * DS_BYTES + STAGED * CONSUMERS * STAGE_BYTES, smem_address(notes[group]), base + GROUPS * GROUP_BYTES + group * SLOTS * 8 * ROWS,
+  Ring ring{kv.ds + DS_BUFFERS * DS_BYTES + SUMS * STAGED * CONSUMERS * STAGE_BYTES, smem_address(notes[group]), base + GROUPS * GROUP_BYTES + group * SLOTS * 8 * ROWS,
             smem_address(full[group]), smem_address(empty[group]), 0, 0};
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();
