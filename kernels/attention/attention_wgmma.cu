@@ -12,11 +12,11 @@
 //   +-----+     +-------------------+    +---------+                      +-----+
 //   rows are SPAN queries of each of several heads       P stays in registers
 //
-// Blocks smaller than a step are laid side by side, each by a TMA box of its own. What is missing in
-// the last step of a tile is read behind the last key, where TMA writes zeros, and masked.
+// Blocks smaller than a step are laid side by side, each by a TMA box of its own. What is missing
+// in the last step of a tile is read behind the last key, where TMA writes zeros, and masked.
 //
-// The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time, each
-// with CONSUMERS warpgroups, a producer warp and a ring.
+// The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time,
+// each with CONSUMERS warpgroups, a producer warp and a ring.
 //
 //    producer warp   tile from the counter -> Q, and K 0, K 1, V 0, K 2, V 1, ... into the ring
 //    consumer        S 0 | S 1, O += P 0 V 0 | S 2, O += P 1 V 1 | ... across the ends of tiles
@@ -28,12 +28,12 @@
 //   products run.
 //
 //   A slot has a note: where the tile is, and for K also whether its step is the first of a tile,
-//   whether it needs a mask, and the first key of each block. The last note ends the kernel. Q has a buffer of its
-//   own, which is free again when Q is in the registers of the consumers.
+//   whether it needs a mask, and the first key of each block. The last note ends the kernel. Q has
+//   a buffer of its own, which is free again when Q is in the registers of the consumers.
 //
 // Softmax of a step, for rows r: most = max(most, S), P = 2^(scale S - scale most),
-// sum = sum 2^(old most - most) + P, O = O 2^(old most - most). A row without an allowed element has
-// sum 0, O 0 and LSE -inf. `scale` includes log2 e.
+// sum = sum 2^(old most - most) + P, O = O 2^(old most - most). A row without an allowed element
+// has sum 0, O 0 and LSE -inf. `scale` includes log2 e.
 //
 // Tiles have rows of 128 bytes and the 128-byte swizzle (hopper.cuh): 64 columns of the head, and
 // HEAD_DIM / 64 of these side by side. K is K-major. V is MN-major: the next 16 keys are 16 rows
@@ -103,7 +103,8 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
     sums[r] = sum == 0.f ? 0.f : 1.f / sum;
   }
   const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
-  char* to = out + head / sizes.heads * sizes.queries * row_bytes + head % sizes.heads * HEAD_DIM * 2;
+  char* to = out + head / sizes.heads * sizes.queries * row_bytes +
+             head % sizes.heads * HEAD_DIM * 2;
   store_rows<HEAD_DIM>(o, sums, to, query, sizes.queries, row_bytes);
 }
 

@@ -2,10 +2,11 @@
 //
 //    S = Q K.T    P = 2^(scale S - LSE)    dP = dO V.T    dS = P (dP - delta)    dQ = scale dS K
 //
-// The walk is that of attention_wgmma.cu, which draws it: a tile of 64 queries for each warpgroup, a
-// step of KEYS keys. Q and dO are in registers. While dS K of a step runs, the consumer computes dS
-// of the next one. delta = sum(dO O) of a row comes from the same tiles; it and the LSE for exp2 go
-// to memory for attention_wgmma_backward.cu, which runs next. No sum depends on the order of CTAs.
+// The walk is that of attention_wgmma.cu, which draws it: a tile of 64 queries for each warpgroup,
+// a step of KEYS keys. Q and dO are in registers. While dS K of a step runs, the consumer computes
+// dS of the next one. delta = sum(dO O) of a row comes from the same tiles; it and the LSE for exp2
+// go to memory for attention_wgmma_backward.cu, which runs next. No sum depends on the order of
+// CTAs.
 //
 //    ring     K 0, V 0, K 1, V 1, ...
 //    consumer S 0, dP 0 | S 1, dP 1, dQ += dS 0 K 0 | S 2, dP 2, dQ += dS 1 K 1 | ...
@@ -20,7 +21,8 @@ constexpr int QUERY_MAPS = 3, LAGGING = 0;  // Q, dO, O
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 #include "walk.cuh"
 
-struct Stats { const float* lse; float *lse_2, *delta; int padded; };  // rows of a head in the last two
+// lse_2 and delta have `padded` rows for each head.
+struct Stats { const float* lse; float *lse_2, *delta; int padded; };
 struct Row { float lse, delta; };
 
 // Take a tile: Q and dO to registers; delta and LSE of this lane's two rows.
@@ -69,7 +71,8 @@ __device__ __forceinline__ void store(const float (&d)[HEAD_DIM / 2], u32 note, 
   const int query = ld_shared(note + 4) + row % SPAN, head = ld_shared(note + 8) + row / SPAN;
   const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
   const float scale = sizes.scale * 0.69314718f, scales[2] = {scale, scale};
-  char* to = out + head / sizes.heads * sizes.queries * row_bytes + head % sizes.heads * HEAD_DIM * 2;
+  char* to = out + head / sizes.heads * sizes.queries * row_bytes +
+             head % sizes.heads * HEAD_DIM * 2;
   store_rows<HEAD_DIM>(d, scales, to, query, sizes.queries, row_bytes);
 }
 

@@ -1,5 +1,5 @@
-// The walk of a tile of queries over the blocks of its list, which attention_wgmma.cu draws: the ring,
-// the producer, and what both consumers do with it. The kernel that includes it defines
+// The walk of a tile of queries over the blocks of its list, which attention_wgmma.cu draws: the
+// ring, the producer, and what both consumers do with it. The kernel that includes it defines
 //
 //   QUERY_MAPS   matrices of queries that a tile needs: Q, or Q, dO and O
 //   LAGGING      1: V of a step comes after K of the next step; 0: before
@@ -264,9 +264,11 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
   }
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
-  Ring ring{base + GROUPS * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES, smem_address(notes[group]),
-            smem_address(full[group]), smem_address(empty[group]), 0, 0};
-  Buffer q{base + group * QUERY_MAPS * Q_BYTES, smem_address(&q_full[group]), smem_address(&q_empty[group]), 0};
+  const u32 slots = base + GROUPS * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES;
+  Ring ring{slots, smem_address(notes[group]), smem_address(full[group]),
+            smem_address(empty[group]), 0, 0};
+  Buffer q{base + group * QUERY_MAPS * Q_BYTES, smem_address(&q_full[group]),
+           smem_address(&q_empty[group]), 0};
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     ring.phase = q.phase = 1;  // at first, everything is free

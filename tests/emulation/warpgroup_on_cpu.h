@@ -34,9 +34,6 @@ template <int REGISTERS> void setmaxnreg_inc() {}
 template <int REGISTERS> void setmaxnreg_dec() {}
 template <int COUNT> void hold(float (&)[COUNT]) {}
 static float exp2_approx(float x) { return std::exp2(x); }
-static void red_add(float* to, const float* v) {
-  for (int i = 0; i < 4; i++) to[i] += v[i];
-}
 static void st_shared(u32 to, const float* v) { std::memcpy(in_shared(to), v, 16); }
 static void bulk_reduce_add(float* to, u32 from, int bytes) {
   for (int i = 0; i < bytes / 4; i++) to[i] += ((float*)in_shared(from))[i];
