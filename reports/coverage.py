@@ -54,7 +54,7 @@ def explained(repeats: pd.DataFrame) -> list[str]:
 
 def coverage_lines(repeats: pd.DataFrame) -> list[list[str]]:
     """Return a line of texts for each pair of runs, below one for each kind of pair."""
-    table = coverage(repeats)
+    table = coverage(repeats, published=are_published(repeats))
     lines = []
     for inherited, group in table.groupby("inherited"):
         ranked = group.sort_values("repeats", ascending=False, kind="stable").to_dict("records")

@@ -231,19 +231,19 @@ def evidence(view: View) -> tuple[str, str]:
     who = " with ".join(filter(None, [FORMATS.get(line.best_kind, line.best_kind), blocks]))
     wins = line[f"{side}_gain"] > 1
     gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
-    text = f"{place(view, line)}: {who}, {line.best_name}, "
+    text, isolated = f"{place(view, line)}: {who}, {line.best_name}, ", ""
     if side == "chain":
+        isolated = ", isolated"
         text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
     text += duration(line.best_median_us)
     if not pd.isna(line.best_of_bound):
         text += f", {100 * line.best_of_bound:.0f} % of the bound"
-    text += f". Dense{', isolated' if side == 'chain' else ''}: {line.dense_name}, "
-    text += f"{duration(line.dense_median_us)}."
+    text += f". Dense{isolated}: {line.dense_name}, {duration(line.dense_median_us)}."
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
-        side = "Best other sparse kernel" if other == "peer" else "Best of ours"
+        who = "Best other sparse kernel" if other == "peer" else "Best of ours"
         theirs = times(line[f"{other}_gain"], line[f"{other}_half"])
-        text += f" {side}: {line[f'{other}_name']}, {theirs}."
+        text += f" {who}{isolated}: {line[f'{other}_name']}, {theirs}."
     if measured := conditions(line.best_on_cards, line.best_limited):
         text += f" Measured on {measured}."
     return gain, text

@@ -23,6 +23,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from math import hypot
 from typing import Any
 
 import numpy as np
@@ -119,13 +120,14 @@ def components(repeats: pd.DataFrame) -> dict[State, Component]:
     return known
 
 
-def coverage(repeats: pd.DataFrame) -> pd.DataFrame:
+def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
     """Return each pair of runs with its number of repeats, and how many of them agree.
 
     inside, covers              by the processes alone
-    inside_cards, covers_cards  with the component between cards
+    inside_cards, covers_cards  with the component between cards: that of all other pairs if the
+                                repeats are those that were `published`, else the packaged one
     """
-    lines, published = [], are_published(repeats)
+    lines = []
     for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
         others = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
         known = components(others) if published else packaged()
@@ -150,11 +152,11 @@ def text_of(repeats: pd.DataFrame) -> str:
     return json.dumps({"schema": SCHEMA, "components": known}, indent=1) + "\n"
 
 
-def _of_pair(a: Measured, b: Measured) -> list[dict[str, Any]]:
+def _of_pair(a: Measured, b: Measured) -> list[dict[Any, Any]]:
     """Return the repeats of two runs on different cards; a run that inherits is never the first."""
     tables = [pd.DataFrame([*each.cases]).assign(run=each.run) for each in (a, b)]
     both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
-    lines = []
+    lines: list[dict[Any, Any]] = []
     for line in both[both.state_a != State.INHERITED].to_dict("records"):
         if {*line["cards_a"]} & {*line["cards_b"]}:
             continue
@@ -162,7 +164,7 @@ def _of_pair(a: Measured, b: Measured) -> list[dict[str, Any]]:
         d, half = welch(*logs)
         within = sum(float(each.var(ddof=1)) / each.size for each in logs)
         counts = {f"cards_{end}": len(line[f"cards_{end}"]) for end in "ab"}
-        lines.append({**line, **counts, "d": d, "half": half, "excess": d**2 - within})
+        lines.append(line | counts | {"d": d, "half": half, "excess": d**2 - within})
     return lines
 
 
@@ -192,6 +194,5 @@ def _agrees(line: Line, known: Mapping[State, Component]) -> tuple[bool, bool]:
     ]
     first, second = (hodges_lehmann(np.log(line[f"speedups_{end}"])) for end in "ab")
     low, high = widened(first.estimate, first.low, first.high, halves[0])
-    return bool(low <= second.estimate <= high), abs(line["d"]) <= np.hypot(
-        line["half"], np.hypot(*halves)
-    )
+    covers = abs(line["d"]) <= hypot(line["half"], *halves)
+    return bool(low <= second.estimate <= high), bool(covers)

@@ -24,7 +24,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Annotated, Any, Literal
@@ -321,7 +321,12 @@ def _line(row: Row) -> str:
     """Write a row without the paths of this machine that a kernel's messages may hold."""
     choice = json.loads(without_paths(json.dumps(row.choice)))
     row = replace(row, detail=without_paths(row.detail), choice=choice)
-    return json.dumps(asdict(row), separators=(",", ":")) + "\n"
+    return json.dumps(_fields(row), default=_fields, separators=(",", ":")) + "\n"
+
+
+def _fields(data: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass. asdict would also copy every sample, one by one."""
+    return {f.name: getattr(data, f.name) for f in fields(data)}
 
 
 def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:

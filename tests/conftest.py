@@ -1,5 +1,6 @@
 """What the tests share: paths for workers, marks, the record of compiles, what was left out."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -36,6 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="run by test_interpreted.py"))
 
 
+def pytest_collection_finish() -> None:
+    """Take what is imported and collected out of gc.collect(), which would read it each time."""
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write tests/compiling/record.txt anew")
     parser.addoption(
@@ -64,6 +70,14 @@ def forked_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, closing(fork_server.Server()) as server:
         if not torch.cuda.is_available():
             patch.setattr(early_start, "spawn", server.spawn)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks() -> Iterator[None]:
+    """Leave the thousands of files of tests in memory; each fsync takes milliseconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

@@ -5,7 +5,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,11 +34,14 @@ baselines: [{format: dense, kernel: cublas}]
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 
 
-def calls() -> Iterator[tuple[Path, str, ast.Call]]:
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call):
-                yield path, ast.unparse(node.func).rpartition(".")[2], node
+@cache
+def calls() -> list[tuple[Path, str, ast.Call]]:
+    return [
+        (path, getattr(node.func, "attr", getattr(node.func, "id", "")), node)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+    ]
 
 
 def mode_of(call: ast.Call) -> str:
@@ -60,12 +63,9 @@ def is_os_open(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "os.open"
 
 
-CALLS = [*calls()]
-
-
 def test_every_text_is_read_and_written_in_a_named_encoding() -> None:
     unnamed = []
-    for path, name, call in CALLS:
+    for path, name, call in calls():
         words, named = {word.arg for word in call.keywords}, names_encoding(call)
         if name == "read_text":
             missing = not named and not call.args
@@ -83,7 +83,7 @@ def test_every_file_is_written_beside_and_renamed() -> None:
     """Only rows and logs, which grow, are appended to."""
     direct = [
         f"{path}:{call.lineno}"
-        for path, name, call in CALLS
+        for path, name, call in calls()
         if (name == "open" and set(mode_of(call)) & set("wx") and not is_os_open(call))
         or name in ("write_text", "write_bytes")
         if path.name != "_writing.py" and not ast.unparse(call.func).startswith(("fresh.", "tar"))

@@ -205,10 +205,12 @@ def rewritten_modules() -> list[str]:
     changed = []
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in PACKAGES and (file := getattr(module, "__file__", None)):
-            with suppress(OSError):
+            try:
                 status = os.stat(file)
-                now = status.st_mtime_ns, status.st_size
-                if _files.setdefault(file, now) != now:
-                    _files[file] = now
-                    changed.append(name)
+            except OSError:
+                continue
+            now = status.st_mtime_ns, status.st_size
+            if _files.setdefault(file, now) != now:
+                _files[file] = now
+                changed.append(name)
     return sorted(changed)

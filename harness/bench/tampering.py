@@ -22,9 +22,10 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -49,7 +50,9 @@ CLOCKS = [
 ]
 OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
 OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
+OF_TORCH = [*CLOCKS, *((torch.Tensor, name) for name in OF_TENSORS)]
 CODE = "__code__", "__defaults__", "__kwdefaults__"
+Code = tuple[Any, Any, Any]
 
 
 class TamperingError(Exception):
@@ -199,12 +202,20 @@ class Seal:
     """Records what the names of the harness mean, and the settings of the process."""
 
     def __init__(self) -> None:
-        self._sealed = [(owner, name, value) for owner, name, value in _everything()]
+        self._torch = [(owner, name, _get(owner, name)) for owner, name in OF_TORCH]
+        self._namespaces, self._functions = _everything()
         self._process, self._clocks = ProcessState(), SealedClocks()
 
     def check(self) -> None:
         """Raise TamperingError if a name or a setting differs, after restoring all of them."""
-        changed = [entry for entry in self._sealed if _get(*entry[:2]) is not entry[2]]
+        changed = [entry for entry in self._torch if _get(*entry[:2]) is not entry[2]]
+        for owner, sealed in self._namespaces:
+            present = vars(owner)
+            changed += [(owner, n, v) for n, v in sealed.items() if present.get(n) is not v]
+        for function, code in self._functions:
+            if not all(map(is_, _code(function), code)):
+                pairs = zip(CODE, code, strict=True)
+                changed += [(function, n, v) for n, v in pairs if getattr(function, n) is not v]
         for owner, name, value in changed:
             setattr(owner, name, value)
         names = {f"{getattr(o, '__name__', type(o).__name__)}.{n}" for o, n, _ in changed}
@@ -218,29 +229,30 @@ class Seal:
             raise TamperingError("; ".join(parts))
 
 
-def _everything() -> Iterator[tuple[Any, str, Any]]:
-    for owner, name in [*CLOCKS, *((torch.Tensor, name) for name in OF_TENSORS)]:
-        yield owner, name, _get(owner, name)
+def _everything() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[FunctionType, Code]]]:
+    """Return what modules and classes of sparsebench define, and the code of each function."""
+    namespaces: list[tuple[Any, dict[str, Any]]] = []
+    own: list[Any] = []
     for title, module in list(sys.modules.items()):
-        if title.partition(".")[0] != "sparsebench":
-            continue
-        for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType | type) or callable(value):
-                yield module, name, value
-            if getattr(value, "__module__", None) == title:
-                yield from _inside(value)
+        if title.partition(".")[0] == "sparsebench":
+            values = {name: value for name, value in vars(module).items() if callable(value)}
+            namespaces.append((module, values))
+            own += [v for v in values.values() if getattr(v, "__module__", None) == title]
+    for owner in [value for value in own if isinstance(value, type)]:
+        members = {
+            name: member
+            for name, member in vars(owner).items()
+            if isinstance(member, FunctionType | property | classmethod | staticmethod)
+        }
+        namespaces.append((owner, members))
+        own += members.values()
+    functions = [value for value in own if isinstance(value, FunctionType)]
+    return namespaces, [(function, _code(function)) for function in functions]
 
 
-def _inside(value: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield a function's code, or a class's functions and their code."""
-    if isinstance(value, FunctionType):
-        yield from ((value, name, getattr(value, name)) for name in CODE)
-    elif isinstance(value, type):
-        for name, member in list(vars(value).items()):
-            if isinstance(member, FunctionType | property | classmethod | staticmethod):
-                yield value, name, member
-            if isinstance(member, FunctionType):
-                yield from _inside(member)
+def _code(function: FunctionType) -> Code:
+    """Return the attributes in CODE."""
+    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 def _get(owner: Any, name: str) -> Any:

@@ -3,7 +3,7 @@
     GPU     other processes and utilization, before anything of ours runs
             a second of load: slowdowns, clocks, temperature, power; settings and memory errors
     host    load, governor, libraries; for a CPU also threads and the clock's step
-    times   A/A pairs; on a GPU also an empty launch, and one op by several clocks
+    times   A/A pairs; on a GPU also an empty launch, blocking launches, one op by several clocks
 
 The doctor changes no setting. Conditions may differ during a run; its rows are marked one by one.
 """
@@ -22,6 +22,7 @@ from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine._nvml import Board, NoNvml, board
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.telemetry import summary
+from sparsebench.kernels._common.gpu_clock import GpuClock
 
 LOAD_S = 1.0
 SIDE, CALLS = 4096, 250  # of the product that is the load, and the number of calls between readings
@@ -38,6 +39,7 @@ def examine(device: torch.device) -> list[Finding]:
     if device.type == "cuda":
         empty_launch_us = device_ceilings.empty_launch_us(device)
         results.append(timing_checks.empty_launch(empty_launch_us))
+        results.append(timing_checks.launches(GpuClock(device).holds))
         clocks = timing_checks.read_clocks(device)
         results += [timing_checks.agreement(times_us, empty_launch_us) for times_us in clocks]
     return results

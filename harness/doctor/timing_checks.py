@@ -80,6 +80,16 @@ def empty_launch(time_us: float) -> Finding:
     return ok("an empty launch", f"{time_us:.2g} µs: {means}")
 
 
+def launches(holds: bool) -> Finding:
+    """Judge whether a stream can be held, so that the GPU never waits for the host."""
+    check = "launches"
+    if holds:
+        return ok(check, "return before their kernel has ended")
+    means = "The GPU waits for the host in every sample, so every row is marked `host late`."
+    do = "Unset CUDA_LAUNCH_BLOCKING, and do not measure under a profiler."
+    return warning(check, "return only after their kernel has ended", means, do)
+
+
 def agreement(times_us: Mapping[str, float], empty_launch_us: float) -> Finding:
     """Compare one op's time by several clocks with the replay of its graph.
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def _nvml(uuid: str) -> dict[str, Any]:
         return {"nvml": str(error)}
 
 
+@cache
 def _versions() -> dict[str, str | None]:
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     versions |= {name: _version(name) for name in LIBRARIES}

@@ -152,6 +152,7 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
                 by_id.setdefault(problem.id, problem)
         problems = [*by_id.values()]
         _every_entry_competes(written, problems)
+        _require_accepted(written, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -277,6 +278,23 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
                 raise SuiteError(f"{group}[{number}].at: {found}")
 
 
+def _require_accepted(written: SuiteFile, problems: Collection[Problem]) -> None:
+    """Raise SuiteError for a format, params or options that a kernel does not take."""
+    for group in GROUPS:
+        for number, entry in enumerate(getattr(written, group)):
+            where, kernel = f"{group}[{number}]", load_kernel(entry.kernel)
+            names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
+            if kernel.consumes != "any" and len(names) > 1:
+                expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
+                raise SuiteError(f"{where}: {expected}, found {entry.format}")
+            accepted = parameters(entry.format)
+            for op in {problem.op for problem in problems if _competes(entry, problem)}:
+                of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
+                _known(f"{where}.params", entry.params, accepted, of_one)
+            if not removal(entry.kernel):
+                _known(f"{where}.options", entry.options, keywords(kernel.prepare))
+
+
 def _competes(entry: ContenderEntry, problem: Problem) -> bool:
     if entry.op not in (None, problem.op):
         return False
@@ -302,16 +320,6 @@ def _contenders(
 ) -> Iterator[Contender]:
     if not _competes(entry, problem):
         return
-    kernel = load_kernel(entry.kernel)
-    names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
-    if kernel.consumes != "any" and len(names) > 1:
-        expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
-        raise SuiteError(f"{where}: {expected}, found {entry.format}")
-    accepted = parameters(entry.format)
-    of_one = {f"{weight}.{name}" for weight in load_op(problem.op).weights for name in accepted}
-    _known(f"{where}.params", entry.params, accepted, of_one)
-    if not removal(entry.kernel):
-        _known(f"{where}.options", entry.options, keywords(kernel.prepare))
     error = entry.error.model_dump() if entry.error else None
     for params in _bound(f"{where}.params", entry.params, problem):
         for options in _bound(f"{where}.options", entry.options, problem):

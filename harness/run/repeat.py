@@ -33,6 +33,7 @@ from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse, compared
 from sparsebench.results.consistency import check_consistency
+from sparsebench.results.formatting import conditions
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import Outcome
@@ -131,7 +132,8 @@ def headlines(run: Run) -> list[Headline]:
             faster = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']}"
             outcome = f"{faster} ({interval})"
         values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
-        place = f"{cell['scope']} time, {cell['cache']} cache, {device_name(run.environment)}"
+        where = [device_name(run.environment), conditions(cell["on_cards"], cell["limited"])]
+        place = f"{cell['scope']} time, {cell['cache']} cache, {', '.join(filter(None, where))}"
         problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
         sentence = f"{verdict}: {cell['label']} {outcome}: {problem}."
         headline.append(Headline(cell["case_id"], confirmed, sentence))

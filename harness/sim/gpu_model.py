@@ -1,8 +1,9 @@
 """A simulated GPU: the time of a call by a formula, with noise as measured on a real GPU.
 
     time    = max(launch, bytes / bandwidth, FLOPs / rate) / efficiency(contender)
-    sample  = time x exp(regret + process + drift + step + noise)
+    sample  = time x exp(card + regret + process + drift + step + noise)
 
+    card      of one contender on one card, which is a seed: normal; wider at the power limit
     regret    of a search's choice over the best one; pinned with the choice. Half-normal, or that
               of one of WAYS, spread evenly, which a process times with an error
     process   of one contender in one process: normal
@@ -28,7 +29,6 @@ assumed.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,7 +41,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
 from sparsebench.harness.plan.suite import parse
 from sparsebench.results import files
-from sparsebench.results.record import Contender
+from sparsebench.results.record import POWER_LIMITED, Contender
 
 IQR_OF_SD = 1.349  # interquartile range of a normal distribution, in standard deviations
 SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
@@ -49,6 +49,8 @@ SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 # BLUR is the error of timing one. At a regret of 1 %, 33 of 48 are within 10 % of the fastest;
 # among cuBLAS's choices on an H200, 12 to 40 are.
 WAYS, SLOWEST, BLUR = 48, 15.0, 2.1
+# At the power limit, cards differ by more: 0.65 and 0.37 % among published cases on H200s.
+LIMITED_CARD = 1.8
 # Ranges, by a hash of the label, for a contender that the spec does not name.
 DENSE_EFFICIENCY, SPARSE_EFFICIENCY = (0.85, 0.9), (0.3, 0.8)
 
@@ -100,6 +102,8 @@ class Spec(_Model):
     drift       standard deviation of the drift, with a memory of `drift_samples`
     step        size of a clock step; step_odds: fraction of contests with one
     process     standard deviation, over processes, of the log ratio of two contenders
+    card        standard deviation, over cards, of the log ratio of two contenders
+    limited     share of a contest's time at the power limit
     regret      standard deviation, over searches, of the log time of the choice
     efficiency  by a contender's label; a twin has its original's
     """
@@ -122,6 +126,8 @@ class Spec(_Model):
     step: Share = 0.02
     step_odds: Share = 0.3
     process: Share = 0.004
+    card: Share = 0.0
+    limited: Share = 0.0
     regret: Share = 0.0
     efficiency: dict[str, PositiveFloat] = {}
     faults: list[Fault] = []
@@ -154,6 +160,12 @@ def call_us(
     memory_us = read_bytes / spec.bandwidth_gb_per_s / 1e3
     compute_us = flops / (getattr(spec.matrix_tflops, dtype) or inf) / 1e6
     return max(least_us, memory_us, compute_us) / _efficiency(spec, contender)
+
+
+def card_effects(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
+    """Return the log times of contenders on some cards, over their mean on all cards."""
+    wider = LIMITED_CARD if spec.limited > POWER_LIMITED else 1.0
+    return np.asarray(draw.normal(0, wider * spec.card / np.sqrt(2), shape))
 
 
 def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
@@ -210,9 +222,11 @@ def _time_line(spec: Spec, draw: np.random.Generator, processes: int, length: in
     """Return drift and step [processes, length], which all contenders share."""
     kept = float(np.exp(-1 / spec.drift_samples))
     line = draw.normal(0, spec.drift, (length, processes))
-    for before, now in pairwise(line):
-        now *= np.sqrt(1 - kept**2)
-        now += kept * before
+    line[1:] *= np.sqrt(1 - kept**2)
+    back = 1  # line[t] is the sum of the last `back` terms, weighted: doubled until it is whole
+    while back < length:
+        line[back:] += kept**back * line[:-back]
+        back *= 2
     step = spec.step * draw.choice([-1, 1], processes) * (draw.random(processes) < spec.step_odds)
     moment = draw.integers(0, length, processes)
     return line.T + step[:, None] * (np.arange(length) >= moment[:, None])

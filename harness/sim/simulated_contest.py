@@ -33,7 +33,15 @@ from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.harness.plan.selection import meets
-from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, call_us, samples, ways
+from sparsebench.harness.sim.gpu_model import (
+    Array,
+    Spec,
+    blurred,
+    call_us,
+    card_effects,
+    samples,
+    ways,
+)
 from sparsebench.kernels import _kernel as kernel_contract
 from sparsebench.kernels._common.search import Search, Trial, finalists
 from sparsebench.kernels._kernel import DTYPES
@@ -232,12 +240,12 @@ def _time(
     if not running:
         return rows
     seed = f"{spec.seed} {options.replicate} {rows[0].case.problem.id} {scope} {cache}"
-    times = [_call_us(spec, row, work) * exp(row.choice.get("regret", 0)) for row in running]
+    times = [_call_us(spec, row, work) * exp(_effects(spec, row)) for row in running]
     (taken,) = samples(spec, times, _draw(seed))
     throttled = any("throttle" in _faults(spec, row) for row in rows)
     if throttled:
         taken[:, BLOCKS // 2 :] /= THROTTLED
-    telemetry = _telemetry(taken, throttled)
+    telemetry = _telemetry(spec, taken, throttled)
     done = {}
     for row, times_us in zip(running, taken, strict=True):
         if "slow_start" in _faults(spec, row):
@@ -247,6 +255,13 @@ def _time(
             row = replace(row, late=1 / SAMPLES_PER_BLOCK)
         done[row.case.id] = replace(_measured(row, times_us, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
+
+
+def _effects(spec: Spec, row: Row) -> float:
+    """Return the log of how much longer a contender takes, by its choice and on this card."""
+    original = replace(row.case.contender, twin=False).label
+    draw = _draw(f"card {spec.seed} {row.case.problem.id} {original}")
+    return float(row.choice.get("regret", 0)) + float(card_effects(spec, draw))
 
 
 def _call_us(spec: Spec, row: Row, work: Work) -> float:
@@ -275,8 +290,9 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)
 
 
-def _telemetry(taken: Array, throttled: bool) -> dict[str, float]:
+def _telemetry(spec: Spec, taken: Array, throttled: bool) -> dict[str, float]:
     """Return the telemetry of the contest as NVML would report it (telemetry.py)."""
     window_us = float(taken.sum())
     hot = HOT | {"thermal_us": window_us / 2} if throttled else {}
-    return {"seconds": window_us / 1e6, **COOL, **hot}
+    capped = {"power_capped_us": spec.limited * window_us}
+    return {"seconds": window_us / 1e6, **COOL, **capped, **hot}

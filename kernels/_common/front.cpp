@@ -8,10 +8,7 @@
 //                              |
 //                              +--> none, or create_graph: `derivative`, a function in Python
 //
-//   guard   an attribute of the layer is the same tensor object, at the same address, with the same
-//           requires_grad, and torch has counted no write to it if the recording read it earlier
-//
-// front.hpp has the entries. A node of autograd holds the Front that made it.
+// front.hpp has guards and entries. A node of autograd holds the Front that made it.
 
 #include "front.hpp"
 
@@ -23,62 +20,17 @@
 
 namespace {
 
-// The inputs: x, and values that can be trained; dy and values; dy and x.
-enum Op { LINEAR, DGRAD, WGRAD, OPS };
-struct Guard {
-  PyObject *dict, *name, *object;
-  at::Tensor tensor;
-  void* address;
-  int64_t version;  // -1: writes do not matter, because every call reads the tensor
-  bool requires_grad;
-};
-
-struct Front {
-  PyObject_HEAD
-  vectorcallfunc call;
-  std::vector<Guard>* guards;
-  Entries* entries;         // [OPS]
-  PyObject* derivative;     // or nullptr: calls that need a gradient are not for this object
-  at::Tensor *values, *bias;  // that may have a gradient, or undefined
-  char keeps_x;               // whether the derivative needs X for dX
-  int64_t left, limit;  // calls until the layer must look again; a limit of 0: never
-  char stale;           // a guard failed: this object must be replaced
-};
-
-bool has_forward_gradient(const at::Tensor& t) {
-  auto* meta = t.unsafeGetTensorImpl()->autograd_meta();
-  return meta && meta->fw_grad(0, t).defined();
-}
-
-bool guards_hold(Front* self) {
-  for (auto& guard : *self->guards) {
-    if (guard.dict) {
-      PyObject* item = PyDict_GetItem(guard.dict, guard.name);
-      if ((item ? item : Py_None) != guard.object) return false;
-    }
-    const at::Tensor& t = guard.tensor;
-    if (!t.defined()) continue;
-    if (t.data_ptr() != guard.address || t.requires_grad() != guard.requires_grad) return false;
-    if (guard.version >= 0 && static_cast<int64_t>(t._version()) != guard.version) return false;
-    if (has_forward_gradient(t)) return false;
-  }
-  return true;
-}
-
-bool needs_gradient(Front* self, const at::Tensor& x) {
-  if (!c10::GradMode::is_enabled()) return false;
-  if (x.requires_grad()) return true;
-  for (auto& guard : *self->guards)
-    if (guard.tensor.defined() && guard.tensor.requires_grad()) return true;
-  return false;
-}
-
 // ---- autograd ----
 
-// What a node of autograd holds: the Front, and whether values and bias are among its inputs.
+// What a node of autograd holds: the Front, and which of values and bias are among its inputs.
 struct Owner : torch::CustomClassHolder {
   Front* front;
-  explicit Owner(Front* front) : front(front) { Py_INCREF(front); }
+  std::optional<at::Tensor> values, bias;
+  explicit Owner(Front* front) : front(front) {
+    Py_INCREF(front);
+    if (front->values->defined()) values = *front->values;
+    if (front->bias->defined()) bias = *front->bias;
+  }
   ~Owner() override { release(reinterpret_cast<PyObject*>(front)); }
 };
 
@@ -137,26 +89,22 @@ struct Product : torch::autograd::Function<Product> {
     const bool keeps_values = values.has_value() && x.requires_grad();
     context->save_for_backward({keeps_x ? x : at::Tensor(), keeps_values ? *values : at::Tensor()});
     context->saved_data["owner"] = c10::IValue::make_capsule(owner);
-    context->saved_data["values"] = values.has_value();
-    if (bias.has_value()) context->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
     return run(*entry, *inputs, true);
   }
 
   static torch::autograd::variable_list backward(Context* context,
                                                  torch::autograd::variable_list gradients) {
     const auto saved = context->get_saved_variables();
-    const auto owner = context->saved_data["owner"].toCapsule();
-    Front* front = static_cast<Owner*>(owner.get())->front;
-    const size_t values_too = context->saved_data["values"].toBool() ? 1 : 0;
-    const auto dtype = context->saved_data.find("bias");
-    const bool biased = dtype != context->saved_data.end();
+    const auto capsule = context->saved_data["owner"].toCapsule();
+    const Owner& owner = *static_cast<Owner*>(capsule.get());
+    Front* front = owner.front;
     const bool for_x = context->needs_input_grad(0);
-    const bool for_values = values_too && context->needs_input_grad(1);
-    const bool for_bias = biased && context->needs_input_grad(1 + values_too);
+    const bool for_values = owner.values && context->needs_input_grad(1);
+    const bool for_bias = owner.bias && context->needs_input_grad(owner.values ? 2 : 1);
     const at::Tensor& dy = gradients[0];
     at::Tensor dx, dw, dbias;
     if (for_bias) {
-      const auto type = static_cast<at::ScalarType>(dtype->second.toInt());
+      const auto type = owner.bias->scalar_type();
       dbias = dy.dim() < 2 ? dy.to(type) : dy.flatten(0, -2).sum(0, false, type);
     }
     const bool again = c10::GradMode::is_enabled();  // create_graph
@@ -190,14 +138,11 @@ PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   const auto entry = self->entries[LINEAR].find(inputs, place);
   if (!entry || captures(place.stream)) Py_RETURN_NONE;
   const auto owner = differentiated ? c10::make_intrusive<Owner>(self) : nullptr;
-  const auto given = [](const at::Tensor& t) {
-    return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
-  };
   at::Tensor y;
   {
     const pybind11::gil_scoped_release other_threads_run;  // a launch waits if the queue is full
     y = differentiated
-            ? Product::apply(x, given(*self->values), given(*self->bias), entry.get(), &inputs, owner)
+            ? Product::apply(x, owner->values, owner->bias, entry.get(), &inputs, owner)
             : run(*entry, inputs, true);
   }
   return THPVariable_Wrap(std::move(y));

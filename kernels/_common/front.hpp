@@ -1,5 +1,7 @@
-// Recorded launches: what front.py found in the arguments of a planned call, and how to repeat it.
+// Recorded launches, and what must not change while they hold.
 //
+//   guard   an attribute of the layer is the same tensor object, at the same address, with the same
+//           requires_grad, and torch has counted no write to it if the recording read it earlier
 //   entry   for one product, a layout of its inputs, a stream and a state of the dispatcher:
 //             inputs   x, x and values, dy and values, or dy and x; their addresses may differ
 //             made     tensors that the steps write; the last is the result
@@ -224,6 +226,58 @@ at::Tensor run(const Entry& entry, const Inputs& inputs, bool rows) {
   at::Tensor y = std::move(operands.back());
   if (entry.bias.defined()) at::_ops::add__Tensor::call(y, entry.bias, 1);
   return y;
+}
+
+// ---- guards ----
+
+// The inputs: x, and values that can be trained; dy and values; dy and x.
+enum Op { LINEAR, DGRAD, WGRAD, OPS };
+struct Guard {
+  PyObject *dict, *name, *object;
+  at::Tensor tensor;
+  void* address;
+  int64_t version;  // -1: writes do not matter, because every call reads the tensor
+  bool requires_grad;
+};
+
+struct Front {
+  PyObject_HEAD
+  vectorcallfunc call;
+  std::vector<Guard>* guards;
+  Entries* entries;         // [OPS]
+  PyObject* derivative;     // or nullptr: calls that need a gradient are not for this object
+  at::Tensor *values, *bias;  // that may have a gradient, or undefined
+  char keeps_x;               // whether the derivative needs X for dX
+  int64_t left, limit;  // calls until the layer must look again; a limit of 0: never
+  char stale;           // a guard failed: this object must be replaced
+};
+
+bool has_forward_gradient(const at::Tensor& t) {
+  auto* meta = t.unsafeGetTensorImpl()->autograd_meta();
+  return meta && meta->fw_grad(0, t).defined();
+}
+
+bool guards_hold(Front* self) {
+  for (auto& guard : *self->guards) {
+    if (guard.dict) {
+      PyObject* item = PyDict_GetItem(guard.dict, guard.name);
+      if ((item ? item : Py_None) != guard.object) return false;
+    }
+    const at::Tensor& t = guard.tensor;
+    if (!t.defined()) continue;
+    if (t.data_ptr() != guard.address || t.requires_grad() != guard.requires_grad) return false;
+    if (guard.version >= 0 && static_cast<int64_t>(t._version()) != guard.version) return false;
+    if (has_forward_gradient(t)) return false;
+  }
+  return true;
+}
+
+bool needs_gradient(Front* self, const at::Tensor& x) {
+  if (!c10::GradMode::is_enabled()) return false;
+  if (x.requires_grad()) return true;
+  for (auto& guard : *self->guards)
+    if (guard.tensor.defined() && guard.tensor.requires_grad()) return true;
+  return false;
 }
 
 }  // namespace

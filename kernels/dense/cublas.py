@@ -1,6 +1,6 @@
 """Dense baseline on an NVIDIA GPU: cuBLAS and cuBLASLt, every product by its fastest call.
 
-    linear and its gradients    one product; _gemm.py searches the calls
+    linear and its gradients    one product; _gemm.py searches the calls (PRODUCTS)
     ffn, mlp, ffn_step          several products, each searched (_layers.py)
     any other op                the op's definition in torch, by the faster of the two libraries
 
@@ -43,6 +43,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 PRODUCTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "linear": lambda w, x: (x, w.t()),
+    "linear_active": lambda w, x: (x, w.t()),
     "linear_dgrad": lambda w, dy: (dy, w),
     "linear_wgrad": lambda dy, x: (dy.t(), x),
 }

@@ -98,32 +98,36 @@ def built_library(folder: Path, build: Callable[[], Any]) -> Any:
     return module
 
 
-def prebuilt(name: str, variable: str = "") -> Path | None:
-    """Return the extension that the authors' own loader has built, or None.
+def prebuilt(name: str, marker: str, variable: str = "") -> Path | None:
+    """Return the library NAME.so that the authors' own code has built, or None.
 
-    It is the file that the environment variable names, or the one in torch's folder of extensions.
+    It is the file that the environment variable names, or one in the folder `build` beside the
+    marker's file in a checkout, or in torch's folder of extensions.
     """
     if named := os.environ.get(variable):
         return Path(named) if Path(named).is_file() else None
-    folder, file = build_root().parent, f"{name}/{name}.so"
-    return next(iter((*folder.glob(file), *sorted(folder.glob(f"*/{file}")))), None)
+    folder, extensions = checkout(marker), build_root().parent
+    places = [(folder / marker).parent.glob(f"build/*/{name}.so")] if folder else []
+    places += [extensions.glob(f"{name}/{name}.so"), extensions.glob(f"*/{name}/{name}.so")]
+    return next((file for place in places for file in sorted(place)), None)
 
 
-def not_built(name: str, loader: str, variable: str = "") -> str | None:
-    """Return that an extension of the authors is missing, or None."""
-    if prebuilt(name, variable):
+def not_built(name: str, marker: str, loader: str, variable: str = "") -> str | None:
+    """Return that a library of the authors is missing, or None."""
+    if prebuilt(name, marker, variable):
         return None
     if named := os.environ.get(variable):
         return f"needs the authors' {name}.so; found no file {named}, which {variable} names"
-    where = f"${variable} or in {build_root().parent}" if variable else build_root().parent
+    places = [f"${variable}"] if variable else []
+    where = ", ".join([*places, "--peers DIR", str(build_root().parent)])
     return f"needs the authors' {name}.so, which their {loader} builds; found none in {where}"
 
 
-def loaded_extension(name: str, loader: str) -> Any:
+def loaded_extension(name: str, marker: str, loader: str) -> Any:
     """Import an extension that the authors' own loader has built. Raises Unsupported."""
-    file = prebuilt(name)
+    file = prebuilt(name, marker)
     if file is None:
-        raise Unsupported(str(not_built(name, loader)))
+        raise Unsupported(str(not_built(name, marker, loader)))
     return _loaded(name, file)
 
 

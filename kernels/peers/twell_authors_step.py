@@ -14,8 +14,9 @@ hold every value of the drawn activations, and the case is unsupported if there 
 checked call counts the lost values from a dense gate (Launch.lost). Which rows they drop varies;
 the count is that of the shortest rows.
 
-    needs        their library sparse_ops.so, which their own load_sparse_ops() builds: found in
-                 $SPARSE_OPS_PREBUILT or in torch's folder of extensions; compute capability 9.0
+    needs        their library sparse_ops.so, which their own code builds: found by
+                 $SPARSE_OPS_PREBUILT, in a checkout below --peers DIR (_authors.py) or in torch's
+                 folder of extensions; compute capability 9.0
     dtype        bf16, relu
     sizes        k a multiple of 64; n of 256, at most 8192; m padded to a multiple of 256, at most
                  65536 (_padding.py). For other sizes they multiply the gate densely
@@ -43,6 +44,7 @@ from sparsebench.kernels.peers.twell_authors import unsupported_type
 from sparsebench.results.record import Problem
 
 LIBRARY, VARIABLE, LOADER = "sparse_ops", "SPARSE_OPS_PREBUILT", "load_sparse_ops()"
+MARKER = "custom_models/hybrid_modules/sparse_ops_loader.py"
 DEPTH, TILE, SLOTS = 64, 256, 31  # multiples of k and n; the most active units that a tile holds
 MOST_UNITS, MOST_TOKENS = 8192, 65536
 WIDTHS, UNIT_WIDTHS, TAILS = (64, 128, 256, 512), (128, 256, 512, 1024), (512, 2048)
@@ -139,10 +141,14 @@ class Step:
 @cache
 def loaded() -> str:
     """Register the authors' operators, and return the digest of their library."""
-    file = _authors.prebuilt(LIBRARY, VARIABLE)
+    file = _authors.prebuilt(LIBRARY, MARKER, VARIABLE)
     if file is None:
-        raise Unsupported(str(_authors.not_built(LIBRARY, LOADER, VARIABLE)))
-    torch.ops.load_library(str(file))
+        raise Unsupported(str(_authors.not_built(LIBRARY, MARKER, LOADER, VARIABLE)))
+    try:
+        torch.ops.load_library(str(file))
+    except OSError as error:
+        expected, reason = f"a library for torch {torch.__version__}", str(error).splitlines()[0]
+        raise Unsupported(f"expected {expected}, found {reason}") from error
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
@@ -155,7 +161,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         expected = f"k a multiple of {DEPTH}, n of {TILE} and at most {MOST_UNITS}"
         sizes = f"m {m}, n {n} and k {k}"
         return f"expected {expected}, and m of at most {MOST_TOKENS}; found {sizes}"
-    return _authors.not_built(LIBRARY, LOADER, VARIABLE)
+    return _authors.not_built(LIBRARY, MARKER, LOADER, VARIABLE)
 
 
 KERNEL = Kernel("ffn_step", "twell", "cuda", prepare, unsupported)

@@ -23,6 +23,7 @@ from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
 from sparsebench.results.analysis import NoCrossing, break_even
 from sparsebench.results.formatting import amount, percent, significant
+from sparsebench.results.frame import fields
 
 TITLE = "Speedup against the baseline"
 ORDER = 20
@@ -84,7 +85,10 @@ def _break_evens(drawn: pd.DataFrame) -> Markup:
     crossings = crossings[crossings.last_level > crossings.first_level]
     if crossings.empty:
         return NOTHING
-    names = [n for n in ("op", "m", "n", "k", "dtype", "pattern", "block") if n in crossings]
+    first = ("op", "m", "n", "k", "dtype", "pattern", "block")
+    others = [n for n in fields(drawn) if n not in (*first, "sparsity")]
+    names = [n for n in first if n in crossings]
+    names += [n for n in others if crossings[n].nunique(dropna=False) > 1]
     crossings = crossings.merge(_measured(crossings, drawn), left_index=True, right_index=True)
     lines = [[named(line, names), line.label, _crossing(line)] for _, line in crossings.iterrows()]
     title = f"Break-even of each contender ({amount(len(lines), 'line')})"

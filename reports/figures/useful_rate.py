@@ -23,6 +23,8 @@ RATE = Quantity("rate", "rate_low", "rate_high", "dense rate per useful FLOP, %"
 def draw(frames: Frames) -> Markup:
     """Draw one panel per shape and block; NOTHING for other ops than attention."""
     raced = frames.raced
+    if raced.empty:
+        return NOTHING
     chosen = raced.op.str.startswith("attention") & raced.speedup.notna() & (raced.side != "dense")
     return each_measure(raced[chosen], lambda cases: _draw(frames, cases))
 

@@ -4,7 +4,9 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.tools.paths import cuda_source
@@ -14,6 +16,8 @@ FUNCTION = re.compile(
 )
 """A function of device code at the top level: it ends on its line, or at a } in column 0."""
 
+HERE = Path(__file__).parent
+STANDARD = re.compile(r"^#include <.*>\n", re.MULTILINE)
 PTX_HEADERS = "hopper.cuh", "mma.cuh"
 
 
@@ -42,9 +46,24 @@ def built(
     """Compile C++ with its constants as macros; return the library, loaded."""
     file, library = folder / f"{name}.cpp", folder / f"{name}.so"
     file.write_text(source)
-    macros = ["-U_FORTIFY_SOURCE", *(f"-D{macro}={value}" for macro, value in constants)]
-    where = ["-I", str(Path(__file__).parent), "-o", str(library), str(file)]
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, *where]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[:3000]
+    macros = [f"-D{macro}={value}" for macro, value in constants]
+    headers = ["-I", str(HERE), "-include", f"{_precompiled().name}/std.h"]
+    _compile("-shared", *macros, *headers, "-o", str(library), str(file))
     return ctypes.CDLL(str(library))
+
+
+@cache
+def _precompiled() -> TemporaryDirectory[str]:
+    """Compile the standard headers of the emulation: to read them takes 0.1 s of each 0.6 s."""
+    folder = TemporaryDirectory()
+    names = {name for file in HERE.glob("*.h") for name in STANDARD.findall(file.read_text())}
+    header = Path(folder.name) / "std.h"
+    header.write_text("".join(sorted(names)))
+    _compile("-x", "c++-header", "-o", f"{header}.gch", str(header))
+    return folder
+
+
+def _compile(*arguments: str) -> None:
+    options = "-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"
+    run = subprocess.run(["g++", *options, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[:3000]

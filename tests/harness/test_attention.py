@@ -1,6 +1,7 @@
 """The ops of attention: their definitions, their work, and contests with masks."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,3 +232,36 @@ def test_a_mask_that_is_too_large_to_expand_is_unsupported() -> None:
     p = problem(m=2**15, context=None, heads=32, dtype="bf16", sparsity=0.9)
     row = run(p, replace(MASKED, baseline=True))[0]
     assert row.status is Status.UNSUPPORTED
+
+
+def test_a_mask_can_come_from_a_file(tmp_path: Path) -> None:
+    """A row of blocks may be empty there."""
+    (tmp_path / "mask.smtx").write_text("4, 4, 4\n0 1 3 3 4\n0 0 1 2\n")
+    text = """
+schema: sparsebench/suite@1
+title: t
+problems:
+  - op: attention
+    source: {file: mask.smtx}
+    pattern: file
+    m: 60
+    heads: 2
+    kv_heads: 1
+    head_dim: 8
+    lists: one
+    dtype: fp32
+    block: 16
+contenders: [{format: block_mask, kernel: sdpa_masked}]
+baselines: [{format: dense, kernel: torch_dense}]
+"""
+    (planned,) = expand("t", text, tmp_path).contests
+    assert planned.problem["sparsity"] == 0.75
+    rows, _ = contest.run(planned.problem, list(planned.contenders), CPU, tmp_path)
+    assert [row.status for row in rows] == [Status.OK, Status.OK]
+    drawn = operands(planned.problem, load_op("attention"), CPU, tmp_path)
+    assert drawn.weights["mask"].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0] * 4, [0, 0, 1, 0]]
+    (tmp_path / "mask.smtx").write_text("3, 4, 1\n0 1 1 1\n0\n")
+    (planned,) = expand("t", text, tmp_path).contests
+    (row, *_), _ = contest.run(planned.problem, list(planned.contenders), CPU, tmp_path)
+    assert row.status is Status.FAILED
+    assert "expected [4, 4]" in row.detail

@@ -88,6 +88,8 @@ READINGS: list[tuple[Finding, Level]] = [
     (timing_checks.floor("compute", [0.0, log(0.95)]), WARNING),
     (timing_checks.floor("launch", [log(1.048)]), OK),
     (timing_checks.empty_launch(4.5), OK),
+    (timing_checks.launches(holds=True), OK),
+    (timing_checks.launches(holds=False), WARNING),
     (timing_checks.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 191.0}, 4.0), OK),
     (timing_checks.agreement({"graph": 200.0, "events": 207.0, "CUPTI": 198.0}, 4.0), WARNING),
     (timing_checks.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 189.0}, 4.0), WARNING),
@@ -207,6 +209,7 @@ def test_a_gpu_is_examined_and_its_clocks_agree() -> None:
     result = {finding.check: finding for finding in examination.examine(torch.device("cuda:0"))}
     assert {"other work on the GPU", "slowed down under load", "SM clock under load"} < set(result)
     assert result["an empty launch"].level is OK
+    assert result["launches"].level is OK
     assert sum(check.startswith("clocks, ") for check in result) == len(timing_checks.LADDER)
 
 

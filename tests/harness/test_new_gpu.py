@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from sparsebench.harness.new_gpu.problem_choice import deciding
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
+from sparsebench.reports import survey_page
 from sparsebench.reports.survey_page import write
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
@@ -24,6 +26,7 @@ from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
 from tests.simulated.timed import timed
+from tests.tools.marks import exhaustive
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -86,7 +89,7 @@ def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
 
 @pytest.mark.parametrize(
     ("budget_s", "fewest", "share"),
-    [(180.0, 4, 0.9), pytest.param(480.0, 25, 0.8, marks=pytest.mark.exhaustive)],
+    [(180.0, 4, 0.9), exhaustive((480.0, 25, 0.8))],
 )
 def test_a_survey_uses_its_budget_and_settles_the_problems_that_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_s: float, fewest: int, share: float
@@ -205,13 +208,18 @@ def test_an_interrupted_survey_is_kept_and_its_path_printed(
     assert "screen" not in surveys.read_survey(small).seconds
 
 
+@pytest.mark.parametrize(
+    "pool", [lambda *_: ThreadPoolExecutor(1), exhaustive(survey_page.ProcessPoolExecutor)]
+)
 def test_the_page_has_the_answer_and_other_devices(
+    pool: object,
     small: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", list)
+    monkeypatch.setattr(survey_page, "ProcessPoolExecutor", pool)
     other = measure(read(surveys.SUITE), Flags("sim", replicates=1), tmp_path / "other", None)
     given = ["--device", "sim", "--budget", "60s", "--out", str(small), "--against", str(other)]
     assert _sparsebench(monkeypatch, *given) == 0

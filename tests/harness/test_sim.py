@@ -15,7 +15,14 @@ from sparsebench.harness.bench.sampling import SAMPLES_PER_BLOCK
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.harness.sim.gpu_model import Spec, call_us, read, samples
+from sparsebench.harness.sim.gpu_model import (
+    LIMITED_CARD,
+    Spec,
+    call_us,
+    card_effects,
+    read,
+    samples,
+)
 from sparsebench.harness.sim.simulated_contest import _work, unsupported
 from sparsebench.harness.sim.simulated_contest import run as run_contest
 from sparsebench.results import store
@@ -465,6 +472,13 @@ def test_process_effects_are_those_of_ratios() -> None:
     ratios = np.log(taken[:, 0] / taken[:, 1])
     assert float(ratios[:, 0, 0].std()) == pytest.approx(0.004, rel=0.05)
     assert np.allclose(ratios, ratios[:, :1, :1])
+
+
+def test_cards_differ_by_contender_and_more_at_the_power_limit() -> None:
+    draws = [np.random.default_rng(1) for _ in range(3)]
+    specs = Spec(), Spec(card=0.01), Spec(card=0.01, limited=0.5)
+    sds = [card_effects(spec, draw, (4000,)).std() for spec, draw in zip(specs, draws, strict=True)]
+    assert sds == pytest.approx([0.0, 0.01 / 2**0.5, LIMITED_CARD * 0.01 / 2**0.5], rel=0.05)
 
 
 def test_the_defaults_are_those_of_an_empty_file(tmp_path: Path) -> None:

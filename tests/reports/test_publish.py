@@ -49,6 +49,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to
 
 
+@pytest.fixture
+def copy(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the site, to which runs are added without reports, which are slow."""
+    monkeypatch.setattr(sites, "build", lambda *given, **more: None)
+    return shutil.copytree(site, tmp_path / "site")
+
+
 def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
     """Return the lines of a contest, dense included: kind, tile, gain."""
     place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
@@ -128,25 +135,23 @@ def test_the_best_kernel_of_the_other_side_is_named() -> None:
     assert only(table).lines[0].rival == "torch_bsr 2.00× at 50 %"
 
 
-def test_simulated_gpus_come_last_and_get_no_place_beside_measured_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
-    to = tmp_path / "site"
-    publish([PUBLISHED / "sim/quick-sim", STEP], to, Site(), unchecked)
-    assert "simulated" not in (to / "index.html").read_text().lower()
-    runs = (to / "runs.html").read_text()
+def test_simulated_gpus_come_last_and_get_no_place_beside_measured_ones(copy: Path) -> None:
+    publish([PUBLISHED / "sim/quick-sim"], copy, Site(), unchecked)
+    assert "simulated" not in (copy / "index.html").read_text().lower()
+    runs = (copy / "runs.html").read_text()
     assert runs.index("<h2>NVIDIA H200</h2>") < runs.index("<h2>simulated H200</h2>")
-    assert "simulated" not in (to / "feed.xml").read_text().lower()
-    dense = (to / "formats" / "dense.html").read_text()
+    assert "simulated" not in (copy / "feed.xml").read_text().lower()
+    dense = (copy / "formats" / "dense.html").read_text()
     description = re.findall(r'name="description" content="([^"]*)"', dense)
     assert "simulated" not in description[0]
     assert dense.index('id="cases"') < dense.index('id="simulated-cases"')
 
 
-def test_a_confirmed_run_names_the_run_that_confirms_it(tmp_path: Path) -> None:
-    to = tmp_path / "site"
-    publish([STEP], to, Site(), unchecked)
+def test_a_confirmed_run_names_the_run_that_confirms_it(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebench.reports.build.figures", list)
+    to = shutil.copytree(site, tmp_path / "site")
     page = to / "h200" / "ffn-step" / "index.html"
     assert "Confirmed alone" not in page.read_text()
     done = publish([STEP.with_name("ffn-step-confirmed")], to, Site(), unchecked)
@@ -161,22 +166,17 @@ def test_an_old_address_leads_to_the_run(site: Path) -> None:
     assert 'url=../../h200/ffn-step/index.html"' in (old / "index.html").read_text()
 
 
-def test_a_site_from_before_short_addresses_is_moved(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
-    to = tmp_path / "site"
-    shutil.copytree(site, to)
-    (old,) = (to / "runs").iterdir()
+def test_a_site_from_before_short_addresses_is_moved(copy: Path) -> None:
+    (old,) = (copy / "runs").iterdir()
     shutil.rmtree(old)
-    (to / "h200" / "ffn-step").rename(old)
-    publish([STEP], to, Site(), unchecked)
-    assert (to / "h200" / "ffn-step" / "manifest.json").exists()
+    (copy / "h200" / "ffn-step").rename(old)
+    publish([STEP], copy, Site(), unchecked)
+    assert (copy / "h200" / "ffn-step" / "manifest.json").exists()
     assert [file.name for file in old.iterdir()] == ["index.html"]
 
 
 def test_an_earlier_version_of_a_run_keeps_its_page_and_its_place_in_the_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evidence = {}
 
@@ -184,36 +184,32 @@ def test_an_earlier_version_of_a_run_keeps_its_page_and_its_place_in_the_history
         evidence[file.parent.name] = surrounding.evidence
 
     monkeypatch.setattr(sites, "build", build)
-    to = tmp_path / "site"
-    publish([STEP], to, Site(), unchecked)
-    assert "No case was measured by two verdicts" in (to / "history.html").read_text()
+    assert "No case was measured by two verdicts" in (copy / "history.html").read_text()
     later = copied(tmp_path / "later" / "ffn-step", commit="1" * 40)
     state = json.loads((later / "run.json").read_text())
     state["started"] = "2026-12-24T00:00:00+00:00"
     (later / "run.json").write_text(json.dumps(state))
     bundle.seal(later)
-    publish([later], to, Site(), unchecked)
-    assert {path.name for path in (to / "h200").iterdir()} == {"ffn-step", "ffn-step-2"}
+    publish([later], copy, Site(), unchecked)
+    assert {path.name for path in (copy / "h200").iterdir()} == {"ffn-step", "ffn-step-2"}
     assert 'href="../../h200/ffn-step-2/index.html"' in evidence["ffn-step"]
     assert "newer version" not in evidence["ffn-step-2"]
-    runs, history = ((to / name).read_text() for name in ("runs.html", "history.html"))
+    runs, history = ((copy / name).read_text() for name in ("runs.html", "history.html"))
     assert re.findall(r'href="(h200/[\w-]+)/', runs) == ["h200/ffn-step-2"]
     assert re.findall(r'href="(h200/[\w-]+)/', history)[:2] == ["h200/ffn-step", "h200/ffn-step-2"]
     assert "commit 84a765b &gt; 1111111" in history
     assert "gains as much (1.000× [" in history
-    badges = {path.name for path in (to / "badges").glob("*.svg")}
+    badges = {path.name for path in (copy / "badges").glob("*.svg")}
     assert len(badges) == 2
 
 
 def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
-    hidden = copied(tmp_path / "node17-step", hostname="node17")
-    publish([STEP, hidden], tmp_path / "site", Site(), unchecked)
-    cards = [json.loads(f.read_text()) for f in (tmp_path / "site").glob("*/*/summary.json")]
+    publish([copied(tmp_path / "node17-step", hostname="node17")], copy, Site(), unchecked)
+    cards = [json.loads(f.read_text()) for f in copy.glob("*/*/summary.json")]
     assert {card["name"] for card in cards} == {"ffn-step"}  # of the other, its suite
-    assert "node17" not in (tmp_path / "site" / "index.html").read_text()
+    assert "node17" not in (copy / "index.html").read_text()
     assert {card["gain"] for card in cards} == {"1.59× at 99.49 % of units off, skew iid"}
     assert all(card["where"].endswith("the faster of slots=88 and slots=176") for card in cards)
 
@@ -263,31 +259,26 @@ def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path:
     assert len(publish([STEP], site, Site(), unchecked).slugs) == 1
 
 
-def test_a_suite_that_ran_on_several_devices_has_a_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
-    to = tmp_path / "site"
-    publish([STEP], to, Site(), unchecked)
-    assert not (to / "compare").exists()
+def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_path: Path) -> None:
+    assert not (copy / "compare").exists()
     gpu = json.loads((STEP / "environment.json").read_text())["gpu"]
     other = copied(tmp_path / "other", gpu={**gpu, "name": "another GPU", "uuid": "GPU-2"})
-    publish([other], to, Site(), unchecked)
-    page = to / "compare" / "ffn-step.html"
+    publish([other], copy, Site(), unchecked)
+    page = copy / "compare" / "ffn-step.html"
     text = page.read_text()
     assert str(tmp_path) not in text
     assert 'href="../runs.html">Runs</a>' in text
     assert "is faster than" in text
     for place in ("h200/ffn-step", "another-gpu/other"):
         assert f'href="../{place}/index.html"' in text
-    assert "compare/ffn-step.html" in (to / "index.html").read_text()
+    assert "compare/ffn-step.html" in (copy / "index.html").read_text()
     written = page.stat().st_mtime_ns
-    publish([STEP], to, Site(), unchecked)
+    publish([STEP], copy, Site(), unchecked)
     assert page.stat().st_mtime_ns == written
-    shutil.rmtree(to / "another-gpu")
-    publish([STEP], to, Site(), unchecked)
+    shutil.rmtree(copy / "another-gpu")
+    publish([STEP], copy, Site(), unchecked)
     assert not page.exists()
-    assert "compare/" not in (to / "index.html").read_text()
+    assert "compare/" not in (copy / "index.html").read_text()
 
 
 @pytest.mark.exhaustive  # ten seconds; the test above compares two devices
@@ -354,6 +345,13 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
     ElementTree.fromstring(made["feed.xml"])
 
 
+@pytest.fixture
+def without_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a site have no claims, which take a second to plan."""
+    monkeypatch.setattr("sparsebench.harness.claims.claim_catalog.chosen", lambda names: [])
+
+
+@pytest.mark.usefixtures("without_claims")
 def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
@@ -377,6 +375,7 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     assert [file.name for file in full.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.usefixtures("without_claims")
 def test_two_publications_at_once_are_one_line_and_harm_nothing(tmp_path: Path) -> None:
     to = tmp_path / "to"
     with locked_folder(to):

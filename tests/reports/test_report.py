@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
@@ -177,6 +179,21 @@ def other_op() -> list[Row]:
     return rows
 
 
+def attention() -> list[Row]:
+    """Return rows of which the sparse contender has 80 % of the dense rate."""
+    same: dict[str, Any] = {"m": 4096, "heads": 8, "dtype": "bf16", "pattern": "top_k_blocks"}
+    rows = []
+    for level in (0.5, 0.75):
+        problem = Problem("attention", same | {"block": 64, "sparsity": level})
+        sparse = Contender("block_mask", "attention_triton")
+        dense = replace(DENSE, kernel="sdpa_cudnn")
+        for contender, us in [(dense, 100.0), (sparse, 125 * (1 - level))]:
+            work: dict[str, Any] = {"flops": 1e9 * (1 - level), "dense_flops": 1e9}
+            row = Row(Case(problem, contender), Status.OK, samples_us=(us,) * 3, sparsity=level)
+            rows.append(replace(row, **work))
+    return rows
+
+
 def run(rows: list[Row], environment: dict[str, Any] = H200, status: str = "finished") -> Run:
     suite = {"title": "Which format wins?", "description": "Every format at every sparsity."}
     state = {"status": status, "started": "2026-11-21T06:00:00Z"}
@@ -196,6 +213,7 @@ NEED_MORE = {
     "energy",
     "drift",
     "doubts",
+    "useful_rate",
 }  # than `sweep` has
 
 
@@ -212,6 +230,7 @@ RUNS: dict[str, Callable[[], Run]] = {
     "nothing_ok": lambda: run(nothing_ok(), status="interrupted"),
     "without_baseline": lambda: run(without_baseline()),
     "other_op": lambda: run(other_op()),
+    "attention": lambda: run(attention()),
     "two_ops": lambda: run(quick() + other_op()),
     "one_row": lambda: run(quick()[:1]),
     "no_rows": lambda: run([], {}),
@@ -264,6 +283,16 @@ def test_the_sparsity_run_has_every_figure_whose_data_it_has() -> None:
     text = page_of("sparsity")
     drawn = {figure.name for figure in figures() if f'<section id="{figure.name}">' in text}
     assert drawn == {figure.name for figure in figures()} - NEED_MORE
+
+
+def test_attention_has_a_fraction_of_the_dense_rate() -> None:
+    text = page_of("attention")
+    section = text.partition('<section id="useful_rate">')[2].partition("</section>")[0]
+    assert "Fraction of the dense rate" in section
+    found = re.search(r'href="data:text/csv;base64,([^"]*)"', section)
+    assert found
+    rates = pd.read_csv(io.BytesIO(base64.b64decode(found[1]))).rate
+    assert rates.round().tolist() == [80, 80]
 
 
 def test_text_of_a_run_is_never_markup() -> None:

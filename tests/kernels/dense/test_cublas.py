@@ -55,6 +55,7 @@ def drawn(*shape: int, dtype: str) -> Tensor:
 def product_of(op: str, m: int, n: int, k: int, dtype: str = "fp32", **more: Any) -> Product:
     arguments = {
         "linear": {"w": (n, k), "x": (m, k)},
+        "linear_active": {"w": (n, k), "x": (m, k)},
         "linear_dgrad": {"w": (n, k), "dy": (m, n)},
         "linear_wgrad": {"dy": (m, n), "x": (m, k)},
     }[op]

@@ -225,10 +225,10 @@ def test_every_layout_describes_the_same_weight_gradient(
     launch = peer.WGRAD.prepare(operands)
     assert (launch.choice["x_layout"], launch.choice["dy_layout"]) == (x_layout, dy_layout)
     dy, x = (tensor.normal_() for tensor in operands.activations.values())
-    found, expected = launch(), operands.pattern.sample(dy.t() @ x)
-    torch.testing.assert_close(found.values, expected.values)
-    assert torch.equal(found.columns, operands.pattern.columns)
-    assert launch().values.data_ptr() != found.values.data_ptr()
+    result, expected = launch(), operands.pattern.sample(dy.t() @ x)
+    torch.testing.assert_close(result.values, expected.values)
+    assert torch.equal(result.columns, operands.pattern.columns)
+    assert launch().values.data_ptr() != result.values.data_ptr()
 
 
 @pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)

@@ -76,7 +76,7 @@ def assert_right(y: Any, operands: Operands) -> None:
     assert check(y, right).reason is None
 
 
-def wanted_of(operands: Operands, **call: Any) -> cusparselt.Call:
+def call_of(operands: Operands, **call: Any) -> cusparselt.Call:
     w, x = operands.weights["w"].to_dense(), operands.activations["x"]
     return cusparselt.Call(cusparselt.compressed(w), x, len(w), **call)
 
@@ -87,8 +87,8 @@ EVERY_LAYOUT = [(d, way) for d in cusparselt.MULTIPLES for way in cusparselt.lay
 @pytest.mark.parametrize(("dtype", "way"), EVERY_LAYOUT)
 def test_every_layout_gives_the_product(library: OnCpu, dtype: str, way: cusparselt.Way) -> None:
     operands = operands_of(dtype)
-    wanted = wanted_of(operands)
-    one = cusparselt.planned(wanted, replace(way, algorithm=4, split_k=2, split_k_mode=1))
+    call = call_of(operands)
+    one = cusparselt.planned(call, replace(way, algorithm=4, split_k=2, split_k_mode=1))
     y = torch.full((M, N), float("nan"), dtype=OUTPUTS[dtype])
     one.call(y)
     assert_right(y, operands)
@@ -108,10 +108,10 @@ def test_in_eight_bits_w_and_x_are_contiguous_along_k() -> None:
 def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) -> None:
     operands = operands_of("bf16")
     wide, room = torch.randn(M, 2 * K).bfloat16(), torch.zeros(M, 3 * N).bfloat16()
-    own = replace(operands, activations={"x": wide[:, K:]})
-    one = cusparselt.planned(replace(wanted_of(own), y_stride=3 * N), cusparselt.Way())
+    strided = replace(operands, activations={"x": wide[:, K:]})
+    one = cusparselt.planned(replace(call_of(strided), y_stride=3 * N), cusparselt.Way())
     one.call(room[:, N : 2 * N])
-    assert_right(room[:, N : 2 * N].contiguous(), own)
+    assert_right(room[:, N : 2 * N].contiguous(), strided)
     assert not room[:, :N].any()
     assert not room[:, 2 * N :].any()
 
@@ -152,7 +152,7 @@ def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
 def test_a_product_can_be_added_to_y(library: OnCpu) -> None:
     operands = operands_of("bf16")
     y = torch.ones(M, N, dtype=torch.bfloat16)
-    cusparselt.planned(wanted_of(operands, beta=1.0), cusparselt.Way()).call(y)
+    cusparselt.planned(call_of(operands, beta=1.0), cusparselt.Way()).call(y)
     expected = operands.activations["x"].float() @ operands.weights["w"].to_dense().float().t() + 1
     assert torch.equal(y, expected.bfloat16())
 
@@ -228,12 +228,12 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     launch = cusparselt.prepare(operands)
     layouts = 2 if dtype == "fp8" else 8
     # The library's search finds nothing if X.T is copied, and is not called if it would trap.
-    found = {"fp8": 2, "fp16": 2}.get(dtype, 4)
+    searched = {"fp8": 2, "fp16": 2}.get(dtype, 4)
     numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
     few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
     numbered += len(cusparselt.MORE_TOKENS) * few
     splits = cusparselt.BEST * len(cusparselt.SPLITS)
-    assert sizes == [layouts + found, 1 + numbered, 1 + splits]
+    assert sizes == [layouts + searched, 1 + numbered, 1 + splits]
     assert len(launch.candidates) == sum(
         min(size, MOST_LINES + (size > MOST_LINES)) for size in sizes
     )
@@ -254,15 +254,15 @@ def test_a_later_process_searches_once_among_the_finalists(
     operands = operands_of("bf16")
     first = cusparselt.prepare(operands)
     del sizes[:]
-    again = cusparselt.prepare(replace(operands, timed=json.loads(json.dumps(first.candidates))))
+    later = cusparselt.prepare(replace(operands, timed=json.loads(json.dumps(first.candidates))))
     (size,) = sizes
     assert 1 < size <= 3 * (FINALISTS + 1)
-    assert len(again.candidates) == min(size, MOST_LINES + 1)
-    assert {line["of"] for line in again.candidates} == {"finalists"}
-    assert again.choice in [
+    assert len(later.candidates) == min(size, MOST_LINES + 1)
+    assert {line["of"] for line in later.candidates} == {"finalists"}
+    assert later.choice in [
         {**line["choice"], "cusparselt": "0.8.0"} for line in first.candidates if "choice" in line
     ]
-    assert_right(again(), operands)
+    assert_right(later(), operands)
 
 
 def test_without_a_search_it_is_the_default(library: OnCpu) -> None:
@@ -310,11 +310,11 @@ def test_the_hybrid_is_the_product_and_reads_activations_anew(
     launch = cusparselt_hybrid.prepare(operands)
     before = launch()
     assert_right(before, operands)
-    kept = before.clone()
+    copy = before.clone()
     x = operands.activations["x"]
     x.copy_(x.float().flip(1))
     assert_right(launch(), operands)
-    assert torch.equal(before, kept)
+    assert torch.equal(before, copy)
 
 
 def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
@@ -379,19 +379,21 @@ def test_a_missing_library_names_the_package_to_install(monkeypatch: pytest.Monk
     assert "\n" not in str(reason)
 
 
-def test_the_library_of_an_installed_wheel_comes_before_that_of_torch(
+def test_the_newest_installed_wheel_comes_before_the_library_of_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert _cusparselt.find() == _cusparselt.NAME  # no wheel is installed here
-    folder = tmp_path / "nvidia_cusparselt_cu13-0.10.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: nvidia-cusparselt-cu13\nVersion: 0.10.0\n")
-    (folder / "RECORD").write_text(f"nvidia/cu13/lib/{_cusparselt.NAME},,\n")
-    (tmp_path / "nvidia/cu13/lib").mkdir(parents=True)
-    file = tmp_path / "nvidia/cu13/lib" / _cusparselt.NAME
-    file.touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert _cusparselt.find() == str(file)
+    for cuda, version in (("cu13", "0.8.1.post1"), ("cu12", "0.10.0")):
+        folder = tmp_path / f"nvidia_cusparselt_{cuda}-{version}.dist-info"
+        folder.mkdir()
+        metadata = f"Name: nvidia-cusparselt-{cuda}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(metadata)
+        (folder / "RECORD").write_text(f"nvidia/{cuda}/lib/{_cusparselt.NAME},,\n")
+        file = tmp_path / f"nvidia/{cuda}/lib" / _cusparselt.NAME
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert _cusparselt.find() == str(file)
 
 
 def test_fp8_needs_a_gpu_that_has_it(library: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,9 +412,9 @@ def on_the_gpu(kernel: Any, operands: Operands, **options: Any) -> Iterator[Laun
     pinned = Operands(
         operands.problem, operands.weights, operands.activations, definition, first.choice
     )
-    again = kernel.prepare(pinned, **options)
-    assert again.choice == first.choice
-    yield again
+    later = kernel.prepare(pinned, **options)
+    assert later.choice == first.choice
+    yield later
 
 
 @pytest.mark.gpu
@@ -441,8 +443,8 @@ def test_every_way_to_join_the_parts_is_right_on_a_gpu(dtype: str, pattern: str)
     (first, _) = on_the_gpu(cusparselt_hybrid, operands)
     for way in joins(dtype, pattern):
         pinned = {"sparse": first.choice["sparse"], "dense": vars(way)}
-        again = replace(operands, pinned=pinned)
-        assert_right(cusparselt_hybrid.prepare(again)(), operands)
+        later = replace(operands, pinned=pinned)
+        assert_right(cusparselt_hybrid.prepare(later)(), operands)
 
 
 @pytest.mark.gpu
@@ -451,9 +453,9 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
     operands = operands_of(dtype, device="cuda")
     if reason := cusparselt.unsupported(operands.problem, operands.device):
         pytest.skip(reason)
-    wanted, x = wanted_of(operands), operands.activations["x"]
-    ways = cusparselt.numbers(wanted, [cusparselt.Way()])
-    products, _ = cusparselt.accepted(wanted, ways)
+    call, x = call_of(operands), operands.activations["x"]
+    ways = cusparselt.numbers(call, [cusparselt.Way()])
+    products, _ = cusparselt.accepted(call, ways)
     assert products
     for one in products:
         y = torch.full((M, N), float("nan"), dtype=OUTPUTS[dtype], device="cuda")

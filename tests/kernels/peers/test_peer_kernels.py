@@ -149,8 +149,8 @@ def test_cublas_restores_the_precision_after_an_error() -> None:
 
 def test_blocked_ell_supports_tf32_and_not_fp32() -> None:
     assert "expected dtype tf32" in str(cusparse_bell.unsupported(problem_of("fp32"), CUDA))
-    found = cusparse_bell.unsupported(problem_of("tf32"), CUDA)
-    assert found == _cusparse.unsupported(problem_of("tf32"), CUDA)
+    result = cusparse_bell.unsupported(problem_of("tf32"), CUDA)
+    assert result == _cusparse.unsupported(problem_of("tf32"), CUDA)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ class Matrix:
         self.flipped = False
 
     def t(self) -> "Matrix":
-        found = Matrix(self.size, self.data, self.rows, self.columns, self.offsets)
-        found.flipped = not self.flipped
-        return found
+        result = Matrix(self.size, self.data, self.rows, self.columns, self.offsets)
+        result.flipped = not self.flipped
+        return result
 
     def dense(self) -> Tensor:
         dense = Bsr(self.size, self.offsets, self.columns.int(), self.data).to_dense()
@@ -66,14 +66,14 @@ def operands_of(op: str, layout: str | None = None, block: int = 128, m: int = 1
     names = {"linear": ["x"], "linear_dgrad": ["dy"], "linear_wgrad": ["dy", "x"]}[op]
     packed = Bsr.from_dense(w, block=block)
     pinned = {"layout": layout} if layout else None
-    found = Operands(
+    result = Operands(
         Problem(op, {**SIZES, "m": m}),
         {"w": packed},
         {name: drawn[name] for name in names},
         load_op(op).definition,
         pinned,
     )
-    return replace(found, weights={}, pattern=packed) if op == "linear_wgrad" else found
+    return replace(result, weights={}, pattern=packed) if op == "linear_wgrad" else result
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -85,12 +85,12 @@ def test_both_layouts_give_the_product_by_tokens(
 ) -> None:
     operands = operands_of(op, layout, m=m)
     launch = load_kernel({"linear": "stk", "linear_dgrad": "stk_dgrad"}[op]).prepare(operands)
-    found = launch()
+    result = launch()
     w = operands.weights["w"].to_dense()
     expected = operands.definition(w, *operands.activations.values())
-    assert isinstance(found, Tensor)
-    assert found.is_contiguous()
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert isinstance(result, Tensor)
+    assert result.is_contiguous()
+    assert torch.allclose(result, expected, atol=1e-4)
     assert launch.choice == {"layout": layout, **padding}
 
 
@@ -102,13 +102,13 @@ def test_the_weight_gradient_is_packed_like_the_weight(m: int, padding: dict[str
     operands = operands_of("linear_wgrad", m=m)
     pattern = operands.pattern
     launch = load_kernel("stk_wgrad").prepare(operands)
-    found = launch()
+    result = launch()
     assert launch.choice == {"layout": "view", **padding}
-    assert isinstance(found, Bsr)
+    assert isinstance(result, Bsr)
     assert isinstance(pattern, Bsr)
     expected = pattern.sample(operands.definition(*operands.activations.values()))
-    assert torch.allclose(found.values, expected.values, atol=1e-4)
-    assert found.columns is pattern.columns
+    assert torch.allclose(result.values, expected.values, atol=1e-4)
+    assert result.columns is pattern.columns
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -126,8 +126,8 @@ def test_the_weight_gradient_is_packed_like_the_weight(m: int, padding: dict[str
 def test_sizes_that_stk_cannot_take_are_unsupported(
     fields: dict[str, Any], reason: str | None
 ) -> None:
-    found = stk.unsupported(Problem("linear", SIZES | fields), CUDA)
-    assert found is None if reason is None else reason in str(found)
+    result = stk.unsupported(Problem("linear", SIZES | fields), CUDA)
+    assert result is None if reason is None else reason in str(result)
 
 
 def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def matmul_gated_t2d_out(x, packed, up, down, out, highest_precision, compressio
 '''
 
 
-def problem(**fields: Any) -> Problem:
+def problem_of(**fields: Any) -> Problem:
     sizes = {"m": 256, "n": 512, "k": 2048, "dtype": "bf16", "activation": "relu"}
     return Problem("ffn", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
 
@@ -87,33 +87,33 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twell_authors, "find_spec", lambda name: object())
 
 
-def prepared(asked: Problem, **options: Any) -> Launch:
-    found = drawn(asked, OP, CPU, None)
-    weights = {name: Dense.from_dense(w) for name, w in found.weights.items()}
-    given = Operands(asked, weights, found.activations, bound(OP.definition, asked))
-    return twell_authors.prepare(given, **options)
+def prepared(problem: Problem, **options: Any) -> Launch:
+    inputs = drawn(problem, OP, CPU, None)
+    weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
+    operands = Operands(problem, weights, inputs.activations, bound(OP.definition, problem))
+    return twell_authors.prepare(operands, **options)
 
 
 def test_missing_requirements_of_the_authors_kernels_are_reported(
     hopper: None, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = {
-        "compute capability 9.0": (problem(), CPU),
-        "bf16 and relu, found fp16": (problem(dtype="fp16"), CUDA),
-        "found bf16 and silu": (problem(activation="silu"), CUDA),
-        "k 2048 and n 5632 or 8192, found k 2048 and n 512": (problem(n=512), CUDA),
-        "at most 384 tiles": (problem(m=2**19, n=5632), CUDA),
+        "compute capability 9.0": (problem_of(), CPU),
+        "bf16 and relu, found fp16": (problem_of(dtype="fp16"), CUDA),
+        "found bf16 and silu": (problem_of(activation="silu"), CUDA),
+        "k 2048 and n 5632 or 8192, found k 2048 and n 512": (problem_of(n=512), CUDA),
+        "at most 384 tiles": (problem_of(m=2**19, n=5632), CUDA),
     }
-    for said, (asked, device) in reasons.items():
-        assert said in str(twell_authors.unsupported(asked, device))
+    for reason, (problem, device) in reasons.items():
+        assert reason in str(twell_authors.unsupported(problem, device))
     for n in twell_authors.UNITS:
-        assert twell_authors.unsupported(problem(m=50, n=n), CUDA) is None
+        assert twell_authors.unsupported(problem_of(m=50, n=n), CUDA) is None
     checkout.unlink()
     assert f"found none with {twell_authors.MARKER}" in str(
-        twell_authors.unsupported(problem(n=5632), CUDA)
+        twell_authors.unsupported(problem_of(n=5632), CUDA)
     )
     monkeypatch.delenv(_authors.VARIABLE)
-    assert "found no --peers" in str(twell_authors.unsupported(problem(n=5632), CUDA))
+    assert "found no --peers" in str(twell_authors.unsupported(problem_of(n=5632), CUDA))
 
 
 def test_a_checkout_may_be_the_folder_itself(
@@ -126,11 +126,11 @@ def test_a_checkout_may_be_the_folder_itself(
 
 
 def test_a_row_has_the_digest_of_the_authors_code(checkout: Path) -> None:
-    first = prepared(problem(active=8), highest_precision=True).choice
+    first = prepared(problem_of(active=8), highest_precision=True).choice
     assert first["highest_precision"] is True
-    assert prepared(problem(active=8)).choice == first | {"highest_precision": False}
+    assert prepared(problem_of(active=8)).choice == first | {"highest_precision": False}
     (checkout.parent / "kernel.cu").write_text("other")
-    assert prepared(problem(active=8)).choice["digest"] != first["digest"]
+    assert prepared(problem_of(active=8)).choice["digest"] != first["digest"]
 
 
 def test_the_extension_is_built_once_per_digest_of_its_sources(checkout: Path) -> None:
@@ -145,13 +145,13 @@ def test_the_extension_is_built_once_per_digest_of_its_sources(checkout: Path) -
 
 
 def ran_contest(
-    asked: Problem, monkeypatch: pytest.MonkeyPatch, prepare: Any = twell_authors.prepare
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, prepare: Any = twell_authors.prepare
 ) -> Any:
     kernel = Kernel("ffn", "twell", "any", prepare)
     monkeypatch.setattr(twell_authors, "KERNEL", kernel)
     contenders = [Contender("dense", "torch_dense", baseline=True)]
     contenders.append(Contender("twell", "twell_authors"))
-    rows, _ = contest.run(asked, contenders, CPU, None)
+    rows, _ = contest.run(problem, contenders, CPU, None)
     assert rows[0].status is Status.OK
     return rows[1]
 
@@ -160,7 +160,7 @@ def ran_contest(
 def test_few_active_units_are_right(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, m: int, padding: dict[str, int]
 ) -> None:
-    row = ran_contest(problem(m=m, active=8), monkeypatch)
+    row = ran_contest(problem_of(m=m, active=8), monkeypatch)
     assert row.status is Status.OK, row.detail
     assert row.choice.items() >= padding.items()
     assert ("tokens" in row.choice) == bool(padding)
@@ -171,7 +171,7 @@ def test_a_value_that_is_lost_is_wrong_and_counted(
 ) -> None:
     """With 44 of 512 units active a tile seldom has more than 31, so the error would pass."""
     every = partial(twell_authors.prepare, flex=False)
-    row = ran_contest(problem(active=44), monkeypatch, every)
+    row = ran_contest(problem_of(active=44), monkeypatch, every)
     assert row.status is Status.WRONG
     when, reason = row.detail.split(" timing: ")  # operands are redrawn after timing
     count, rest = reason.split(" ", 1)
@@ -181,9 +181,9 @@ def test_a_value_that_is_lost_is_wrong_and_counted(
 
 
 def test_ways_that_lose_values_are_not_timed(checkout: Path) -> None:
-    assert prepared(problem(active=44)).choice["compression"] == 4
-    assert prepared(problem(active=44), flex=False).choice["compression"] == 8
-    assert prepared(problem(active=8)).choice["compression"] == 8
+    assert prepared(problem_of(active=44)).choice["compression"] == 4
+    assert prepared(problem_of(active=44), flex=False).choice["compression"] == 8
+    assert prepared(problem_of(active=8)).choice["compression"] == 8
 
 
 def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +225,11 @@ def test_the_layer_without_a_gate_uses_the_extension_that_the_authors_have_built
     checkout.write_text(MLP)
     op = load_op("mlp")
     fields = {"m": m, "n": 512, "k": 2048, "dtype": "bf16", "activation": "relu", "active": 8}
-    asked = Problem("mlp", {**op.defaults, **fields}, defaults=op.defaults)
-    inputs = drawn(asked, op, CPU, None)
+    problem = Problem("mlp", {**op.defaults, **fields}, defaults=op.defaults)
+    inputs = drawn(problem, op, CPU, None)
     weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
-    definition = bound(op.definition, asked)
-    operands = Operands(asked, weights, inputs.activations, definition)
+    definition = bound(op.definition, problem)
+    operands = Operands(problem, weights, inputs.activations, definition)
     with pytest.raises(Unsupported, match="TwELLMLP"):
         twell_authors_mlp.prepare(operands)
     library = tmp_path / "built" / "twell_d2t_twell_mlp" / "twell_d2t_twell_mlp.so"

@@ -148,6 +148,7 @@ def test_sizes_for_which_they_fall_back_are_unsupported(
 def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
     library: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(_authors.VARIABLE, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setenv(twell_authors_step.VARIABLE, str(tmp_path / "none.so"))
     assert "found no file" in str(twell_authors_step.unsupported(problem(), CUDA))
@@ -161,4 +162,23 @@ def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
     built.parent.mkdir(parents=True)
     built.touch()
     assert twell_authors_step.unsupported(problem(), CUDA) is None
-    assert _authors.prebuilt("sparse_ops", twell_authors_step.VARIABLE) == built
+    search = "sparse_ops", twell_authors_step.MARKER, twell_authors_step.VARIABLE
+    assert _authors.prebuilt(*search) == built
+    loader = tmp_path / "clone" / twell_authors_step.MARKER
+    beside = loader.parent / "build" / "lib.linux-x86_64" / "sparse_ops.so"
+    beside.parent.mkdir(parents=True)
+    for file in (loader, beside):
+        file.touch()
+    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
+    assert _authors.prebuilt(*search) == beside
+
+
+def test_a_library_for_another_torch_is_refused_in_one_line(
+    library: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> None:
+        raise OSError("undefined symbol: _ZN3c10\nmore lines")
+
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    with pytest.raises(Unsupported, match=r"undefined symbol: _ZN3c10$"):
+        twell_authors_step.prepare(operands_of(problem(active=8)))

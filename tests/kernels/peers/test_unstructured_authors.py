@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("linear")
 
 
-def problem(**fields: Any) -> Problem:
+def problem_of(**fields: Any) -> Problem:
     sizes = {"m": 16, "n": 512, "k": 256, "dtype": "fp16", "pattern": "unstructured"}
     return Problem("linear", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
 
@@ -57,23 +57,25 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("peer", "fields", "said"), WRONG)
+@pytest.mark.parametrize(("peer", "fields", "reason"), WRONG)
 def test_cases_that_the_authors_cannot_run_have_a_reason(
-    peer: ModuleType, fields: dict[str, Any], said: str, checkouts: Path
+    peer: ModuleType, fields: dict[str, Any], reason: str, checkouts: Path
 ) -> None:
-    assert said in (peer.unsupported(problem(**fields), CUDA) or "")
+    assert reason in (peer.unsupported(problem_of(**fields), CUDA) or "")
 
 
 def test_cases_that_they_can_run_need_a_checkout(
     checkouts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {spinfer: problem(m=100), macko: problem(m=1, n=40)}
-    for peer, can in asked.items():
-        assert peer.unsupported(can, CUDA) is None
-        assert "needs an NVIDIA GPU" in (peer.unsupported(can, CPU) or "")
+    problems = {spinfer: problem_of(m=100), macko: problem_of(m=1, n=40)}
+    for peer, problem in problems.items():
+        assert peer.unsupported(problem, CUDA) is None
+        assert "needs an NVIDIA GPU" in (peer.unsupported(problem, CPU) or "")
     monkeypatch.delenv(_authors.VARIABLE)
-    for peer, can in asked.items():
-        assert (peer.unsupported(can, CUDA) or "").endswith("below --peers DIR; found no --peers")
+    for peer, problem in problems.items():
+        assert (peer.unsupported(problem, CUDA) or "").endswith(
+            "below --peers DIR; found no --peers"
+        )
 
 
 def test_a_suite_may_name_them() -> None:
@@ -86,13 +88,13 @@ def test_code_that_does_not_build_is_one_line_and_stores_nothing(
     checkouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    own = (checkouts / "macko" / macko.MARKER).parent
+    sources = (checkouts / "macko" / macko.MARKER).parent
     monkeypatch.setattr(_authors, "NVCC", ("/nowhere/nvcc",))
     with pytest.raises(Unsupported, match="needs nvcc to build macko; found No such file"):
-        _authors.library("macko", own, "sm_90")
+        _authors.library("macko", sources, "sm_90")
     monkeypatch.setattr(_authors, "NVCC", ("sh", "-c", "echo fatal error: a header >&2; exit 1"))
     with pytest.raises(Unsupported, match="expected nvcc to build macko; found fatal error: a h"):
-        _authors.library("macko", own, "sm_90")
+        _authors.library("macko", sources, "sm_90")
     assert not [*(tmp_path / "built").rglob("*.so")]
 
 
@@ -119,9 +121,11 @@ def test_spinfer_gets_one_of_the_numbers_of_tokens_that_it_multiplies() -> None:
 
 def test_a_split_that_k_has_too_few_tiles_for_is_refused() -> None:
     w, x = weight(64, 576, 0.5), torch.zeros(8, 576).half()
-    given = Operands(problem(m=8, n=64, k=576), {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
+    operands = Operands(
+        problem_of(m=8, n=64, k=576), {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None
+    )
     with pytest.raises(Unsupported, match=r"a split among \[1, 2\] for k = 576, found 8"):
-        spinfer.prepare(given, split=8)
+        spinfer.prepare(operands, split=8)
 
 
 def test_spinfer_is_launched_with_room_for_the_fullest_tile() -> None:
@@ -148,12 +152,12 @@ def test_mackos_values_and_deltas_are_the_weight(sparsity: float) -> None:
     w = weight(64, 200, sparsity)
     values, deltas, rows = macko.compressed(built(macko), w)
     skipped = torch.stack((deltas & 15, deltas >> 4), 1).flatten().long()
-    found = torch.zeros_like(w)
+    decoded = torch.zeros_like(w)
     for row in range(len(w)):
-        own = slice(int(rows[row]), int(rows[row + 1]))
-        places = (skipped[own] + 1).cumsum(0) - 1
-        found[row, places] = values[own]
-    assert torch.equal(found, w)
+        row_entries = slice(int(rows[row]), int(rows[row + 1]))
+        places = (skipped[row_entries] + 1).cumsum(0) - 1
+        decoded[row, places] = values[row_entries]
+    assert torch.equal(decoded, w)
 
 
 @pytest.mark.gpu
@@ -175,12 +179,12 @@ def test_mackos_values_and_deltas_are_the_weight(sparsity: float) -> None:
 def test_their_products_are_right_on_a_gpu(
     peer: ModuleType, m: int, n: int, k: int, sparsity: float
 ) -> None:
-    asked = problem(m=m, n=n, k=k)
-    if reason := peer.unsupported(asked, CUDA):
+    problem = problem_of(m=m, n=n, k=k)
+    if reason := peer.unsupported(problem, CUDA):
         pytest.skip(reason)  # names the missing checkout
     w, x = weight(n, k, sparsity, seed=m).cuda(), torch.randn(m, k).half().cuda()
-    given = Operands(asked, {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
-    launch = peer.prepare(given)
+    operands = Operands(problem, {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
+    launch = peer.prepare(operands)
     for _ in range(2):  # on other activations, too
         launch().fill_(float("nan"))
         expected = x.double() @ w.double().T

@@ -1,0 +1,90 @@
+"""Linear layer of sparse inputs, without bias: Y[m, n] = X[m, k] @ W[n, k].T, W dense.
+
+    W [n, k]                 x of one token
+    +---+---+---+---+        +---+
+    | # | . | # | . |        | a |
+    | # | . | # | . |   x    | 0 |       only the columns of W count whose input is not zero
+    | # | . | # | . |        | b |
+    +---+---+---+---+        | 0 |
+                             +---+
+
+m tokens, n output features, k input features. With `active`, that many inputs of a token are not
+zero, on average: which ones is drawn by a hash, anew in every draw, and independently for each
+token. A pruning of activations by magnitude leaves such inputs (TEAL, La RoSA). It keeps the
+largest ones; here all have the same distribution, because their values do not change the time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from sparsebench.harness.inputs.bits import scores
+from sparsebench.harness.ops._op import Op, Operand
+from sparsebench.harness.ops.linear import LinearFields, definition, spread
+from sparsebench.results.record import Problem
+
+SCORES = 2**31  # scores are integers below this
+
+
+class ActiveInputFields(LinearFields):
+    """A problem of this op; `active` is the mean number of inputs that are not zero, None is k."""
+
+    dtype: Literal["fp16", "bf16", "fp32"]
+    pattern: Literal["dense"] = "dense"
+    active: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.active is not None and self.active > self.k:
+            raise ValueError(f"active of at most k, {self.k}, not {self.active}")
+        return self
+
+
+def share(problem: Problem) -> float:
+    """Return the fraction of a token's inputs that are not zero."""
+    active = problem["active"]
+    return 1.0 if active is None else float(active / problem["k"])
+
+
+def share_of_any(problem: Problem) -> float:
+    """Return the fraction of inputs that are not zero for at least one of the tokens."""
+    return float(1 - (1 - share(problem)) ** problem["m"])
+
+
+def depth(w: Tensor, x: Tensor) -> int:
+    """Return the most inputs of a token that are not zero."""
+    return max(int((x != 0).sum(1).max()), 1)
+
+
+def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add per token and weight whose input is not zero."""
+    return float(2 * problem["m"] * nnz["w"] * share(problem))
+
+
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of X, Y and the columns of W that any token needs."""
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    return int(itemsize * (nnz["w"] * share_of_any(problem) + m * (k + n)))
+
+
+def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
+    """Write zeros to the inputs of X that a draw leaves out."""
+    if name == "x" and problem["active"] is not None:
+        score = scores(problem.seed, f"inputs {draw}", operand.numel(), operand.device)
+        operand.masked_fill_(score.view(operand.shape) >= int(share(problem) * SCORES), 0)
+
+
+OP = Op(
+    fields=ActiveInputFields,
+    operands={"w": Operand("weight", ("n", "k")), "x": Operand("activation", ("m", "k"))},
+    definition=definition,
+    spread=spread,
+    depth=depth,
+    flops=flops,
+    fewest_bytes=fewest_bytes,
+    dense=lambda problem: replace(problem, fields={**problem.fields, "active": None}),
+    adjust=adjust,
+)

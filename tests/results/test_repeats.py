@@ -1,0 +1,202 @@
+"""What cards differ by: its estimate, its place in intervals, how often a second card agrees."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sparsebench.errors import ResultError
+from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
+from sparsebench.results import between_cards, comparison, store
+from sparsebench.results.analysis import summary
+from sparsebench.results.between_cards import SCHEMA, Component, State, half_of, packaged, state_of
+from sparsebench.results.frame import frame
+from sparsebench.results.noise import Noise
+from sparsebench.results.outcome import Outcome
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.repeats import Measured, components, coverage, measured, repeats
+from sparsebench.results.sides import Side, side
+from sparsebench.results.statistics import hodges_lehmann, ratio, widened
+from tests.simulated.two_cards import World, agreement, campaign
+from tests.tools.paths import PUBLISHED
+
+H200 = PUBLISHED / "nvidia-h200"
+FIELDS = {"m": 64, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9}
+PROBLEM = Problem("linear", {**FIELDS, "block": 16})
+DENSE, BSR = Contender("dense", "cublas", baseline=True), Contender("bsr", "bsr_triton")
+
+
+def rows(
+    gains: Sequence[float], cards: Sequence[str], capped_us: float = 0.0, seconds: float = 1.0
+) -> list[Row]:
+    """Return rows of a contest in a process for each gain and card."""
+    telemetry = {"seconds": seconds, "power_capped_us": capped_us, "thermal_us": 0.0}
+    return [
+        Row(
+            Case(PROBLEM, contender),
+            Status.OK,
+            process,
+            device=card,
+            samples_us=(us,) * 4,
+            samples_per_block=2,
+            telemetry=telemetry,
+        )
+        for process, (gain, card) in enumerate(zip(gains, cards, strict=True))
+        for contender, us in ((DENSE, 100.0), (BSR, 100.0 / gain))
+    ]
+
+
+def line(*args: object, inherited: bool = False, **more: float) -> "pd.Series[object]":
+    return summary(frame(rows(*args, **more)), None, inherited).iloc[1]  # type: ignore[arg-type]
+
+
+GAINS = [1.1, 1.101, 1.102, 1.103, 1.104, 1.105, 1.106, 1.107]
+
+
+@pytest.mark.parametrize(
+    ("capped_us", "inherited", "state"),
+    [(0.0, False, State.FREE), (3e5, False, State.LIMITED), (3e5, True, State.INHERITED)],
+)
+def test_an_interval_contains_what_cards_differ_by(
+    capped_us: float, inherited: bool, state: State
+) -> None:
+    case = line(GAINS, ["GPU-1"] * 8, capped_us=capped_us, inherited=inherited)
+    alone = hodges_lehmann(np.log(GAINS))
+    half = packaged()[state].half()
+    assert case["between"] == pytest.approx(half)
+    assert case["limited"] == pytest.approx(capped_us / 1e6)
+    ends = widened(alone.estimate, alone.low, alone.high, half)
+    assert np.log([case["speedup_low"], case["speedup_high"]]) == pytest.approx(ends)
+    assert case["t_low"] > case["speedup_low"]
+    assert str(case["interval"]).endswith("and cards")
+
+
+@pytest.mark.parametrize("device", ["Some CPU", "sim-0"])
+def test_a_device_without_cards_has_no_component(device: str) -> None:
+    case = line(GAINS, [device] * 8)
+    assert (case["between"], case["on_cards"]) == (0.0, 0)
+    assert case["interval"] == "95 % over 8 processes"
+
+
+def test_a_look_is_not_widened() -> None:
+    case = line(GAINS[:3], ["GPU-1"] * 3)
+    assert (case["between"], case["speedup_low"]) == (0.0, pytest.approx(1.1))
+
+
+def test_several_cards_divide_the_component_and_add_what_they_measured() -> None:
+    cards = ["GPU-1", "GPU-2"] * 4
+    equal, apart = line(GAINS, cards), line([1.1, 1.2] * 4, cards)
+    one = packaged()[State.FREE]
+    assert equal["on_cards"] == 2
+    assert equal["between"] < one.half() / np.sqrt(2)  # they measured no difference
+    assert apart["between"] > one.half()
+    pooled = one.pooled_with(np.log([1.1, 1.2] * 4).tolist(), cards)
+    assert pooled.freedom == one.freedom + 1
+    assert pooled.sd > one.sd
+
+
+def test_cards_can_unsettle_a_verdict_but_not_a_large_one() -> None:
+    noise = Noise(pd.DataFrame(), {"above 100 µs": 0.005})
+    for gain, outcome in ((1.006, Outcome.NOT_SETTLED), (1.2, Outcome.FASTER)):
+        table = frame(rows([gain * (1 + 1e-4 * n) for n in range(8)], ["GPU-1"] * 8))
+        assert summary(table, noise).iloc[1].outcome == outcome
+        simulated = frame(rows([gain * (1 + 1e-4 * n) for n in range(8)], ["sim-0"] * 8))
+        assert summary(simulated, noise).iloc[1].outcome != Outcome.NOT_SETTLED
+
+
+def test_a_ratio_is_widened_by_squares_and_a_range_is_not() -> None:
+    logs = [np.array([0.1 + 0.001 * n]) for n in range(8)]
+    alone, cards = ratio(logs), ratio(logs, 0.03)
+    assert cards.value == alone.value
+    sides = np.log([alone.high / alone.value, cards.high / cards.value])
+    assert sides[1] == pytest.approx(np.hypot(sides[0], 0.03))
+    assert ratio(logs[:3], 0.03) == ratio(logs[:3])
+
+
+def test_the_component_is_found_again() -> None:
+    world, draw = World("", card=0.01, process=0.003), np.random.default_rng(1)
+    found = components(repeats(campaign(world, draw)))
+    assert found[State.FREE].sd == pytest.approx(0.01, rel=0.5)
+    assert found[State.FREE].pairs == 8
+
+
+@pytest.mark.parametrize("card", [0.0, 0.005])
+def test_intervals_with_the_component_cover_a_second_card(card: float) -> None:
+    shares = agreement(World("", card=card), 3, np.random.default_rng(2))
+    assert shares["inside_cards"] >= 0.84
+    assert shares["covers_cards"] >= 0.93
+    assert (shares["covers"] < 0.85) == bool(card)
+
+
+def test_only_runs_with_one_code_on_different_cards_repeat_a_case() -> None:
+    a, b = campaign(World(""), np.random.default_rng(3))[:2]
+    assert len(repeats([a, b])) == len(a.cases)
+    assert repeats([a, replace(b, ran=["other"])]).empty
+    same = [dict(case) | {"cards": a.cases[0]["cards"]} for case in b.cases]
+    assert repeats([a, replace(b, cases=same)]).empty
+    inherited = [dict(case) | {"state": "inherited"} for case in a.cases]
+    assert repeats([replace(a, cases=inherited), b]).empty  # only a second run may inherit
+
+
+def test_without_repeats_the_page_says_so() -> None:
+    none = repeats([])
+    assert coverage_lines(none) == []
+    assert len(explained(none)) == 2
+
+
+@pytest.fixture(scope="module")
+def sides() -> dict[str, Side]:
+    names = "quick", "quick-elsewhere", "spense-decode", "spense-decode-again"
+    return {name: side(store.read(H200 / name)) for name in names}
+
+
+@pytest.fixture(scope="module")
+def published(sides: dict[str, Side]) -> list[Measured]:
+    return [measured(each.runs[0], each.analyses[0].cases) for each in sides.values()]
+
+
+def test_a_second_card_is_judged_by_the_difference_and_never_over_a_change_of_sign(
+    sides: dict[str, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "side", lambda run: sides[run.path.name])
+    runs = {name: each.runs[0] for name, each in sides.items()}
+    result = comparison.agreement(runs["quick"], runs["quick-elsewhere"])
+    assert (result.reproduced, result.agreed, result.reversed) == (True, 18, 0)
+    result = comparison.agreement(runs["spense-decode"], runs["spense-decode-again"])
+    assert (result.reproduced, result.agreed, result.reversed) == (False, 17, 1)
+
+
+def test_the_published_repeats_are_counted(published: list[Measured]) -> None:
+    lines = coverage_lines(repeats(published))
+    assert all(len(each) == len(COVERAGE) for each in lines)
+    pairs = {tuple(each[:2]): each[3:6] for each in lines}
+    assert pairs["quick", "quick-elsewhere"] == ["18", "17 of 18", "17 of 18"]
+    assert pairs["spense-decode", "spense-decode-again"] == ["20", "10 of 20", "12 of 20"]
+
+
+def test_coverage_is_of_a_component_from_elsewhere(published: list[Measured]) -> None:
+    table = coverage(repeats(published)).set_index("run_a")
+    assert table.covers_cards["quick"] == 18
+    assert table.covers_cards["spense-decode"] > table.covers["spense-decode"]
+
+
+@pytest.mark.parametrize("text", ["{}", '{"schema": "other"}', "[", f'{{"schema": "{SCHEMA}"}}'])
+def test_an_unusable_file_is_one_clear_line(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / between_cards.FILE).write_text(text)
+    monkeypatch.setattr(between_cards, "files", lambda package: tmp_path)
+    packaged.cache_clear()
+    with pytest.raises(ResultError, match="between-cards@1"):
+        packaged()
+    monkeypatch.undo()
+    assert packaged()[State.FREE].sd > 0
+
+
+def test_states_and_halves() -> None:
+    assert state_of(float("nan"), inherited=False) is State.FREE
+    assert half_of([0.0] * 8, ["CPU"] * 8, State.FREE) == 0.0
+    assert Component(0.01, 1e9, 1, 1).half(4) == pytest.approx(1.96 * 0.005, rel=1e-3)

@@ -1,0 +1,103 @@
+"""How often a second card agrees with the first, on simulated cards.
+
+    d_p = card + regret + process                    of one case in process p of a run
+
+A campaign is PAIRS pairs of runs, each of CASES cases on two cards; half of what cards differ by is
+common to the cases of a run. Its repeats give the component between cards, and `coverage` tests
+each pair by the component of the others, as for the published runs (results/repeats.py).
+
+`python tests/simulated/two_cards.py` prints the table of harness/NOTES.md, in three minutes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebench.harness.sim.gpu_model import Array, Spec, card_effects, regrets
+from sparsebench.results.between_cards import State
+from sparsebench.results.repeats import COUNTS, Measured, coverage, repeats
+
+PAIRS, CASES, PROCESSES = 8, 8, 8
+
+
+@dataclass(frozen=True)
+class World:
+    """What differs between runs, as standard deviations of log ratios.
+
+    limited  the share of the pairs with a run whose board is at the power limit
+    inherit  whether the second runs inherit: on another card, their choices have a regret
+    """
+
+    name: str
+    card: float = 0.0
+    process: float = 0.01
+    regret: float = 0.0
+    limited: float = 0.0
+    inherit: bool = False
+
+
+WORLDS = (
+    World("equal cards"),
+    World("cards differ by 0.3 %", card=0.003),
+    World("cards differ by 0.5 %", card=0.005),
+    World("cards differ by 1 %", card=0.01),
+    World("cards differ by 0.5 %, processes by 0.3 %", card=0.005, process=0.003),
+    World("0.4 %, half of the pairs at the power limit", card=0.004, limited=0.5),
+    World("0.4 %, searches with a regret of 1 %", card=0.004, regret=0.01),
+    World("the same, the second run inherits", card=0.004, regret=0.01, inherit=True),
+)
+
+
+def campaign(world: World, draw: np.random.Generator) -> list[Measured]:
+    """Return the runs of a campaign."""
+    runs = []
+    for pair in range(PAIRS):
+        for second in (False, True):
+            limited = 0.5 if draw.random() < world.limited / 2 else 0.0
+            inherited = world.inherit and second
+            state = State.INHERITED if inherited else State.LIMITED if limited else State.FREE
+            logs = _logs(world, limited, inherited, draw)
+            name = f"{pair}{'ab'[second]}"
+            cases = [_case(number, each, name, state) for number, each in enumerate(logs)]
+            runs.append(Measured(name, name, [str(pair)], cases))
+    return runs
+
+
+def agreement(world: World, campaigns: int, draw: np.random.Generator) -> dict[str, float]:
+    """Return the shares of COUNTS over some campaigns."""
+    total = np.zeros(len(COUNTS))
+    for _ in range(campaigns):
+        total += coverage(repeats(campaign(world, draw)), published=True)[COUNTS].sum().to_numpy()
+    return dict(zip(COUNTS[1:], (total[1:] / total[0]).tolist(), strict=True))
+
+
+def _logs(world: World, limited: float, inherited: bool, draw: np.random.Generator) -> Array:
+    """Return the log speedups [cases, processes] of a run."""
+    spec = Spec(card=world.card, limited=limited, regret=world.regret)
+    common, own = (card_effects(spec, draw, shape) for shape in ((2, 1, 1), (2, CASES, 1)))
+    base, kernel = (common + own) / np.sqrt(2)
+    searches = (2, CASES, 1 if inherited else PROCESSES)  # an inherited choice is the same in all
+    regret = np.diff(regrets(spec, draw, searches), axis=0)[0]
+    process: Array = draw.normal(0, world.process, (CASES, PROCESSES))
+    return np.asarray(base - kernel - regret + process)
+
+
+def _case(number: int, logs: Array, card: str, state: State) -> dict[str, object]:
+    names = {"case_id": str(number), "scope": "kernel", "cache": "cold"}
+    labels = {"label": "bsr/bsr_triton", "baseline_label": "dense/cublas"}
+    measured = {"cards": [f"GPU-{card}"], "speedups": np.exp(logs).tolist()}
+    return {**names, **labels, **measured, "state": str(state)}
+
+
+def main(campaigns: int = 25) -> None:
+    """Print the table."""
+    draw = np.random.default_rng(23)
+    print("| world | inside, processes alone | covers 0 | inside, with cards | covers 0 |")
+    print("|---|---|---|---|---|")
+    for world in WORLDS:
+        shares = agreement(world, campaigns, draw).values()
+        print(f"| {world.name} | {' | '.join(f'{100 * share:.0f} %' for share in shares)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Time calls of layers from Python beside nn.Linear, in turn, on this GPU.
+
+    python -P tests/tools/host_times.py [--size 4096] [--sparsity 0.9] [--tokens 1 64 512]
+
+    call      without a gradient
+    training  forward, and backward of dY into gradients that add up
+    step      zero_grad, forward, a loss, backward, and an optimizer's step
+
+Each number is the median over seven rounds of the time of a call, in µs, when a call follows the
+other: first the host's part, then until the GPU is done, then nn.Linear's time over that. Models
+that are measured one after the other drift by 30 % on a busy host, so layers take turns.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparsebench
+from sparsebench.formats.bsr import Bsr
+from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
+
+BLOCKS = 128, 64, 32, 16
+ROUNDS, CALLS, WARM = 7, 40, 12
+Call = Callable[[], object]
+
+
+def in_turn(calls: dict[str, Call]) -> dict[str, tuple[float, float]]:
+    """Return the host's time and the whole time of each call, µs."""
+    for call in calls.values():
+        for _ in range(WARM):
+            call()
+    host: dict[str, list[float]] = {name: [] for name in calls}
+    whole: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = perf_counter()
+            for _ in range(CALLS):
+                call()
+            host[name].append((perf_counter() - start) / CALLS * 1e6)
+            torch.cuda.synchronize()
+            whole[name].append((perf_counter() - start) / CALLS * 1e6)
+    return {name: (median(host[name]), median(whole[name])) for name in calls}
+
+
+def layers_of(size: int, sparsity: float) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the dense layer first, then the sparse ones, in bf16 without bias."""
+    options: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    dense = nn.Linear(size, size, **options)
+    weight = dense.weight.detach()
+    pruned = weight.view(size, -1, 4) * torch.tensor([1, 0, 1, 0], device="cuda").bfloat16()
+    blocks = {
+        f"blocks of {b}": BlockSparseLinear(size, size, block=b, sparsity=sparsity, **options)
+        for b in BLOCKS
+    }
+    bsr = blocks["blocks of 64"].bsr
+    w = Bsr(bsr.shape, bsr.offsets.clone(), bsr.columns.clone(), bsr.values.clone())
+    w.values.requires_grad_()
+    return {
+        "nn.Linear": dense,
+        **blocks,
+        "2:4": SpenseLinear.from_dense(pruned.view(size, size)),
+        "bitmap": BitmapLinear.from_dense(weight * (torch.rand_like(weight) > 0.5)),
+        "matmul, 64": lambda x: sparsebench.matmul(x, w),
+    }
+
+
+def training(layer: Callable[[Tensor], Tensor], x: Tensor) -> Call:
+    """Return a call of forward and backward."""
+
+    def call() -> None:
+        y = layer(x)
+        y.backward(y.detach())
+
+    return call
+
+
+def step(layer: nn.Module, x: Tensor, target: Tensor) -> Call:
+    """Return a whole step with plain SGD."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+
+    def call() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(layer(x), target).backward()
+        optimizer.step()
+
+    return call
+
+
+def main() -> None:
+    """Print a table for each number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512])
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    layers = layers_of(arguments.size, arguments.sparsity)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for tokens in arguments.tokens:
+        x = torch.randn(tokens, arguments.size, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            _show("call", tokens, in_turn({n: partial(f, x) for n, f in layers.items()}))
+        target = torch.randn_like(x)
+        x.requires_grad_()
+        _show("training", tokens, in_turn({n: training(f, x) for n, f in layers.items()}))
+        trained = {
+            n: f
+            for n, f in layers.items()
+            if isinstance(f, nn.Module) and any(p.requires_grad for p in f.parameters())
+        }
+        _show("step", tokens, in_turn({n: step(f, x, target) for n, f in trained.items()}))
+
+
+def _show(what: str, tokens: int, times: dict[str, tuple[float, float]]) -> None:
+    dense = times["nn.Linear"][1]
+    cells = [f"{n} {h:.1f} {w:.1f} {dense / w:.2f}" for n, (h, w) in times.items()]
+    print(f"{what}, {tokens} tokens: {'; '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
