@@ -105,8 +105,18 @@ def _mask(
     sizes: list[int],
 ) -> BlockMask:
     s_q, s_kv, b_q, b_k, batch, lists, causal = sizes
-    fixed = (s_q, s_kv), (b_q, b_k), batch, lists, bool(causal)
-    return BlockMask(*fixed, offsets, columns, bits, slots)
+    return BlockMask(
+        shape=(batch * lists * -(-s_q // b_q), -(-s_kv // b_k)),
+        tokens=(s_q, s_kv),
+        block=(b_q, b_k),
+        batch=batch,
+        lists=lists,
+        causal=bool(causal),
+        offsets=offsets,
+        columns=columns,
+        bits=bits,
+        slots=slots,
+    )
 
 
 @torch.library.custom_op("sparsebench::block_sparse_attention", mutates_args=())

@@ -7,8 +7,10 @@
 `prepare` builds the lists and compiles, which takes seconds; neither is timed. Both ways are
 candidates where both are possible.
 
-The gradients are those that autograd makes of the compiled forward pass. Its saved O and LSE are
-replaced by the given ones through hooks on saved tensors, so a launch runs the backward pass alone.
+The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
+launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
+saved by the given ones. By default the backward pass of H100 has tiles of 128 and runs no smaller
+blocks, so it is given the tiles of each way.
 """
 
 import warnings
@@ -17,8 +19,10 @@ from dataclasses import dataclass
 from math import e, log2
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -33,6 +37,15 @@ from sparsebench.results.record import Problem
 
 COARSE = 128  # the side of FlexAttention's blocks by default
 SMALLEST = 16  # the smallest tile of tl.dot
+# m and n of a step of the backward pass, stages and warps: of those that torch itself times
+BACKWARD_TILES = [
+    (64, 128, 3, 8),
+    (64, 128, 1, 8),
+    (64, 64, 3, 4),
+    (32, 64, 3, 4),
+    (32, 32, 3, 4),
+    (16, 16, 3, 4),
+]
 Options = dict[str, int]
 
 
@@ -144,12 +157,19 @@ def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists,
     return ways
 
 
-def backward_options(block: tuple[int, int]) -> Options:
-    """Return tiles of the backward kernels that divide the blocks; none if the default does."""
-    m, n = (min(64, side) for side in block)
-    if min(block) >= COARSE:
-        return {}
-    return {"bwd_BLOCK_M1": m, "bwd_BLOCK_N1": n, "bwd_BLOCK_M2": m, "bwd_BLOCK_N2": n}
+def backward_ways(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
+    """Return what is timed backward: a name for the row, lists, and options of both kernels."""
+    ways: list[tuple[dict[str, Any], Lists, Options]] = []
+    for name, lists, options in candidates(mask, heads)[-2:]:
+        forward = {f"fwd_{key}": value for key, value in options.items()}
+        least = min(lists.block)
+        for m, n, stages, warps in BACKWARD_TILES:
+            if least % n == 0 and n > least // 8:
+                tile = {"BLOCK_M1": m, "BLOCK_N1": n, "BLOCK_M2": n, "BLOCK_N2": m}
+                tile |= {"num_stages": stages, "num_warps": warps}
+                backward = {f"bwd_{key}": value for key, value in tile.items()}
+                ways.append(({**name, **tile}, lists, forward | backward))
+    return ways[:6]
 
 
 def prepare(operands: Operands) -> Launch:
@@ -178,38 +198,69 @@ def prepare_backward(operands: Operands) -> Launch:
     given, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
-    ways = candidates(mask, problem["heads"])
+    ways = backward_ways(mask, problem["heads"])
     runs = []
     for _, lists, options in ways:
-        call = _compiled(operands, lists, options | backward_options(lists.block))
+        call = _compiled(operands, lists, options)
+        gradients = _Gradients(call, (q, k, v), given, base2, options)
 
-        def run(call: Callable[..., Any] = call, made: list[Tensor] = []) -> Tensor:  # noqa: B006
-            if not made:
-                made.append(_forward(call, (q, k, v), given, base2))
+        def run(gradients: _Gradients = gradients) -> Tensor:
             torch.mul(lse, log2(e), out=base2)
-            parts = torch.autograd.grad(made[0], (q, k, v), do, retain_graph=True)
-            rows = [x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts]
-            return torch.cat(rows)
+            parts = gradients(do)
+            return torch.cat([x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts])
 
         runs.append(run)
     return _fastest(runs, [name for name, _, _ in ways], operands)
 
 
-def _forward(
-    call: Callable[..., Tensor], inputs: tuple[Tensor, ...], o: Tensor, lse: Tensor
-) -> Tensor:
-    """Run the forward pass, whose saved O and LSE are replaced by these."""
-    places = {x.data_ptr() for x in inputs}
+class _Gradients:
+    """The backward pass of a compiled call, whose saved O and LSE are replaced."""
 
-    def replaced(saved: Tensor) -> Tensor:
-        if saved.shape == o.shape and saved.data_ptr() not in places and saved.dtype == o.dtype:
-            return o
-        if saved.shape == lse.shape and saved.dtype == torch.float32:
-            return lse
-        return saved
+    def __init__(
+        self,
+        call: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        o: Tensor,
+        lse: Tensor,
+        options: Options,
+    ) -> None:
+        """Take the call; the first call of this object compiles both passes."""
+        self.call, self.inputs, self.options = call, inputs, options
+        self.o, self.lse = o, lse
+        self.node: Any = None
 
-    with torch.autograd.graph.saved_tensors_hooks(replaced, lambda saved: saved):
-        return call(*inputs)
+    def __call__(self, do: Tensor) -> list[Tensor]:
+        """Return dQ, dK and dV [batch, heads, tokens, D]."""
+        if self.node is not None:
+            return self._run(do)
+        # A donated buffer is overwritten: that would be the given O.
+        with functorch.patch(donated_buffer=False), self._tiles():
+            with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda saved: saved):
+                self.node = self.call(*self.inputs).grad_fn
+            return self._run(do)
+
+    def _run(self, do: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [x for x in self.node.apply(do) if isinstance(x, Tensor)]
+
+    def _saved(self, saved: Tensor) -> Tensor:
+        places = {x.data_ptr() for x in self.inputs}
+        if saved.shape == self.o.shape and saved.dtype == self.o.dtype:
+            return saved if saved.data_ptr() in places else self.o
+        return self.lse if saved.shape == self.lse.shape and saved.dtype == torch.float32 else saved
+
+    def _tiles(self) -> Any:
+        """Return a context in which torch compiles the backward pass with the tiles of `options`.
+
+        Otherwise torch leaves out every tile that its own list does not have.
+        """
+        from torch._inductor.choices import InductorChoices
+        from torch._inductor.template_heuristics.triton import FlexBwDConfig
+
+        names = "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps"
+        tile = [FlexBwDConfig(*(self.options[f"bwd_{name}"] for name in names))]
+        method = "get_flex_attention_bwd_configs"
+        return patch.object(InductorChoices, method, lambda *_, **__: tile)
 
 
 def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..., Any]:
