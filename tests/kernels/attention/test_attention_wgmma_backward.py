@@ -123,7 +123,7 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
     q, do = (torch.randn(case.batch, s_q, heads, depth).to(DTYPES[case.dtype]) for _ in "qo")
     k, v = (torch.randn(case.batch, s_kv, kv_heads, depth).to(q.dtype) for _ in "kv")
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    o, lse = reference(*leaves, mask)
+    o, lse = reference(leaves[0], leaves[1], leaves[2], mask)
     o.backward(do.double())
     o, lse = o.detach().to(q.dtype).contiguous(), lse.detach().float().contiguous()
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
@@ -142,8 +142,8 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
         config = attention_wgmma_backward.of_queries(shape)
         span = min(span_of(mask.block[0]), config.rows)
         of_queries = query_tiles(mask, shape, config.rows, span)
-        index = of_queries, mask.columns, mask.slots, mask.bits, counters
-        given = q, do, o, k, v, *index, lse, lse_2, delta, dq
+        lists = of_queries, mask.columns, mask.slots, mask.bits, counters
+        given = q, do, o, k, v, *lists, lse, lse_2, delta, dq
         at = [None if x is None else x.data_ptr() for x in given]
         macros = attention_wgmma.constants_of(config, shape, mask, 3), ("LATE", late)
         text = on_cpu("attention_wgmma_dq.cu", OF_QUERIES, RUN_QUERIES)
