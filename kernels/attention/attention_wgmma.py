@@ -14,6 +14,7 @@ Blocks of keys are laid side by side until a step is full, so small ones cost no
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import pack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from sparsebench.kernels.attention._shapes import (
     shape_of,
     table_sizes,
 )
-from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of, tensor_map
+from sparsebench.kernels.attention._wgmma_tiles import Bound, query_tiles, span_of, tensor_map
 from sparsebench.results.record import Problem
 
 HEAD_DIMS = 64, 128
@@ -123,6 +124,19 @@ class Walk:
     tensors: tuple[Tensor, ...]
 
 
+class Work(NamedTuple):
+    """What a launch needs of the mask: its tiles, and counters, which are zero between launches."""
+
+    tiles: Tensor
+    counters: Tensor
+
+
+def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
+    """Return the tiles of queries; launches that share them must not overlap."""
+    tiles = query_tiles(mask, shape, config.rows, min(span_of(shape.block[0]), config.rows))
+    return Work(tiles, torch.zeros(2, dtype=torch.int32, device=tiles.device))
+
+
 def walk(
     name: str,
     function: str,
@@ -132,15 +146,15 @@ def walk(
     shape: Shape,
     scale: float,
     config: Config,
+    work: Work,
 ) -> Walk:
-    """Sort the tiles and load a kernel.
+    """Load a kernel and make its arguments.
 
     name, function  of the kernel
     queries, keys   matrices like q; k and v. Raises Unsupported
     """
     device, span = keys[0].device, min(span_of(shape.block[0]), config.rows)
-    tiles = query_tiles(mask, shape, config.rows, span)
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    tiles, counters = work
     box = min(shape.block[1], config.keys)
     maps = b"".join(tensor_map(x, shape.batch, box) for x in keys)
     maps += b"".join(tensor_map(x, shape.batch, min(span, 64)) for x in queries)
@@ -167,17 +181,23 @@ def launch(
     shape: Shape,
     scale: float,
     config: Config,
-) -> tuple[cuda.BoundKernel, Tensor]:
-    """Return the kernel of O [batch * S_q, H * D] and the LSE [batch * H, S_q], which it fills.
+    work: Work | None = None,
+) -> Bound:
+    """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
-    operands  q like O, and k, v [batch * S_kv, H_kv * D]. Raises Unsupported.
+    operands  q like O, and k, v [batch * S_kv, H_kv * D]
+    work      work_of(mask, shape, config) if it exists already
+
+    Raises Unsupported.
     """
     q, k, v = operands
     o = torch.empty_like(q)
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    found = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config)
+    work = work or work_of(mask, shape, config)
+    found = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
     args = ARGUMENTS(found.maps, found.lists, o.data_ptr(), lse.data_ptr(), found.sizes)
-    return cuda.BoundKernel(found.loaded, args, (*found.tensors, lse), o), lse
+    program = cuda.BoundKernel(found.loaded, args, (*found.tensors, lse), o)
+    return Bound(program, (q, k, v), (o, lse))
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
@@ -190,7 +210,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     configs, by = choose("attention_wgmma", Config, operands, sizes, tuned, searched)
     cuda.compile_ahead("attention_wgmma", [constants_of(c, shape, mask) for c in configs])
     scale = scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, config)[0] for config in configs]
+    candidates = [launch((q, k, v), mask, shape, scale, config).program for config in configs]
     return fastest_launch(configs, candidates, by, q.device)
 
 

@@ -18,16 +18,18 @@ multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import pack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats.block_mask import BlockMask, Transposed
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
     Shape,
@@ -36,9 +38,11 @@ from sparsebench.kernels.attention._shapes import (
     shape_of,
     table_sizes,
 )
-from sparsebench.kernels.attention._wgmma_tiles import key_tiles, span_of, tensor_map
+from sparsebench.kernels.attention._wgmma_tiles import Bound, key_tiles, span_of, tensor_map
 from sparsebench.kernels.attention.attention_wgmma import ALIGNMENT, WARPGROUP, unsupported, walk
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
+from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
+from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 MOST_BYTES = 224 * 1024  # of shared memory, for all but ALIGNMENT and notes
@@ -104,9 +108,31 @@ def ds_bytes(config: Config, head_dim: int) -> int:
     return size if config.sums else 0
 
 
-def of_queries(shape: Shape) -> QueryConfig:
-    """Return how differentiate_queries runs; dS, S and dP leave registers for steps of 64 keys."""
-    return QueryConfig(128, 1, 64) if span_of(shape.block[0]) == 128 else QueryConfig(64, 2, 64)
+def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
+    """Return how differentiate_queries runs: there are registers for steps of 64 keys."""
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    wide = span_of(shape.block[0]) * shared >= 128
+    return QueryConfig(128, 1, 64) if wide else QueryConfig(64, 2, 64)
+
+
+class Work(NamedTuple):
+    """What a launch needs of the mask: its transpose, tiles of keys and, if needed, of queries.
+
+    counters  zero between launches
+    """
+
+    tiles: Tensor
+    transpose: Transposed
+    counters: Tensor
+    queries: QueryWork | None
+
+
+def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
+    """Transpose the lists and sort the tiles; launches that share them must not overlap."""
+    tiles = key_tiles(mask, shape, config.rows)
+    counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
+    queries = None if config.sums else query_work(mask, shape, of_queries(shape, mask))
+    return Work(tiles, mask.transpose(), counters, queries)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -145,11 +171,13 @@ def launch(
     shape: Shape,
     scale: float,
     config: Config,
+    work: Work | None = None,
     out: Tensor | None = None,
-) -> Gradients:
+) -> Bound:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
     operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
+    work      work_of(mask, shape, config) if it exists already
 
     Raises Unsupported.
     """
@@ -159,8 +187,7 @@ def launch(
     q_rows, kv_rows = (x.numel() // depth for x in (q, k))
     out = q.new_empty(q_rows + 2 * kv_rows, depth) if out is None else out
     dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
-    tiles, transpose = key_tiles(mask, shape, config.rows), mask.transpose()
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    tiles, transpose, counters, queries = work or work_of(mask, shape, config)
     lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
     delta = torch.zeros(heads, rows, device=device)
     sums = torch.empty(heads if config.sums else 0, rows, depth, device=device)
@@ -199,12 +226,15 @@ def launch(
         before = kernel("prepare_queries", PREPARE(*addresses, sizes, heads), ctas, OF_CTA)
         finish = FINISH(sums.data_ptr(), dq.data_ptr(), sizes)
         after = kernel("finish_queries", finish, heads * rows // ROWS, WARPGROUP)
-        return Gradients((before, by_keys, after), tensors, out)
-    names = "attention_wgmma_dq", "differentiate_queries"
-    found = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_queries(shape))
+        program = Gradients((before, by_keys, after), tensors, out)
+        return Bound(program, tuple(operands), (dq, dk, dv))
+    assert queries is not None
+    names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
+    found = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
     written = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
     args = QUERIES(found.maps, found.lists, written, dq.data_ptr(), found.sizes)
-    return Gradients(((found.loaded, args), by_keys), (*tensors, *found.tensors), out)
+    program = Gradients(((found.loaded, args), by_keys), (*tensors, *found.tensors), out)
+    return Bound(program, tuple(operands), (dq, dk, dv))
 
 
 def prepare(operands: Operands, deterministic: bool = False, *, tuned: Tuned = True) -> Launch:
@@ -221,7 +251,7 @@ def prepare(operands: Operands, deterministic: bool = False, *, tuned: Tuned = T
     configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
     cuda.compile_ahead(name, [constants_of(config, shape, mask) for config in configs])
     scale = scale_of(problem)
-    candidates = [launch(tensors, mask, shape, scale, config) for config in configs]
+    candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
     return fastest_launch(configs, candidates, by, tensors[0].device)
 
 

@@ -139,7 +139,7 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
     sizes = s_q, s_kv, heads, kv_heads, rows, case.batch, len(tiles), mask.lists, mask.kv_blocks
     constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
     if not case.config.sums:
-        config = attention_wgmma_backward.of_queries(shape)
+        config = attention_wgmma_backward.of_queries(shape, mask)
         span = min(span_of(mask.block[0]), config.rows)
         of_queries = query_tiles(mask, shape, config.rows, span)
         lists = of_queries, mask.columns, mask.slots, mask.bits, counters
@@ -200,6 +200,6 @@ def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
     constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path)
     if not case.config.sums:
-        config = attention_wgmma_backward.of_queries(shape)
+        config = attention_wgmma_backward.of_queries(shape, mask)
         of_queries = attention_wgmma.constants_of(config, shape, mask, 3)
         assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path)
