@@ -56,7 +56,8 @@ constexpr int GROUP_BYTES = RING_AT + SLOTS * SLOT_BYTES, STATS_BYTES = 8 * ROWS
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 6;  // flags, query, head, key, KV head, slot of bits
 constexpr int PARTIAL = 1 << 31;
-enum { FIRST = 1, MASKED = 2, PARTLY = 4, END = 8 };  // flags; PARTLY: a partial block
+// Flags of a step; PARTLY: of a partial block, EMPTY: of no query.
+enum { FIRST = 1, MASKED = 2, PARTLY = 4, EMPTY = 8, END = 16 };
 #define INF __int_as_float(0x7f800000)
 
 struct Maps { TensorMap q, d_o, k, v; };  // [batch, tokens, heads * D]
@@ -141,7 +142,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
         mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for Q");
         if (lane == 0) {
           st_shared(ring.note(), (first ? FIRST : 0) | (ragged || entry < 0 ? MASKED : 0) |
-                                     (entry < 0 ? PARTLY : 0));
+                                     (entry < 0 ? PARTLY : 0) | (h == heads ? EMPTY : 0));
           st_shared(ring.note() + 4, query);
           st_shared(ring.note() + 8, of_all);
           st_shared(ring.note() + 12, tile.key);
@@ -272,6 +273,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
   mbarrier_wait(ring.full_barrier(), ring.phase, "the first Q");
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   while (!(flags & END)) {
+    const bool empty = flags & EMPTY;
     const int key = ld_shared(ring.note() + 12) + mine, kv_head = ld_shared(ring.note() + 16);
     mbarrier_wait(kv.full, kv.phase, "K and V");
     kv.phase ^= 1;
@@ -349,6 +351,10 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
     hold(k_sum);
     hold(v_sum);
     release(kv.empty);
+    if (empty) {  // a NaN in K or V has reached the sums
+      #pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; i++) k_sum[i] = v_sum[i] = 0.f;
+    }
     const long long row_bytes = (long long)sizes.kv_heads * HEAD_DIM * 2;
     const long long to = kv_head / sizes.kv_heads * sizes.keys * row_bytes +
                          kv_head % sizes.kv_heads * HEAD_DIM * 2;

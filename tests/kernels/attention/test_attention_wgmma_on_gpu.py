@@ -13,7 +13,7 @@ from sparsebench.kernels.attention import attention_wgmma, attention_wgmma_backw
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import Shape
 from tests.compiling.nvcc import hopper
-from tests.kernels.attention.cases import random_mask, reference
+from tests.kernels.attention.cases import random_mask, reference, without
 from tests.kernels.attention.warpgroups import DTYPES
 
 
@@ -74,19 +74,6 @@ def drawn(case: Case) -> tuple[BlockMask, Shape, list[Tensor], list[Tensor]]:
     there = {name: x.cuda() for name in tensors if (x := getattr(mask, name)) is not None}
     flat = [x.flatten(2).flatten(0, 1).contiguous().cuda() for x in (q, k, v, do)]
     return replace(mask, **there), shape, flat, [x.cuda() for x in wanted]
-
-
-def without(mask: BlockMask, column: int) -> BlockMask:
-    """Return a mask without one column of blocks."""
-    cells = mask.to_dense()
-    cells[:, column] = 0
-    return BlockMask.from_dense(
-        cells,
-        block=[*mask.block],
-        tokens=[*mask.tokens],
-        batch=mask.batch,
-        causal=mask.causal,
-    )
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
