@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from sparsebench.formats._block_mask_converters import Lists, padded_lists
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats.block_mask_converters import Lists, padded_lists
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._block_mask_converters import to_flashinfer_variable
+from sparsebench.formats.block_mask_converters import to_flashinfer_variable
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.peers._attention import by_head, mask_of

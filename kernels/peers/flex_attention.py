@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._block_mask_converters import padded_lists
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats.block_mask_converters import padded_lists
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers._attention import by_head, mask_of
