@@ -85,8 +85,8 @@ start of the kernel pulls their speedup towards 1.
 
 ## Runs
 
-The campaign `suites/campaigns/published.yaml` measures all of these runs at one commit. If a run
-is from another commit, the list says so and CHANGELOG.md gives the reason. A `+` after a commit
+The campaign `suites/campaigns/published.yaml` measures these runs at one commit, except for those
+whose commit differs in the list; CHANGELOG.md gives the reason. A `+` after a commit
 means that the checkout had uncommitted changes. Runs named `-sim` come from a model of a GPU.
 
 - *power-limited* counts the cases with at least one contest in which the board lowered its clock

@@ -122,6 +122,14 @@ def test_a_wheel_knows_its_commit_and_has_the_digest_of_its_checkout(
 
 @needs_git
 @pytest.mark.exhaustive
+def test_a_wheel_has_all_that_kernels_compile_and_read(wheel: Path, tree: Path) -> None:
+    files = (tree / "kernels").rglob("*")
+    read = {file for file in files if file.is_file() and file.suffix not in (".md", ".pyc")}
+    names = {f"sparsebench/{file.relative_to(tree)}" for file in read}
+    assert names <= {*inside(wheel)}
+
+
+@pytest.mark.exhaustive
 def test_a_wheel_has_addresses_and_no_link_that_is_relative(wheel: Path, tree: Path) -> None:
     (metadata,) = (text for name, text in inside(wheel).items() if name.endswith("/METADATA"))
     text, commit = metadata.decode(), git("rev-parse", "HEAD", at=tree)

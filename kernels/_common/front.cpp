@@ -22,10 +22,15 @@ namespace {
 
 // ---- autograd ----
 
-// What a node of autograd holds: the Front, and whether values and bias are among its inputs.
+// What a node of autograd holds: the Front, and which of values and bias are among its inputs.
 struct Owner : torch::CustomClassHolder {
   Front* front;
-  explicit Owner(Front* front) : front(front) { Py_INCREF(front); }
+  std::optional<at::Tensor> values, bias;
+  explicit Owner(Front* front) : front(front) {
+    Py_INCREF(front);
+    if (front->values->defined()) values = *front->values;
+    if (front->bias->defined()) bias = *front->bias;
+  }
   ~Owner() override { release(reinterpret_cast<PyObject*>(front)); }
 };
 
@@ -84,26 +89,22 @@ struct Product : torch::autograd::Function<Product> {
     const bool keeps_values = values.has_value() && x.requires_grad();
     context->save_for_backward({keeps_x ? x : at::Tensor(), keeps_values ? *values : at::Tensor()});
     context->saved_data["owner"] = c10::IValue::make_capsule(owner);
-    context->saved_data["values"] = values.has_value();
-    if (bias.has_value()) context->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
     return run(*entry, *inputs, true);
   }
 
   static torch::autograd::variable_list backward(Context* context,
                                                  torch::autograd::variable_list gradients) {
     const auto saved = context->get_saved_variables();
-    const auto owner = context->saved_data["owner"].toCapsule();
-    Front* front = static_cast<Owner*>(owner.get())->front;
-    const size_t values_too = context->saved_data["values"].toBool() ? 1 : 0;
-    const auto dtype = context->saved_data.find("bias");
-    const bool biased = dtype != context->saved_data.end();
+    const auto capsule = context->saved_data["owner"].toCapsule();
+    const Owner& owner = *static_cast<Owner*>(capsule.get());
+    Front* front = owner.front;
     const bool for_x = context->needs_input_grad(0);
-    const bool for_values = values_too && context->needs_input_grad(1);
-    const bool for_bias = biased && context->needs_input_grad(1 + values_too);
+    const bool for_values = owner.values && context->needs_input_grad(1);
+    const bool for_bias = owner.bias && context->needs_input_grad(owner.values ? 2 : 1);
     const at::Tensor& dy = gradients[0];
     at::Tensor dx, dw, dbias;
     if (for_bias) {
-      const auto type = static_cast<at::ScalarType>(dtype->second.toInt());
+      const auto type = owner.bias->scalar_type();
       dbias = dy.dim() < 2 ? dy.to(type) : dy.flatten(0, -2).sum(0, false, type);
     }
     const bool again = c10::GradMode::is_enabled();  // create_graph
@@ -137,14 +138,11 @@ PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   const auto entry = self->entries[LINEAR].find(inputs, place);
   if (!entry || captures(place.stream)) Py_RETURN_NONE;
   const auto owner = differentiated ? c10::make_intrusive<Owner>(self) : nullptr;
-  const auto given = [](const at::Tensor& t) {
-    return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
-  };
   at::Tensor y;
   {
     const pybind11::gil_scoped_release other_threads_run;  // a launch waits if the queue is full
     y = differentiated
-            ? Product::apply(x, given(*self->values), given(*self->bias), entry.get(), &inputs, owner)
+            ? Product::apply(x, owner->values, owner->bias, entry.get(), &inputs, owner)
             : run(*entry, inputs, true);
   }
   return THPVariable_Wrap(std::move(y));

@@ -80,6 +80,30 @@ def test_the_winner_has_its_lead_over_the_next_kernel() -> None:
     assert "1.12× faster than torch_bsr tuned=True" in text
 
 
+def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> None:
+    made = run(8, 50.0)
+    bsr = [r for r in made.rows if r.case.contender == BSR]
+
+    def others(contender: Contender, factor: float, **choice: Any) -> list[Row]:
+        return [
+            replace(
+                r,
+                case=Case(r.case.problem, contender),
+                samples_us=tuple(factor * us for us in r.samples_us),
+                choice=choice,
+            )
+            for r in bsr
+        ]
+
+    second, users = others(Contender("bsr", "bsr_small"), 1.1), Contender("bsr", "default")
+    for factor, expected in (
+        (1.2, "users get bsr_wgmma (by default), 60"),
+        (0.9, "bsr_wgmma (by default) 45"),
+    ):
+        default = others(users, factor, kernel="bsr_wgmma")
+        assert expected in said(replace(made, rows=[*made.rows, *second, *default]))
+
+
 CEILINGS = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 8e2}}
 CEILINGS |= {"launch_us": 4.5, "l2_bytes": 0}
 
