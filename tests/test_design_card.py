@@ -10,7 +10,7 @@ from sparsebench.results.families import family
 from tests.tools.paths import ROOT
 
 FAMILIES = "attention", "bitmap", "bsr", "csr", "dense", "spense", "twell"
-FORMATS = sorted(p.stem for p in (ROOT / "formats").glob("[a-z]*.py"))
+FORMATS = names("formats")
 
 
 def multiplied_by(name: str) -> str:

@@ -91,6 +91,7 @@ def test_every_file_is_written_beside_and_renamed() -> None:
     assert not direct
 
 
+@pytest.mark.exhaustive  # seven seconds of imports; the tests above read every call
 def test_a_run_in_ascii_measures_and_can_be_read_again(tmp_path: Path) -> None:
     suite, run = tmp_path / "s.yaml", tmp_path / "run"
     suite.write_text(SUITE, "utf-8")

@@ -23,7 +23,7 @@ from sparsebench.harness.ops._op import Fields, Operand
 from sparsebench.results.record import Problem
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Scores that exist at once: 512 MB in fp64 on a GPU."""
+"""Scores that are held at once: on a GPU they take 512 MB in fp64."""
 
 MASK = Operand("mask", ("mask_rows", "kv_blocks"))
 QUERIES = Operand("activation", ("queries", "q_width"))
@@ -41,7 +41,8 @@ class AttentionFields(Fields):
     context   keys of a sequence; None means m
     block     queries and keys of a block of the mask
     causal    a query sees the keys up to its own position; the last query is at the last key
-    lists     who shares a list of blocks: nobody ("heads"), the heads of a KV head, or all ("one")
+    lists     "heads": each head has its own list of blocks; "kv_heads": the heads of a KV head
+              share one; "one": all heads share one
     scale     factor of the scores; None means head_dim ** -0.5
     video     frames, rows and columns of a video with m tokens, for the pattern video_window
     sparsity  fraction of the blocks that are absent; of a causal mask's past blocks, if causal

@@ -6,8 +6,8 @@ The mask says which blocks of keys each block of queries attends to. It is a mat
     FLOPs   4 head_dim for each allowed pair of a query and a key: elements are counted, not blocks
     bytes   Q and O, and the keys and values that some query selects
 
-Contenders of format dense compute attention without absent blocks, which a sparse one competes
-with, causal if the problem is. They are judged by that result.
+Contenders of format dense compute attention over all elements, or over all past ones if the problem
+is causal, and are checked against that result.
 """
 
 from collections.abc import Mapping
@@ -73,8 +73,8 @@ def spread(
 ) -> Tensor:
     """Carry the variance of each score, and the rounding of each weight, to O.
 
-    A score's variance is scale² (q² @ (k²).T); it moves its weight p by p ds, and O by
-    p ds (v - O), because the weights are normalised. Rounding of p moves O by p v.
+    A score has the variance scale² (q² @ (k²).T). An error ds of it changes O by p ds (v - O),
+    because the weights p are normalised. Rounding p changes O by a part of p v.
     """
     factor, out = scale_of(scale, q, heads), q.new_empty(q.shape)
     geometry = Geometry(heads, kv_heads, batch, block, causal)

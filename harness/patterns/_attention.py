@@ -1,8 +1,8 @@
-"""Patterns of attention: every mask of a stack keeps the blocks of highest rank.
+"""Patterns of attention: every mask of a stack keeps its blocks of lowest rank.
 
     rank     a non-negative integer for each block; the lowest are kept, as many as the level needs
-    nearest  the key at a query's own position: blocks that hold it are kept first, so that no row
-             is empty
+    nearest  blocks that hold the key at a query's own position are kept first, so that no row is
+             empty
     future   blocks that a causal mask cannot see are never kept, and the level does not count them
 
 Blocks may have unequal sides, and queries and keys unequal lengths. In a causal mask the last query

@@ -1,4 +1,4 @@
-"""Attention: one's own chunk of l blocks, and the last block of every other (arXiv:1904.10509).
+"""Attention: the chunk of l blocks around a query, and the last block of every other chunk.
 
 l = 2   ## .  .  .  .      chunks 0 1 | 2 3 | 4: all rows of a chunk read the same
         ## ## .  .  .      summaries, and no others
@@ -6,8 +6,8 @@ l = 2   ## .  .  .  .      chunks 0 1 | 2 3 | 4: all rows of a chunk read the sa
         .  ## ## ## .
         .  ## .  ## ##
 
-Source: the fixed pattern of Child et al., with c = one block. The level determines l, from the
-square root of the number of blocks on.
+Source: the fixed pattern of Child et al., arXiv:1904.10509, with c = one block. The level
+determines l, from the square root of the number of blocks on.
 """
 
 from math import isqrt

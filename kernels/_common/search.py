@@ -274,11 +274,12 @@ def _captured(candidate: Callable[[], object], device: torch.device, pool: Any) 
 
     All graphs share memory, because no product is used.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     try:
         with torch.cuda.device(device), capturing(graph, pool):
             candidate()
     except RuntimeError:
+        torch.cuda.set_stream(stream)  # torch leaves the stream of a capture that fails
         torch.cuda.synchronize(device)
         return candidate, False
     return graph.replay, True

@@ -17,9 +17,7 @@ from sparsebench.kernels._common.triton import (
     BoundKernel,
     Path,
     Precision,
-    precision_of,
     whole_tile,
-    without_tensor_cores,
 )
 from sparsebench.kernels._common.tuned_table import Sizes
 from sparsebench.kernels._kernel import DTYPES, Operands
@@ -27,7 +25,7 @@ from sparsebench.kernels.attention._lists import Lists
 from sparsebench.results.record import Problem
 
 LOG2_E = 1.4426950408889634  # the kernels' exponentials are to the base 2
-FP32 = [(32, 32, 4, 2), (64, 32, 4, 2), (16, 64, 4, 1)]
+FP32 = [(32, 32, 8, 2), (64, 32, 4, 2), (16, 32, 4, 2)]  # in three parts, larger tiles spill
 SMALLEST = (16, 16, 4, 1)
 MOST_DEPTH = 256  # head dimension: K and V of more do not fit the shared memory of one SM
 
@@ -56,7 +54,8 @@ class Shape:
 
     @property
     def precision(self) -> Precision:
-        return precision_of(self.dtype)
+        """Return how fp32 is multiplied: as three products of tf32, which err like one of fp32."""
+        return "tf32x3" if self.dtype == "fp32" else "ieee"
 
     @property
     def tile_side(self) -> int:
@@ -166,12 +165,12 @@ Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
 def fitting(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> list[Tile]:
     """Return the tiles for rows of `side` tokens whose operands fit one SM; one at least.
 
-    large, flat  tiles for 64 rows and more, and for fewer; FP32 takes their place without tensor
-                 cores
+    large, flat  tiles for 64 rows and more, and for fewer; those of FP32 take their place
     """
-    exact = without_tensor_cores(shape.itemsize, shape.precision)
     height = min(128, whole_tile(side))
-    tiles = FP32 if exact else [*large, *flat]
-    near = [tile for tile in tiles if tile[0] in (height, height // 2)] or tiles
+    if shape.itemsize == 4:
+        near = [tile for tile in FP32 if tile[0] <= height]
+    else:
+        near = [tile for tile in (*large, *flat) if tile[0] in (height, height // 2)]
     row = 2 * shape.depth * shape.itemsize
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]

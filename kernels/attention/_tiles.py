@@ -26,6 +26,7 @@ def queries_of(  # type: ignore[no-untyped-def]
     Q_SIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     PACK: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     """Return what a program computes: a tile of TOKENS queries of PACK heads.
 
@@ -33,6 +34,8 @@ def queries_of(  # type: ignore[no-untyped-def]
     row      of the lists
     token    the first query; `at` has the query of each row of the tile, `inside` whether it exists
     place    of each row in q and o
+
+    ORDERED  rows with many blocks come first; otherwise no load precedes that of the list
     """
     tiles = tl.cdiv(tl.minimum(Q_SIDE, q_tokens), TOKENS)  # of a block
     q_blocks = tl.cdiv(q_tokens, Q_SIDE)
@@ -40,7 +43,7 @@ def queries_of(  # type: ignore[no-untyped-def]
     stacked = program // (q_blocks * tiles) * PACK
     sequence, head = stacked // heads, stacked % heads
     list_ = sequence * lists + head * lists // heads
-    block = tl.load(order + list_ * q_blocks + rank // tiles)
+    block = tl.load(order + list_ * q_blocks + rank // tiles) if ORDERED else rank // tiles
     token = block * Q_SIDE + rank % tiles * TOKENS
     lane = tl.arange(0, TOKENS * PACK)
     at = token + lane // PACK
@@ -73,23 +76,41 @@ def load_queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tile_of(  # type: ignore[no-untyped-def]
+def column_of(  # type: ignore[no-untyped-def]
     columns, start, count, tile, SIDE: tl.constexpr, LANES: tl.constexpr
 ):
-    """Return entry, flagged column and token of a tile: scalars if it lies in one block.
+    """Return the flagged column of a tile, a scalar if the tile lies in one block.
 
-    The token is the first of the tile if it is a scalar.
+    A loop carries what this returns, unchanged, to its next step. If it carries anything computed
+    from it, Triton does not pipeline the loads of the tile.
     """
     if SIDE % LANES == 0:
-        entry = start + tile // (SIDE // LANES)
-        column = tl.load(columns + entry)
+        column = tl.load(columns + start + tile // (SIDE // LANES))
+    else:
+        lane = tile * LANES + tl.arange(0, LANES)
+        column = tl.load(columns + start + lane // SIDE, lane < count * SIDE, -1)
+    return column
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def token_of(column, tile, SIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first token of a tile in one block, or else the token of each lane."""
+    if SIDE % LANES == 0:
         token = (column & 0x7FFFFFFF) * SIDE + tile % (SIDE // LANES) * LANES
     else:
         lane = tile * LANES + tl.arange(0, LANES)
-        entry = start + lane // SIDE
-        column = tl.load(columns + entry, lane < count * SIDE, -1)
         token = tl.where(column == -1, -1, (column & 0x7FFFFFFF) * SIDE + lane % SIDE)
-    return entry, column, token
+    return token
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def entry_of(start, tile, SIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the place of a tile's block in the lists, or that of each lane."""
+    if SIDE % LANES == 0:
+        entry = start + tile // (SIDE // LANES)
+    else:
+        entry = start + (tile * LANES + tl.arange(0, LANES)) // SIDE
+    return entry
 
 
 @triton.jit  # type: ignore[untyped-decorator]

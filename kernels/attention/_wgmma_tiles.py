@@ -8,11 +8,13 @@ rows / span heads, which share a list and a KV head. One step loads K and V for 
                          head h + 1 | 64 q |      ...
                                                   head h + 3  |16 q|
 
-Tiles are sorted by section, a group of heads whose K and V fit into the L2 cache together, and in a
-section by falling number of blocks, so that the last tiles to start are short.
+Tiles are sorted by section, a group of heads whose matrices fit into the L2 cache together, and in
+a section by falling number of blocks, so that the last tiles to start are short. Tiles with more
+than LONG times the mean of blocks come before all sections; else they might prolong the last one.
 """
 
 import ctypes
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +24,17 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.attention._shapes import Shape
 
-SECTION_BYTES = 24 << 20  # of K and V; the L2 cache of an H100 has 50 MB
+SECTION_BYTES = 24 << 20  # the L2 cache of an H100 has 50 MB
+LONG = 2
 INNER = 64  # elements of a row of a box: 128 bytes, the widest swizzle
+
+
+class Bound(NamedTuple):
+    """A bound kernel, and the tensors that it reads and writes, as _shapes.Bound has them."""
+
+    program: Any
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 def span_of(block: int) -> int:
@@ -42,7 +53,9 @@ def query_tiles(mask: BlockMask, shape: Shape, rows: int, span: int) -> Tensor:
     row = _lists(mask, shape, head)[:, None] * mask.q_blocks + start // mask.block[0]
     count = mask.counts[row]
     columns = mask.offsets[row], count, start.expand_as(row), head[:, None].expand_as(row)
-    return _sorted(columns, count, head, _heads_of_section(shape))
+    bytes_of_group = 2 * shape.kv_tokens * shape.head_dim * shape.itemsize  # K and V
+    section = max(1, SECTION_BYTES // bytes_of_group) * (shape.heads // shape.kv_heads)
+    return _sorted(columns, count, head, section)
 
 
 def key_tiles(mask: BlockMask, shape: Shape, rows: int) -> Tensor:
@@ -58,7 +71,8 @@ def key_tiles(mask: BlockMask, shape: Shape, rows: int) -> Tensor:
     block = start // mask.block[1]
     count = total[:, block]
     columns = start.expand_as(count), kv_head[:, None].expand_as(count), block.expand_as(count)
-    section = max(1, _heads_of_section(shape) // group)
+    bytes_of_group = group * shape.q_tokens * shape.head_dim * (2 * shape.itemsize + 4)  # and sums
+    section = max(1, SECTION_BYTES // bytes_of_group)
     return _sorted((*columns, count), count, kv_head, section)
 
 
@@ -68,13 +82,10 @@ def _lists(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:
     return sequence * mask.lists + local * mask.lists // shape.heads
 
 
-def _heads_of_section(shape: Shape) -> int:
-    bytes_of_head = 2 * shape.kv_tokens * shape.head_dim * shape.itemsize
-    return max(1, SECTION_BYTES // bytes_of_head) * (shape.heads // shape.kv_heads)
-
-
 def _sorted(columns: tuple[Tensor, ...], count: Tensor, head: Tensor, section: int) -> Tensor:
-    key = (head // section)[:, None] * (1 << 32) - count.long()
+    number = (head // section + 1)[:, None].expand_as(count)
+    number = number.masked_fill(count > LONG * count.float().mean(), 0)
+    key = number * (1 << 32) - count.long()
     tiles = torch.stack([column.flatten() for column in columns], 1).to(torch.int32)
     return tiles[key.flatten().argsort(stable=True)].contiguous()
 

@@ -60,19 +60,28 @@ from sparsebench.kernels.attention._shapes import (
     unsupported_by_tma,
 )
 from sparsebench.kernels.attention._tiles import (
+    column_of,
     each_token,
+    entry_of,
     is_allowed,
     load_queries,
     load_tile,
     queries_of,
-    tile_of,
+    token_of,
 )
 
 LN_2 = tl.constexpr(1 / LOG2_E)
 
 # rows of queries, keys, warps and stages of a tile; the default first
-TILES = [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 4)]
-FLAT = [(16, 64, 2, 3), (16, 128, 4, 2), (32, 64, 2, 3), (32, 64, 4, 3), (32, 128, 4, 2)]
+TILES = [(64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
+FLAT = [
+    (32, 32, 2, 3),
+    (32, 32, 1, 3),
+    (32, 64, 2, 3),
+    (16, 16, 1, 3),
+    (16, 32, 1, 3),
+    (16, 64, 1, 3),
+]
 
 
 @dataclass(frozen=True)
@@ -220,7 +229,7 @@ def _forward(  # type: ignore[no-untyped-def]
 ):
     ROWS: tl.constexpr = TOKENS * PACK
     stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
-        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK
+        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK, True
     )
     start = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - start
@@ -230,23 +239,26 @@ def _forward(  # type: ignore[no-untyped-def]
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, DEPTH), tl.float32)
-    entry, column, key = tile_of(columns, start, count, 0, KV_SIDE, KEYS)
+    column = column_of(columns, start, count, 0, KV_SIDE, KEYS)
     for i in tl.range(0, whole, num_stages=STAGES):
+        key = token_of(column, i, KV_SIDE, KEYS)
         at_k = sequence, key, kv_tokens, kv_head, kv_heads
         k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
         v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
-        entry, column, key = tile_of(columns, start, count, i + 1, KV_SIDE, KEYS)
+        column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
         scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
         total, weight, top = _fold(scores, v_tile, total, weight, top, scale, False, PRECISION)
     if MASKED:
         for i in tl.range(whole, tl.cdiv(count * KV_SIDE, KEYS), num_stages=STAGES):
+            key = token_of(column, i, KV_SIDE, KEYS)
             at_k = sequence, key, kv_tokens, kv_head, kv_heads
             k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
             v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
             keys = each_token(key, KV_SIDE, KEYS)[None, :]
+            entry = entry_of(start, i, KV_SIDE, KEYS)
             at_mask = at[:, None], keys, column < 0, entry, slots, bits, q_tokens, kv_tokens
             allowed = is_allowed(*at_mask, Q_SIDE, KV_SIDE, CAUSAL, BITS)
-            entry, column, key = tile_of(columns, start, count, i + 1, KV_SIDE, KEYS)
+            column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
             scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
             scores = tl.where(allowed, scores, -float("inf"))
             total, weight, top = _fold(scores, v_tile, total, weight, top, scale, True, PRECISION)

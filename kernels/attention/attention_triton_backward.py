@@ -57,20 +57,22 @@ from sparsebench.kernels.attention._shapes import (
     unsupported_by_tma,
 )
 from sparsebench.kernels.attention._tiles import (
+    column_of,
     each_token,
+    entry_of,
     is_allowed,
     load_queries,
     load_tile,
     queries_of,
-    tile_of,
+    token_of,
 )
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
 
 # rows, columns of a step, warps and stages of a tile; the default first
-DQ = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (64, 32, 4, 3), (128, 128, 8, 1)]
-DKV = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3), (128, 64, 8, 3)]
-FLAT = [(16, 64, 2, 2), (16, 64, 4, 2), (32, 64, 4, 2), (32, 64, 2, 2)]
+DQ = [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (64, 32, 4, 3)]
+DKV = [(64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 8, 3)]
+FLAT = [(32, 64, 2, 2), (32, 32, 2, 3), (16, 16, 2, 3), (16, 16, 1, 3), (16, 64, 2, 2)]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     shared  heads that may be packed in dQ
     """
     b_q, b_k = shape.block
-    dq = [
+    dq: list[dict[str, Any]] = [
         {
             **dict(zip(("q_tokens", "q_pack"), packed(rows, shape, shared), strict=True)),
             **{"q_shared": shared, "q_keys": keys, "q_stages": stages, "q_warps": warps},
@@ -111,7 +113,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
         }
         for rows, keys, warps, stages in fitting(shape, shape.tile_side * shared, DQ, FLAT)
     ]
-    dkv = [
+    dkv: list[dict[str, Any]] = [
         {
             **{"kv_keys": keys, "kv_tokens": tokens, "kv_stages": stages, "kv_warps": warps},
             "kv_path": path if b_q % tokens == 0 else "pointers",
@@ -239,7 +241,9 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
         choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
         tried = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
         launches = [candidate(config) for config in tried]
-        parts = [each.before if half == "q_" else replace(each, before=None) for each in launches]
+        parts: list[Any] = [
+            each.before if half == "q_" else replace(each, before=None) for each in launches
+        ]
         result = search(parts, q.device, COMPILE_THREADS)
         best = tried[result.best]
         lines += result.lines([asdict(config) for config in tried], of=half.removesuffix("_"))
@@ -288,7 +292,7 @@ def _dq(  # type: ignore[no-untyped-def]
 ):
     ROWS: tl.constexpr = TOKENS * PACK
     stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
-        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK
+        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK, True
     )
     start = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - start
@@ -302,29 +306,32 @@ def _dq(  # type: ignore[no-untyped-def]
     tl.store(delta + lse_row, sums, inside)
 
     total = tl.zeros((ROWS, DEPTH), tl.float32)
-    entry, column, key = tile_of(columns, start, count, 0, KV_SIDE, KEYS)
+    column = column_of(columns, start, count, 0, KV_SIDE, KEYS)
     for i in tl.range(0, whole, num_stages=STAGES):
+        key = token_of(column, i, KV_SIDE, KEYS)
         at_k = sequence, key, kv_tokens, kv_head, kv_heads
         k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
         v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
-        entry, column, key = tile_of(columns, start, count, i + 1, KV_SIDE, KEYS)
+        column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
         scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        p = tl.exp2(scores * (scale * LOG2) - top[:, None])
         dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
+        p = tl.exp2(scores * (scale * LOG2) - top[:, None])
         ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
         total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
     if MASKED:
         for i in tl.range(whole, tl.cdiv(count * KV_SIDE, KEYS), num_stages=STAGES):
+            key = token_of(column, i, KV_SIDE, KEYS)
             at_k = sequence, key, kv_tokens, kv_head, kv_heads
             k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
             v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
             keys = each_token(key, KV_SIDE, KEYS)[None, :]
+            entry = entry_of(start, i, KV_SIDE, KEYS)
             at_mask = at[:, None], keys, column < 0, entry, slots, bits, q_tokens, kv_tokens
             allowed = is_allowed(*at_mask, Q_SIDE, KV_SIDE, CAUSAL, BITS)
-            entry, column, key = tile_of(columns, start, count, i + 1, KV_SIDE, KEYS)
+            column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
             scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-            p = tl.where(allowed, tl.exp2(scores * (scale * LOG2) - top[:, None]), 0.0)
             dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
+            p = tl.where(allowed, tl.exp2(scores * (scale * LOG2) - top[:, None]), 0.0)
             ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
             total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
     depth = tl.arange(0, DEPTH)[None, :]
@@ -396,23 +403,25 @@ def _dkv(  # type: ignore[no-untyped-def]
         count = tl.load(offsets + row + 1) - start
         whole = tl.load(fulls + row) * Q_SIDE // TOKENS
         lse_row = (sequence * heads + head).to(tl.int64) * q_tokens
-        entry, column, token = tile_of(columns, start, count, 0, Q_SIDE, TOKENS)
+        column = column_of(columns, start, count, 0, Q_SIDE, TOKENS)
         for i in tl.range(0, whole, num_stages=STAGES):
+            token = token_of(column, i, Q_SIDE, TOKENS)
             at_q = sequence, token, q_tokens, head, heads
             at = each_token(token, Q_SIDE, TOKENS)
             q_tile = load_tile(q, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
             do_tile = load_tile(do, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
             top = tl.load(lse + lse_row + at, at < q_tokens, float("inf")) * LOG2
             sums = tl.load(delta + lse_row + at, at < q_tokens, 0.0)
-            entry, column, token = tile_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
+            column = column_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
             scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+            dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
             p = tl.exp2(scores * (scale * LOG2) - top[None, :])
             dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
-            dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
             ds = (p * (dp - sums[None, :])).to(q_tile.dtype)
             dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision=PRECISION)
         if MASKED:
             for i in tl.range(whole, tl.cdiv(count * Q_SIDE, TOKENS), num_stages=STAGES):
+                token = token_of(column, i, Q_SIDE, TOKENS)
                 at_q = sequence, token, q_tokens, head, heads
                 at = each_token(token, Q_SIDE, TOKENS)
                 q_tile = load_tile(q, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
@@ -420,17 +429,16 @@ def _dkv(  # type: ignore[no-untyped-def]
                 real = (at >= 0) & (at < q_tokens)
                 top = tl.load(lse + lse_row + at, real, float("inf")) * LOG2
                 sums = tl.load(delta + lse_row + at, real, 0.0)
-                if Q_SIDE % TOKENS == 0:
-                    partial = column < 0
-                else:
-                    partial, entry = (column < 0)[None, :], entry[None, :]
+                partial, entry = column < 0, entry_of(start, i, Q_SIDE, TOKENS)
+                if Q_SIDE % TOKENS != 0:
+                    partial, entry = partial[None, :], entry[None, :]
                 at_mask = at[None, :], keys[:, None], partial, entry, slots, bits
                 allowed = is_allowed(*at_mask, q_tokens, kv_tokens, Q_SIDE, KV_SIDE, CAUSAL, BITS)
-                entry, column, token = tile_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
+                column = column_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
                 scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+                dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
                 p = tl.where(allowed, tl.exp2(scores * (scale * LOG2) - top[None, :]), 0.0)
                 dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
-                dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
                 ds = (p * (dp - sums[None, :])).to(q_tile.dtype)
                 dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision=PRECISION)
     dk_sum = (dk_sum * scale).to(dk.dtype.element_ty)

@@ -11,8 +11,10 @@ This file chooses a configuration and launches. It supports
 Blocks of keys are laid side by side until a step is full, so small ones cost nothing on that side.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import pack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ from sparsebench.kernels.attention._shapes import (
     shape_of,
     table_sizes,
 )
-from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of, tensor_map
+from sparsebench.kernels.attention._wgmma_tiles import Bound, query_tiles, span_of, tensor_map
 from sparsebench.results.record import Problem
 
 HEAD_DIMS = 64, 128
@@ -76,29 +78,101 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
     return [*wide, *(Config(64, 2, n) for n in keys)][:3]
 
 
-def slots_of(config: Config, head_dim: int) -> int:
-    """Return the slots of a ring: what the shared memory has room for."""
+def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
+    """Return the slots of a ring: what the shared memory has room for beside the tile of queries.
+
+    query_maps  matrices of queries that are loaded for a tile
+    """
     row = head_dim * 2
-    return (MOST_BYTES // config.tiles - config.rows * row) // (config.keys * row)
+    left = MOST_BYTES // config.tiles - query_maps * config.rows * row
+    return min(12, left // (config.keys * row))
 
 
-def shared_bytes(config: Config, head_dim: int) -> int:
+def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the shared memory of a CTA."""
-    tile = (config.rows + slots_of(config, head_dim) * config.keys) * head_dim * 2
+    keys = slots_of(config, head_dim, query_maps) * config.keys
+    tile = (query_maps * config.rows + keys) * head_dim * 2
     return ALIGNMENT + config.tiles * tile
 
 
-def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constants:
-    """Return the macros of attention_wgmma.cu."""
+def constants_of(
+    config: Config, shape: Shape, mask: BlockMask, query_maps: int = 1
+) -> cuda.Constants:
+    """Return the macros of walk.cuh."""
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
-        ("KEYS", config.keys),
-        *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
-        ("SLOTS", slots_of(config, shape.head_dim)),
+        *(("KEYS", config.keys), ("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
+        ("SLOTS", slots_of(config, shape.head_dim, query_maps)),
         ("SPAN", min(span_of(shape.block[0]), config.rows)),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A kernel that walks tiles of queries over their lists (walk.cuh), without its outputs.
+
+    maps, lists, sizes  arguments
+    tensors             the memory that they point to
+    """
+
+    loaded: cuda.Loaded
+    maps: bytes
+    lists: bytes
+    sizes: bytes
+    tensors: tuple[Tensor, ...]
+
+
+class Work(NamedTuple):
+    """What a launch needs of the mask: its tiles, and counters, which are zero between launches."""
+
+    tiles: Tensor
+    counters: Tensor
+
+
+def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
+    """Return the tiles of queries; launches that share them must not overlap."""
+    tiles = query_tiles(mask, shape, config.rows, min(span_of(shape.block[0]), config.rows))
+    return Work(tiles, torch.zeros(2, dtype=torch.int32, device=tiles.device))
+
+
+def walk(
+    name: str,
+    function: str,
+    queries: Sequence[Tensor],
+    keys: tuple[Tensor, Tensor],
+    mask: BlockMask,
+    shape: Shape,
+    scale: float,
+    config: Config,
+    work: Work,
+) -> Walk:
+    """Load a kernel and make its arguments.
+
+    name, function  of the kernel
+    queries, keys   matrices like q; k and v. Raises Unsupported
+    """
+    device, span = keys[0].device, min(span_of(shape.block[0]), config.rows)
+    tiles, counters = work
+    box = min(shape.block[1], config.keys)
+    maps = b"".join(tensor_map(x, shape.batch, box) for x in keys)
+    maps += b"".join(tensor_map(x, shape.batch, min(span, 64)) for x in queries)
+    bits = () if mask.bits is None or mask.slots is None else (mask.slots, mask.bits)
+    pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
+    pointers += [0] * (4 - len(pointers))
+    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), len(tiles))
+    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
+    sizes = pack("iiiif", *counts, scale * LOG2_E)
+    constants = constants_of(config, shape, mask, len(queries))
+    size = shared_bytes(config, shape.head_dim, len(queries))
+    kernel, code = cuda.load(name, function, constants, size, device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    grid = min(processors, -(-len(tiles) // config.tiles))
+    threads = WARPGROUP * (config.tiles * config.rows // 64 + 1)
+    loaded = cuda.Loaded(kernel, code, device.index, grid, threads, size)
+    tensors = *queries, *keys, tiles, mask.columns, *bits, counters
+    return Walk(loaded, maps, lists, sizes, tensors)
 
 
 def launch(
@@ -107,38 +181,23 @@ def launch(
     shape: Shape,
     scale: float,
     config: Config,
-) -> tuple[cuda.BoundKernel, Tensor]:
-    """Return the kernel of O [batch * S_q, H * D] and the LSE [batch * H, S_q], which it fills.
+    work: Work | None = None,
+) -> Bound:
+    """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
-    operands  q like O, and k, v [batch * S_kv, H_kv * D]. Raises Unsupported.
+    operands  q like O, and k, v [batch * S_kv, H_kv * D]
+    work      work_of(mask, shape, config) if it exists already
+
+    Raises Unsupported.
     """
-    (q, k, v), device = operands, operands[0].device
-    span = min(span_of(shape.block[0]), config.rows)
-    tiles = query_tiles(mask, shape, config.rows, span)
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    q, k, v = operands
     o = torch.empty_like(q)
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    box = min(shape.block[1], config.keys)
-    maps = tensor_map(q, shape.batch, min(span, 64))
-    maps += b"".join(tensor_map(x, shape.batch, box) for x in (k, v))
-    bits = () if mask.bits is None or mask.slots is None else (mask.slots, mask.bits)
-    pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
-    pointers += [0] * (4 - len(pointers))
-    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), len(tiles))
-    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
-    sizes = pack("iiiif", *counts, scale * LOG2_E)
-    args = ARGUMENTS(maps, lists, o.data_ptr(), lse.data_ptr(), sizes)
-    constants, size = constants_of(config, shape, mask), shared_bytes(config, shape.head_dim)
-    kernel, code = cuda.load("attention_wgmma", "attend", constants, size, device)
-    grid = min(
-        torch.cuda.get_device_properties(device).multi_processor_count,
-        -(-len(tiles) // config.tiles),
-    )
-    threads = WARPGROUP * (config.tiles * config.rows // 64 + 1)
-    loaded = cuda.Loaded(kernel, code, device.index, grid, threads, size)
-    return cuda.BoundKernel(
-        loaded, args, (q, k, v, tiles, mask.columns, *bits, counters, lse), o
-    ), lse
+    work = work or work_of(mask, shape, config)
+    found = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
+    args = ARGUMENTS(found.maps, found.lists, o.data_ptr(), lse.data_ptr(), found.sizes)
+    program = cuda.BoundKernel(found.loaded, args, (*found.tensors, lse), o)
+    return Bound(program, (q, k, v), (o, lse))
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
@@ -151,7 +210,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     configs, by = choose("attention_wgmma", Config, operands, sizes, tuned, searched)
     cuda.compile_ahead("attention_wgmma", [constants_of(c, shape, mask) for c in configs])
     scale = scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, config)[0] for config in configs]
+    candidates = [launch((q, k, v), mask, shape, scale, config).program for config in configs]
     return fastest_launch(configs, candidates, by, q.device)
 
 

@@ -1,25 +1,75 @@
+// dK and dV of block-sparse attention over the transposed lists, by wgmma and TMA (Hopper). With
+// SUMS also dQ, whose sums are added up in memory:
+//
+//    S.T = K Q.T    P.T = 2^(scale S.T - LSE)    dP.T = V dO.T    dS.T = P.T (dP.T - delta)
+//    dV += P.T dO         dK += dS.T Q                dQ += dS K
+//
+//   tile: 64 keys for each consumer warpgroup            step: 64 queries of one head
+//
+//                    dO, Q                       dO, Q: 64 queries
+//                  +-------+                       +----------+
+//      K, V        | 64    |         P.T, dS.T     |    64    |         dV, dK
+//   +--------+     +-------+        +---------+    +----------+      +----------+
+//   |   64   |  x                   | 64 x 64 |  x                =  |    64    |
+//   |   64   |                      | 64 x 64 |                      |    64    |
+//   +--------+                      +---------+                      +----------+
+//
+// The transposed scores leave P.T and dS.T in registers as wgmma takes them for A. Only dQ needs dS
+// by queries: it goes through shared memory, and is read there MN-major. If two warpgroups share a
+// tile (SHARED), each multiplies all of dS by half of K's columns, so a step adds one tile to dQ.
+//
+// The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time,
+// each with CONSUMERS warpgroups, a producer warp and a ring:
+//
+//    producer warp   K and V of a tile; Q 0, dO 0, Q 1, dO 1, ... of all heads of the KV head
+//    consumer        dP | P | dV += | dS | dK += | dQ, S of the next step | dQ to memory
+//
+//   The heads that share a KV head are walked one after the other, so dK and dV are sums in
+//   registers. A tile without a block has one step of queries that do not exist: their LSE is
+//   infinite, so P is zero, as it is for the queries behind the last one. LSE is in units of log2
+//   (2^x). The scores of the step after a tile's last one are computed with the wrong K, and again.
+//
+// dQ's sums: [batch * heads, padded / 64, halves of D][8][128 threads][4], the order in which the
+// threads hold them. A warpgroup writes its 16 KB to shared memory, and TMA adds them in L2.
+//
+// Cost of a step of 64 queries and 128 keys, D = 128: 10.5 MFLOP (8.4 without dQ), 1.6 us of an SM
+// at 850 TFLOP/s; loads of 32 KB, 0.4 us; additions of 32 KB, 1.2 us at the 3.7 TB/s that L2 adds
+// fp32.
+//
+// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K GROUPS CONSUMERS=1|2 SLOTS SUMS=0|1 CAUSAL=0|1 BITS=0|1,
+// and hopper.cuh's. Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
+
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
-#ifndef NO_RED
-#define NO_RED 0
-#endif
 
-constexpr int ROW_BYTES = 128, HALVES = HEAD_DIM / 64, ROWS = 64;  // of queries in a step
-constexpr int KV_ROWS = 64 * CONSUMERS, PARTS = BLOCK_Q / ROWS;
+constexpr int ROW_BYTES = 128, HALVES = HEAD_DIM / 64;
+constexpr int ROWS = 64, PARTS = BLOCK_Q / ROWS;  // queries of a step, steps of a block
+constexpr int KV_ROWS = 64 * CONSUMERS;           // of a tile
 constexpr int SLOT_BYTES = ROWS * HEAD_DIM * 2, KV_BYTES = KV_ROWS * HEAD_DIM * 2;
-constexpr bool SHARED = CONSUMERS == 2 && HALVES == 2;  // both warpgroups multiply all dS, each by half of K
-constexpr int DQ_KEYS = SHARED ? 128 : 64, DQ_HALVES = SHARED ? 1 : HALVES;
-constexpr int DS_BYTES = KV_ROWS * ROW_BYTES, DS_BUFFERS = SHARED ? 2 : 1;
-constexpr int GROUP_BYTES = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES + SLOTS * SLOT_BYTES;
+constexpr bool SHARED = CONSUMERS == 2 && HALVES == 2;
+constexpr int DQ_KEYS = SHARED ? 128 : 64, DQ_HALVES = SHARED ? 1 : HALVES;  // of a warpgroup
+constexpr int DS_BUFFERS = SUMS ? SHARED ? 2 : 1 : 0, DS_BYTES = KV_ROWS * ROW_BYTES;
+constexpr int SUM_FLOATS = ROWS * 64, SUM_BYTES = SUMS * SUM_FLOATS * 4;  // of dQ, a warpgroup's
+constexpr int RING_AT = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES + CONSUMERS * SUM_BYTES;
+constexpr int GROUP_BYTES = RING_AT + SLOTS * SLOT_BYTES, STATS_BYTES = 8 * ROWS;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
-enum { FIRST = 1, MASKED = 2, PARTLY = 4, END = 8 };  // flags of a note
-constexpr int PARTIAL = 1 << 31, NOTE_INTS = 6;  // flags, row of queries, head, row of keys, slot of bits
+constexpr int NOTE_INTS = 6;  // flags, query, head, key, KV head, slot of bits
+constexpr int PARTIAL = 1 << 31;
+// Flags of a step; PARTLY: of a partial block, EMPTY: of no query.
+enum { FIRST = 1, MASKED = 2, PARTLY = 4, EMPTY = 8, END = 16 };
 #define INF __int_as_float(0x7f800000)
 
-struct Maps { TensorMap q, d_o, k, v; };
-struct alignas(16) Tile { int row, head, block, unused; };  // keys, KV head of all sequences, list row
-struct Lists { const Tile* tiles; const int *offsets, *rows, *slots; const unsigned char* bits; int* counters; int tile_count, lists, blocks; };
+struct Maps { TensorMap q, d_o, k, v; };  // [batch, tokens, heads * D]
+// The host writes these (_wgmma_tiles.py). KV heads count through all sequences.
+struct alignas(16) Tile { int key, kv_head, block, unused; };
+struct Lists {
+  const Tile* tiles;
+  const int *offsets, *rows, *slots;
+  const unsigned char* bits;
+  int* counters;  // tiles taken, workers done: zero between launches
+  int tile_count, lists, blocks;
+};
 struct Sizes { int queries, keys, heads, kv_heads, padded; float scale, log_scale; };
 struct Stats { const float *lse, *delta; };  // [batch * heads, padded]
 
@@ -29,7 +79,7 @@ struct Ring {
   u32 phase;
   __device__ __forceinline__ u32 tile() const { return slots + slot * SLOT_BYTES; }
   __device__ __forceinline__ u32 note() const { return notes + slot * 4 * NOTE_INTS; }
-  __device__ __forceinline__ u32 lse() const { return stats + slot * 8 * ROWS; }
+  __device__ __forceinline__ u32 lse() const { return stats + slot * STATS_BYTES; }
   __device__ __forceinline__ u32 delta() const { return lse() + 4 * ROWS; }
   __device__ __forceinline__ u32 full_barrier() const { return full + 8 * slot; }
   __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * slot; }
@@ -39,64 +89,82 @@ struct Ring {
 };
 struct Resident { u32 k, v, ds, full, empty, phase; };
 
+// wgmma synchronises the four warps, so one thread releases what their products have read.
+__device__ __forceinline__ void release(u32 barrier) {
+  if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
+}
+
 // ---- producer: a warp ----
+
+__device__ __forceinline__ void load_slot(const TensorMap* map, const Ring& ring, int head,
+                                          int query, int sequence) {
+  const int half = threadIdx.x % 32;
+  if (half < HALVES)
+    tma_load(ring.tile() + half * ROWS * ROW_BYTES, map, head * HEAD_DIM + 64 * half, query,
+             sequence, ring.full_barrier());
+}
+
+__device__ __forceinline__ void load_keys(const Maps& maps, const Resident& kv, int kv_head,
+                                          int key, int sequence) {
+  const int lane = threadIdx.x % 32, half = lane % HALVES;
+  mbarrier_wait(kv.empty, kv.phase, "free K and V");
+  if (lane == 0) mbarrier_arrive_expect_tx(kv.full, 2 * KV_BYTES);
+  if (lane < 2 * HALVES)
+    tma_load((lane < HALVES ? kv.k : kv.v) + half * KV_ROWS * ROW_BYTES,
+             lane < HALVES ? &maps.k : &maps.v, kv_head * HEAD_DIM + 64 * half, key, sequence,
+             kv.full);
+  __syncwarp();
+}
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
                                          const Stats& stats, Ring ring, Resident kv, int group) {
   const int lane = threadIdx.x % 32, workers = gridDim.x * GROUPS;
-  const int per_group = sizes.heads / sizes.kv_heads;
+  const int heads = sizes.heads / sizes.kv_heads;  // of a KV head
   int ticket = blockIdx.x * GROUPS + group;
   while (ticket < lists.tile_count) {
     const Tile tile = lists.tiles[ticket];
     if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
-    const int sequence = tile.head / sizes.kv_heads, kv_head = tile.head % sizes.kv_heads;
-    const bool ragged = tile.row + KV_ROWS > sizes.keys;
+    const int sequence = tile.kv_head / sizes.kv_heads, kv_head = tile.kv_head % sizes.kv_heads;
+    const bool ragged = tile.key + KV_ROWS > sizes.keys;
     bool first = true;
-    for (int h = 0; h <= per_group; h++) {
-      const int head = kv_head * per_group + min(h, per_group - 1);
+    for (int h = 0; h <= heads; h++) {  // the last time only if there was no step
+      const int head = kv_head * heads + min(h, heads - 1);
       const int list = sequence * lists.lists + head * lists.lists / sizes.heads;
-      int at = lists.offsets[list * lists.blocks + tile.block];
-      int count = (lists.offsets[list * lists.blocks + tile.block + 1] - at) * PARTS;
-      if (h == per_group) count = first;  // a step without queries, if there is no other
-      int entry = h < per_group && count ? lists.rows[at] : 0;
-      for (int step = 0; step < count; step++) {
-        const int next = h < per_group && step + 1 < count ? lists.rows[at + (step + 1) / PARTS] : 0;
-        const int row = h == per_group ? sizes.padded - ROWS : (entry & ~PARTIAL) * BLOCK_Q + step % PARTS * ROWS;
+      const int* offsets = lists.offsets + list * lists.blocks + tile.block;
+      const int begin = offsets[0];
+      const int steps = h < heads ? (offsets[1] - begin) * PARTS : first;
+      int entry = h < heads && steps ? lists.rows[begin] : 0;
+      for (int step = 0; step < steps; step++) {
+        const int next = step + 1 < steps ? lists.rows[begin + (step + 1) / PARTS] : 0;
+        const int query = h < heads ? (entry & ~PARTIAL) * BLOCK_Q + step % PARTS * ROWS
+                                    : sizes.padded - ROWS;
+        const int of_all = sequence * sizes.heads + head;
         mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for Q");
         if (lane == 0) {
-          st_shared(ring.note(), (first ? FIRST : 0) | (ragged || entry < 0 ? MASKED : 0) | (entry < 0 ? PARTLY : 0));
-          st_shared(ring.note() + 4, row);
-          st_shared(ring.note() + 8, sequence * sizes.heads + head);
-          st_shared(ring.note() + 12, tile.row);
-          st_shared(ring.note() + 16, tile.head);
-          if (BITS && entry < 0) st_shared(ring.note() + 20, lists.slots[at + step / PARTS]);
-          mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES + 8 * ROWS);
+          st_shared(ring.note(), (first ? FIRST : 0) | (ragged || entry < 0 ? MASKED : 0) |
+                                     (entry < 0 ? PARTLY : 0) | (h == heads ? EMPTY : 0));
+          st_shared(ring.note() + 4, query);
+          st_shared(ring.note() + 8, of_all);
+          st_shared(ring.note() + 12, tile.key);
+          st_shared(ring.note() + 16, tile.kv_head);
+          if (BITS && entry < 0) st_shared(ring.note() + 20, lists.slots[begin + step / PARTS]);
+          mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES + STATS_BYTES);
         }
         __syncwarp();
-        const long long place = (long long)(sequence * sizes.heads + head) * sizes.padded + row;
-        if (lane < HALVES)
-          tma_load(ring.tile() + lane * ROWS * ROW_BYTES, &maps.q, head * HEAD_DIM + 64 * lane, row, sequence,
-                   ring.full_barrier());
+        load_slot(&maps.q, ring, head, query, sequence);
+        const long long place = (long long)of_all * sizes.padded + query;
         if (lane == HALVES) bulk_load(ring.lse(), stats.lse + place, 4 * ROWS, ring.full_barrier());
-        if (lane == HALVES + 1) bulk_load(ring.delta(), stats.delta + place, 4 * ROWS, ring.full_barrier());
+        if (lane == HALVES + 1)
+          bulk_load(ring.delta(), stats.delta + place, 4 * ROWS, ring.full_barrier());
         __syncwarp();
         ring.advance();
         if (first) {
-          mbarrier_wait(kv.empty, kv.phase, "free K and V");
-          if (lane == 0) mbarrier_arrive_expect_tx(kv.full, 2 * KV_BYTES);
-          if (lane < 2 * HALVES) {
-            const int half = lane % HALVES;
-            tma_load((lane < HALVES ? kv.k : kv.v) + half * KV_ROWS * ROW_BYTES, lane < HALVES ? &maps.k : &maps.v,
-                     kv_head * HEAD_DIM + 64 * half, tile.row, sequence, kv.full);
-          }
-          __syncwarp();
+          load_keys(maps, kv, kv_head, tile.key, sequence);
           kv.phase ^= 1;
         }
         mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for dO");
         if (lane == 0) mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES);
-        if (lane < HALVES)
-          tma_load(ring.tile() + lane * ROWS * ROW_BYTES, &maps.d_o, head * HEAD_DIM + 64 * lane, row, sequence,
-                   ring.full_barrier());
+        load_slot(&maps.d_o, ring, head, query, sequence);
         __syncwarp();
         ring.advance();
         first = false;
@@ -113,49 +181,57 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
   }
 }
 
-// ---- consumers: a warpgroup each, of 64 rows of keys ----
+// ---- consumers: a warpgroup each, of 64 keys ----
+// Lane 4 g + t of warp w has keys 16 w + g and 8 more. Of the scores it has d[4 i + 2 r + j]: key r
+// of the two, query 8 i + 2 t + j of the step.
 
-// d[64 keys x 64 queries] = keys' rows of `a` times the transpose of `b`.
-__device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 a_tile, u32 b_tile) {
-  const u64 a = smem_descriptor(a_tile), b = smem_descriptor(b_tile);
+// d[64 keys x 64 queries] = A[64 x D] B[64 x D].T
+__device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 keys, u32 queries) {
+  const u64 a = smem_descriptor(keys), b = smem_descriptor(queries);
+  wgmma_fence();
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++)
     WGMMA_SS(64, a + ((i / 4 * KV_ROWS * ROW_BYTES + i % 4 * 32) >> 4),
              b + ((i / 4 * ROWS * ROW_BYTES + i % 4 * 32) >> 4), i > 0, 0, 0);
   wgmma_commit();
 }
-// d[64 keys x D] += p[64 keys x 64 queries] times `b` [64 queries x D].
-__device__ __forceinline__ void gradients(float (&d)[HEAD_DIM / 2], const u32 (&p)[ROWS / 4], u32 b_tile, int keep) {
-  const u64 b = smem_descriptor(b_tile, ROW_BYTES, ROWS * ROW_BYTES);
+// d[64 keys x D] = keep * d + P.T[64 x 64 queries] B[64 x D]
+__device__ __forceinline__ void add_queries(float (&d)[HEAD_DIM / 2], const u32 (&p)[ROWS / 4],
+                                            u32 queries, int keep) {
+  const u64 b = smem_descriptor(queries, ROW_BYTES, ROWS * ROW_BYTES);
+  wgmma_fence();
   #pragma unroll
   for (int i = 0; i < ROWS / 16; i++)
     WGMMA_RS(HEAD_DIM, p + 4 * i, b + (i * 16 * ROW_BYTES >> 4), i > 0 || keep, 1);
   wgmma_commit();
 }
-// d[64 queries x 64 of D] = dS.T [64 queries x keys] times K [keys x 64 of D].
-__device__ __forceinline__ void query_gradients(float (&d)[32], u32 ds_tile, u32 k_half) {
-  const u64 a = smem_descriptor(ds_tile), b = smem_descriptor(k_half);
+// d[64 queries x 64 of D] = dS[64 x keys] K[keys x 64]
+__device__ __forceinline__ void query_gradients(float (&d)[32], u32 ds, u32 keys) {
+  const u64 a = smem_descriptor(ds), b = smem_descriptor(keys);
+  wgmma_fence();
   #pragma unroll
   for (int i = 0; i < DQ_KEYS / 16; i++)
     WGMMA_SS(64, a + (i * 16 * ROW_BYTES >> 4), b + (i * 16 * ROW_BYTES >> 4), i > 0, 1, 1);
   wgmma_commit();
 }
 
-__device__ __forceinline__ void mask(float (&p)[ROWS / 2], u32 note, int key, const Lists& lists, const Sizes& sizes) {
-  const int flags = ld_shared(note), row = ld_shared(note + 4), t = threadIdx.x % 4;
+__device__ __forceinline__ void mask(float (&p)[ROWS / 2], u32 note, int key, const Lists& lists,
+                                     const Sizes& sizes) {
+  const int flags = ld_shared(note), query = ld_shared(note + 4), t = threadIdx.x % 4;
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int k = key + 8 * r;
-    int least = k < sizes.keys ? 0 : ROWS;
-    if (CAUSAL && flags & PARTLY) least = max(least, k - sizes.keys + sizes.queries - row);
+    int begin = k < sizes.keys ? 0 : ROWS;  // of the allowed queries
+    if (CAUSAL && flags & PARTLY) begin = max(begin, k - sizes.keys + sizes.queries - query);
     #pragma unroll
     for (int i = 0; i < ROWS / 8; i++)
       #pragma unroll
       for (int j = 0; j < 2; j++)
-        if (8 * i + 2 * t + j < least) p[4 * i + 2 * r + j] = 0.f;
+        if (8 * i + 2 * t + j < begin) p[4 * i + 2 * r + j] = 0.f;
     if (BITS && flags & PARTLY && k < sizes.keys) {
-      constexpr int LINE = (BLOCK_K + 7) / 8;
-      const unsigned char* bytes = lists.bits + ((long long)ld_shared(note + 20) * BLOCK_Q + row % BLOCK_Q + 2 * t) * LINE + k % BLOCK_K / 8;
+      constexpr int LINE = (BLOCK_K + 7) / 8;  // bytes of a query
+      const long long line = (long long)ld_shared(note + 20) * BLOCK_Q + query % BLOCK_Q + 2 * t;
+      const unsigned char* bytes = lists.bits + line * LINE + k % BLOCK_K / 8;
       #pragma unroll
       for (int i = 0; i < ROWS / 8; i++)
         #pragma unroll
@@ -165,125 +241,140 @@ __device__ __forceinline__ void mask(float (&p)[ROWS / 2], u32 note, int key, co
   }
 }
 
-__device__ __forceinline__ void release(u32 barrier) {
-  if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
+// Add a warpgroup's part of dQ to the sums in memory.
+__device__ __forceinline__ void add_to_sums(const float (&d)[32], float* sums, u32 stage,
+                                            int barrier) {
+  const int thread = threadIdx.x % 128;
+  if (thread == 0) tma_store_wait_read<0>();
+  warpgroup_sync(barrier);
+  #pragma unroll
+  for (int i = 0; i < 8; i++) st_shared(stage + (i * 128 + thread) * 16, d + 4 * i);
+  fence_proxy_async();
+  warpgroup_sync(barrier);
+  if (thread == 0) {
+    bulk_reduce_add(sums, stage, SUM_BYTES);
+    tma_store_commit();
+  }
 }
 
-__device__ __forceinline__ void consumer(Ring ring, Resident kv, int consumer, int group, const Lists& lists,
-                                         const Sizes& sizes, float* dq, char* dk, char* dv) {
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
-  const int mine = 64 * consumer + 16 * warp + lane / 4;  // row in the tile
-  const u32 rows_offset = consumer * 64 * ROW_BYTES;
+__device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, int group,
+                                        const Lists& lists, const Sizes& sizes, float* sums,
+                                        char* dk, char* dv) {
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int mine = 64 * consumer + 16 * warp + lane / 4, t = lane % 4;  // key in the tile
+  const u32 own = consumer * 64 * ROW_BYTES;                            // rows of a tile of keys
+  const int stored = 16 * warp + lane / 8 % 2 * 8 + lane % 8;           // row of stmatrix
+  const u32 part = SHARED ? consumer * KV_ROWS * ROW_BYTES : own;       // of K, for dQ
+  const u32 stage = kv.ds + DS_BUFFERS * DS_BYTES + consumer * SUM_BYTES;
+  const int ds_barrier = 1 + (SHARED ? group : warpgroup), own_barrier = 4 + warpgroup;
   float k_sum[HEAD_DIM / 2], v_sum[HEAD_DIM / 2], s[ROWS / 2], dp[ROWS / 2];
-  u32 p[ROWS / 4], ds[ROWS / 4];
-  const int stored = mine % 64 / 16 * 16 + lane / 8 % 2 * 8 + lane % 8;  // row of stmatrix, of 64
-  const u32 ds_row = rows_offset + stored * ROW_BYTES;
-  const int barrier = 1 + (SHARED ? group : threadIdx.x / 128);
-  int buffer = 0;
+  u32 p[ROWS / 4], ds[ROWS / 4], ds_tile = kv.ds;
 
   mbarrier_wait(ring.full_barrier(), ring.phase, "the first Q");
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   while (!(flags & END)) {
+    const bool empty = flags & EMPTY;
     const int key = ld_shared(ring.note() + 12) + mine, kv_head = ld_shared(ring.note() + 16);
     mbarrier_wait(kv.full, kv.phase, "K and V");
     kv.phase ^= 1;
-    wgmma_fence();
-    scores(s, kv.k + rows_offset, ring.tile());
+    scores(s, kv.k + own, ring.tile());
     wgmma_wait<0>();
     hold(s);
-    int keep = 0, last;
+    int keep = 0;
     do {
       const Ring q = ring;
       ring.advance();
       const Ring d_o = ring;
       ring.advance();
       mbarrier_wait(d_o.full_barrier(), d_o.phase, "dO");
-      wgmma_fence();
-      scores(dp, kv.v + rows_offset, d_o.tile());
+      scores(dp, kv.v + own, d_o.tile());
       #pragma unroll
       for (int i = 0; i < ROWS / 8; i++) {
         const float2 lse = ld_shared_pair(q.lse() + (8 * i + 2 * t) * 4);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-          s[4 * i + 2 * r] = exp2_approx(fmaf(s[4 * i + 2 * r], sizes.log_scale, -lse.x));
-          s[4 * i + 2 * r + 1] = exp2_approx(fmaf(s[4 * i + 2 * r + 1], sizes.log_scale, -lse.y));
+          float* pair = s + 4 * i + 2 * r;
+          pair[0] = exp2_approx(fmaf(pair[0], sizes.log_scale, -lse.x));
+          pair[1] = exp2_approx(fmaf(pair[1], sizes.log_scale, -lse.y));
         }
       }
       if (flags & MASKED) mask(s, q.note(), key, lists, sizes);
       #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
-      wgmma_fence();
-      gradients(v_sum, p, d_o.tile(), keep);
-      wgmma_wait<1>();
+      add_queries(v_sum, p, d_o.tile(), keep);
+      wgmma_wait<1>();  // for dP
       hold(dp);
       #pragma unroll
       for (int i = 0; i < ROWS / 8; i++) {
         const float2 delta = ld_shared_pair(q.delta() + (8 * i + 2 * t) * 4);
         #pragma unroll
-        for (int r = 0; r < 2; r++)
-          ds[2 * i + r] = pack_pair(s[4 * i + 2 * r] * (dp[4 * i + 2 * r] - delta.x),
-                                    s[4 * i + 2 * r + 1] * (dp[4 * i + 2 * r + 1] - delta.y));
+        for (int r = 0; r < 2; r++) {
+          const int at = 4 * i + 2 * r;
+          ds[2 * i + r] = pack_pair(s[at] * (dp[at] - delta.x), s[at + 1] * (dp[at + 1] - delta.y));
+        }
       }
-      const u32 ds_tile = kv.ds + buffer * DS_BYTES;
-      if (DS_BUFFERS == 2) buffer ^= 1;
-      else barrier_sync(barrier, 128);  // the last products have read dS
-      #pragma unroll
-      for (int i = 0; i < ROWS / 16; i++)
-        stmatrix_x4(ds_tile + ds_row + ((2 * i + lane / 16 ^ stored % 8) << 4), ds + 4 * i);
-      fence_proxy_async();
-      wgmma_fence();
-      gradients(k_sum, ds, q.tile(), keep);
+      if (SUMS) {
+        if (DS_BUFFERS == 2) ds_tile ^= kv.ds ^ (kv.ds + DS_BYTES);
+        else barrier_sync(ds_barrier, 128);  // the last products have read dS
+        #pragma unroll
+        for (int i = 0; i < ROWS / 16; i++)
+          stmatrix_x4(ds_tile + own + stored * ROW_BYTES +
+                          (((2 * i + lane / 16) ^ stored % 8) << 4), ds + 4 * i);
+        fence_proxy_async();
+      }
+      add_queries(k_sum, ds, q.tile(), keep);
       keep = 1;
-      const long long place = ((long long)ld_shared(q.note() + 8) * (sizes.padded / ROWS) + ld_shared(q.note() + 4) / ROWS) * ROWS * HEAD_DIM;
-      float* to = dq + place + threadIdx.x % 128 * 4;
-      barrier_sync(barrier, SHARED ? 256 : 128);
+      const long long tile = (long long)ld_shared(q.note() + 8) * (sizes.padded / ROWS) +
+                             ld_shared(q.note() + 4) / ROWS;
+      float* const to = sums + tile * (HALVES * SUM_FLOATS);
+      if (SUMS) barrier_sync(ds_barrier, SHARED ? 256 : 128);
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
-      last = flags & FIRST;
+      float dq[DQ_HALVES][32];
+      if (SUMS) query_gradients(dq[0], SHARED ? ds_tile : ds_tile + own, kv.k + part);
+      else scores(s, kv.k + own, ring.tile());
+      wgmma_wait<1>();  // for dV and dK
+      release(q.empty_barrier());
+      release(d_o.empty_barrier());
       #pragma unroll
-      for (int i = 0; i < DQ_HALVES; i++) {
-        const int half = SHARED ? consumer : i;
-        float sum[32];
-        wgmma_fence();
-        query_gradients(sum, SHARED ? ds_tile : ds_tile + rows_offset,
-                        kv.k + half * KV_ROWS * ROW_BYTES + (SHARED ? 0 : rows_offset));
-        if (i == 0) {
-          wgmma_wait<1>();  // dV and dK
-          release(q.empty_barrier());
-          release(d_o.empty_barrier());
-        }
-        if (i == DQ_HALVES - 1) {
-          wgmma_fence();
-          scores(s, kv.k + rows_offset, ring.tile());  // of the next step; nothing, if K changes
-          wgmma_wait<1>();
-        } else wgmma_wait<0>();
-        hold(sum);
-        #pragma unroll
-        for (int j = 0; j < 8 - 8 * NO_RED; j++) red_add(to + (half * 8 + j) * 512, sum + 4 * j);
+      for (int i = 0; i < SUMS * DQ_HALVES; i++) {
+        if (i + 1 < DQ_HALVES)
+          query_gradients(dq[i + 1], ds_tile + own, kv.k + part + (i + 1) * KV_ROWS * ROW_BYTES);
+        else scores(s, kv.k + own, ring.tile());
+        wgmma_wait<1>();
+        hold(dq[i]);
+        add_to_sums(dq[i], to + (SHARED ? consumer : i) * SUM_FLOATS, stage, own_barrier);
       }
       wgmma_wait<0>();
       hold(s);
-    } while (!last);
+    } while (!(flags & FIRST));
     hold(k_sum);
     hold(v_sum);
     release(kv.empty);
+    if (empty) {  // a NaN in K or V has reached the sums
+      #pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; i++) k_sum[i] = v_sum[i] = 0.f;
+    }
     const long long row_bytes = (long long)sizes.kv_heads * HEAD_DIM * 2;
-    const long long to = ((long long)(kv_head / sizes.kv_heads) * sizes.keys * sizes.kv_heads + kv_head % sizes.kv_heads) * HEAD_DIM * 2;
+    const long long to = kv_head / sizes.kv_heads * sizes.keys * row_bytes +
+                         kv_head % sizes.kv_heads * HEAD_DIM * 2;
     const float scales[2] = {sizes.scale, sizes.scale}, ones[2] = {1.f, 1.f};
     store_rows<HEAD_DIM>(k_sum, scales, dk + to, key, sizes.keys, row_bytes);
     store_rows<HEAD_DIM>(v_sum, ones, dv + to, key, sizes.keys, row_bytes);
   }
+  if (SUMS && threadIdx.x % 128 == 0) tma_store_wait();
 }
 
 // ---- the kernels ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists, const __grid_constant__ Stats stats,
-              const __grid_constant__ Sizes sizes, float* dq, char* dk, char* dv) {
+differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists,
+              const __grid_constant__ Stats stats, const __grid_constant__ Sizes sizes,
+              float* sums, char* dk, char* dv) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], kv_full[GROUPS], kv_empty[GROUPS];
-  const u32 base = (smem_address(shared) + 1023) & ~1023u;
+  const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (threadIdx.x == 0) {
@@ -298,59 +389,69 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
     fence_mbarrier_init();
   }
   __syncthreads();
-  const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : warp < GROUPS ? warp : 0;
+  const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const u32 mine = base + group * GROUP_BYTES;
-  Resident kv{mine, mine + KV_BYTES, mine + 2 * KV_BYTES, smem_address(&kv_full[group]), smem_address(&kv_empty[group]), 0};
-  Ring ring{kv.ds + DS_BUFFERS * DS_BYTES, smem_address(notes[group]), base + GROUPS * GROUP_BYTES + group * SLOTS * 8 * ROWS,
-            smem_address(full[group]), smem_address(empty[group]), 0, 0};
+  Resident kv{mine, mine + KV_BYTES, mine + 2 * KV_BYTES, smem_address(&kv_full[group]),
+              smem_address(&kv_empty[group]), 0};
+  Ring ring{mine + RING_AT, smem_address(notes[group]),
+            base + GROUPS * GROUP_BYTES + group * SLOTS * STATS_BYTES, smem_address(full[group]),
+            smem_address(empty[group]), 0, 0};
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();
     ring.phase = kv.phase = 1;  // at first, everything is free
     if (warp < GROUPS) producer(maps, lists, sizes, stats, ring, kv, group);
   } else {
     setmaxnreg_inc<240>();
-    consumer(ring, kv, warpgroup % CONSUMERS, group, lists, sizes, dq, dk, dv);
+    consume(ring, kv, warpgroup % CONSUMERS, group, lists, sizes, sums, dk, dv);
   }
 }
 
-// A warp for each of padded queries of each head.
+// LSE for exp2 and delta, infinite and 0 where there is no query, and zeros for dQ's sums: a warp
+// for each of the padded queries of each head.
 extern "C" __global__ void __launch_bounds__(256)
-prepare_queries(const char* o, const char* d_o, const float* lse, float* lse_2, float* delta, float* dq, const __grid_constant__ Sizes sizes, int rows) {
+prepare_queries(const char* o, const char* d_o, const float* lse, float* lse_2, float* delta,
+                float* sums, const __grid_constant__ Sizes sizes, int heads) {
   const int lane = threadIdx.x % 32;
   const long long warp = (long long)blockIdx.x * 8 + threadIdx.x / 32;
-  const int head = warp / sizes.padded, row = warp % sizes.padded;
-  if (head >= rows) return;
-  float sum = 0.f, log_sum = INF;
-  if (row < sizes.queries) {
-    const long long place = (((long long)(head / sizes.heads) * sizes.queries + row) * sizes.heads + head % sizes.heads) * HEAD_DIM * 2;
+  const int head = warp / sizes.padded, query = warp % sizes.padded;
+  if (head >= heads) return;
+  float sum = 0.f, log_sum = -INF;
+  if (query < sizes.queries) {
+    const long long token = (long long)(head / sizes.heads) * sizes.queries + query;
+    const long long place = (token * sizes.heads + head % sizes.heads) * HEAD_DIM * 2;
     for (int i = lane; i < HEAD_DIM / 2; i += 32) {
       const u32 a = ((const u32*)(o + place))[i], b = ((const u32*)(d_o + place))[i];
       sum += to_float(a & 0xffff) * to_float(b & 0xffff) + to_float(a >> 16) * to_float(b >> 16);
     }
     for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    log_sum = lse[(long long)head * sizes.queries + row];
+    log_sum = lse[(long long)head * sizes.queries + query];
   }
   if (lane == 0) {
     lse_2[warp] = log_sum == -INF ? INF : log_sum * 1.44269504f;
     delta[warp] = sum;
   }
-  float4* zero = (float4*)(dq + warp * HEAD_DIM);
-  if (lane < HEAD_DIM / 4) zero[lane] = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (lane < HEAD_DIM / 4)
+    ((float4*)(sums + warp * HEAD_DIM))[lane] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// A CTA for each 64 queries of each head.
+// dQ from its sums: a CTA for each 64 queries of each head.
 extern "C" __global__ void __launch_bounds__(128)
-finish_queries(const float* from, char* dq, const __grid_constant__ Sizes sizes) {
+finish_queries(const float* sums, char* dq, const __grid_constant__ Sizes sizes) {
   const int tiles = sizes.padded / ROWS, head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-  const int row = tile * ROWS + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-  const float4* mine = (const float4*)(from + (long long)blockIdx.x * ROWS * HEAD_DIM) + threadIdx.x;
+  const int query = tile * ROWS + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  const float4* mine = (const float4*)(sums + (long long)blockIdx.x * ROWS * HEAD_DIM);
   float d[HEAD_DIM / 2];
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 8; i++) {
-    const float4 v = mine[i * 128];
-    d[4 * i] = v.x; d[4 * i + 1] = v.y; d[4 * i + 2] = v.z; d[4 * i + 3] = v.w;
+    const float4 v = mine[i * 128 + threadIdx.x];
+    d[4 * i] = v.x;
+    d[4 * i + 1] = v.y;
+    d[4 * i + 2] = v.z;
+    d[4 * i + 3] = v.w;
   }
-  const long long to = ((long long)(head / sizes.heads) * sizes.queries * sizes.heads + head % sizes.heads) * HEAD_DIM * 2;
+  const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
   const float scales[2] = {sizes.scale, sizes.scale};
-  store_rows<HEAD_DIM>(d, scales, dq + to, row, sizes.queries, (long long)sizes.heads * HEAD_DIM * 2);
+  char* to = dq + head / sizes.heads * sizes.queries * row_bytes +
+             head % sizes.heads * HEAD_DIM * 2;
+  store_rows<HEAD_DIM>(d, scales, to, query, sizes.queries, row_bytes);
 }

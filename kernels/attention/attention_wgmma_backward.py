@@ -1,29 +1,35 @@
 """Gradients of block-sparse attention in CUDA C++ for Hopper: dQ, dK and dV, one below the other.
 
-attention_wgmma_backward.cu has three kernels:
+There are two ways, and a search finds the faster one:
 
-    prepare_queries   delta = sum(dO O) of each query; LSE for exp2; dQ's sums in fp32 set to zero
-    differentiate     dK and dV of a tile of keys, over the transposed lists; adds to dQ's sums
-    finish_queries    dQ = scale times its sums, in the dtype of Q
+    sums   prepare_queries   delta = sum(dO O) of each query; LSE for exp2; dQ's sums set to zero
+           differentiate     dK and dV of a tile of keys; adds to dQ's sums, in fp32, in L2
+           finish_queries    dQ = scale times its sums, in the dtype of Q
+    twice  differentiate_queries   dQ of a tile of queries; delta, LSE for exp2
+           differentiate           dK and dV of a tile of keys
 
-The sums of dQ come in the order in which CTAs finish, so two calls may differ in the last bits
-(attention_triton_backward has the same bits each time). It supports blocks of a multiple of 64
-queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
+`sums` computes S and dP once. Its sums come in the order in which CTAs finish, so two calls may
+differ in the last bits. `twice` computes them in both kernels, 14 D operations for each allowed
+element instead of 10, and gives the same bits each time; the option `deterministic` demands it.
+attention_wgmma_backward.cu and attention_wgmma_dq.cu are the kernels. They support blocks of a
+multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import pack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats.block_mask import BlockMask, Transposed
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
     Shape,
@@ -32,27 +38,33 @@ from sparsebench.kernels.attention._shapes import (
     shape_of,
     table_sizes,
 )
-from sparsebench.kernels.attention._wgmma_tiles import key_tiles, tensor_map
-from sparsebench.kernels.attention.attention_wgmma import ALIGNMENT, WARPGROUP, unsupported
+from sparsebench.kernels.attention._wgmma_tiles import Bound, key_tiles, span_of, tensor_map
+from sparsebench.kernels.attention.attention_wgmma import ALIGNMENT, WARPGROUP, unsupported, walk
+from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
+from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
+from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 MOST_BYTES = 224 * 1024  # of shared memory, for all but ALIGNMENT and notes
-OF_CTA, OF_WARP = 256, 8  # threads of prepare_queries, and its queries
+OF_CTA, OF_WARPS = 256, 8  # threads of a CTA of prepare_queries, and its queries
 PREPARE = cuda.Layout(*"PPPPPP", "28s", "i")  # o, do, lse, LSE for exp2, delta, dQ's sums, Sizes
 DIFFERENTIATE = cuda.Layout("512s", "64s", "16s", "28s4x", *"PPP")  # Maps, Lists, Stats, Sizes, dQ
 FINISH = cuda.Layout(*"PP", "28s")  # dQ's sums, dQ, Sizes
+QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel.
+    """One way to run the kernels.
 
-    rows   of keys in a tile: 64 for each warpgroup
+    rows   of keys in a tile of dK and dV: 64 for each warpgroup
     tiles  that a CTA works on at the same time
+    sums   dQ by sums in L2, else by a kernel of its own
     """
 
     rows: int
     tiles: int
+    sums: bool
 
 
 @dataclass(frozen=True)
@@ -71,22 +83,56 @@ class Gradients:
 
     @property
     def code(self) -> str:
-        """Return the digest of the machine code."""
-        return self.kernels[0][0].code
+        """Return the digest of the machine code, one for each source."""
+        return " ".join(dict.fromkeys(loaded.code for loaded, _ in self.kernels))
 
 
-def configurations(shape: Shape) -> list[Config]:
+def configurations(shape: Shape, *, deterministic: bool = False) -> list[Config]:
     """Return what is worth trying, the default first. Raises Unsupported."""
     if shape.block[0] % ROWS or shape.block[1] % ROWS:
         raise Unsupported(
             f"expected blocks of a multiple of 64 queries and keys, found {list(shape.block)}"
         )
-    return [Config(128, 1), Config(64, 2)] if shape.block[1] % 128 == 0 else [Config(64, 2)]
+    tiles = [(128, 1), (64, 2)] if shape.block[1] % 128 == 0 else [(64, 2)]
+    ways = [False] if deterministic else [True, False]
+    return [Config(*tile, sums) for tile in tiles for sums in ways]
 
 
 def ds_bytes(config: Config, head_dim: int) -> int:
-    """Return the shared memory of dS; two warpgroups that share it alternate two buffers."""
-    return config.rows * ROWS * 2 * (2 if config.rows == 128 and head_dim == 128 else 1)
+    """Return the shared memory of dS, and of dQ's sums in fp32 for each warpgroup.
+
+    Two warpgroups that share dS alternate two buffers.
+    """
+    buffers = 2 if config.rows == 128 and head_dim == 128 else 1
+    size = config.rows * ROWS * 2 * buffers + config.rows // 64 * ROWS * 64 * 4
+    return size if config.sums else 0
+
+
+def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
+    """Return how differentiate_queries runs: there are registers for steps of 64 keys."""
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    wide = span_of(shape.block[0]) * shared >= 128
+    return QueryConfig(128, 1, 64) if wide else QueryConfig(64, 2, 64)
+
+
+class Work(NamedTuple):
+    """What a launch needs of the mask: its transpose, tiles of keys and, if needed, of queries.
+
+    counters  zero between launches
+    """
+
+    tiles: Tensor
+    transpose: Transposed
+    counters: Tensor
+    queries: QueryWork | None
+
+
+def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
+    """Transpose the lists and sort the tiles; launches that share them must not overlap."""
+    tiles = key_tiles(mask, shape, config.rows)
+    counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
+    queries = None if config.sums else query_work(mask, shape, of_queries(shape, mask))
+    return Work(tiles, mask.transpose(), counters, queries)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -113,7 +159,7 @@ def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constant
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
-        ("SLOTS", slots_of(config, shape.head_dim)),
+        *(("SLOTS", slots_of(config, shape.head_dim)), ("SUMS", int(config.sums))),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )
@@ -125,11 +171,13 @@ def launch(
     shape: Shape,
     scale: float,
     config: Config,
+    work: Work | None = None,
     out: Tensor | None = None,
-) -> Gradients:
+) -> Bound:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
     operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
+    work      work_of(mask, shape, config) if it exists already
 
     Raises Unsupported.
     """
@@ -139,13 +187,12 @@ def launch(
     q_rows, kv_rows = (x.numel() // depth for x in (q, k))
     out = q.new_empty(q_rows + 2 * kv_rows, depth) if out is None else out
     dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
-    tiles, transpose = key_tiles(mask, shape, config.rows), mask.transpose()
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
-    sums = torch.empty(heads, rows, depth, device=device)
-    lse_2, delta = torch.empty(2, heads, rows, device=device)
-    box = config.rows
+    tiles, transpose, counters, queries = work or work_of(mask, shape, config)
+    lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
+    delta = torch.zeros(heads, rows, device=device)
+    sums = torch.empty(heads if config.sums else 0, rows, depth, device=device)
     maps = b"".join(tensor_map(x, shape.batch, ROWS) for x in (q, do))
-    maps += b"".join(tensor_map(x, shape.batch, box) for x in (k, v))
+    maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
     bits = () if mask.bits is None or transpose.slots is None else (transpose.slots, mask.bits)
     index = tiles, transpose.offsets, transpose.rows
     pointers = [x.data_ptr() for x in (*index, *bits)] + [0] * (2 - len(bits))
@@ -156,7 +203,6 @@ def launch(
     sizes = pack("iiiiiff", *counts, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
     constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def kernel(
         function: str, args: cuda.Arguments, grid: int, threads: int, shared: int = 0
@@ -165,42 +211,47 @@ def launch(
         loaded = cuda.load(name, function, constants, shared, device)
         return cuda.Loaded(*loaded, device.index, grid, threads, shared), args
 
-    addresses = [x.data_ptr() for x in (o, do, lse, lse_2, delta, sums)]
-    kernels = (
-        kernel(
-            "prepare_queries",
-            PREPARE(*addresses, sizes, heads),
-            -(-heads * rows // OF_WARP),
-            OF_CTA,
-        ),
-        kernel(
-            "differentiate",
-            DIFFERENTIATE(maps, lists, stats, sizes, *(x.data_ptr() for x in (sums, dk, dv))),
-            min(processors, -(-len(tiles) // config.tiles)),
-            WARPGROUP * (config.tiles * config.rows // 64 + 1),
-            size,
-        ),
-        kernel(
-            "finish_queries",
-            FINISH(sums.data_ptr(), dq.data_ptr(), sizes),
-            heads * rows // ROWS,
-            WARPGROUP,
-        ),
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    by_keys = kernel(
+        "differentiate",
+        DIFFERENTIATE(maps, lists, stats, sizes, *(x.data_ptr() for x in (sums, dk, dv))),
+        min(processors, -(-len(tiles) // config.tiles)),
+        WARPGROUP * (config.tiles * config.rows // 64 + 1),
+        size,
     )
-    return Gradients(kernels, (*operands, *index, *bits, counters, sums, lse_2, delta), out)
+    tensors = *operands, *index, *bits, counters, sums, lse_2, delta
+    if config.sums:
+        addresses = [x.data_ptr() for x in (o, do, lse, lse_2, delta, sums)]
+        ctas = -(-heads * rows // OF_WARPS)
+        before = kernel("prepare_queries", PREPARE(*addresses, sizes, heads), ctas, OF_CTA)
+        finish = FINISH(sums.data_ptr(), dq.data_ptr(), sizes)
+        after = kernel("finish_queries", finish, heads * rows // ROWS, WARPGROUP)
+        program = Gradients((before, by_keys, after), tensors, out)
+        return Bound(program, tuple(operands), (dq, dk, dv))
+    assert queries is not None
+    names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
+    found = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
+    written = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
+    args = QUERIES(found.maps, found.lists, written, dq.data_ptr(), found.sizes)
+    program = Gradients(((found.loaded, args), by_keys), (*tensors, *found.tensors), out)
+    return Bound(program, tuple(operands), (dq, dk, dv))
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Transpose the lists; take a table's configuration, or compile and time up to two."""
+def prepare(operands: Operands, deterministic: bool = False, *, tuned: Tuned = True) -> Launch:
+    """Transpose the lists; take a table's configuration, or compile and time up to four.
+
+    `deterministic` demands the same bits in each call. Raises Unsupported.
+    """
     problem, mask = operands.problem, mask_of(operands)
     tensors = [operands.activations[name] for name in ("q", "k", "v", "o", "lse", "do")]
-    shape = shape_of(*tensors[:2], mask, problem["heads"], problem["dtype"])
-    sizes, searched = table_sizes(shape, mask), configurations(shape)
-    configs, by = choose("attention_wgmma_backward", Config, operands, sizes, tuned, searched)
-    constants = [constants_of(config, shape, mask) for config in configs]
-    cuda.compile_ahead("attention_wgmma_backward", constants)
+    shape = shape_of(tensors[0], tensors[1], mask, problem["heads"], problem["dtype"])
+    sizes, searched = table_sizes(shape, mask), configurations(shape, deterministic=deterministic)
+    fixed = {"sums": False} if deterministic else {}
+    name = "attention_wgmma_backward"
+    configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
+    cuda.compile_ahead(name, [constants_of(config, shape, mask) for config in configs])
     scale = scale_of(problem)
-    candidates = [launch(tensors, mask, shape, scale, config) for config in configs]
+    candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
     return fastest_launch(configs, candidates, by, tensors[0].device)
 
 

@@ -52,7 +52,8 @@ def _run(
     """Run the planned kernel on operands [rows, columns]; the first call plans it."""
     batch, s_q, heads, d = q.shape
     sizes = batch, s_q, k.shape[1], heads, k.shape[2], d, mask.block
-    call = Call(op, Shape(*sizes, NAME_OF[q.dtype]), scale)
+    exact = op == "attention_backward" and torch.are_deterministic_algorithms_enabled()
+    call = Call(op, Shape(*sizes, NAME_OF[q.dtype]), scale, exact)
     flat = [readable(x) for x in operands]
     operator = plans_of(mask)
     selected = operator.plans.get(call)
@@ -105,8 +106,18 @@ def _mask(
     sizes: list[int],
 ) -> BlockMask:
     s_q, s_kv, b_q, b_k, batch, lists, causal = sizes
-    fixed = (s_q, s_kv), (b_q, b_k), batch, lists, bool(causal)
-    return BlockMask(*fixed, offsets, columns, bits, slots)
+    return BlockMask(
+        shape=(batch * lists * -(-s_q // b_q), -(-s_kv // b_k)),
+        tokens=(s_q, s_kv),
+        block=(b_q, b_k),
+        batch=batch,
+        lists=lists,
+        causal=bool(causal),
+        offsets=offsets,
+        columns=columns,
+        bits=bits,
+        slots=slots,
+    )
 
 
 @torch.library.custom_op("sparsebench::block_sparse_attention", mutates_args=())

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from sparsebench.formats._block_mask_converters import Lists, padded_lists
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats.block_mask_converters import Lists, padded_lists
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
@@ -35,8 +35,8 @@ def by_head(operands: Operands, *names: str) -> list[Tensor]:
 def cut(mask: BlockMask, side: int) -> BlockMask:
     """Return the same mask in blocks of `side`, which divides its blocks: all are full."""
     cells = mask.to_dense().view(mask.batch * mask.lists, mask.q_blocks, mask.kv_blocks)
-    for dim, (outer, tokens) in enumerate(zip(mask.block, mask.tokens, strict=True), 1):
-        cells = cells.repeat_interleave(outer // side, dim).narrow(dim, 0, -(-tokens // side))
+    for dim, (outer, count) in enumerate(zip(mask.block, mask.tokens, strict=True), 1):
+        cells = cells.repeat_interleave(outer // side, dim).narrow(dim, 0, -(-count // side))
     tokens = [*mask.tokens]
     return BlockMask.from_dense(cells.flatten(0, 1), block=side, tokens=tokens, batch=mask.batch)
 

@@ -7,25 +7,30 @@
 `prepare` builds the lists and compiles, which takes seconds; neither is timed. Both ways are
 candidates where both are possible.
 
-The gradients are those that autograd makes of the compiled forward pass. Its saved O and LSE are
-replaced by the given ones through hooks on saved tensors, so a launch runs the backward pass alone.
+The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
+launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
+saved by the given ones. By default the backward pass of H100 has tiles of 128 and runs no smaller
+blocks, so it is given the tiles of each way.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import e, log2
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._block_mask_converters import padded_lists
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats.block_mask_converters import padded_lists
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers._attention import by_head, mask_of
@@ -33,6 +38,15 @@ from sparsebench.results.record import Problem
 
 COARSE = 128  # the side of FlexAttention's blocks by default
 SMALLEST = 16  # the smallest tile of tl.dot
+# m and n of a step of the backward pass, stages and warps: of those that torch itself times
+BACKWARD_TILES = [
+    (64, 128, 3, 8),
+    (64, 128, 1, 8),
+    (64, 64, 3, 4),
+    (32, 64, 3, 4),
+    (32, 32, 3, 4),
+    (16, 16, 3, 4),
+]
 Options = dict[str, int]
 
 
@@ -133,23 +147,35 @@ def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists,
         lists = exact_lists(mask, heads)
         m, n = min(128, b_q), min(128, b_k)
         tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
-        options: list[Options] = [tile]
-        if m == n == 128:
+        if mask.q_blocks == 1:
+            options: list[Options] = [{}]
+        elif m == n == 128:
             options = [{}, {**tile, "num_warps": 8, "num_stages": 3}]
-        elif mask.q_blocks == 1:
-            options = [{}]
+        elif min(m, n) == 64:
+            options = [tile, {**tile, "num_warps": 4, "num_stages": 2}]
+        else:  # the default has four warps, too many for such a tile
+            pipelines = ((2, 2), (1, 3), (2, 3))
+            more = [{**tile, "num_warps": w, "num_stages": s} for w, s in pipelines]
+            options = [tile, *more]
         ways += [({"lists": "exact", **option}, lists, option) for option in options]
     if min(b_q, b_k) < COARSE and mask.q_blocks > 1:
         ways.append(({"lists": "coarser"}, coarser_lists(mask, heads), {}))
     return ways
 
 
-def backward_options(block: tuple[int, int]) -> Options:
-    """Return tiles of the backward kernels that divide the blocks; none if the default does."""
-    m, n = (min(64, side) for side in block)
-    if min(block) >= COARSE:
-        return {}
-    return {"bwd_BLOCK_M1": m, "bwd_BLOCK_N1": n, "bwd_BLOCK_M2": m, "bwd_BLOCK_N2": n}
+def backward_ways(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
+    """Return what is timed backward: a name for the row, lists, and options of both kernels."""
+    ways: list[tuple[dict[str, Any], Lists, Options]] = []
+    for name, lists, options in candidates(mask, heads)[-2:]:
+        forward = {f"fwd_{key}": value for key, value in options.items()}
+        least = min(lists.block)
+        for m, n, stages, warps in BACKWARD_TILES:
+            if least % n == 0 and n > least // 8:
+                tile = {"BLOCK_M1": m, "BLOCK_N1": n, "BLOCK_M2": n, "BLOCK_N2": m}
+                tile |= {"num_stages": stages, "num_warps": warps}
+                backward = {f"bwd_{key}": value for key, value in tile.items()}
+                ways.append(({**name, **tile}, lists, forward | backward))
+    return ways[:6]
 
 
 def prepare(operands: Operands) -> Launch:
@@ -158,15 +184,14 @@ def prepare(operands: Operands) -> Launch:
     q, k, v = by_head(operands, "q", "k", "v")
     tokens = problem["batch"] * problem["m"]
     ways = candidates(mask, problem["heads"])
+
+    def run(call: Callable[..., Tensor]) -> Tensor:
+        return call(q, k, v).transpose(1, 2).reshape(tokens, -1)
+
     runs = []
     for _, lists, options in ways:
         call = _compiled(operands, lists, options)
-
-        def run(call: Callable[..., Any] = call) -> Tensor:
-            o: Tensor = call(q, k, v)
-            return o.transpose(1, 2).reshape(tokens, -1)
-
-        runs.append(run)
+        runs.append(partial(run, call))
     return _fastest(runs, [name for name, _, _ in ways], operands)
 
 
@@ -178,38 +203,69 @@ def prepare_backward(operands: Operands) -> Launch:
     given, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
-    ways = candidates(mask, problem["heads"])
+    ways = backward_ways(mask, problem["heads"])
+
+    def run(gradients: _Gradients) -> Tensor:
+        torch.mul(lse, log2(e), out=base2)
+        parts = gradients(do)
+        return torch.cat([x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts])
+
     runs = []
     for _, lists, options in ways:
-        call = _compiled(operands, lists, options | backward_options(lists.block))
-
-        def run(call: Callable[..., Any] = call, made: list[Tensor] = []) -> Tensor:  # noqa: B006
-            if not made:
-                made.append(_forward(call, (q, k, v), given, base2))
-            torch.mul(lse, log2(e), out=base2)
-            parts = torch.autograd.grad(made[0], (q, k, v), do, retain_graph=True)
-            rows = [x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts]
-            return torch.cat(rows)
-
-        runs.append(run)
+        call = _compiled(operands, lists, options)
+        gradients = _Gradients(call, (q, k, v), given, base2, options)
+        runs.append(partial(run, gradients))
     return _fastest(runs, [name for name, _, _ in ways], operands)
 
 
-def _forward(
-    call: Callable[..., Tensor], inputs: tuple[Tensor, ...], o: Tensor, lse: Tensor
-) -> Tensor:
-    """Run the forward pass, whose saved O and LSE are replaced by these."""
-    places = {x.data_ptr() for x in inputs}
+class _Gradients:
+    """The backward pass of a compiled call, whose saved O and LSE are replaced."""
 
-    def replaced(saved: Tensor) -> Tensor:
-        if saved.shape == o.shape and saved.data_ptr() not in places and saved.dtype == o.dtype:
-            return o
-        if saved.shape == lse.shape and saved.dtype == torch.float32:
-            return lse
-        return saved
+    def __init__(
+        self,
+        call: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        o: Tensor,
+        lse: Tensor,
+        options: Options,
+    ) -> None:
+        """Take the call; the first call of this object compiles both passes."""
+        self.call, self.inputs, self.options = call, inputs, options
+        self.o, self.lse = o, lse
+        self.node: Any = None
 
-    with torch.autograd.graph.saved_tensors_hooks(replaced, lambda saved: saved):
-        return call(*inputs)
+    def __call__(self, do: Tensor) -> list[Tensor]:
+        """Return dQ, dK and dV [batch, heads, tokens, D]."""
+        if self.node is not None:
+            return self._run(do)
+        # A donated buffer is overwritten: that would be the given O.
+        with functorch.patch(donated_buffer=False), self._tiles():
+            with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda saved: saved):
+                self.node = self.call(*self.inputs).grad_fn
+            return self._run(do)
+
+    def _run(self, do: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [x for x in self.node.apply(do) if isinstance(x, Tensor)]
+
+    def _saved(self, saved: Tensor) -> Tensor:
+        places = {x.data_ptr() for x in self.inputs}
+        if saved.shape == self.o.shape and saved.dtype == self.o.dtype:
+            return saved if saved.data_ptr() in places else self.o
+        return self.lse if saved.shape == self.lse.shape and saved.dtype == torch.float32 else saved
+
+    def _tiles(self) -> Any:
+        """Return a context in which torch compiles the backward pass with the tiles of `options`.
+
+        Otherwise torch leaves out every tile that its own list does not have.
+        """
+        from torch._inductor.choices import InductorChoices
+        from torch._inductor.template_heuristics.triton import FlexBwDConfig
+
+        names = "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps"
+        tile = [FlexBwDConfig(*(self.options[f"bwd_{name}"] for name in names))]
+        method = "get_flex_attention_bwd_configs"
+        return patch.object(InductorChoices, method, lambda *_, **__: tile)
 
 
 def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..., Any]:
@@ -226,6 +282,7 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
         seq_lengths=mask.tokens,
     )
     grouped = problem["heads"] != problem["kv_heads"]
+    kernel_options: Any = options or None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(
@@ -235,7 +292,7 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
             block_mask=block_mask,
             scale=problem["scale"],
             enable_gqa=grouped,
-            kernel_options=options or None,
+            kernel_options=kernel_options,
         )
 
     # The compiler counts how often it compiles a code object and gives up at eight, and then
@@ -245,7 +302,7 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
 
 
 def _fastest(
-    runs: list[Callable[[], Tensor]], names: list[Mapping[str, Any]], operands: Operands
+    runs: Sequence[Callable[[], Tensor]], names: Sequence[Mapping[str, Any]], operands: Operands
 ) -> Launch:
     """Return the fastest launch, or the pinned one."""
     if not runs:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from sparsebench.errors import FormatError
-from sparsebench.formats import _block_mask_converters as other
+from sparsebench.formats import block_mask_converters as other
 from sparsebench.formats.block_mask import PARTIAL, BlockMask, areas, packed_bits, unpacked_bits
 
 CASES = [  # tokens, block, batch, lists, causal

@@ -1,6 +1,7 @@
 """The ops of attention: their definitions, their work, and contests with masks."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,16 +168,32 @@ def test_a_backward_contest_judges_three_gradients() -> None:
     assert (dense.status, sparse.status) == (Status.OK, Status.OK)
 
 
-def _ignores_the_mask(operands: Operands) -> Launch:
-    ones = torch.ones_like(operands.weights["mask"].to_dense())
-    return Launch(lambda: operands.definition(ones, **operands.activations))
+def _wrong(operands: Operands, *, fault: str) -> Launch:
+    cells, definition = operands.weights["mask"].to_dense(), operands.definition
+    if fault == "computes all blocks":
+        cells.fill_(1)
+    elif fault == "skips one block":
+        cells[tuple(cells.nonzero()[7])] = 0
+    elif fault == "computes partial blocks in full":
+        definition = partial(definition, causal=False)
+    else:
+        definition = partial(definition, scale=0.2)  # and not 16 ** -0.5
+    return Launch(lambda: definition(cells, **operands.activations))
 
 
-SILENT = Kernel("attention", "block_mask", "cpu", _ignores_the_mask)
+WRONG = Kernel("attention", "block_mask", "cpu", _wrong)
+FAULTS = (
+    "computes all blocks",
+    "skips one block",
+    "computes partial blocks in full",
+    "scales by 0.2",
+)
 
 
-def test_a_contender_that_silently_computes_dense_attention_is_wrong() -> None:
-    _, row = run(problem(), DENSE, Contender("block_mask", f"{__name__}:SILENT"))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_contender_that_computes_another_attention_is_wrong(fault: str) -> None:
+    wrong = Contender("block_mask", f"{__name__}:WRONG", options={"fault": fault})
+    _, row = run(problem(causal=True, dtype="bf16"), DENSE, wrong)
     assert row.status is Status.WRONG
 
 

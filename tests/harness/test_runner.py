@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -25,6 +26,7 @@ from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
+from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
@@ -261,31 +263,57 @@ def test_resume_refuses_another_suite_code_or_device(
     assert (path / "rows.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, exhaustive(signal.SIGTERM)])
-def test_a_stop_leaves_a_valid_run(stop: signal.Signals, tmp_path: Path) -> None:
+@pytest.fixture
+def long(tmp_path: Path) -> list[str]:
+    """Return a command that measures for long, into `run`."""
     path = tmp_path / "long.yaml"
-    path.write_text(SUITE.replace("[4, 8, 16]", str(list(range(1, 100)))))
-    out = tmp_path / "run"
-    command = [sys.executable, "-P", "-m", "sparsebench", "run", str(path), "--out", str(out)]
+    path.write_text(SUITE.replace("[4, 8, 16]", str(list(range(1, 400)))))
+    return ["run", str(path), "--out", str(tmp_path / "run"), "--device", "cpu"]
+
+
+def wait_for_two_rows(out: Path) -> None:
+    while not (out / "rows.jsonl").exists() or len(store.read(out).rows) < 2:
+        time.sleep(0.1)
+
+
+def assert_interrupted(out: Path) -> None:
+    run = store.read(out)
+    assert run.state["status"] == "interrupted"
+    done = {row.case.problem.id for row in [*run.rows, *run.reference]}
+    assert len(done) == run.state["contests"]["done"]
+
+
+def test_ctrl_c_leaves_a_valid_run(long: list[str], tmp_path: Path) -> None:
+    def stop() -> None:
+        wait_for_two_rows(tmp_path / "run")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    Thread(target=stop, daemon=True).start()
+    done = sparsebench(*long)
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr
+    assert_interrupted(tmp_path / "run")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_of_the_process_leaves_a_valid_run(
+    stop: signal.Signals, long: list[str], tmp_path: Path
+) -> None:
     child = subprocess.Popen(
-        [*command, "--device", "cpu", "--replicates", "1"],
+        [sys.executable, "-P", "-m", "sparsebench", *long],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=partial(
             signal.signal, signal.SIGINT, signal.SIG_DFL
         ),  # a shell's `&` ignores it
     )
-    while not (out / "rows.jsonl").exists() or len(store.read(out).rows) < 2:
-        assert child.poll() is None
-        time.sleep(0.1)
+    wait_for_two_rows(tmp_path / "run")
     os.kill(child.pid, stop)
     _, output = child.communicate()
     assert child.returncode == 130
     assert "interrupted" in output
-    run = store.read(out)
-    assert run.state["status"] == "interrupted"
-    done = {row.case.problem.id for row in [*run.rows, *run.reference]}
-    assert len(done) == run.state["contests"]["done"]
+    assert_interrupted(tmp_path / "run")
 
 
 @pytest.mark.gpu

@@ -36,6 +36,19 @@ def random_mask(
     return BlockMask.from_elements(elements & wide, [*sides])
 
 
+def without(mask: BlockMask, column: int) -> BlockMask:
+    """Return a mask without one column of blocks; the mask has no bits."""
+    cells = mask.to_dense()
+    cells[:, column] = 0
+    return BlockMask.from_dense(
+        cells,
+        block=[*mask.block],
+        tokens=[*mask.tokens],
+        batch=mask.batch,
+        causal=mask.causal,
+    )
+
+
 def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:

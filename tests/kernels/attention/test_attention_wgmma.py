@@ -30,7 +30,7 @@ static struct { Maps maps; Lists lists; char* out; float* lse; Sizes sizes; } gi
 static void run() { attend(given.maps, given.lists, given.out, given.lse, given.sizes); }
 extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
   const int width = n[2] * HEAD_DIM, kv_width = n[3] * HEAD_DIM;
-  given.maps.q = {(char*)at[0], n[0], width, 2 * width, Q_BOX, 64, 128};
+  given.maps.queries[0] = {(char*)at[0], n[0], width, 2 * width, Q_BOX, 64, 128};
   given.maps.k = {(char*)at[1], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
   given.maps.v = {(char*)at[2], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
   given.lists = {(Tile*)at[3], (int*)at[4], (int*)at[5], (unsigned char*)at[6], (int*)at[7], n[4]};

@@ -20,7 +20,9 @@ def on_cpu(name: str, fixed: str, run: str) -> str:
     descriptor = device[start : device.index("__device__", start + 1)]
     header = cuda_source("warpgroup.cuh")
     own = header[header.index("template <int WIDTH>") :]  # it has no PTX
-    text = re.sub(r"#include .*", "", own + cuda_source(name))
+    walk = re.sub("#pragma once", "", cuda_source("walk.cuh"))
+    text = own + cuda_source(name).replace('#include "walk.cuh"', walk)
+    text = re.sub(r"#include .*", "", text)
     text = re.sub(r"extern __shared__.*", "char* const shared = dynamic_shared();", text)
     text = re.sub(r"__shared__ int notes[^;]*;", fixed, text)
     text = re.sub(r"__shared__ u64 full[^;]*;", "", text)

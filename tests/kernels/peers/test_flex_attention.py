@@ -53,3 +53,37 @@ def test_coarser_lists_cover_the_mask(mask) -> None:
 def test_blocks_that_no_tile_divides_have_only_coarser_lists() -> None:
     ways = flex_attention.candidates(MASKS["bits"], 2)
     assert [name["lists"] for name, _, _ in ways] == ["coarser"]
+
+
+def test_tiles_of_the_backward_pass_divide_the_blocks() -> None:
+    for block in (128, 64, 32, 16):
+        ways = flex_attention.backward_ways(random_mask((256, 256), block), 2)
+        assert any(name["lists"] == "exact" for name, _, _ in ways)
+        for _, lists, options in ways:
+            for side in ("M1", "N1", "M2", "N2"):
+                assert lists.block[0] % options[f"bwd_BLOCK_{side}"] == 0
+
+
+def test_a_backward_pass_starts_from_the_given_output() -> None:
+    q, k, v, do = (torch.randn(1, 2, 8, 4) for _ in range(4))
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    given, lse = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, q * 0, torch.zeros(1, 2, 8))
+            return q * 0
+
+        @staticmethod
+        def backward(ctx, do):
+            _, o, lse = ctx.saved_tensors
+            return o + do, lse, None
+
+    options = dict.fromkeys([f"bwd_{name}" for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2")], 64)
+    options |= {"bwd_BLOCK_N2": 64, "bwd_num_stages": 1, "bwd_num_warps": 4}
+    gradients = flex_attention._Gradients(Attend.apply, inputs, given, lse, options)
+    for _ in range(2):
+        first, second = gradients(do)
+        assert torch.equal(first, given + do)
+        assert torch.equal(second, lse)

@@ -1,0 +1,280 @@
+// The walk of a tile of queries over the blocks of its list, which attention_wgmma.cu draws: the
+// ring, the producer, and what both consumers do with it. The kernel that includes it defines
+//
+//   QUERY_MAPS   matrices of queries that a tile needs: Q, or Q, dO and O
+//   LAGGING      1: V of a step comes after K of the next step; 0: before
+//
+// and the macros of attention_wgmma.cu.
+
+#pragma once
+
+constexpr int ROW_BYTES = 128, HALVES = HEAD_DIM / 64;
+constexpr int ROWS = 64 * CONSUMERS;                       // of a tile
+constexpr int BOX_KEYS = BLOCK_K < KEYS ? BLOCK_K : KEYS;  // of an entry of a step
+constexpr int ENTRIES = KEYS / BOX_KEYS, PARTS = BLOCK_K / BOX_KEYS;
+constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, SLOT_BYTES = KEYS * HEAD_DIM * 2;
+constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
+constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, -; keys; slots of bits
+constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
+enum { FIRST = 1, MASKED = 2, END = 4 };             // flags
+#define INF __int_as_float(0x7f800000)
+
+template <int BITS_OF_IT> struct UnsignedOf { using type = u32; };
+template <> struct UnsignedOf<16> { using type = unsigned short; };
+template <> struct UnsignedOf<8> { using type = unsigned char; };
+template <int BITS_OF_IT> using Unsigned = typename UnsignedOf<BITS_OF_IT>::type;
+
+struct Maps { TensorMap k, v, queries[QUERY_MAPS]; };  // [batch, tokens, heads * D]
+// The host writes these (_wgmma_tiles.py). Heads count through all sequences.
+struct alignas(16) Tile { int first, count, query, head; };
+struct Lists {
+  const Tile* tiles;
+  const int *columns, *slots;
+  const unsigned char* bits;
+  int* counters;  // tiles taken, workers done: zero between launches
+  int tile_count;
+};
+struct Sizes { int queries, keys, heads, kv_heads; float scale; };
+
+// ---- the ring of slots, and a thread's position in it; and the buffer of Q ----
+
+struct Ring {
+  u32 slots, notes, full, empty;  // shared memory
+  int slot;
+  u32 phase;
+  __device__ __forceinline__ u32 tile() const { return slots + slot * SLOT_BYTES; }
+  __device__ __forceinline__ u32 note() const { return notes + slot * 4 * NOTE_INTS; }
+  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * slot; }
+  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * slot; }
+  __device__ __forceinline__ void advance() {
+    if (++slot == SLOTS) { slot = 0; phase ^= 1; }
+  }
+};
+struct Buffer { u32 tile, full, empty, phase; };
+
+// wgmma synchronises the four warps, so one thread releases what their products have read.
+__device__ __forceinline__ void release(u32 barrier) {
+  if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
+}
+
+// ---- producer: a warp ----
+
+// The first key of a place in a tile's list, flagged if it is partial. Behind the list: no key.
+__device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int place, int keys) {
+  if (place >= tile.count * PARTS) return keys;
+  const int column = columns[tile.first + place / PARTS];
+  return (column & PARTIAL) | ((column & ~PARTIAL) * BLOCK_K + place % PARTS * BOX_KEYS);
+}
+
+// Each lane loads one box, of an entry and half of the head.
+__device__ __forceinline__ void load_slot(const TensorMap* map, const Ring& ring, int key,
+                                          int column, int sequence) {
+  const int lane = threadIdx.x % 32, entry = lane / HALVES, half = lane % HALVES;
+  if (lane == 0) mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES);
+  if (lane < ENTRIES * HALVES)
+    tma_load(ring.tile() + (half * KEYS + entry * BOX_KEYS) * ROW_BYTES, map, column + 64 * half,
+             key & ~PARTIAL, sequence, ring.full_barrier());
+  __syncwarp();
+}
+
+__device__ __forceinline__ void load_queries(const Maps& maps, const Buffer& q, int query, int head,
+                                             int sequence) {
+  const int lane = threadIdx.x % 32, row = lane / HALVES * Q_BOX, half = lane % HALVES;
+  if (lane == 0) mbarrier_arrive_expect_tx(q.full, QUERY_MAPS * Q_BYTES);
+  if (row < ROWS)
+    for (int i = 0; i < QUERY_MAPS; i++)
+      tma_load(q.tile + i * Q_BYTES + row / 64 * 64 * HEAD_DIM * 2 +
+                   (64 * half + row % 64) * ROW_BYTES,
+               &maps.queries[i], (head + row / SPAN) * HEAD_DIM + 64 * half, query + row % SPAN,
+               sequence, q.full);
+  __syncwarp();
+}
+
+struct Value { int key, column, query, head; };  // the V that is loaded next
+
+__device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, const Value& value,
+                                            const Sizes& sizes) {
+  mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for V");
+  if (threadIdx.x % 32 == 0) {
+    st_shared(ring.note() + 4, value.query);
+    st_shared(ring.note() + 8, value.head);
+  }
+  load_slot(map, ring, value.key, value.column, value.head / sizes.heads);
+  ring.advance();
+}
+
+__device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
+                                         Ring ring, Buffer q, int group) {
+  const int lane = threadIdx.x % 32, entry = min(lane / HALVES, ENTRIES - 1);
+  const int workers = gridDim.x * GROUPS;
+  int ticket = blockIdx.x * GROUPS + group;
+  Value value{0, 0, 0, 0};
+  bool pending = false;
+  while (ticket < lists.tile_count) {
+    const Tile tile = lists.tiles[ticket];
+    if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
+    const int steps = max(1, (tile.count * PARTS + ENTRIES - 1) / ENTRIES);
+    const int sequence = tile.head / sizes.heads, head = tile.head % sizes.heads;
+    const int column = head / (sizes.heads / sizes.kv_heads) * HEAD_DIM;
+    int key = key_of(lists.columns, tile, entry, sizes.keys);
+    for (int step = 0; step < steps; step++) {
+      const int next = key_of(lists.columns, tile, (step + 1) * ENTRIES + entry, sizes.keys);
+      mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for K");
+      const bool masked = __any_sync(~0u, key < 0 || key + BOX_KEYS > sizes.keys);
+      if (lane == 0) {
+        st_shared(ring.note(), (step ? 0 : FIRST) | (masked ? MASKED : 0));
+        st_shared(ring.note() + 4, tile.query);
+        st_shared(ring.note() + 8, tile.head);
+      }
+      if (lane % HALVES == 0 && lane < ENTRIES * HALVES) {
+        st_shared(ring.note() + 16 + 4 * entry, key);
+        if (BITS && key < 0)
+          st_shared(ring.note() + 16 + 4 * (ENTRIES + entry),
+                    lists.slots[tile.first + (step * ENTRIES + entry) / PARTS]);
+      }
+      __syncwarp();
+      load_slot(&maps.k, ring, key, column, sequence);
+      ring.advance();
+      if (step == 0) {
+        mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
+        load_queries(maps, q, tile.query, head, sequence);
+        q.phase ^= 1;
+      }
+      if (LAGGING && pending) load_values(&maps.v, ring, value, sizes);
+      pending = true;
+      value = Value{key, column, tile.query, tile.head};
+      if (!LAGGING) load_values(&maps.v, ring, value, sizes);
+      key = next;
+    }
+    ticket = __shfl_sync(~0u, ticket, 0);
+  }
+  mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for the end");
+  if (lane == 0) {
+    st_shared(ring.note(), END);
+    mbarrier_arrive(ring.full_barrier());
+  }
+  __syncwarp();
+  ring.advance();
+  if (LAGGING && pending) load_values(&maps.v, ring, value, sizes);
+  if (lane == 0 && atomicAdd(lists.counters + 1, 1) == workers - 1)
+    lists.counters[0] = lists.counters[1] = 0;
+}
+
+// ---- consumers: a warpgroup each; `row` is this lane's first row in the tile ----
+// Lane 4 g + t of warp w has rows 16 w + g and 8 more of its warpgroup's 64. Of the sums it has
+// d[4 i + 2 r + j]: row r of the two, column 8 i + 2 t + j.
+
+__device__ __forceinline__ void queries_to_registers(u32 (&q)[HEAD_DIM / 4], u32 tile) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  #pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; i++) {
+    const int piece = (2 * i % 8 + lane / 16) ^ (row % 8);
+    const u32 address = tile + (i / 4 * 64 + row) * ROW_BYTES + piece * 16;
+    ldmatrix_x4(*(u32(*)[4])(q + 4 * i), address);
+  }
+}
+
+// d = Q K.T, or dO V.T: the caller ends the group.
+__device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], const u32 (&q)[HEAD_DIM / 4],
+                                              u32 tile) {
+  const u64 k = smem_descriptor(tile);
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; i++)
+    WGMMA_RS(KEYS, q + 4 * i, k + ((i / 4 * KEYS * ROW_BYTES + i % 4 * 32) >> 4), i > 0, 0);
+}
+// d += P V, or dS K.
+__device__ __forceinline__ void add_rows(float (&d)[HEAD_DIM / 2], const u32 (&p)[KEYS / 4],
+                                           u32 tile) {
+  const u64 v = smem_descriptor(tile, ROW_BYTES, KEYS * ROW_BYTES);
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < KEYS / 16; i++)
+    WGMMA_RS(HEAD_DIM, p + 4 * i, v + (i * 16 * ROW_BYTES >> 4), 1, 1);
+  wgmma_commit();
+}
+
+using Word = Unsigned<(BOX_KEYS < 32 ? BOX_KEYS : 32)>;
+constexpr int WORD = sizeof(Word);  // bytes of bits that are read at once
+
+__device__ __forceinline__ void mask(float (&s)[KEYS / 2], u32 note, int row, const Lists& lists,
+                                     const Sizes& sizes) {
+  const int t = threadIdx.x % 4, query = ld_shared(note + 4) + row % SPAN;
+  #pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    const int noted = ld_shared(note + 16 + 4 * e), key = noted & ~PARTIAL;
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int end = sizes.keys - key - 2 * t;  // of the allowed ones, after this lane's first key
+      if (CAUSAL && noted < 0)
+        end = min(end, query + 8 * r + sizes.keys - sizes.queries + 1 - key - 2 * t);
+      #pragma unroll
+      for (int i = 0; i < BOX_KEYS / 8; i++)
+        #pragma unroll
+        for (int j = 0; j < 2; j++)
+          if (8 * i + j >= end) s[4 * (e * BOX_KEYS / 8 + i) + 2 * r + j] = -INF;
+      if (BITS && noted < 0) {
+        constexpr int LINE = (BLOCK_K + 7) / 8;  // bytes
+        const int row = ld_shared(note + 16 + 4 * (ENTRIES + e)) * BLOCK_Q +
+                        (query + 8 * r) % BLOCK_Q;
+        const unsigned char* line = lists.bits + (long long)row * LINE + key % BLOCK_K / 8;
+        #pragma unroll
+        for (int i = 0; i < BOX_KEYS / 8; i += WORD) {
+          const u32 bits = *(const Word*)(line + i) >> 2 * t;
+          #pragma unroll
+          for (int j = 0; j < 2 * WORD; j++)
+            if (!(bits >> (j / 2 * 8 + j % 2) & 1))
+              s[4 * (e * BOX_KEYS / 8 + i + j / 2) + 2 * r + j % 2] = -INF;
+        }
+      }
+    }
+  }
+}
+
+// Two warpgroups that share K and V issue their products in turn.
+__device__ __forceinline__ void take_turn(int consumer) {
+  if (CONSUMERS == 2) barrier_sync(1 + consumer, 256);
+}
+__device__ __forceinline__ void give_turn(int consumer) {
+  if (CONSUMERS == 2) barrier_arrive(2 - consumer, 256);
+}
+
+// ---- all warps: producers run, consumers call `consume` ----
+
+template <class Consume>
+__device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const Sizes& sizes,
+                                     Consume consume) {
+  extern __shared__ char shared[];
+  __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
+  __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[GROUPS], q_empty[GROUPS];
+  const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+  if (threadIdx.x == 0) {
+    for (int g = 0; g < GROUPS; g++) {
+      for (int i = 0; i < SLOTS; i++) {
+        mbarrier_init(smem_address(&full[g][i]), 1);
+        mbarrier_init(smem_address(&empty[g][i]), CONSUMERS);
+      }
+      mbarrier_init(smem_address(&q_full[g]), 1);
+      mbarrier_init(smem_address(&q_empty[g]), CONSUMERS);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
+  const u32 slots = base + GROUPS * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES;
+  Ring ring{slots, smem_address(notes[group]), smem_address(full[group]),
+            smem_address(empty[group]), 0, 0};
+  Buffer q{base + group * QUERY_MAPS * Q_BYTES, smem_address(&q_full[group]),
+           smem_address(&q_empty[group]), 0};
+  if (warpgroup == WARPGROUPS) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    ring.phase = q.phase = 1;  // at first, everything is free
+    if (warp < GROUPS) producer(maps, lists, sizes, ring, q, group);
+  } else {
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume(ring, q, warpgroup % CONSUMERS);
+  }
+}
