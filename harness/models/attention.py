@@ -41,7 +41,9 @@ def mask_of(*, mask_function: Any, config: Any = None, **sizes: Any) -> BlockMas
         mask_function = and_masks(mask_function, sliding_window_overlay(window))
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     sizes = {**sizes, **skips, "local_size": None}
-    return BlockMask.from_elements(sdpa_mask(mask_function=mask_function, **sizes), BLOCK)
+    allowed = sdpa_mask(mask_function=mask_function, **sizes)
+    assert allowed is not None  # no skip is allowed
+    return BlockMask.from_elements(allowed, BLOCK)
 
 
 def attend(

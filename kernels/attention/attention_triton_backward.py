@@ -105,7 +105,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     shared  heads that may be packed in dQ
     """
     b_q, b_k = shape.block
-    dq = [
+    dq: list[dict[str, Any]] = [
         {
             **dict(zip(("q_tokens", "q_pack"), packed(rows, shape, shared), strict=True)),
             **{"q_shared": shared, "q_keys": keys, "q_stages": stages, "q_warps": warps},
@@ -113,7 +113,7 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
         }
         for rows, keys, warps, stages in fitting(shape, shape.tile_side * shared, DQ, FLAT)
     ]
-    dkv = [
+    dkv: list[dict[str, Any]] = [
         {
             **{"kv_keys": keys, "kv_tokens": tokens, "kv_stages": stages, "kv_warps": warps},
             "kv_path": path if b_q % tokens == 0 else "pointers",
@@ -241,7 +241,9 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
         choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
         tried = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
         launches = [candidate(config) for config in tried]
-        parts = [each.before if half == "q_" else replace(each, before=None) for each in launches]
+        parts: list[Any] = [
+            each.before if half == "q_" else replace(each, before=None) for each in launches
+        ]
         result = search(parts, q.device, COMPILE_THREADS)
         best = tried[result.best]
         lines += result.lines([asdict(config) for config in tried], of=half.removesuffix("_"))

@@ -1,19 +1,24 @@
 """Offer the kernels of block-sparse attention for a mask, and plan the chosen one.
 
-    GPU from compute capability 8.0, TRITON_INTERPRET=1
-      forward    attention_split   up to 16 queries of a sequence
-                 attention_triton  any number
+    Hopper, 16 bits
+      forward    attention_wgmma, attention_triton
+      backward   attention_wgmma_backward, attention_triton_backward
+    GPU from compute capability 8.0, and TRITON_INTERPRET=1
+      forward    attention_triton
       backward   attention_triton_backward
+    any of these, up to 16 queries of a sequence
+      forward    attention_split, attention_triton
     CPU          torch, with every element of the mask: a reference for small masks
 
-selection.py takes one of them: what a search found fastest, or else the first one here. Plans are
-made for a mask and the sizes of q, k and v. Calls of one plan must run one after the other on the
-device, as they do on one stream, because attention_split keeps counters.
+selection.py takes one of them: what a search found fastest, or else the first one here. Under
+torch.use_deterministic_algorithms, only configurations that always give the same bits are offered.
+Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after the
+other on the device, as they do on one stream, because some kernels keep counters.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,12 +30,13 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.selection import Candidate, Operator, configured
 from sparsebench.kernels._common.triton import Template, choose_path, unsupported_row
-from sparsebench.kernels._common.triton import unsupported as unsupported_by_triton
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels.attention import (
     attention_split,
     attention_triton,
     attention_triton_backward,
+    attention_wgmma,
+    attention_wgmma_backward,
 )
 from sparsebench.kernels.attention._lists import (
     Lists,
@@ -38,24 +44,40 @@ from sparsebench.kernels.attention._lists import (
     shared_heads,
     transposed_lists_of,
 )
-from sparsebench.kernels.attention._shapes import Bound, Shape, table_sizes
+from sparsebench.kernels.attention._shapes import Bound, Shape, table_sizes, unsupported
 from sparsebench.results.record import Problem
 
-ENGINES = "attention_split", "attention_triton", "attention_triton_backward"
 OFFERED = 6  # configurations of one engine
 KERNELS: dict[str, Any] = {
     "attention_split": attention_split,
     "attention_triton": attention_triton,
     "attention_triton_backward": attention_triton_backward,
+    "attention_wgmma": attention_wgmma,
+    "attention_wgmma_backward": attention_wgmma_backward,
 }
+ENGINES = tuple(KERNELS)
 
 
 class Call(NamedTuple):
-    """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan."""
+    """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan.
+
+    exact  the same operands must give the same bits
+    """
 
     op: Literal["attention", "attention_backward"]
     shape: Shape
     scale: float
+    exact: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """Return what `unsupported` of a kernel reads."""
+        fields: dict[str, Any] = {
+            "dtype": self.shape.dtype,
+            "head_dim": self.shape.head_dim,
+            "scale": self.scale,
+        }
+        return Problem(self.op, fields)
 
 
 class Mask:
@@ -88,25 +110,29 @@ def operator_of(mask: BlockMask) -> Operator:
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         density = float(f"{sizes['density']:.2g}")
         kinds = {"causal": mask.causal, "bits": mask.bits is not None, "lists": mask.lists}
+        kinds["exact"] = call.exact
         return {"op": call.op, **heads, **kinds, **sizes, "density": density}
 
     def offer(call: Call, choice: Mapping[str, Any] | None) -> list[Iterator[Candidate]]:
         if device.type == "cpu" and not knobs.runtime.interpret:
-            return [iter([Candidate("torch", _Reference(), lambda: _Torch(mask, call))])]
-        if reason := unsupported_by_triton(Problem(call.op, {"dtype": call.shape.dtype}), device):
+            reference: Any = partial(_Torch, mask, call)
+            return [iter([Candidate("torch", _Reference(), reference)])]
+        if reason := unsupported(call.problem, device):
             raise Unsupported(reason)
-        names = [choice["kernel"]] if choice else engines_of(call)
+        names = [choice["kernel"]] if choice else engines_of(call, device)
         return [_offered(name, call, owner, choice) for name in names]
 
     return Operator(ENGINES, offer, problem, device)
 
 
-def engines_of(call: Call) -> list[str]:
+def engines_of(call: Call, device: torch.device) -> list[str]:
     """Return the kernels that may run a call, the likeliest first."""
-    if call.op == "attention_backward":
-        return ["attention_triton_backward"]
     few = call.shape.q_tokens <= attention_split.MOST_QUERIES
-    return ["attention_split", "attention_triton"] if few else ["attention_triton"]
+    if call.op == "attention" and few:
+        return ["attention_split", "attention_triton"]
+    backward = "_backward" if call.op == "attention_backward" else ""
+    names = [f"attention_wgmma{backward}", f"attention_triton{backward}"]
+    return names[1:] if KERNELS[names[0]].unsupported(call.problem, device) else names
 
 
 def _offered(
@@ -114,15 +140,41 @@ def _offered(
 ) -> Iterator[Candidate]:
     """Yield the configurations of one kernel, the likeliest first; only a choice's, if any."""
     kernel, shape, device = KERNELS[name], call.shape, owner.mask.columns.device
-    reason = unsupported_row(shape.head_dim, shape.itemsize)
-    path = choose_path(None, reason, device)
     shared = shared_heads(owner.mask, shape.heads, shape.kv_heads)
-    more = (multiprocessors(device),) if name == "attention_split" else ()
-    configs = kernel.configurations(shape, shared, path, *more)
-    if choice:
-        configs = [configured(kernel, choice)]
+    more: dict[str, Any] = {}
+    if name.startswith("attention_wgmma"):
+        product: Any = _Wgmma
+        sizes: tuple[Any, ...] = (shape, shared)
+        if call.op == "attention_backward":
+            sizes, more = (shape,), {"deterministic": call.exact}
+    else:
+        path = choose_path(None, unsupported_row(shape.head_dim, shape.itemsize), device)
+        product, sizes = _Triton, (shape, shared, path)
+        if name == "attention_split":
+            sizes += (multiprocessors(device),)
+    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes, **more)
     for config in configs[:OFFERED]:
-        yield Candidate(name, config, lambda config=config: _Triton(kernel, call, owner, config))
+        yield Candidate(name, config, partial(product, kernel, call, owner, config))
+
+
+class _Wgmma:
+    """A kernel in CUDA C++ to call: it is bound at each call, and its order of work is kept."""
+
+    code = pack = order = None
+
+    def __init__(self, kernel: Any, call: Call, owner: Mask, config: Any) -> None:
+        """Order the work of the kernel."""
+        self.work = kernel.work_of(owner.mask, call.shape, config)
+        rest = {"scale": call.scale, "config": config, "work": self.work}
+        self.bound = partial(kernel.launch, mask=owner.mask, shape=call.shape, **rest)
+
+    def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Return O and the LSE, or dQ, dK and dV, on torch's current stream."""
+        if is_capturing(operands[0]):
+            keep(self)
+        bound: Bound = self.bound(operands)
+        bound.program()
+        return bound.outputs
 
 
 class _Triton:
@@ -143,6 +195,7 @@ class _Triton:
             like(rows, heads * shape.head_dim)
             for rows, heads in ((q_rows, shape.heads), (kv_rows, shape.kv_heads))
         )
+        lists: Any
         operands, lists = [q, k, torch.empty_like(k)], owner.lists
         if call.op == "attention_backward":
             lse = like(shape.batch * shape.heads, shape.q_tokens, torch.float32)
@@ -194,13 +247,13 @@ class _Torch:
         return self._by_head(x).masked_fill(self.unseen, 0)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        scores = self._by_head(q) @ self._keys(k).mT * self.call.scale
+        scores: Tensor = self._by_head(q) @ self._keys(k).mT * self.call.scale
         return scores.masked_fill(~self.allowed, -torch.inf)
 
     def _flat(self, x: Tensor, like: Tensor) -> Tensor:
         """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
         heads = like.shape[1] // self.call.shape.head_dim
-        grouped = x.unflatten(1, (heads, -1)).sum(2)
+        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)  # type: ignore[no-untyped-call]
         return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -35,8 +35,8 @@ def by_head(operands: Operands, *names: str) -> list[Tensor]:
 def cut(mask: BlockMask, side: int) -> BlockMask:
     """Return the same mask in blocks of `side`, which divides its blocks: all are full."""
     cells = mask.to_dense().view(mask.batch * mask.lists, mask.q_blocks, mask.kv_blocks)
-    for dim, (outer, tokens) in enumerate(zip(mask.block, mask.tokens, strict=True), 1):
-        cells = cells.repeat_interleave(outer // side, dim).narrow(dim, 0, -(-tokens // side))
+    for dim, (outer, count) in enumerate(zip(mask.block, mask.tokens, strict=True), 1):
+        cells = cells.repeat_interleave(outer // side, dim).narrow(dim, 0, -(-count // side))
     tokens = [*mask.tokens]
     return BlockMask.from_dense(cells.flatten(0, 1), block=side, tokens=tokens, batch=mask.batch)
 

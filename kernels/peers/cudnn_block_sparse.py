@@ -5,6 +5,7 @@ same mask. No mask is causal. The backward pass has bf16, D = 128 and as many ke
 Source: python/cudnn/block_sparse_attention/api.py of NVIDIA/cudnn-frontend.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -69,9 +70,9 @@ def prepare(operands: Operands) -> Launch:
         o: Tensor = results["o_tensor"]
         return o.reshape(q.shape[0] * q.shape[1], -1)
 
-    result = search([lambda way=way: run(way) for way in ways], operands.device)
+    result = search([partial(run, way) for way in ways], operands.device)
     best = ways[result.best]
-    return Launch(lambda: run(best), best, candidates=result.lines(ways))
+    return Launch(partial(run, best), best, candidates=result.lines(ways))
 
 
 def prepare_backward(operands: Operands) -> Launch:

@@ -7,6 +7,7 @@ are fa2 and fa3; both are timed.
 Source: flashinfer/sparse.py of flashinfer-ai/flashinfer.
 """
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -70,9 +71,9 @@ def prepare(operands: Operands) -> Launch:
         o: Tensor = wrapper.run(*(x[0].contiguous() for x in (q, k, v)))  # type: ignore[attr-defined]
         return o.transpose(0, 1).reshape(problem["m"], -1)
 
-    result = search([lambda each=each: run(each) for each in wrappers], operands.device)
+    result = search([partial(run, wrapper) for wrapper in wrappers], operands.device)
     best = wrappers[result.best]
-    return Launch(lambda: run(best), ways[result.best], candidates=result.lines(ways))
+    return Launch(partial(run, best), ways[result.best], candidates=result.lines(ways))
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

@@ -14,8 +14,9 @@ blocks, so it is given the tiles of each way.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import e, log2
 from types import FunctionType
 from typing import Any
@@ -146,11 +147,16 @@ def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists,
         lists = exact_lists(mask, heads)
         m, n = min(128, b_q), min(128, b_k)
         tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
-        options: list[Options] = [tile]
-        if m == n == 128:
+        if mask.q_blocks == 1:
+            options: list[Options] = [{}]
+        elif m == n == 128:
             options = [{}, {**tile, "num_warps": 8, "num_stages": 3}]
-        elif mask.q_blocks == 1:
-            options = [{}]
+        elif min(m, n) == 64:
+            options = [tile, {**tile, "num_warps": 4, "num_stages": 2}]
+        else:  # the default has four warps, too many for such a tile
+            pipelines = ((2, 2), (1, 3), (2, 3))
+            more = [{**tile, "num_warps": w, "num_stages": s} for w, s in pipelines]
+            options = [tile, *more]
         ways += [({"lists": "exact", **option}, lists, option) for option in options]
     if min(b_q, b_k) < COARSE and mask.q_blocks > 1:
         ways.append(({"lists": "coarser"}, coarser_lists(mask, heads), {}))
@@ -178,15 +184,14 @@ def prepare(operands: Operands) -> Launch:
     q, k, v = by_head(operands, "q", "k", "v")
     tokens = problem["batch"] * problem["m"]
     ways = candidates(mask, problem["heads"])
+
+    def run(call: Callable[..., Tensor]) -> Tensor:
+        return call(q, k, v).transpose(1, 2).reshape(tokens, -1)
+
     runs = []
     for _, lists, options in ways:
         call = _compiled(operands, lists, options)
-
-        def run(call: Callable[..., Any] = call) -> Tensor:
-            o: Tensor = call(q, k, v)
-            return o.transpose(1, 2).reshape(tokens, -1)
-
-        runs.append(run)
+        runs.append(partial(run, call))
     return _fastest(runs, [name for name, _, _ in ways], operands)
 
 
@@ -199,17 +204,17 @@ def prepare_backward(operands: Operands) -> Launch:
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
     ways = backward_ways(mask, problem["heads"])
+
+    def run(gradients: _Gradients) -> Tensor:
+        torch.mul(lse, log2(e), out=base2)
+        parts = gradients(do)
+        return torch.cat([x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts])
+
     runs = []
     for _, lists, options in ways:
         call = _compiled(operands, lists, options)
         gradients = _Gradients(call, (q, k, v), given, base2, options)
-
-        def run(gradients: _Gradients = gradients) -> Tensor:
-            torch.mul(lse, log2(e), out=base2)
-            parts = gradients(do)
-            return torch.cat([x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts])
-
-        runs.append(run)
+        runs.append(partial(run, gradients))
     return _fastest(runs, [name for name, _, _ in ways], operands)
 
 
@@ -277,6 +282,7 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
         seq_lengths=mask.tokens,
     )
     grouped = problem["heads"] != problem["kv_heads"]
+    kernel_options: Any = options or None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(
@@ -286,7 +292,7 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
             block_mask=block_mask,
             scale=problem["scale"],
             enable_gqa=grouped,
-            kernel_options=options or None,
+            kernel_options=kernel_options,
         )
 
     # The compiler counts how often it compiles a code object and gives up at eight, and then
@@ -296,7 +302,7 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
 
 
 def _fastest(
-    runs: list[Callable[[], Tensor]], names: list[Mapping[str, Any]], operands: Operands
+    runs: Sequence[Callable[[], Tensor]], names: Sequence[Mapping[str, Any]], operands: Operands
 ) -> Launch:
     """Return the fastest launch, or the pinned one."""
     if not runs:

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.twell import linear_few
 from sparsebench.kernels.twell.linear_few import Config
-from sparsebench.results.record import Problem
+from sparsebench.results.record import Contender, Problem, Status
 
 CPU, OP = torch.device("cpu"), load_op("linear_active")
 
@@ -66,3 +67,13 @@ def test_configurations_are_possible_for_any_size() -> None:
         assert configs
         assert all(c.parts * c.depth <= max(k, 16) for c in configs)
     assert linear_few.unsupported(problem_of(5, 8, 8, None), CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_it_is_right_and_timed_on_a_gpu(m: int, dtype: str) -> None:
+    problem = problem_of(m, 1000, 4096, 1024, dtype)
+    contender = Contender("cvse", "linear_few")
+    (row, *_), _ = contest.run(problem, [contender], torch.device("cuda:0"), None)
+    assert (row.status, row.detail) == (Status.OK, "")
