@@ -259,8 +259,8 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
     shown: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     top, last = shown[0], shown[-1]
     tooltips = [
-        f"{_sized(line['shape'])} {line['name']}, ".lstrip()
-        + f"{between(line['gain'], line['low'], line['high'])}, {_of(line)}"
+        ": ".join(filter(None, [_sized(line["shape"]), line["name"]]))
+        + f", {between(line['gain'], line['low'], line['high'])}, {_of(line)}"
         for line in shown[:SHOWN]
     ]
     text, span = _range(shown)
