@@ -63,7 +63,8 @@ def here() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def verdict(here: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run of eight processes whose searches have a regret."""
-    return measured(tmp_path_factory.mktemp("verdict"), "regret: 0.01", replicates=8)
+    folder = tmp_path_factory.mktemp("verdict")
+    return measured(folder, "regret: 0.01", replicates=8, only="m=1|2|3|4")
 
 
 def measured(folder: Path, spec: str, replicates: int, only: str = "") -> Run:
@@ -149,7 +150,8 @@ def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_p
     assert choices_of(again.state) is Choices.BUNDLE
     assert choices_by_case(again) == choices_by_case(verdict)
     assert agreement(verdict, again).choices is Choices.BUNDLE
-    suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(device, replicates=8)
+    suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(**verdict.state["flags"])
+    flags = replace(flags, device=device)
     with pytest.raises(SuiteError, match="expected choices by bundle, found each process, among"):
         measure(suite, flags, None, again.path)
 

@@ -244,7 +244,7 @@ def test_the_front_door_binds_the_kernels_for_hopper(
 
         def launch(*args: Any, **kwargs: Any) -> Bound:
             arguments = signature.bind(*args, **kwargs).arguments
-            launches.append((module, arguments["config"]))
+            launches.append(module)
             operands = arguments["operands"]
             assert [x.shape[0] for x in operands[:3]] == [70, 130, 130]
             made = tuple(torch.zeros_like(operands[i]) for i in range(outputs))
@@ -263,6 +263,5 @@ def test_the_front_door_binds_the_kernels_for_hopper(
         sparsebench.attention(*leaves, mask).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    (first, _), (second, config) = launches
-    assert (first, second) == (attention_wgmma, attention_wgmma_backward)
-    assert not (exact and config.sums)
+    both = [attention_wgmma, attention_wgmma_backward]
+    assert launches == (both[:1] if exact else both)
