@@ -232,7 +232,7 @@ def launch(
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 
-def prepare(operands: Operands, deterministic: bool = False, *, tuned: Tuned = True) -> Launch:
+def prepare(operands: Operands, *, deterministic: bool = False, tuned: Tuned = True) -> Launch:
     """Transpose the lists; take a table's configuration, or compile and time up to four.
 
     `deterministic` demands the same bits in each call. Raises Unsupported.
