@@ -20,7 +20,14 @@ import numpy as np
 import pytest
 import torch
 
-from sparsebench.harness.bench import contest, correctness, sealed_clocks, spot_checks, timing
+from sparsebench.harness.bench import (
+    contest,
+    correctness,
+    process_state,
+    sealed_clocks,
+    spot_checks,
+    timing,
+)
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
 from sparsebench.harness.bench.process_state import ProcessState
 from sparsebench.harness.bench.sealed_clocks import addresses as real_addresses
@@ -132,6 +139,15 @@ def test_random_numbers_and_new_variables_are_put_back_without_blame(
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert (torch.rand(1), random.random(), np.random.rand()) == expected
     before.restore()
+
+
+def test_a_gpu_that_a_contender_used_first_has_no_earlier_random_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, states = ProcessState(), process_state._random_states
+    gpu = {"cuda": (torch.zeros(1), lambda state: None)}
+    monkeypatch.setattr(process_state, "_random_states", lambda: states() | gpu)
+    assert not before.restore()
 
 
 def test_a_start_time_that_is_moved_changes_no_time() -> None:
