@@ -97,8 +97,9 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
 def _row(name: str, words: str, dtype: str, device: str) -> Row:
     """Return the kernel's row of a contest without other contenders. Raises SuiteError."""
     chosen, op = dict(word.split("=", 1) for word in words.split()), load_kernel(name).op
-    names = load_op(chosen.get("op", "linear" if op == "any" else op)).fields.model_fields
-    sizes = {size: str(value) for size, value in SIZES.items() if size in names}
+    loaded = load_op(chosen.get("op", "linear" if op == "any" else op))
+    names, example = loaded.fields.model_fields, loaded.example or SIZES
+    sizes = {n: str(value) for n, value in example.items() if n in names and value is not None}
     fields = {**sizes, "dtype": dtype, **chosen}
     where = torch.device(device)
     planned = plan(name, [f"{field}={value}" for field, value in fields.items()], where)

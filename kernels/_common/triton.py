@@ -21,7 +21,7 @@ from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
-Precision = Literal["ieee", "tf32", "tf32x3"]  # of products of fp32, as tl.dot names it
+Precision = Literal["ieee", "tf32"]  # of products of fp32, as tl.dot names it
 
 SHARED_BYTES = 96 * 1024  # of operands in flight, so that two programs share an SM of an H100
 SM_BYTES = 220 * 1024  # of operands in flight; a program on Hopper or Blackwell may have 227 KB

@@ -30,7 +30,7 @@
 //   (2^x). The scores of the step after a tile's last one are computed with the wrong K, and again.
 //
 // dQ's sums: [batch * heads, padded / 64, halves of D][8][128 threads][4], the order in which the
-// threads hold them. A warpgroup writes its 16 KB to shared memory, and TMA adds them in L2.
+// threads hold them; red.v4 adds them in L2.
 //
 // Cost of a step of 64 queries and 128 keys, D = 128: 10.5 MFLOP (8.4 without dQ), 1.6 us of an SM
 // at 850 TFLOP/s; loads of 32 KB, 0.4 us; additions of 32 KB, 1.2 us at the 3.7 TB/s that L2 adds
@@ -50,8 +50,7 @@ constexpr int SLOT_BYTES = ROWS * HEAD_DIM * 2, KV_BYTES = KV_ROWS * HEAD_DIM * 
 constexpr bool SHARED = CONSUMERS == 2 && HALVES == 2;
 constexpr int DQ_KEYS = SHARED ? 128 : 64, DQ_HALVES = SHARED ? 1 : HALVES;  // of a warpgroup
 constexpr int DS_BUFFERS = SUMS ? SHARED ? 2 : 1 : 0, DS_BYTES = KV_ROWS * ROW_BYTES;
-constexpr int SUM_FLOATS = ROWS * 64, SUM_BYTES = SUMS * SUM_FLOATS * 4;  // of dQ, a warpgroup's
-constexpr int RING_AT = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES + CONSUMERS * SUM_BYTES;
+constexpr int RING_AT = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES;
 constexpr int GROUP_BYTES = RING_AT + SLOTS * SLOT_BYTES, STATS_BYTES = 8 * ROWS;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 6;  // flags, query, head, key, KV head, slot of bits
@@ -241,22 +240,6 @@ __device__ __forceinline__ void mask(float (&p)[ROWS / 2], u32 note, int key, co
   }
 }
 
-// Add a warpgroup's part of dQ to the sums in memory.
-__device__ __forceinline__ void add_to_sums(const float (&d)[32], float* sums, u32 stage,
-                                            int barrier) {
-  const int thread = threadIdx.x % 128;
-  if (thread == 0) tma_store_wait_read<0>();
-  warpgroup_sync(barrier);
-  #pragma unroll
-  for (int i = 0; i < 8; i++) st_shared(stage + (i * 128 + thread) * 16, d + 4 * i);
-  fence_proxy_async();
-  warpgroup_sync(barrier);
-  if (thread == 0) {
-    bulk_reduce_add(sums, stage, SUM_BYTES);
-    tma_store_commit();
-  }
-}
-
 __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, int group,
                                         const Lists& lists, const Sizes& sizes, float* sums,
                                         char* dk, char* dv) {
@@ -264,9 +247,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
   const int mine = 64 * consumer + 16 * warp + lane / 4, t = lane % 4;  // key in the tile
   const u32 own = consumer * 64 * ROW_BYTES;                            // rows of a tile of keys
   const int stored = 16 * warp + lane / 8 % 2 * 8 + lane % 8;           // row of stmatrix
-  const u32 part = SHARED ? consumer * KV_ROWS * ROW_BYTES : own;       // of K, for dQ
-  const u32 stage = kv.ds + DS_BUFFERS * DS_BYTES + consumer * SUM_BYTES;
-  const int ds_barrier = 1 + (SHARED ? group : warpgroup), own_barrier = 4 + warpgroup;
+  const int ds_barrier = 1 + (SHARED ? group : warpgroup);
   float k_sum[HEAD_DIM / 2], v_sum[HEAD_DIM / 2], s[ROWS / 2], dp[ROWS / 2];
   u32 p[ROWS / 4], ds[ROWS / 4], ds_tile = kv.ds;
 
@@ -326,24 +307,36 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
       keep = 1;
       const long long tile = (long long)ld_shared(q.note() + 8) * (sizes.padded / ROWS) +
                              ld_shared(q.note() + 4) / ROWS;
-      float* const to = sums + tile * (HALVES * SUM_FLOATS);
+      float* const to = sums + tile * (ROWS * HEAD_DIM) + threadIdx.x % 128 * 4;
       if (SUMS) barrier_sync(ds_barrier, SHARED ? 256 : 128);
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
-      float dq[DQ_HALVES][32];
-      if (SUMS) query_gradients(dq[0], SHARED ? ds_tile : ds_tile + own, kv.k + part);
-      else scores(s, kv.k + own, ring.tile());
-      wgmma_wait<1>();  // for dV and dK
-      release(q.empty_barrier());
-      release(d_o.empty_barrier());
+      if (!SUMS) {
+        scores(s, kv.k + own, ring.tile());
+        wgmma_wait<1>();  // for dV and dK
+        release(q.empty_barrier());
+        release(d_o.empty_barrier());
+      }
       #pragma unroll
       for (int i = 0; i < SUMS * DQ_HALVES; i++) {
-        if (i + 1 < DQ_HALVES)
-          query_gradients(dq[i + 1], ds_tile + own, kv.k + part + (i + 1) * KV_ROWS * ROW_BYTES);
-        else scores(s, kv.k + own, ring.tile());
-        wgmma_wait<1>();
-        hold(dq[i]);
-        add_to_sums(dq[i], to + (SHARED ? consumer : i) * SUM_FLOATS, stage, own_barrier);
+        const int half = SHARED ? consumer : i;
+        float dq[32];
+        query_gradients(dq, SHARED ? ds_tile : ds_tile + own,
+                        kv.k + half * KV_ROWS * ROW_BYTES + (SHARED ? 0 : own));
+        if (i == 0) {
+          wgmma_wait<1>();
+          release(q.empty_barrier());
+          release(d_o.empty_barrier());
+        }
+        if (i == DQ_HALVES - 1) {
+          scores(s, kv.k + own, ring.tile());
+          wgmma_wait<1>();
+        } else {
+          wgmma_wait<0>();
+        }
+        hold(dq);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) red_add(to + (half * 8 + j) * 512, dq + 4 * j);
       }
       wgmma_wait<0>();
       hold(s);
@@ -362,7 +355,6 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
     store_rows<HEAD_DIM>(k_sum, scales, dk + to, key, sizes.keys, row_bytes);
     store_rows<HEAD_DIM>(v_sum, ones, dv + to, key, sizes.keys, row_bytes);
   }
-  if (SUMS && threadIdx.x % 128 == 0) tma_store_wait();
 }
 
 // ---- the kernels ----

@@ -1,6 +1,6 @@
 """Gradients of block-sparse attention in CUDA C++ for Hopper: dQ, dK and dV, one below the other.
 
-There are two ways, and a search finds the faster one:
+There are two ways:
 
     sums   prepare_queries   delta = sum(dO O) of each query; LSE for exp2; dQ's sums set to zero
            differentiate     dK and dV of a tile of keys; adds to dQ's sums, in fp32, in L2
@@ -10,7 +10,7 @@ There are two ways, and a search finds the faster one:
 
 `sums` computes S and dP once. Its sums come in the order in which CTAs finish, so two calls may
 differ in the last bits. `twice` computes them in both kernels, 14 D operations for each allowed
-element instead of 10, and gives the same bits each time; the option `deterministic` demands it.
+element instead of 10, and gives the same bits each time; the option `deterministic` chooses it.
 attention_wgmma_backward.cu and attention_wgmma_dq.cu are the kernels. They support blocks of a
 multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
 """
@@ -94,18 +94,13 @@ def configurations(shape: Shape, *, deterministic: bool = False) -> list[Config]
             f"expected blocks of a multiple of 64 queries and keys, found {list(shape.block)}"
         )
     tiles = [(128, 1), (64, 2)] if shape.block[1] % 128 == 0 else [(64, 2)]
-    ways = [False] if deterministic else [True, False]
-    return [Config(*tile, sums) for tile in tiles for sums in ways]
+    return [Config(*tile, sums=not deterministic) for tile in tiles]
 
 
 def ds_bytes(config: Config, head_dim: int) -> int:
-    """Return the shared memory of dS, and of dQ's sums in fp32 for each warpgroup.
-
-    Two warpgroups that share dS alternate two buffers.
-    """
+    """Return the shared memory of dS; two warpgroups that share it alternate two buffers."""
     buffers = 2 if config.rows == 128 and head_dim == 128 else 1
-    size = config.rows * ROWS * 2 * buffers + config.rows // 64 * ROWS * 64 * 4
-    return size if config.sums else 0
+    return config.rows * ROWS * 2 * buffers if config.sums else 0
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
@@ -237,7 +232,7 @@ def launch(
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 
-def prepare(operands: Operands, deterministic: bool = False, *, tuned: Tuned = True) -> Launch:
+def prepare(operands: Operands, *, deterministic: bool = False, tuned: Tuned = True) -> Launch:
     """Transpose the lists; take a table's configuration, or compile and time up to four.
 
     `deterministic` demands the same bits in each call. Raises Unsupported.

@@ -11,9 +11,9 @@
     CPU          torch, with every element of the mask: a reference for small masks
 
 selection.py takes one of them: what a search found fastest, or else the first one here. Under
-torch.use_deterministic_algorithms, only configurations that always give the same bits are offered.
-Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after the
-other on the device, as they do on one stream, because some kernels keep counters.
+torch.use_deterministic_algorithms the backward kernel is Triton's, which always gives the same
+bits. Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after
+the other on the device, as they do on one stream, because some kernels keep counters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -132,7 +132,10 @@ def engines_of(call: Call, device: torch.device) -> list[str]:
         return ["attention_split", "attention_triton"]
     backward = "_backward" if call.op == "attention_backward" else ""
     names = [f"attention_wgmma{backward}", f"attention_triton{backward}"]
-    return names[1:] if KERNELS[names[0]].unsupported(call.problem, device) else names
+    inexact = backward and call.exact
+    if inexact or KERNELS[names[0]].unsupported(call.problem, device):
+        return names[1:]
+    return names
 
 
 def _offered(
@@ -141,18 +144,15 @@ def _offered(
     """Yield the configurations of one kernel, the likeliest first; only a choice's, if any."""
     kernel, shape, device = KERNELS[name], call.shape, owner.mask.columns.device
     shared = shared_heads(owner.mask, shape.heads, shape.kv_heads)
-    more: dict[str, Any] = {}
     if name.startswith("attention_wgmma"):
         product: Any = _Wgmma
-        sizes: tuple[Any, ...] = (shape, shared)
-        if call.op == "attention_backward":
-            sizes, more = (shape,), {"deterministic": call.exact}
+        sizes: tuple[Any, ...] = (shape, shared) if call.op == "attention" else (shape,)
     else:
         path = choose_path(None, unsupported_row(shape.head_dim, shape.itemsize), device)
         product, sizes = _Triton, (shape, shared, path)
         if name == "attention_split":
             sizes += (multiprocessors(device),)
-    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes, **more)
+    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes)
     for config in configs[:OFFERED]:
         yield Candidate(name, config, partial(product, kernel, call, owner, config))
 
@@ -240,7 +240,8 @@ class _Torch:
         """Return [batch, H, tokens, D] in fp32; key heads are repeated."""
         d, batch = self.call.shape.head_dim, self.call.shape.batch
         heads = x.unflatten(1, (-1, d)).unflatten(0, (batch, -1)).transpose(1, 2).float()
-        return heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
+        repeated: Tensor = heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
+        return repeated
 
     def _keys(self, x: Tensor) -> Tensor:
         """Return k or v by head; zeros, even for NaN, where no query selects a key."""
@@ -253,7 +254,7 @@ class _Torch:
     def _flat(self, x: Tensor, like: Tensor) -> Tensor:
         """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
         heads = like.shape[1] // self.call.shape.head_dim
-        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)  # type: ignore[no-untyped-call]
+        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)
         return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -34,13 +34,9 @@ template <int REGISTERS> void setmaxnreg_inc() {}
 template <int REGISTERS> void setmaxnreg_dec() {}
 template <int COUNT> void hold(float (&)[COUNT]) {}
 static float exp2_approx(float x) { return std::exp2(x); }
-static void st_shared(u32 to, const float* v) { std::memcpy(in_shared(to), v, 16); }
-static void bulk_reduce_add(float* to, u32 from, int bytes) {
-  for (int i = 0; i < bytes / 4; i++) to[i] += ((float*)in_shared(from))[i];
+static void red_add(float* to, const float* v) {
+  for (int i = 0; i < 4; i++) to[i] += v[i];
 }
-static void tma_store_commit() {}
-static void tma_store_wait() {}
-template <int LEFT> void tma_store_wait_read() {}
 static void tma_load(u32 to, const TensorMap* map, int column, int row, int plane, u32 barrier) {
   TensorMap of_plane = *map;
   of_plane.from += (size_t)plane * map->rows * map->step;

@@ -1,5 +1,6 @@
 """The Triton kernels of block-sparse attention, in Triton's interpreter, and their lists."""
 
+import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,13 +10,17 @@ from torch import Tensor
 
 import sparsebench
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
     attention_split,
     attention_triton,
     attention_triton_backward,
+    attention_wgmma,
+    attention_wgmma_backward,
 )
 from sparsebench.kernels.attention._lists import lists_of, shared_heads, transposed_lists_of
-from sparsebench.kernels.attention._shapes import Shape, packed
+from sparsebench.kernels.attention._shapes import Bound, Shape, packed
+from sparsebench.results.record import Problem
 from tests.kernels.attention.cases import random_mask, reference
 from tests.tools.marks import sampled
 
@@ -34,6 +39,7 @@ class Case(NamedTuple):
     causal: bool = False
     bits: bool = False
     head_dim: int = D
+    density: float = 0.5
 
 
 CASES = [
@@ -48,6 +54,7 @@ CASES = [
 ]
 PATHS = sampled(CASES, 0, 2)
 FEW = [
+    Case((1, 96), (16, 16), (4, 2), (16, 32, "pointers"), batch=2, density=1.0),
     Case((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
     Case((3, 90), (16, 16), (4, 1), (16, 32, "pointers"), batch=2, causal=True),
     Case((16, 50), (16, 16), (2, 2), (16, 16, "tma"), lists=2, bits=True),
@@ -64,6 +71,7 @@ def drawn(case: Case, dtype: torch.dtype) -> tuple[BlockMask, Shape, list[Tensor
         lists=case.lists,
         causal=case.causal,
         bits=case.bits,
+        density=case.density,
     )
     heads, kv_heads = case.heads
     name = {torch.float16: "fp16", torch.float32: "fp32"}[dtype]
@@ -107,7 +115,7 @@ def test_o_and_lse_are_right(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("case", sampled(FEW, 1))
+@pytest.mark.parametrize("case", sampled(FEW, 0, 2))
 def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> None:
     mask, shape, tensors = drawn(case, torch.float32)
     _, keys, path = case.tile
@@ -222,3 +230,63 @@ def test_a_block_has_configurations_that_fit(block: Any, dtype: str, module: Any
         shape = Shape(1, 512, 512, 8, 8, head_dim, sides, dtype)
         configs = module.configurations(shape, 1, "tma")
         assert 1 <= len(configs) <= 8
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_front_door_binds_the_kernels_for_hopper(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((70, 130), 64, (2, 1), (16, 16, "tma"), lists=2, head_dim=64)
+    mask, shape, tensors = drawn(case, torch.float16)
+    launches = []
+
+    def bound_by(module: Any, outputs: int) -> Any:
+        signature = inspect.signature(module.launch)
+
+        def launch(*args: Any, **kwargs: Any) -> Bound:
+            arguments = signature.bind(*args, **kwargs).arguments
+            launches.append(module)
+            operands = arguments["operands"]
+            assert [x.shape[0] for x in operands[:3]] == [70, 130, 130]
+            made = tuple(torch.zeros_like(operands[i]) for i in range(outputs))
+            lse = torch.zeros(shape.heads, shape.q_tokens)
+            return Bound(lambda: None, (), made if outputs == 3 else (made[0], lse))
+
+        return launch
+
+    for module, outputs in ((attention_wgmma, 1), (attention_wgmma_backward, 3)):
+        monkeypatch.setattr(module, "unsupported", lambda *_: None)
+        monkeypatch.setattr(module, "launch", bound_by(module, outputs))
+        monkeypatch.setattr(module, "work_of", lambda *_: None)
+    leaves = [x.requires_grad_() for x in tensors]
+    torch.use_deterministic_algorithms(exact)
+    try:
+        sparsebench.attention(*leaves, mask).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    both = [attention_wgmma, attention_wgmma_backward]
+    assert launches == (both[:1] if exact else both)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("module", [attention_triton, attention_split, attention_triton_backward])
+def test_a_kernel_prepares_a_launch_from_the_operands_of_a_problem(module: Any) -> None:
+    case = Case((16, 64), 16, (2, 1), (16, 16, "pointers"), lists=1, causal=True, head_dim=16)
+    mask, _, tensors = drawn(case, torch.float32)
+    leaves = [x.requires_grad_() for x in tensors]
+    o, lse = reference(*leaves, mask)
+    do = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, leaves, do)
+    fields = {"dtype": "fp32", "m": 16, "heads": 2, "head_dim": 16, "scale": None}
+    given = {name: flat(x.detach()) for name, x in zip("qkv", tensors, strict=True)}
+    wanted = flat(o)
+    if module is attention_triton_backward:
+        given |= {"o": flat(o.detach()), "lse": lse.detach().flatten(0, 1), "do": flat(do)}
+        wanted = torch.cat([x.reshape(-1, 16) for x in gradients])
+    problem = Problem(module.KERNEL.op, fields)
+    operands = Operands(problem, {"mask": mask}, given, definition=torch.add)
+    launched = module.KERNEL.prepare(operands)
+    torch.testing.assert_close(launched(), wanted.detach(), atol=1e-5, rtol=1e-5)
+    again = replace(operands, pinned=launched.choice)
+    assert module.KERNEL.prepare(again).choice == launched.choice

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.attention import attention_wgmma
 from sparsebench.kernels.attention._lists import shared_heads
@@ -124,6 +125,19 @@ def test_the_tiles_cover_each_query_of_each_head_once(case: Case) -> None:
             row = number * mask.q_blocks + query // mask.block[0]
             assert (first, first + count) == tuple(mask.offsets[row : row + 2].tolist())
     assert covered.eq(1).all()
+
+
+def test_long_tiles_come_first_and_the_others_by_section_and_falling_length() -> None:
+    cells = torch.zeros(4 * 16, 16)
+    lengths = [16, 2, 3, 1, 2, 4, 3, 1, 2, 3, 2, 1, 4, 2, 3, 1]
+    for row in range(64):
+        cells[row, : lengths[row % 16]] = 1
+    mask = BlockMask.from_dense(cells, block=128, tokens=[2048, 2048])
+    shape = Shape(1, 2048, 2048, 4, 4, 128, mask.block, "bf16")
+    tiles = query_tiles(mask, shape, 128, 128)
+    assert tiles[:4, 1].tolist() == [16] * 4
+    short = tiles[4:, 1]
+    assert short.tolist() == short.sort(descending=True).values.tolist()  # one section
 
 
 @pytest.mark.parametrize("head_dim", attention_wgmma.HEAD_DIMS)

@@ -190,6 +190,13 @@ def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(
         assert attention_wgmma_backward.shared_bytes(config, head_dim) <= 227 * 1024 - 1024
 
 
+def test_deterministic_gradients_are_not_sums_in_memory() -> None:
+    shape = Shape(1, 256, 256, 2, 1, 64, (128, 128), "bf16")
+    configs = attention_wgmma_backward.configurations(shape, deterministic=True)
+    assert configs
+    assert not any(config.sums for config in configs)
+
+
 @pytest.mark.parametrize("block", [(32, 64), (64, 96)])
 def test_small_blocks_are_refused(block: tuple[int, int]) -> None:
     shape = Shape(1, 256, 256, 2, 1, 64, block, "bf16")

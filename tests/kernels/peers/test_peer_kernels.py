@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,31 @@ def test_the_row_of_torchs_call_names_how_it_multiplies(m: int, block: int, path
     assert isinstance(w, Bsr)
     assert torch_bsr.unsupported_as_shipped(w) is None
     assert torch_bsr.path_of(w, m) == path
+
+
+@pytest.mark.parametrize(("tuned", "tokens"), [(True, 48), ("torch", 64)])
+def test_a_tuned_product_pads_tokens_to_a_multiple_of_its_tile(
+    tuned: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.sparse import _triton_ops, _triton_ops_meta
+
+    meta = {"SPLIT_N": 1, "GROUP_SIZE_ROW": 1, "num_stages": 1, "num_warps": 4}
+
+    def multiply(y: Tensor, bsr: Tensor, x: Tensor, *, meta: Any, out: Tensor, **_: Any) -> None:
+        assert x.shape[1] == tokens
+        assert x.shape[1] % meta["SPLIT_N"] == 0
+        out.copy_(bsr.to_dense() @ x)
+
+    monkeypatch.setattr(_triton_ops, "bsr_dense_addmm", multiply)
+    monkeypatch.setattr(_triton_ops_meta, "tune_bsr_dense_addmm", lambda *_, **__: meta)
+    operands = operands_of((37, 128, 128), block=64)
+    choice = torch_bsr.prepare(operands, tuned=tuned).choice
+    pinned = {**meta, **choice, "tokens": tokens}
+    pinned.pop("as_shipped", None)
+    assert tuned is True or choice == pinned
+    for _ in range(2):
+        assert_right(torch_bsr.prepare(replace(operands, pinned=pinned), tuned=tuned)(), operands)
+        operands.activations["x"].neg_().add_(1)
 
 
 def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
