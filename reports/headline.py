@@ -201,8 +201,8 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
             f"{run.home}: expected one problem with {question.where}, found none or several"
         )
     isolated = subjects.sort_values("speedup").iloc[-1]
-    line = pd.Series(in_chain(isolated, problem))
-    beside = " isolated" if is_short(line) else ""
+    line = pd.Series(in_chain(isolated.to_dict(), problem))
+    beside = " isolated" if is_short(line.to_dict()) else ""
     if line.scope != isolated.scope:
         beside = f" inside a chain; isolated {_speedup(isolated)}"
     contest = problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)]
