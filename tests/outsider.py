@@ -54,6 +54,7 @@ class Blocks(dict):
     logs: dict[int, float]
     cards: dict[int, str]
     state: str
+    __hash__ = object.__hash__  # each case has one, so that its ratios can be kept
 
 
 def runs() -> list[str]:
@@ -103,7 +104,7 @@ def cases(run: str) -> pd.DataFrame:
             continue
         key = json.dumps([problem, contender, row["scope"], row["cache"]])
         place = json.dumps([run, problem, row["scope"], row["cache"]])
-        case = found.setdefault(key, {"place": place, "key": key, "taken": [], "peaks": {}})
+        case = found.setdefault(key, {"place": place, "key": key, "taken": [], "peaks": Blocks()})
         beside = row["device"], limited(row["telemetry"] or {})
         taken = row["clock"], row["replicate"], by_block(row), row["samples_us"], *beside
         case["taken"].append(taken)
@@ -291,7 +292,8 @@ def every_case() -> pd.DataFrame:
     return found.assign(level=[f"{100 * part:.0f} %" for part in zeros])
 
 
-def ratio(ours: dict, other: dict) -> tuple[float, float, float]:
+@cache
+def ratio(ours: Blocks, other: Blocks) -> tuple[float, float, float]:
     """Return how many times as fast `ours` is, and the ends of the interval."""
     d = logs_of(ours, other)
     n = len(d)
@@ -604,7 +606,7 @@ def beside_op(line: list[str]) -> bool:
     label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
     names, _, processes = line[-1].rpartition(", ")
     places = [at_address(name) for name in names.split(" over ")]
-    sides: list[list[dict[int, np.ndarray]]] = []
+    sides: list[list[Blocks]] = []
     for run, where, who in (
         (places[0], label, subject),
         (places[-1], f"{op}, {label.partition(', ')[2]}", other),
@@ -616,7 +618,7 @@ def beside_op(line: list[str]) -> bool:
             base = fastest(contest, contest.format == "dense").blocks
             both = ours.blocks.keys() & base.keys()
             logs = {p: np.log(ours.blocks[p] / base[p]) for p in both}
-            sides[-1].append({p: np.exp([np.median(log)]) for p, log in logs.items()})
+            sides[-1].append(Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()}))
     return any(
         len(own) == int(processes.split()[0]) and shows(line[1], ratio(own, beside))
         for own in sides[0]

@@ -240,7 +240,8 @@ class _Torch:
         """Return [batch, H, tokens, D] in fp32; key heads are repeated."""
         d, batch = self.call.shape.head_dim, self.call.shape.batch
         heads = x.unflatten(1, (-1, d)).unflatten(0, (batch, -1)).transpose(1, 2).float()
-        return heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
+        repeated: Tensor = heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
+        return repeated
 
     def _keys(self, x: Tensor) -> Tensor:
         """Return k or v by head; zeros, even for NaN, where no query selects a key."""
@@ -253,7 +254,7 @@ class _Torch:
     def _flat(self, x: Tensor, like: Tensor) -> Tensor:
         """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
         heads = like.shape[1] // self.call.shape.head_dim
-        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)  # type: ignore[no-untyped-call]
+        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)
         return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

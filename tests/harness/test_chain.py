@@ -94,7 +94,7 @@ def test_a_row_is_of_one_layer(prepared: Prepared) -> None:
     assert np.median(result["chain"].samples_us) < 4 * np.median(result["kernel"].samples_us)
     assert result["chain"].fewest_bytes == result["kernel"].fewest_bytes
     assert result["chain"].draws == result["kernel"].draws
-    assert Samples((8.0, 16.003), 1).per_layer(8) == Samples((1.0, 2.0), 1)
+    assert Samples((8.0, 16.003), 1, None).per_layer(8) == Samples((1.0, 2.0), 1, None)
 
 
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])

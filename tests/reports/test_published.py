@@ -128,8 +128,13 @@ def test_each_run_has_a_line_and_a_digest(runs: dict[str, PublishedRun]) -> None
 def filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: dict[str, PublishedRun]
 ) -> Callable[[str], str]:
-    """Return what a page of another checkout should hold."""
+    """Return what a page of another checkout should hold, without what takes seconds."""
     monkeypatch.setattr(published, "BLOCKED", ("docs/README.md",))
+    monkeypatch.setattr(published, "agreement", lambda runs: "")
+    monkeypatch.setattr(published, "repeated", lambda runs: None)
+    for module in (published.advice, published.repeats):
+        monkeypatch.setattr(module, "text_of", lambda rows: "")
+    monkeypatch.setattr(published.advice, "collected", lambda *given: [])
     (tmp_path / "docs").mkdir()
 
     def write(text: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import sparsebench
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
     attention_split,
     attention_triton,
@@ -19,6 +20,7 @@ from sparsebench.kernels.attention import (
 )
 from sparsebench.kernels.attention._lists import lists_of, shared_heads, transposed_lists_of
 from sparsebench.kernels.attention._shapes import Bound, Shape, packed
+from sparsebench.results.record import Problem
 from tests.kernels.attention.cases import random_mask, reference
 from tests.tools.marks import sampled
 
@@ -265,3 +267,26 @@ def test_the_front_door_binds_the_kernels_for_hopper(
         torch.use_deterministic_algorithms(False)
     both = [attention_wgmma, attention_wgmma_backward]
     assert launches == (both[:1] if exact else both)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("module", [attention_triton, attention_split, attention_triton_backward])
+def test_a_kernel_prepares_a_launch_from_the_operands_of_a_problem(module: Any) -> None:
+    case = Case((16, 64), 16, (2, 1), (16, 16, "pointers"), lists=1, causal=True, head_dim=16)
+    mask, _, tensors = drawn(case, torch.float32)
+    leaves = [x.requires_grad_() for x in tensors]
+    o, lse = reference(*leaves, mask)
+    do = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, leaves, do)
+    fields = {"dtype": "fp32", "m": 16, "heads": 2, "head_dim": 16, "scale": None}
+    given = {name: flat(x.detach()) for name, x in zip("qkv", tensors, strict=True)}
+    wanted = flat(o)
+    if module is attention_triton_backward:
+        given |= {"o": flat(o.detach()), "lse": lse.detach().flatten(0, 1), "do": flat(do)}
+        wanted = torch.cat([x.reshape(-1, 16) for x in gradients])
+    problem = Problem(module.KERNEL.op, fields)
+    operands = Operands(problem, {"mask": mask}, given, definition=torch.add)
+    launched = module.KERNEL.prepare(operands)
+    torch.testing.assert_close(launched(), wanted.detach(), atol=1e-5, rtol=1e-5)
+    again = replace(operands, pinned=launched.choice)
+    assert module.KERNEL.prepare(again).choice == launched.choice
