@@ -18,6 +18,7 @@ from sparsebench.results import bundle, store
 from sparsebench.results.analysis import CONTEST, analyse, chose_dense
 from sparsebench.results.contests import in_chain, is_short, usual
 from sparsebench.results.families import ours
+from sparsebench.results.files import from_json
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -31,6 +32,8 @@ from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
+
+COMMITS = "commits.json"
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,16 @@ class PublishedRun:
     def facts(self) -> Mapping[str, str]:
         """Return the facts of environment.json by dotted name."""
         return flat(self.run.environment)
+
+    @property
+    def commit(self) -> str:
+        """Return the commit; a machine without the history records a digest of the code instead.
+
+        results/published/commits.json has the commit of each such digest.
+        """
+        if commit := self.facts.get("commit"):
+            return commit
+        return str(from_json(self.run.path.parents[1] / COMMITS)[self.facts["code_sha256"]])
 
     @property
     def processes(self) -> int:
@@ -188,8 +201,8 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
             f"{run.home}: expected one problem with {question.where}, found none or several"
         )
     isolated = subjects.sort_values("speedup").iloc[-1]
-    line = pd.Series(in_chain(isolated, problem))
-    beside = " isolated" if is_short(line) else ""
+    line = pd.Series(in_chain(isolated.to_dict(), problem))
+    beside = " isolated" if is_short(line.to_dict()) else ""
     if line.scope != isolated.scope:
         beside = f" inside a chain; isolated {_speedup(isolated)}"
     contest = problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)]

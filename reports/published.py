@@ -264,7 +264,7 @@ def _about(run: PublishedRun) -> list[str]:
         *map(str, (cases.problem_id.nunique(), len(cases), run.processes)),
         f"{minutes} min {seconds} s" if minutes else f"{seconds} s",
         state["started"][:10],
-        run.facts["commit"][:7] + dirty,
+        run.commit[:7] + dirty,
         run.kind,
         run.noise.reliability[0],
         f"{limited} of {len(timed)}",

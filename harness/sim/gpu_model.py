@@ -49,7 +49,7 @@ SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 # BLUR is the error of timing one. At a regret of 1 %, 33 of 48 are within 10 % of the fastest;
 # among cuBLAS's choices on an H200, 12 to 40 are.
 WAYS, SLOWEST, BLUR = 48, 15.0, 2.1
-# At the power limit, cards differ by more: 0.65 and 0.37 % among published cases on H200s.
+# At the power limit, cards differ by more: 0.65 % beside 0.37 % in five pairs of published runs.
 LIMITED_CARD = 1.8
 # Ranges, by a hash of the label, for a contender that the spec does not name.
 DENSE_EFFICIENCY, SPARSE_EFFICIENCY = (0.85, 0.9), (0.3, 0.8)

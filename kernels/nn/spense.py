@@ -28,8 +28,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from sparsebench.errors import FormatError, Unsupported
-from sparsebench.formats._format import require, require_matrix, require_size
+from sparsebench.errors import Unsupported
+from sparsebench.formats._format import require, require_size
 from sparsebench.formats.spense import (
     DENSE_BYTES,
     ROWS,
@@ -59,12 +59,11 @@ from sparsebench.kernels.nn._spense_op import (
     multiply_recorded,
     not_recorded,
     planned,
-    rounded_by_row,
 )
+from sparsebench.kernels.nn._spense_weights import DTYPES, packed, rounded, with_name
 from sparsebench.kernels.nn._weight import FusedPart, PackedWeight
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
-DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
 CODE_BYTES = 2048  # a sparse tile has this many bytes of metadata / bytes of an element
 BUFFERS = "sparse", "dense", "scale"
 ADAPT = (
@@ -151,8 +150,8 @@ class SpenseLinear(nn.Linear):
 
         Raises FormatError, which names the first group that is not 2:4.
         """
-        rounded, row_scale = _round("weight", weight, dtype or weight.dtype, scale)
-        w = _pack("weight", rounded, dense_fraction, split)
+        values, row_scale = rounded("weight", weight, dtype or weight.dtype, scale)
+        w = packed("weight", values, dense_fraction, split)
         return cls.from_spense(w, bias, row_scale)
 
     @classmethod
@@ -334,13 +333,13 @@ class SpenseGatedMLP(nn.Module):
         for name, weight, shape in (("up", up, (h, k)), ("down", down, (k, h))):
             same = weight.dtype == gate.dtype
             require(same, f"{name}: expected {gate.dtype} like gate, found {weight.dtype}")
-            _with_name(name, require_size, weight, shape)
+            with_name(name, require_size, weight, shape)
         expected = "more than 0" if kind == E4M3 else f"none with {kind}"
         fits = largest is None if kind != E4M3 else largest is not None and largest > 0
         require(fits, f"largest: expected {expected}, found {largest}")
         weights = {"gate": gate, "up": up, "down": down}
         (g, gate_scale), (u, up_scale), (d, down_scale) = (
-            _round(name, weight, kind, scale)
+            rounded(name, weight, kind, scale)
             for (name, weight), scale in zip(weights.items(), scales or (None,) * 3, strict=True)
         )
         joint_scale = None
@@ -348,10 +347,10 @@ class SpenseGatedMLP(nn.Module):
             h_scale = largest / LARGEST  # H is linear in U, so up's and down's scales include H's
             joint_scale = interleaved(gate_scale, up_scale / h_scale)
             down_scale = down_scale * h_scale
-        gate_up = joined(*(_pack(n, w, dense / h, "rows") for n, w in (("gate", g), ("up", u))))
+        gate_up = joined(*(packed(n, w, dense / h, "rows") for n, w in (("gate", g), ("up", u))))
         mlp.gate_up = SpenseLinear.from_spense(gate_up, scale=joint_scale)
         mlp.down = SpenseLinear.from_spense(
-            _pack("down", d, dense / h, "columns"), scale=down_scale
+            packed("down", d, dense / h, "columns"), scale=down_scale
         )
         return mlp
 
@@ -383,43 +382,6 @@ class SpenseGatedMLP(nn.Module):
     def extra_repr(self) -> str:
         """Return the hidden units and the activation."""
         return f"hidden_features={self.hidden_features}, activation={self.activation}"
-
-
-# ---- weights ----
-
-
-def _pack(name: str, weight: Tensor, dense_fraction: float, split: str) -> Spense:
-    """Return a packed weight. Raises FormatError, which names the weight."""
-    pack = partial(Spense.from_dense, dense_fraction=dense_fraction, split=split)
-    w: Spense = _with_name(name, pack, weight.contiguous())
-    return w
-
-
-def _round(
-    name: str, weight: Tensor, dtype: torch.dtype, scale: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return a weight [n, k] in this dtype, and in fp8 the fp32 scales [n] of its rows."""
-    weight, n, current = weight.detach(), len(weight), weight.dtype
-    require(dtype in NAMES, f"{name}: expected {DTYPES}, found {dtype}")
-    require(dtype in (E4M3, current), f"{name}: expected {dtype}, found {current}")
-    unscaled = scale is None or current == E4M3
-    require(unscaled, f"{name}: expected no scale with {current}, found one")
-    if dtype != E4M3:
-        return weight, None
-    _with_name(name, require_matrix, weight)
-    if current != E4M3:
-        return rounded_by_row(weight)
-    scales = weight.new_ones(n, dtype=torch.float32) if scale is None else scale.detach().float()
-    fits = scales.numel() == 1 or scales.shape in ((n,), (n, 1))
-    require(fits, f"{name}: expected a scale of [{n}] or one, found {list(scales.shape)}")
-    return weight, scales.flatten().expand(n).to(weight.device).contiguous()
-
-
-def _with_name(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return function(*args)
-    except FormatError as error:
-        raise FormatError(f"{name}: {error}") from error
 
 
 def _grid(rows: int, columns: int, itemsize: int) -> tuple[int, int]:

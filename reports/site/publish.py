@@ -35,6 +35,7 @@ from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,10 @@ def _each(function: Callable[..., None], items: Iterable[Any]) -> None:
         for item in items:
             function(item)
         return
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(items))) as pool:
+    count = min(os.cpu_count() or 1, len(items))
+    with ProcessPoolExecutor(
+        count, get_context("spawn")
+    ) as pool:  # a fork of torch's threads hangs
         for _ in pool.map(function, items):
             pass
 

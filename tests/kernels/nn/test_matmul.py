@@ -20,7 +20,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import _frozen_op
-from sparsebench.kernels.nn import matmul as module
+from sparsebench.kernels.nn import _named_kernel as module
 from sparsebench.kernels.peers import scipy_csr
 from tests.compiling.nvcc import hopper
 

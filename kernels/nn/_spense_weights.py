@@ -1,0 +1,53 @@
+"""Weights on their way into a Spense layer: rounded to fp8 if needed, and packed.
+
+Each FormatError names the weight.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import FormatError
+from sparsebench.formats._format import require, require_matrix
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels.nn._spense_op import E4M3, NAMES, rounded_by_row
+
+DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
+
+
+def packed(name: str, weight: Tensor, dense_fraction: float, split: str) -> Spense:
+    """Return a packed weight. Raises FormatError, which names the weight."""
+    pack = partial(Spense.from_dense, dense_fraction=dense_fraction, split=split)
+    w: Spense = with_name(name, pack, weight.contiguous())
+    return w
+
+
+def rounded(
+    name: str, weight: Tensor, dtype: torch.dtype, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return a weight [n, k] in this dtype, and in fp8 the fp32 scales [n] of its rows."""
+    weight, n, current = weight.detach(), len(weight), weight.dtype
+    require(dtype in NAMES, f"{name}: expected {DTYPES}, found {dtype}")
+    require(dtype in (E4M3, current), f"{name}: expected {dtype}, found {current}")
+    unscaled = scale is None or current == E4M3
+    require(unscaled, f"{name}: expected no scale with {current}, found one")
+    if dtype != E4M3:
+        return weight, None
+    with_name(name, require_matrix, weight)
+    if current != E4M3:
+        return rounded_by_row(weight)
+    scales = weight.new_ones(n, dtype=torch.float32) if scale is None else scale.detach().float()
+    fits = scales.numel() == 1 or scales.shape in ((n,), (n, 1))
+    require(fits, f"{name}: expected a scale of [{n}] or one, found {list(scales.shape)}")
+    return weight, scales.flatten().expand(n).to(weight.device).contiguous()
+
+
+def with_name(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, and name the weight in its FormatError."""
+    try:
+        return function(*args)
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from error
