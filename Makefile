@@ -21,9 +21,9 @@ bench: .venv/installed
 
 test: .venv/installed
 	@echo "$$(date +%H:%M): about 7 minutes on two idle cores"
-	$(PYTEST) -m "not exhaustive"
+	$(PYTEST) -m "not exhaustive and not browser"
 
-# Also run the exhaustive tests: all configurations of kernels, where `make test` has a sample.
+# Also run the exhaustive tests, of which `make test` has a sample, and those in a browser, if there is one.
 test-all: .venv/installed
 	@echo "$$(date +%H:%M): about 16 minutes on two idle cores"
 	$(PYTEST)
