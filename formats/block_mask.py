@@ -121,8 +121,8 @@ class BlockMask(Format):
         ones = bool(((single == 0) | (single == 1)).all())
         require(ones, "expected cells of 0 and 1, found other values")
         at, columns = (single != 0).nonzero(as_tuple=True)
-        found = cls.build(sizes, sides, at, columns, batch=batch, lists=lists, causal=causal)
-        return replace(found, dtype=dense.dtype)
+        mask = cls.build(sizes, sides, at, columns, batch=batch, lists=lists, causal=causal)
+        return replace(mask, dtype=dense.dtype)
 
     @classmethod
     def from_elements(cls, allowed: Tensor, block: int | list[int]) -> Self:
@@ -310,8 +310,8 @@ def areas(
     area = torch.zeros(q_blocks, kv_blocks, dtype=torch.int64, device=device)
     for row in range(b_q):
         q = first + row
-        seen = (q + s_kv - s_q + 1 - starts).clamp(min=0).minimum(width)
-        area += seen * (q < s_q)
+        visible = (q + s_kv - s_q + 1 - starts).clamp(min=0).minimum(width)
+        area += visible * (q < s_q)
     return area
 
 

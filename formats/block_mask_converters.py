@@ -126,8 +126,8 @@ def from_flashinfer(
 def to_flashinfer(mask: BlockMask) -> FlashInfer:
     """Convert to FlashInfer's lists; the elements of all blocks follow if any block is partial."""
     alone = mask.batch == mask.lists == 1
-    found = f"{mask.lists} lists of {mask.batch} sequences"
-    require(alone, f"flashinfer: expected one list that all heads share, found {found}")
+    actual = f"{mask.lists} lists of {mask.batch} sequences"
+    require(alone, f"flashinfer: expected one list that all heads share, found {actual}")
     whole = tuple(s % b == 0 for s, b in zip(mask.tokens, mask.block, strict=True))
     require(all(whole), f"flashinfer: expected whole blocks of {mask.block}, found {mask.tokens}")
     elements = mask.elements() if bool(mask.partial.any()) else None
@@ -139,8 +139,8 @@ def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable
     count = int(mask.partial.sum())
     require(not count, f"flashinfer: expected full blocks only, found {count} partial ones")
     shared = mask.batch == 1 and kv_heads % mask.lists == 0
-    found = f"{mask.lists} lists of {mask.batch} sequences"
-    require(shared, f"flashinfer: expected a list for each of {kv_heads} KV heads, found {found}")
+    actual = f"{mask.lists} lists of {mask.batch} sequences"
+    require(shared, f"flashinfer: expected a list for each of {kv_heads} KV heads, found {actual}")
     cells = mask.to_dense().bool().view(mask.lists, mask.q_blocks, mask.kv_blocks)
     device = cells.device
     sizes = [
@@ -154,8 +154,8 @@ def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable
 def padded_lists(mask: BlockMask, heads: int, *, partial: bool, most: int | None = None) -> Lists:
     """Return the partial or the full blocks of every head, padded to the longest list or `most`."""
     mask.list_of(0, heads)
-    rows, chosen = rows_of(mask.offsets), mask.partial == partial
-    rows, blocks = rows[chosen], mask.indices[chosen]
+    rows, of_kind = rows_of(mask.offsets), mask.partial == partial
+    rows, blocks = rows[of_kind], mask.indices[of_kind]
     counts = torch.bincount(rows, minlength=mask.shape[0])
     place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     most = most or max(1, int(counts.max()))

@@ -67,16 +67,16 @@ class Component:
         `logs` are the log ratios of its processes, and `cards` the card of each.
         """
         groups = [
-            np.array([log for log, card in zip(logs, cards, strict=True) if card == each])
-            for each in sorted(set(cards))
+            np.array([log for log, card in zip(logs, cards, strict=True) if card == name])
+            for name in sorted(set(cards))
         ]
         inside = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
         noise = inside / max(1, len(logs) - len(groups))
         noise *= float(np.mean([1 / group.size for group in groups]))
         more = len(groups) - 1
-        own = max(0.0, float(np.var([group.mean() for group in groups], ddof=1)) - noise)
+        estimate = max(0.0, float(np.var([group.mean() for group in groups], ddof=1)) - noise)
         freedom = self.freedom + more
-        variance = (self.freedom * self.sd**2 + more * own) / freedom
+        variance = (self.freedom * self.sd**2 + more * estimate) / freedom
         return Component(float(np.sqrt(variance)), freedom, self.cases, self.pairs)
 
 

@@ -121,8 +121,8 @@ def empty_launch(environment: Mapping[str, Any], cases: pd.DataFrame) -> list[st
     if not (isolated.any() and environment.get("ceilings")):
         return []
     floor = duration(Ceilings.from_json(environment["ceilings"]).launch_us)
-    what = f"An empty launch takes {floor}, the floor of every isolated call"
-    return [f"{what}. Nothing is subtracted from times."]
+    sentence = f"An empty launch takes {floor}, the floor of every isolated call"
+    return [f"{sentence}. Nothing is subtracted from times."]
 
 
 def contests(cases: pd.DataFrame) -> pd.DataFrame:

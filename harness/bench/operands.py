@@ -91,9 +91,9 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     nnz, full = op.nonzeros(problem, weights), op.elements(problem)
     size = sum(full[name] for name in op.weights)
     sparsity = (size - sum(nnz[name] for name in op.weights)) / size
-    drawn = {name: x for name, x in activations.items() if name not in op.derived}
+    inputs = {name: x for name, x in activations.items() if name not in op.derived}
     return DenseOperands(
-        weights, activations, recorded, nnz, full, sparsity, digest({**weights, **drawn})
+        weights, activations, recorded, nnz, full, sparsity, digest({**weights, **inputs})
     )
 
 

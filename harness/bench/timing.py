@@ -216,7 +216,7 @@ def _gpu_clock(
         for turn in [[call] for call in order] if wait else turns:
             if announce:
                 announce(turn[0][0])
-            with clock.held(not idle and turn[0][1].clock == "graph"):
+            with clock.hold(not idle and turn[0][1].clock == "graph"):
                 for i, contender, spot in turn:
                     outputs: list[Outputs] = []
                     keep = outputs.append if spot else id

@@ -62,10 +62,10 @@ def attend(
 
     Raises Unsupported.
     """
-    given = [name for name in REFUSED if options.get(name) is not None]
-    if dropout or given:
-        found = ", ".join([*given, *(["dropout"] if dropout else [])])
-        raise Unsupported(f"attention {NAME}: expected plain scores, found {found}")
+    refused = [name for name in REFUSED if options.get(name) is not None]
+    if dropout or refused:
+        names = ", ".join([*refused, *(["dropout"] if dropout else [])])
+        raise Unsupported(f"attention {NAME}: expected plain scores, found {names}")
     if attention_mask is None:
         raise Unsupported(f"attention {NAME}: expected a mask, found none")
     if isinstance(attention_mask, Tensor):

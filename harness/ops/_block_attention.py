@@ -111,12 +111,12 @@ def format_params(fields: Mapping[str, Any]) -> dict[str, Any]:
 def full(problem: Problem) -> dict[str, int]:
     """Return the elements and the keys of a mask without absent blocks; see `counts`."""
     m, context = problem["m"], problem["context"] or problem["m"]
-    seen = m * context
+    pairs = m * context
     if problem["causal"]:
         first = context - m  # the keys before the first query's own
-        seen = sum(min(max(first + 1 + q, 0), context) for q in range(m))
+        pairs = sum(min(max(first + 1 + q, 0), context) for q in range(m))
     return {
-        "mask": problem["batch"] * problem["heads"] * seen,
+        "mask": problem["batch"] * problem["heads"] * pairs,
         "keys": problem["batch"] * problem["kv_heads"] * context,
     }
 
@@ -133,15 +133,15 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     area = areas(tokens, sides(problem.fields), problem["causal"], mask.device)
     cells = (mask != 0).view(batch, -1, *area.shape) & (area > 0)
     lists = cells.shape[1]
-    elements = sum(int(area[one].sum()) for one in cells.flatten(0, 1))
+    elements = sum(int(area[present].sum()) for present in cells.flatten(0, 1))
     groups = kv_heads if lists >= kv_heads else lists
-    used = cells.view(batch, groups, -1, *area.shape).any(3).any(2)
+    selected_blocks = cells.view(batch, groups, -1, *area.shape).any(3).any(2)
     _, b_k = sides(problem.fields)
     starts = torch.arange(area.shape[1], device=mask.device) * b_k
     width = (tokens[1] - starts).clamp(max=b_k)
     return {
         "mask": elements * heads // lists,
-        "keys": int((used * width).sum()) * kv_heads // groups,
+        "keys": int((selected_blocks * width).sum()) * kv_heads // groups,
     }
 
 

@@ -111,9 +111,9 @@ def tune(
         todo = []
         for contest in contests:
             groups = _groups(contest.contenders, lambda contender: contender.kernel)
-            left = [each for each in groups if Case(contest.problem, each[0]).id not in done]
-            if left:
-                todo.append(replace(contest, contenders=tuple(chain.from_iterable(left))))
+            pending = [group for group in groups if Case(contest.problem, group[0]).id not in done]
+            if pending:
+                todo.append(replace(contest, contenders=tuple(chain.from_iterable(pending))))
         tuning = Tuning(file, Table(SCHEMA, gpu["name"], list(current.values())))
         end = monotonic() + 60 * minutes
         for number, contest in enumerate(todo):

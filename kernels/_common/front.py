@@ -44,7 +44,7 @@ from sparsebench.kernels._common.cuda import (
     Arguments,
     Loaded,
     Tape,
-    Turned,
+    TransposedCopy,
     driver,
     taping,
 )
@@ -136,9 +136,9 @@ def recorded(
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
     tensors = [x, *(guard.tensor for guard in guards if guard.tensor is not None)]
-    seen = is_capturing(x) or any(t.is_inference() for t in tensors)
-    front = front if seen else _front_of(front, guards, options)
-    if seen or not planned or front is None or isinstance(front, Pending):
+    in_python = is_capturing(x) or any(t.is_inference() for t in tensors)
+    front = front if in_python else _front_of(front, guards, options)
+    if in_python or not planned or front is None or isinstance(front, Pending):
         y = batched(_with_bias(run(), bias), x) if differentiated is None else differentiated()
         return y, front
     inputs = [rows_of(x), values] if values is not None and values.requires_grad else [rows_of(x)]
@@ -232,9 +232,11 @@ def _steps(
     return (steps, rest) if set(rest) <= {*fixed} else None
 
 
-def _step(launch: tuple[Loaded, Arguments] | Turned, places: Mapping[int, int]) -> tuple[Any, ...]:
+def _step(
+    launch: tuple[Loaded, Arguments] | TransposedCopy, places: Mapping[int, int]
+) -> tuple[Any, ...]:
     """Return a launch, and where the addresses of operands are in the bytes of its arguments."""
-    if isinstance(launch, Turned):
+    if isinstance(launch, TransposedCopy):
         patches = [(places[t.data_ptr()], 0) for t in launch]
         return 0, 0, 0, 0, [], b"", [], patches
     loaded, (pointers, memory) = launch

@@ -105,9 +105,9 @@ class GpuClock:
         self.holds = not _launches_block(self._index)
 
     @contextmanager
-    def held(self, wanted: bool = True) -> Iterator[None]:
-        """Hold the stream during the block if `wanted` and possible, then let it run."""
-        if not (wanted and self.holds):
+    def hold(self, allowed: bool = True) -> Iterator[None]:
+        """Hold the stream during the block if `allowed` and possible, then release it."""
+        if not (allowed and self.holds):
             yield
             return
         self._turn += 1
@@ -130,16 +130,16 @@ class GpuClock:
     def cold(self, calls: Sequence[Call], flush: Callable[[], None]) -> list[Sample]:
         """Return a sample of each call, behind a flush; repeat late ones up to REPEATS times."""
         samples: dict[int, Sample] = {}
-        left = sorted(range(len(calls)), key=lambda i: not calls[i][1])
+        pending = sorted(range(len(calls)), key=lambda i: not calls[i][1])
         for _ in range(1 + REPEATS):
-            for start in range(0, len(left), SAMPLES):
-                part = left[start : start + SAMPLES]
-                with self.held(all(calls[i][1] for i in part)):
+            for start in range(0, len(pending), SAMPLES):
+                part = pending[start : start + SAMPLES]
+                with self.hold(all(calls[i][1] for i in part)):
                     for i in part:
                         flush()
                         samples[i] = self.sample(calls[i][0])
             torch.cuda.synchronize(self._index)
-            left = [i for i in left if samples[i].late and calls[i][1]]
+            pending = [i for i in pending if samples[i].late and calls[i][1]]
         return [samples[i] for i in range(len(calls))]
 
 

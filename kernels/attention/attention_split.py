@@ -146,7 +146,14 @@ def launch(
         head_box(q, shape, (config.tokens, config.pack), config.path),
         *(head_box(matrix, shape, (config.keys, 1), config.path) for matrix in (k, v)),
         *(o, lse, parts, sums, tops, counters, *arrays(lists, mask)),
-        *(shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, mask.lists, lists.each),
+        *(
+            shape.q_tokens,
+            shape.kv_tokens,
+            shape.heads,
+            shape.kv_heads,
+            mask.lists,
+            lists.blocks_per_row,
+        ),
         scale * LOG2_E,
     )
     constants = constants_of(config, shape, mask, lists)
@@ -165,7 +172,7 @@ def constants_of(config: Config, shape: Shape, mask: BlockMask, lists: Lists) ->
         "PACK": config.pack,
         "KEYS": config.keys,
         "SPLITS": config.splits,
-        "UNIFORM": lists.each >= 0,
+        "UNIFORM": lists.blocks_per_row >= 0,
         "STAGES": config.stages,
         "MASKED": lists.masked or shape.block[1] % config.keys != 0,
         "CAUSAL": mask.causal,
@@ -190,7 +197,9 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     sizes, fixed = table_sizes(shape, mask), {"shared": shared}
     configs, by = choose("attention_split", Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, each, lists).program for each in configs]
+    candidates = [
+        launch((q, k, v), mask, shape, scale, config, lists).program for config in configs
+    ]
     return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
 
 

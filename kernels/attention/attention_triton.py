@@ -187,7 +187,9 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     sizes, fixed = table_sizes(shape, mask), {"shared": shared}
     configs, by = choose("attention_triton", Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, each, lists).program for each in configs]
+    candidates = [
+        launch((q, k, v), mask, shape, scale, config, lists).program for config in configs
+    ]
     return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
 
 

@@ -239,16 +239,16 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     for half in ("kv_", "q_"):
         names = [f.name for f in fields(Config) if f.name.startswith(half)]
         choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
-        tried = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
-        launches = [candidate(config) for config in tried]
+        variants = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
+        launches = [candidate(config) for config in variants]
         parts: list[Any] = [
-            each.before if half == "q_" else replace(each, before=None) for each in launches
+            bound.before if half == "q_" else replace(bound, before=None) for bound in launches
         ]
         result = search(parts, q.device, COMPILE_THREADS)
-        best = tried[result.best]
-        lines += result.lines([asdict(config) for config in tried], of=half.removesuffix("_"))
-    chosen = candidate(best)
-    return Launch(chosen, asdict(best) | dict(by), chosen.code, lines)
+        best = variants[result.best]
+        lines += result.lines([asdict(config) for config in variants], of=half.removesuffix("_"))
+    program = candidate(best)
+    return Launch(program, asdict(best) | dict(by), program.code, lines)
 
 
 KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported, tunes=True)

@@ -225,10 +225,10 @@ def launch(
         return Bound(program, tuple(operands), (dq, dk, dv))
     assert queries is not None
     names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
-    found = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
-    written = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
-    args = QUERIES(found.maps, found.lists, written, dq.data_ptr(), found.sizes)
-    program = Gradients(((found.loaded, args), by_keys), (*tensors, *found.tensors), out)
+    call = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
+    row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
+    args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
+    program = Gradients(((call.loaded, args), by_keys), (*tensors, *call.tensors), out)
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 

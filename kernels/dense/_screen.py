@@ -29,8 +29,8 @@ def screened(
     if always + len(rest) <= limit:
         return [*range(always), *rest]
     flush, clock = flusher(device), GpuClock(device)
-    held = [(calls[i], True) for i in rest]
-    rounds = [clock.cold(held, flush) for _ in range(ROUNDS)]
+    pairs = [(calls[i], True) for i in rest]
+    rounds = [clock.cold(pairs, flush) for _ in range(ROUNDS)]
     least = {
         i: min(sample.time_us for sample in samples)
         for i, samples in zip(rest, zip(*rounds, strict=True), strict=True)

@@ -80,18 +80,20 @@ class BlockSparseAttention(nn.Module):
         kv_heads = kv_heads or heads
         if features % heads or heads % kv_heads:
             expected = "features a multiple of heads, and heads of kv_heads"
-            found = f"{features}, {heads} and {kv_heads}"
-            raise Unsupported(f"BlockSparseAttention: expected {expected}, found {found}")
+            sizes = f"{features}, {heads} and {kv_heads}"
+            raise Unsupported(f"BlockSparseAttention: expected {expected}, found {sizes}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, features // heads
-        made = {"bias": bias, "device": device, "dtype": dtype}
-        self.q = nn.Linear(features, features, **made)
-        self.k = nn.Linear(features, kv_heads * self.head_dim, **made)
-        self.v = nn.Linear(features, kv_heads * self.head_dim, **made)
-        self.out = nn.Linear(features, features, **made)
+        factory = {"bias": bias, "device": device, "dtype": dtype}
+        self.q = nn.Linear(features, features, **factory)
+        self.k = nn.Linear(features, kv_heads * self.head_dim, **factory)
+        self.v = nn.Linear(features, kv_heads * self.head_dim, **factory)
+        self.out = nn.Linear(features, features, **factory)
 
     def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
         """Return the attention of x [..., tokens, features], shaped like x. Raises Unsupported."""
-        q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
+        )
         projected: Tensor = self.out(attention(q, k, v, mask).flatten(-2))
         return projected
 

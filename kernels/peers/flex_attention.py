@@ -200,7 +200,7 @@ def prepare_backward(operands: Operands) -> Launch:
     mask, problem = mask_of(operands), operands.problem
     # .data has a version counter of its own: the harness redraws the activations in place.
     q, k, v = (x.detach().data.requires_grad_() for x in by_head(operands, "q", "k", "v"))
-    given, do = by_head(operands, "o", "do")
+    o, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
     ways = backward_ways(mask, problem["heads"])
@@ -213,7 +213,7 @@ def prepare_backward(operands: Operands) -> Launch:
     runs = []
     for _, lists, options in ways:
         call = _compiled(operands, lists, options)
-        gradients = _Gradients(call, (q, k, v), given, base2, options)
+        gradients = _Gradients(call, (q, k, v), o, base2, options)
         runs.append(partial(run, gradients))
     return _fastest(runs, [name for name, _, _ in ways], operands)
 
