@@ -17,7 +17,7 @@ COPY formats formats
 COPY harness harness
 COPY kernels kernels
 COPY reports reports
-COPY results/*.py results/
+COPY results/*.py results/between_cards.json results/
 COPY results/claims results/claims
 COPY results/published/advice.json results/published/
 COPY src/sparsebench/*.py src/sparsebench/py.typed src/sparsebench/

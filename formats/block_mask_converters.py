@@ -4,13 +4,13 @@
     FlexAttention        full_kv_num_blocks, _indices   kv_num_blocks, kv_indices       mask_mod
     FlashAttention 4     full_block_cnt, _idx           mask_block_cnt, _idx            mask_mod
     cuDNN frontend       q2k_block_nums, _index         none                            none
-    FlashInfer           indptr, indices                among them, with mask           mask
+    FlashInfer           indptr, indices                in the same lists, with mask    mask
     FlashInfer variable  block_mask_map                 none                            none
 
 The first three pad their lists: counts int32 [batch, heads, q_blocks] and kv blocks int32 [batch,
 heads, q_blocks, most], of which the first `count` are valid. Heads that share a list are repeated.
-`to_...` functions raise FormatError for what a library cannot hold, so that nothing is computed
-without a rule that the mask has.
+The `to_...` functions raise FormatError if a library cannot represent a mask, so that no rule of the
+mask is silently dropped.
 """
 
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class FlashInferVariable(NamedTuple):
 def from_flex(mask: flex_attention.BlockMask, *, causal: bool = False) -> BlockMask:
     """Convert FlexAttention's mask.
 
-    `causal` says that its mask_mod is the causal rule, and nothing else. Otherwise the mask_mod of
+    Set `causal` if its mask_mod is the causal rule and nothing else. Otherwise the mask_mod of
     every partial block is evaluated and stored as bits.
     """
     sides = mask.BLOCK_SIZE
@@ -73,7 +73,7 @@ def from_flex(mask: flex_attention.BlockMask, *, causal: bool = False) -> BlockM
 
 
 def to_flex(mask: BlockMask, heads: int) -> flex_attention.BlockMask:
-    """Convert to FlexAttention's mask for so many heads, with a mask_mod for partial blocks."""
+    """Convert to FlexAttention's mask for `heads` heads, with a mask_mod for partial blocks."""
     width = mask.kv_blocks  # FlexAttention takes the padded length as the number of kv blocks
     partial, full = (padded_lists(mask, heads, partial=p, most=width) for p in (True, False))
     rule = rule_of(mask, heads)

@@ -310,7 +310,7 @@ def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
     speedups = tuple(process["speedup"] for process in processes)
     logs, low_us, high_us = np.log(speedups), min(times), max(times)
     cards = [str(process["device"]) for process in processes]
-    between = half_of(logs, cards, state) if count >= FEWEST else 0.0
+    between = half_of([*logs], cards, state) if count >= FEWEST else 0.0
     estimate = ratio([np.array([log]) for log in logs], between)
     low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
     if count == 1:

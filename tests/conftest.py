@@ -22,7 +22,6 @@ os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the co
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
 os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")  # not there, either
 os.environ["SPARSEBENCH_SEARCH"] = "0"  # a first call of a layer takes the likeliest kernel
-os.environ["OMP_NUM_THREADS"] = "1"  # of workers: tests run side by side, and sums are short
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILE = "compile"  # a test's property: a line of compiling/record.txt

@@ -48,7 +48,7 @@ class DenseOperands:
 
     recorded  activations of a file, from which each draw takes its rows; empty without a source
     nnz       elements of each weight that are not zero (-0.0 is zero), or what the op counts
-    full      the same counts if nothing were pruned
+    full      the same counts without any pruning
     sparsity  fraction of zeros in all weights
     digest    of weights and first activations that are drawn; the same on every machine
     """
@@ -98,7 +98,7 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
 
 
 def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights as contenders of format dense get them: a mask is ones everywhere."""
+    """Return the weights that contenders of format dense receive: a mask is all ones."""
     ones = {op.mask: torch.ones_like(weights[op.mask])} if op.mask else {}
     return {**weights, **ones}
 

@@ -1,12 +1,12 @@
-"""Attention over the blocks of a mask: what the ops `attention` and `attention_backward` share.
+"""Attention over the blocks of a mask, shared by the ops `attention` and `attention_backward`.
 
     q, o, do   [batch * m, heads * D]             token-major: heads of a token side by side
     k, v       [batch * context, kv_heads * D]    head h reads KV head h * kv_heads // heads
     lse        [batch * heads, m]                 natural log of the sum of exponentials, fp32
     mask       [batch * lists * q_blocks, kv_blocks]  cells of ones and zeros (formats/block_mask)
 
-The elements of a mask are expanded for a few queries of one head at a time. All of them would take
-34 GB for 32 heads and 32k tokens.
+A mask is expanded to elements for a few queries of one head at a time, because all elements would
+take 34 GB for 32 heads and 32k tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ class AttentionFields(Fields):
               share one; "one": all heads share one
     scale     factor of the scores; None means head_dim ** -0.5
     video     frames, rows and columns of a video with m tokens, for the pattern video_window
-    sparsity  fraction of the blocks that are absent; of a causal mask's past blocks, if causal
+    sparsity  fraction of absent blocks; if causal, among the blocks that are not in the future
     """
 
     dtype: Literal["fp16", "bf16", "fp32"]
@@ -148,8 +148,8 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
 class Part(NamedTuple):
     """Some queries of one head of one sequence, with all keys of the sequence.
 
-    q, kv    the places of the queries in q, and of the keys and values in k and v
-    row      the place of the queries in lse
+    q, kv    index of the queries in q, and of the keys and values in k and v
+    row      index of the queries in lse
     allowed  bool [queries, context]
     """
 

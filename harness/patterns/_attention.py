@@ -1,6 +1,6 @@
 """Patterns of attention: every mask of a stack keeps its blocks of lowest rank.
 
-    rank     a non-negative integer for each block; the lowest are kept, as many as the level needs
+    rank     a non-negative integer for each block; the level determines how many of the lowest stay
     nearest  blocks that hold the key at a query's own position are kept first, so that no row is
              empty
     future   blocks that a causal mask cannot see are never kept, and the level does not count them

@@ -7,7 +7,7 @@ l = 2   ## .  .  .  .      chunks 0 1 | 2 3 | 4: all rows of a chunk read the sa
         .  ## .  ## ##
 
 Source: the fixed pattern of Child et al., arXiv:1904.10509, with c = one block. The level
-determines l, from the square root of the number of blocks on.
+determines l, which is at least the square root of the number of blocks.
 """
 
 from math import isqrt

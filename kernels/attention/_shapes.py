@@ -174,3 +174,15 @@ def fitting(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> lis
         near = [tile for tile in (*large, *flat) if tile[0] in (height, height // 2)]
     row = 2 * shape.depth * shape.itemsize
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]
+
+
+def constants_of(shape: Shape, mask: BlockMask) -> dict[str, Any]:
+    """Return the constants that all kernels have."""
+    return {
+        "D": shape.head_dim,
+        "DEPTH": shape.depth,
+        "Q_SIDE": shape.block[0],
+        "KV_SIDE": shape.block[1],
+        "CAUSAL": mask.causal,
+        "BITS": mask.bits is not None,
+    }

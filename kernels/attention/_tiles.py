@@ -186,3 +186,22 @@ def is_allowed(  # type: ignore[no-untyped-def]
         byte = tl.load(place, allowed & (slot >= 0), 255).to(tl.int32)
         allowed = allowed & (((byte >> (column % 8)) & 1) == 1)
     return allowed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fold(  # type: ignore[no-untyped-def]
+    scores, v_tile, total, weight, top, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Add a tile of scores and values to the sums of each row.
+
+    top     the largest scaled score so far, in units of log2; weight: the sum of exponentials
+    MASKED  a row may have no allowed element yet
+    """
+    new = tl.maximum(top, tl.max(scores, 1) * scale)
+    safe = tl.where(new == -float("inf"), 0.0, new) if MASKED else new
+    p = tl.exp2(scores * scale - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    weight = weight * shrink + tl.sum(p, 1)
+    total = total * shrink[:, None]
+    total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision=PRECISION)
+    return total, weight, new

@@ -17,7 +17,6 @@ offset is read.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 import triton
@@ -42,6 +41,7 @@ from sparsebench.kernels.attention._shapes import (
     Shape,
     arrays,
     by_head,
+    constants_of,
     head_box,
     mask_of,
     packed,
@@ -56,6 +56,7 @@ from sparsebench.kernels.attention._tiles import (
     column_of,
     each_token,
     entry_of,
+    fold,
     is_allowed,
     load_queries,
     load_tile,
@@ -156,18 +157,7 @@ def launch(
         ),
         scale * LOG2_E,
     )
-    constants = constants_of(config, shape, mask, lists)
-    program = BoundKernel(_split, (tiles * config.splits,), args, constants, o)
-    return Bound(program, inputs, (o, lse))
-
-
-def constants_of(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
-    """Return the constants of the kernel."""
-    return {
-        "D": shape.head_dim,
-        "DEPTH": shape.depth,
-        "Q_SIDE": shape.block[0],
-        "KV_SIDE": shape.block[1],
+    constants = constants_of(shape, mask) | {
         "TOKENS": config.tokens,
         "PACK": config.pack,
         "KEYS": config.keys,
@@ -175,12 +165,12 @@ def constants_of(config: Config, shape: Shape, mask: BlockMask, lists: Lists) ->
         "UNIFORM": lists.blocks_per_row >= 0,
         "STAGES": config.stages,
         "MASKED": lists.masked or shape.block[1] % config.keys != 0,
-        "CAUSAL": mask.causal,
-        "BITS": mask.bits is not None,
         "TMA": config.path == "tma",
         "PRECISION": config.precision,
         "num_warps": config.warps,
     }
+    program = BoundKernel(_split, (tiles * config.splits,), args, constants, o)
+    return Bound(program, inputs, (o, lse))
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
@@ -270,7 +260,7 @@ def _split(  # type: ignore[no-untyped-def]
         at_k = sequence, key, kv_tokens, kv_head, kv_heads
         k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
         v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION) * scale
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
         if MASKED:
             keys = each_token(key, KV_SIDE, KEYS)[None, :]
             entry = entry_of(start, i, KV_SIDE, KEYS)
@@ -278,14 +268,7 @@ def _split(  # type: ignore[no-untyped-def]
             allowed = is_allowed(*at_mask, Q_SIDE, KV_SIDE, CAUSAL, BITS)
             scores = tl.where(allowed, scores, -float("inf"))
         column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
-        new = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        weight = weight * shrink + tl.sum(p, 1)
-        total = total * shrink[:, None]
-        total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision=PRECISION)
-        top = new
+        total, weight, top = fold(scores, v_tile, total, weight, top, scale, True, PRECISION)
 
     lane = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)[None, :]

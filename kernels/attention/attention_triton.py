@@ -23,7 +23,6 @@ are outermost, so that the L2 cache holds K and V of the few heads in flight.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -48,6 +47,7 @@ from sparsebench.kernels.attention._shapes import (
     Shape,
     arrays,
     by_head,
+    constants_of,
     fitting,
     head_box,
     mask_of,
@@ -63,6 +63,7 @@ from sparsebench.kernels.attention._tiles import (
     column_of,
     each_token,
     entry_of,
+    fold,
     is_allowed,
     load_queries,
     load_tile,
@@ -149,28 +150,18 @@ def launch(
         scale * LOG2_E,
     )
     grid = (query_tiles(shape, config.tokens, config.pack),)
-    constants = constants_of(config, shape, mask, lists) | {"num_warps": config.warps}
-    program = BoundKernel(_forward, grid, args, constants, o)
-    return Bound(program, inputs, (o, lse))
-
-
-def constants_of(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
-    """Return the constants of the kernel."""
-    return {
-        "D": shape.head_dim,
-        "DEPTH": shape.depth,
-        "Q_SIDE": shape.block[0],
-        "KV_SIDE": shape.block[1],
+    constants = constants_of(shape, mask) | {
         "TOKENS": config.tokens,
         "PACK": config.pack,
         "KEYS": config.keys,
         "STAGES": config.stages,
         "MASKED": lists.masked or shape.block[1] % config.keys != 0,
-        "CAUSAL": mask.causal,
-        "BITS": mask.bits is not None,
         "TMA": config.path == "tma",
         "PRECISION": config.precision,
+        "num_warps": config.warps,
     }
+    program = BoundKernel(_forward, grid, args, constants, o)
+    return Bound(program, inputs, (o, lse))
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
@@ -249,7 +240,7 @@ def _forward(  # type: ignore[no-untyped-def]
         v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
         column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
         scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        total, weight, top = _fold(scores, v_tile, total, weight, top, scale, False, PRECISION)
+        total, weight, top = fold(scores, v_tile, total, weight, top, scale, False, PRECISION)
     if MASKED:
         for i in tl.range(whole, tl.cdiv(count * KV_SIDE, KEYS), num_stages=STAGES):
             key = token_of(column, i, KV_SIDE, KEYS)
@@ -263,7 +254,7 @@ def _forward(  # type: ignore[no-untyped-def]
             column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
             scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
             scores = tl.where(allowed, scores, -float("inf"))
-            total, weight, top = _fold(scores, v_tile, total, weight, top, scale, True, PRECISION)
+            total, weight, top = fold(scores, v_tile, total, weight, top, scale, True, PRECISION)
 
     some = weight != 0  # also true for NaN
     weight = tl.where(some, weight, 1.0)
@@ -274,18 +265,3 @@ def _forward(  # type: ignore[no-untyped-def]
     natural = tl.where(some, (top + tl.log2(weight)) * LN_2, -float("inf"))
     lse_row = (stacked + tl.arange(0, ROWS) % PACK).to(tl.int64) * q_tokens
     tl.store(lse + lse_row + at, natural, inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _fold(  # type: ignore[no-untyped-def]
-    scores, v_tile, total, weight, top, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Add a tile to the sums of a row."""
-    new = tl.maximum(top, tl.max(scores, 1) * scale)
-    safe = tl.where(new == -float("inf"), 0.0, new) if MASKED else new
-    p = tl.exp2(scores * scale - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    weight = weight * shrink + tl.sum(p, 1)
-    total = total * shrink[:, None]
-    total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision=PRECISION)
-    return total, weight, new

@@ -45,6 +45,7 @@ from sparsebench.kernels.attention._shapes import (
     Shape,
     arrays,
     by_head,
+    constants_of,
     fitting,
     head_box,
     mask_of,
@@ -180,20 +181,9 @@ def launch(
     return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
 
 
-def _common(shape: Shape, mask: BlockMask, config: Config) -> dict[str, Any]:
-    return {
-        "D": shape.head_dim,
-        "DEPTH": shape.depth,
-        "Q_SIDE": shape.block[0],
-        "KV_SIDE": shape.block[1],
-        "CAUSAL": mask.causal,
-        "BITS": mask.bits is not None,
-        "PRECISION": config.precision,
-    }
-
-
 def _dq_constants(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
-    return _common(shape, mask, config) | {
+    return constants_of(shape, mask) | {
+        "PRECISION": config.precision,
         "TOKENS": config.q_tokens,
         "PACK": config.q_pack,
         "KEYS": config.q_keys,
@@ -205,7 +195,8 @@ def _dq_constants(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -
 
 
 def _dkv_constants(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
-    return _common(shape, mask, config) | {
+    return constants_of(shape, mask) | {
+        "PRECISION": config.precision,
         "KEYS": config.kv_keys,
         "TOKENS": config.kv_tokens,
         "STAGES": config.kv_stages,

@@ -11,8 +11,8 @@ There are two ways:
 `sums` computes S and dP once. Its sums come in the order in which CTAs finish, so two calls may
 differ in the last bits. `twice` computes them in both kernels, 14 D operations for each allowed
 element instead of 10, and gives the same bits each time; the option `deterministic` chooses it.
-attention_wgmma_backward.cu and attention_wgmma_dq.cu are the kernels. They support blocks of a
-multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
+attention_wgmma_backward.cu, attention_wgmma_sums.cu and attention_wgmma_dq.cu are the kernels. They
+support blocks of a multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
 """
 
 from collections.abc import Sequence
@@ -200,19 +200,20 @@ def launch(
     constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
 
     def kernel(
-        function: str, args: cuda.Arguments, grid: int, threads: int, shared: int = 0
+        function: str, args: cuda.Arguments, grid: int, threads: int
     ) -> tuple[cuda.Loaded, cuda.Arguments]:
-        name = "attention_wgmma_backward"
-        loaded = cuda.load(name, function, constants, shared, device)
-        return cuda.Loaded(*loaded, device.index, grid, threads, shared), args
+        macros = ("HEAD_DIM", depth), ("FP16", int(shape.dtype == "fp16"))
+        loaded = cuda.load("attention_wgmma_sums", function, macros, 0, device)
+        return cuda.Loaded(*loaded, device.index, grid, threads, 0), args
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    by_keys = kernel(
-        "differentiate",
-        DIFFERENTIATE(maps, lists, stats, sizes, *(x.data_ptr() for x in (sums, dk, dv))),
-        min(processors, -(-len(tiles) // config.tiles)),
-        WARPGROUP * (config.tiles * config.rows // 64 + 1),
-        size,
+    grid = min(processors, -(-len(tiles) // config.tiles))
+    threads = WARPGROUP * (config.tiles * config.rows // 64 + 1)
+    loaded = cuda.load("attention_wgmma_backward", "differentiate", constants, size, device)
+    addresses = [x.data_ptr() for x in (sums, dk, dv)]
+    by_keys = (
+        cuda.Loaded(*loaded, device.index, grid, threads, size),
+        DIFFERENTIATE(maps, lists, stats, sizes, *addresses),
     )
     tensors = *operands, *index, *bits, counters, sums, lse_2, delta
     if config.sums:

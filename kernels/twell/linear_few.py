@@ -55,11 +55,11 @@ def configurations(m: int, n: int, k: int) -> list[Config]:
 
 
 def _products(m: int, features: int, depth: int, parts: int, warps: int) -> int:
-    return triton.next_power_of_2(m) * features * depth // (32 * warps)
+    return int(triton.next_power_of_2(m)) * features * depth // (32 * warps)
 
 
 def _programs(config: Config, n: int) -> int:
-    return triton.cdiv(n, config.features) * config.parts
+    return int(triton.cdiv(n, config.features)) * config.parts
 
 
 def launch(x: Tensor, w_t: Tensor, config: Config) -> BoundKernel:

@@ -333,8 +333,9 @@ def estimates() -> list[EntryEstimate]:
 
 
 @pytest.mark.exhaustive
-def test_the_published_campaign_costs_at_most_its_budget(estimates: list[EntryEstimate]) -> None:
-
+def test_every_entry_of_the_published_campaign_has_an_estimate(
+    estimates: list[EntryEstimate],
+) -> None:
     assert not [each.entry.name for each in estimates if each.seconds is None]
     assert "as the run dlmc-csr" in {
         each.how for each in estimates if each.entry.name == "dlmc-csr"
@@ -343,10 +344,8 @@ def test_the_published_campaign_costs_at_most_its_budget(estimates: list[EntryEs
 
 
 @pytest.mark.exhaustive
-def test_the_published_campaign_costs_at_most_two_hours(estimates: list[EntryEstimate]) -> None:
-    assert (
-        sum(each.seconds or 0.0 for each in estimates) <= campaign("published").budget_s <= 120 * 60
-    )
+def test_the_published_campaign_fits_its_budget(estimates: list[EntryEstimate]) -> None:
+    assert sum(each.seconds or 0.0 for each in estimates) <= campaign("published").budget_s
 
 
 @pytest.mark.exhaustive

@@ -233,4 +233,7 @@ def test_formats_stand_beside_each_other_at_one_layer() -> None:
         rows, _ = contest.run(spec, [*counts.values()], CPU, None)
         status = {row.case.contender.format: row.status for row in rows}
         spense = Status.OK if at["pattern"] == "spense_hidden" else Status.UNSUPPORTED
-        assert status == {**dict.fromkeys(("dense", "bsr", "cvse"), Status.OK), "spense": spense}
+        assert status == {
+            **dict.fromkeys(("dense", "bsr", "cvse", "twell"), Status.OK),
+            "spense": spense,
+        }

@@ -17,7 +17,7 @@ from sparsebench.reports.headline import (
     with_columns,
 )
 from sparsebench.results.analysis import analyse
-from sparsebench.results.families import ours
+from sparsebench.results.families import OURS, ours
 from sparsebench.results.noise import Noise, Reliability
 from tests.tools.paths import KERNELS, PUBLISHED, ROOT
 
@@ -97,8 +97,7 @@ def test_our_kernels_are_those_of_our_folders() -> None:
         files = (KERNELS / folder).glob("*.py")
         return {file.stem for file in files if not file.stem.startswith("_")}
 
-    folders = ("bitmap", "bsr", "csr", "spense", "twell")
-    files = set.union(*map(names, folders))  # a file may declare its gradient too
+    files = set.union(*map(names, OURS))  # a file may declare its gradient too
     assert files <= {*ours()} <= files | {f"{name}_dgrad" for name in files}
     assert not set(ours()) & (names("dense") | names("peers"))
 

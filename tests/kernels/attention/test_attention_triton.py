@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,7 +53,7 @@ CASES = [
     Case((40, 40), 16, (4, 1), (64, 16, "tma"), lists=1, causal=True),
     Case((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
 ]
-PATHS = sampled(CASES, 0, 2)
+PATHS = sampled(product(CASES, [torch.float16, torch.float32]), 0, 5)
 FEW = [
     Case((1, 96), (16, 16), (4, 2), (16, 32, "pointers"), batch=2, density=1.0),
     Case((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
@@ -101,8 +102,7 @@ def forward(case: Case, mask: BlockMask, shape: Shape, tensors: list[Tensor]) ->
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("case", "dtype"), PATHS)
 def test_o_and_lse_are_right(case: Case, dtype: torch.dtype) -> None:
     mask, shape, tensors = drawn(case, dtype)
     o, lse = forward(case, mask, shape, tensors)
@@ -132,8 +132,7 @@ def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> 
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("case", "dtype"), PATHS)
 def test_gradients_are_right_and_the_same_twice(case: Case, dtype: torch.dtype) -> None:
     mask, shape, tensors = drawn(case, dtype)
     leaves = [x.double().requires_grad_() for x in tensors]

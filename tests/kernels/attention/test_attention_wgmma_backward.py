@@ -30,17 +30,11 @@ FIXED = """
 """
 RUN = """
 static struct {
-  Maps maps; Lists lists; Stats stats; Sizes sizes;
-  const char *o, *d_o; const float* lse; float *lse_2, *delta, *sums; char *dq, *dk, *dv; int heads;
+  Maps maps; Lists lists; Stats stats; Sizes sizes; float* sums; char *dk, *dv;
 } given;
-static void before() {
-  prepare_queries(given.o, given.d_o, given.lse, given.lse_2, given.delta, given.sums, given.sizes,
-                  given.heads);
-}
-static void between() {
+static void run() {
   differentiate(given.maps, given.lists, given.stats, given.sizes, given.sums, given.dk, given.dv);
 }
-static void after() { finish_queries(given.sums, given.dq, given.sizes); }
 extern "C" void call(void** at, const int* n, float scale, float log_scale, int grid, int bytes) {
   const auto map = [](void* x, int rows, int heads, int box) {
     return TensorMap{(char*)x, rows, heads * HEAD_DIM, 2 * heads * HEAD_DIM, box, 64, 128};
@@ -49,14 +43,27 @@ extern "C" void call(void** at, const int* n, float scale, float log_scale, int 
                 map(at[2], n[1], n[3], KV_ROWS), map(at[3], n[1], n[3], KV_ROWS)};
   given.lists = {(Tile*)at[4], (int*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8],
                  (int*)at[9], n[6], n[7], n[8]};
-  given.o = (char*)at[10], given.d_o = (char*)at[1], given.lse = (float*)at[11];
-  given.lse_2 = (float*)at[12], given.delta = (float*)at[13], given.sums = (float*)at[14];
-  given.dq = (char*)at[15], given.dk = (char*)at[16], given.dv = (char*)at[17];
-  given.stats = {given.lse_2, given.delta};
-  given.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale}, given.heads = n[5] * n[2];
-  if (SUMS) launch((given.heads * n[4] + 7) / 8, 256, 1, 1024, before);
-  launch(grid, THREADS, 1, bytes, between, true);
-  if (SUMS) launch(given.heads * n[4] / ROWS, 128, 1, 1024, after);
+  given.stats = {(float*)at[12], (float*)at[13]}, given.sums = (float*)at[14];
+  given.dk = (char*)at[16], given.dv = (char*)at[17];
+  given.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
+  launch(grid, THREADS, 1, bytes, run, true);
+}
+"""
+RUN_SUMS = """
+static struct {
+  const char *o, *d_o; const float* lse; float *lse_2, *delta, *sums; char* dq; int heads;
+  Sizes sizes;
+} given;
+static void before() {
+  prepare_queries(given.o, given.d_o, given.lse, given.lse_2, given.delta, given.sums, given.sizes,
+                  given.heads);
+}
+static void after() { finish_queries(given.sums, given.dq, given.sizes); }
+extern "C" void call(void** at, const int* n, float scale, int first) {
+  given = {(char*)at[10], (char*)at[1], (float*)at[11], (float*)at[12], (float*)at[13],
+           (float*)at[14], (char*)at[15], n[5] * n[2], {n[0], n[1], n[2], n[3], n[4], scale, 0}};
+  if (first) launch((given.heads * n[4] + 7) / 8, 256, 1, 1024, before);
+  else launch(given.heads * n[4] / ROWS, 128, 1, 1024, after);
 }
 """
 RUN_QUERIES = """
@@ -142,26 +149,35 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
     pointers = [None if x is None else x.data_ptr() for x in tensors]
     sizes = s_q, s_kv, heads, kv_heads, rows, case.batch, len(tiles), mask.lists, mask.kv_blocks
     constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
-    if not case.config.sums:
+    at, counts = (ctypes.c_void_p * 18)(*pointers), (ctypes.c_int * 9)(*sizes)
+    scale = ctypes.c_float(depth**-0.5)
+    if case.config.sums:
+        macros = ("HEAD_DIM", depth), ("FP16", int(case.dtype == "fp16")), ("LATE", late)
+        text = on_cpu("attention_wgmma_sums.cu", "", RUN_SUMS)
+        around = built(text, macros, tmp_path, "sums").call
+        around(at, counts, scale, 1)
+    else:
         config = attention_wgmma_backward.of_queries(shape, mask)
         span = min(span_of(mask.block[0]), config.rows)
         of_queries = query_tiles(mask, shape, config.rows, span)
         lists = of_queries, mask.columns, mask.slots, mask.bits, counters
         given = q, do, o, k, v, *lists, lse, lse_2, delta, dq
-        at = [None if x is None else x.data_ptr() for x in given]
-        macros = attention_wgmma.constants_of(config, shape, mask, 3), ("LATE", late)
+        addresses = [None if x is None else x.data_ptr() for x in given]
+        of_walk = *attention_wgmma.constants_of(config, shape, mask, 3), ("LATE", late)
         text = on_cpu("attention_wgmma_dq.cu", OF_QUERIES, RUN_QUERIES)
-        built(text, (*macros[0], macros[1]), tmp_path, "queries").call(
-            *((ctypes.c_void_p * 14)(*at), (ctypes.c_int * 6)(*sizes[:4], len(of_queries), rows)),
+        numbers = *sizes[:4], len(of_queries), rows
+        built(text, of_walk, tmp_path, "queries").call(
+            *((ctypes.c_void_p * 14)(*addresses), (ctypes.c_int * 6)(*numbers)),
             *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
             attention_wgmma.shared_bytes(config, depth, 3),
         )
     text = on_cpu("attention_wgmma_backward.cu", FIXED, RUN)
     built(text, (*constants, ("LATE", late)), tmp_path).call(
-        *((ctypes.c_void_p * 18)(*pointers), (ctypes.c_int * 9)(*sizes)),
-        *(ctypes.c_float(depth**-0.5), ctypes.c_float(depth**-0.5 * LOG2_E), 2),
+        *(at, counts, scale, ctypes.c_float(depth**-0.5 * LOG2_E), 2),
         attention_wgmma_backward.shared_bytes(case.config, depth),
     )
+    if case.config.sums:
+        around(at, counts, scale, 0)
     allowed = 1e-2 if case.dtype == "fp16" else 6e-2
     for found, leaf in zip((dq, dk, dv), leaves, strict=True):
         torch.testing.assert_close(found.double(), leaf.grad, atol=allowed, rtol=allowed)
@@ -210,7 +226,10 @@ def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
     shape = Shape(1, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
     constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path)
-    if not case.config.sums:
+    if case.config.sums:
+        of_sums = ("HEAD_DIM", case.head_dim), ("FP16", int(case.dtype == "fp16"))
+        assert_compiles_cleanly("attention_wgmma_sums", of_sums, tmp_path)
+    else:
         config = attention_wgmma_backward.of_queries(shape, mask)
         of_queries = attention_wgmma.constants_of(config, shape, mask, 3)
         assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path)
