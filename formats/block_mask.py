@@ -23,8 +23,8 @@ Blocks without an allowed element are absent. A row without blocks gives an outp
 log-sum-exp of -inf and gradients of 0.
 
 The rows belong to `batch` sequences, each with `lists` lists of q_blocks rows, one below the other.
- Head h of H reads list h * lists // H of its sequence, so 1 list serves all heads, and one
-list per KV head serves the heads of its group.
+Head h of H reads list h * lists // H of its sequence, so 1 list serves all heads, and one list per
+KV head serves the heads of its group.
 
 A dense matrix of this format has a cell for each block, 1 where the block is present and 0 where it
 is absent. The elements themselves are never stored: for 32 heads and 32k tokens they are 34 GB.
@@ -72,7 +72,7 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMask(Format):
-    """A block mask for `tokens` = (S_q, S_kv), in blocks of `block`; `shape` is the shape of the cells."""
+    """A block mask for `tokens` = (S_q, S_kv) in blocks of `block`; `shape` counts its cells."""
 
     operand = "masks"
 

@@ -9,8 +9,8 @@
 
 The first three pad their lists: counts int32 [batch, heads, q_blocks] and kv blocks int32 [batch,
 heads, q_blocks, most], of which the first `count` are valid. Heads that share a list are repeated.
-The `to_...` functions raise FormatError if a library cannot represent a mask, so that no rule of the
-mask is silently dropped.
+The `to_...` functions raise FormatError if a library cannot represent a mask, so that no rule is
+silently dropped.
 """
 
 from typing import Any, NamedTuple

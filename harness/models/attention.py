@@ -3,9 +3,9 @@
     import sparsebench.nn
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="sparsebench")
 
-A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_window` gives a window
-to a model without one: a token then attends to this many tokens, including itself. The mask is
-built once for each forward pass of the model, and all layers share it and its plans.
+A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_window` gives a
+window to a model without one: a token then attends to this many tokens, including itself. The mask
+is built once for each forward pass of the model, and all layers share it and its plans.
 
 Building a mask takes a bool for each pair of a query and a key of one sequence: 268 MB at 16k
 tokens. Dropout, soft caps, sinks and biases of scores raise Unsupported.

@@ -19,8 +19,9 @@ mask. The harness computes them in fp64 from Q, K and V whenever it draws these 
     FLOPs   10 head_dim for each allowed pair of a query and a key: five products
     bytes   Q, O, dO, dQ, dK, dV, lse, and the keys and values that some query selects
 
-Contenders of format dense sum over all elements (or all past ones if the problem is causal) with the
-same O and lse, which is the work of a dense backward pass. An empty row (lse = -inf) has gradients of 0.
+Contenders of format dense sum over all elements (or all past ones if the problem is causal) with
+the same O and lse, which is the work of a dense backward pass. An empty row (lse = -inf) has
+gradients of 0.
 """
 
 from collections.abc import Mapping

@@ -6,8 +6,8 @@ l = 2   ## .  .  .  .      l is in blocks; in a mask that is not causal,
         .  ## ## ## .
         ## .  ## ## ##
 
-The level determines l, which is at least the square root of the number of blocks. A larger l gives a
-longer window.
+The level determines l, which is at least the square root of the number of blocks. A larger l gives
+a longer window.
 """
 
 from math import isqrt

@@ -7,10 +7,10 @@
                    records; a derivative in Python (`differentiate`) computes what has no recording
 
 A call is recorded only if the weight is as the call before it left it, so a weight that is replaced
-or written in every step costs no recordings. A recording counts only if every launch was seen,
-every address was found in the arguments exactly where a tensor starts, and the recorded launches
-give the same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the
-layer takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
+or written in every step costs no recordings. A recording is used only if the tape has every launch,
+every address in the arguments is the start of a known tensor, and the recorded launches give the
+same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the layer
+takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, every call takes the path in Python, and
@@ -60,7 +60,7 @@ LINEAR, DGRAD, WGRAD = range(3)
 class Guard(NamedTuple):
     """`holder[name]` must stay this tensor; without a holder, the tensor alone is checked.
 
-    counted  whether a write to the tensor ends the recordings: they read what was in it
+    counted  whether a write to the tensor ends the recordings, because they read its old content
     """
 
     holder: dict[str, Any] | None
@@ -91,7 +91,7 @@ class Derivative(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Takes the place of a Front until two calls in turn have seen the same weight."""
+    """A placeholder for a Front until two successive calls have had the same weight."""
 
     stamps: tuple[Any, ...]
     stale: bool = True
@@ -100,7 +100,7 @@ class Pending(NamedTuple):
         """Return None, so that the layer takes its path in Python."""
 
     def due(self) -> bool:
-        """Return whether the weight must be looked at again: the path in Python does that."""
+        """Return whether the path in Python must check the weight again."""
         return False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -183,7 +183,7 @@ def record(
 ) -> Tensor:
     """Run a planned product, and add it to a Front if the tape explains it.
 
-    fixed  the inputs that launches need not read, because they read what was made of them before
+    fixed  inputs that launches need not read, because they read tensors derived from them earlier
     """
     if is_capturing(inputs[0]):
         return _with_bias(run(), bias)

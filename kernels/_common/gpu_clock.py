@@ -9,10 +9,10 @@ in the meantime, writes a number into pinned memory. A host that is slow or inte
 the samples, but is not part of them.
 
     limit    after LIMIT_S the kernel ends by itself, so nothing can hang
-    late     when the host has recorded `end`, the GPU has already passed `begin`. Then the GPU may
+    late     the GPU has already passed `begin` when the host has recorded `end`. Then the GPU may
              have waited for the host between the two, and the time may be too long
-    depth    a launch queue has room for 1021 entries (H200), and a host that finds it full waits
-             for the GPU. So a hold covers at most SAMPLES samples. The next ones are enqueued
+    depth    a launch queue has room for 1021 entries (H200). If it is full, the host waits for the
+             GPU. So a hold covers at most SAMPLES samples. The next ones are enqueued
              behind a hold of their own while the GPU works, so the GPU is hardly ever idle
 
 Some streams are not held, and then the host can be late:
@@ -21,8 +21,8 @@ Some streams are not held, and then the host can be late:
                                            launch returns only when its kernel has ended
     after EXPIRED holds reached the limit  something in this process waits for the stream
 
-Whatever is called under a hold must have been called before, because loading a module or allocating
-memory may wait for the stream.
+Call everything once before calling it under a hold, because loading a module or allocating memory
+may wait for the stream.
 
 The driver's cuStreamWaitValue32 takes the host 3 instead of 14 µs and needs no kernel, but it has
 no time limit: a host that then waits for the GPU waits forever. nvbench holds its stream by a
@@ -96,7 +96,7 @@ class GpuClock:
     """Takes samples on the current stream of a device, which it holds if it can."""
 
     def __init__(self, device: torch.device) -> None:
-        """Load the kernel that holds a stream, and find out whether it can."""
+        """Load the kernel that holds a stream, and test whether it can hold this one."""
         torch.cuda.synchronize(device)  # in a new thread, makes the device's context current
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)

@@ -4,8 +4,8 @@
     columns            0 4 1p           full, ascending; then masked, ascending
     fulls              2
 
-A kernel walks the full blocks without a mask, and then the rest with one. A block that reaches past
-the last key needs a mask too. The lists of the transpose have the same form: their columns are
+A kernel processes the full blocks without a mask, and then the rest with one. A block that reaches
+past the last key needs a mask too. The lists of the transpose have the same form: their columns are
 blocks of queries.
 """
 

@@ -90,7 +90,7 @@ class Config:
     """One way to run the kernel.
 
     tokens, pack  queries and heads of a tile; their product is its height
-    shared        heads that could be packed, by which tables tell masks apart
+    shared        heads that could be packed, a key of tables of configurations
     keys          keys of a step
     """
 
@@ -105,7 +105,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
-    """Return what is worth trying, the default first: at most eight.
+    """Return at most eight configurations to try, the default first.
 
     shared  heads that may be packed
     """

@@ -81,7 +81,7 @@ class Config:
     """One way to run both kernels.
 
     q_tokens, q_pack    queries and heads of a tile of dQ; q_keys: keys of a step
-    q_shared            heads that could be packed, by which tables tell masks apart
+    q_shared            heads that could be packed, a key of tables of configurations
     kv_keys, kv_tokens  keys of a tile of dK and dV; queries of a step
     """
 
@@ -101,7 +101,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
-    """Return what is worth trying, the default first: `prepare` searches both halves apart.
+    """Return configurations to try, the default first; `prepare` searches both halves separately.
 
     shared  heads that may be packed in dQ
     """

@@ -59,7 +59,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return what is worth trying, the default first. Raises Unsupported.
+    """Return the configurations to try, the default first. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
     """
@@ -125,7 +125,7 @@ class Walk:
 
 
 class Work(NamedTuple):
-    """What a launch needs of the mask: its tiles, and counters, which are zero between launches."""
+    """The tiles of a mask for a launch, and counters, which are zero between launches."""
 
     tiles: Tensor
     counters: Tensor

@@ -88,7 +88,7 @@ class Gradients:
 
 
 def configurations(shape: Shape, *, deterministic: bool = False) -> list[Config]:
-    """Return what is worth trying, the default first. Raises Unsupported."""
+    """Return the configurations to try, the default first. Raises Unsupported."""
     if shape.block[0] % ROWS or shape.block[1] % ROWS:
         raise Unsupported(
             f"expected blocks of a multiple of 64 queries and keys, found {list(shape.block)}"
@@ -111,7 +111,7 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
 
 
 class Work(NamedTuple):
-    """What a launch needs of the mask: its transpose, tiles of keys and, if needed, of queries.
+    """A mask prepared for a launch: its transpose, tiles of keys and, if needed, tiles of queries.
 
     counters  zero between launches
     """

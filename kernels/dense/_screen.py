@@ -1,7 +1,7 @@
 """Screen many calls: keep the fastest of two samples with a cold L2 cache.
 
-The stream is held while the host enqueues the calls (_common/gpu_clock.py), so no graph is needed,
-whose capture would take longer than the call. The search then times the kept calls in graphs
+The stream is held while the host enqueues the calls (_common/gpu_clock.py), so no graph is needed;
+capturing one would take longer than the call. The search then times the kept calls in graphs
 (_common/search.py).
 """
 

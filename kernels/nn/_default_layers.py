@@ -1,4 +1,4 @@
-"""Whole layers and models as users get them, for default.py.
+"""Whole layers and models with the kernels that users get, for default.py.
 
 ffn, mlp   2:4              SpenseGatedMLP: gate, up and act in one launch, and down
            blocks, others   a product for each weight, and act in torch, as in a Hugging Face

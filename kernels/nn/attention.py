@@ -2,9 +2,10 @@
 
     o = sparsebench.attention(q, k, v, mask)
 
-The mask says which blocks of keys each block of queries sees (formats/block_mask.py). The first
-call with a mask and sizes plans its kernels, and may time some (_attention_plans.py); the plans
-stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can be compiled and captured.
+The mask lists the blocks of keys that each block of queries attends to (formats/block_mask.py). The
+first call with a mask and sizes plans its kernels, and may time some (_attention_plans.py); the
+plans stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can be compiled and
+captured.
 """
 
 from typing import Any
@@ -27,8 +28,8 @@ def attention(
     mask   for the same sequences and tokens; H is a multiple of its lists
     scale  factor of the scores, above 0; by default D ** -0.5
 
-    A query without an allowed key gets 0. What a block holds that no query selects, even NaN,
-    reaches no result. Raises Unsupported.
+    The output of a query without an allowed key is 0. A block that no query selects affects no
+    result, even if it holds NaN. Raises Unsupported.
     """
     o, _ = attention_and_lse(q, k, v, mask, scale=scale)
     return o

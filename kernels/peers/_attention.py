@@ -1,4 +1,4 @@
-"""What the peers of block-sparse attention share: operands by head, and lists in their blocks."""
+"""Operands by head, and lists in the block size of a library, for the peers of attention."""
 
 from importlib.util import find_spec
 

@@ -4,13 +4,13 @@
     coarser  blocks below 128, or whose sides tl.dot does not take, lie in blocks of 128: the lists
              are a superset, and a mask_mod looks up each element's cell
 
-`prepare` builds the lists and compiles, which takes seconds; neither is timed. Both ways are
-candidates where both are possible.
+`prepare` builds the lists and compiles, which takes seconds; neither is timed. If
+both ways are possible, both are candidates.
 
 The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
 launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
-saved by the given ones. By default the backward pass of H100 has tiles of 128 and runs no smaller
-blocks, so it is given the tiles of each way.
+saved by those of the operands. By default the backward pass of H100 has tiles of 128 and supports
+no smaller blocks, so each way sets its own tiles.
 """
 
 import warnings
@@ -139,7 +139,7 @@ def mask_mod_of(mask: BlockMask, heads: int) -> Callable[..., Tensor]:
 
 
 def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
-    """Return what is timed: a name for the row, lists, and options of the forward kernel."""
+    """Return the candidates: a name for the row, lists, and options of the forward kernel."""
     b_q, b_k = mask.block
     ways: list[tuple[dict[str, Any], Lists, Options]] = []
     tiles = all(side >= SMALLEST and side & (side - 1) == 0 for side in (b_q, b_k))
@@ -164,7 +164,7 @@ def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists,
 
 
 def backward_ways(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
-    """Return what is timed backward: a name for the row, lists, and options of both kernels."""
+    """Return the candidates of the backward pass: a name, lists, and options of both kernels."""
     ways: list[tuple[dict[str, Any], Lists, Options]] = []
     for name, lists, options in candidates(mask, heads)[-2:]:
         forward = {f"fwd_{key}": value for key, value in options.items()}

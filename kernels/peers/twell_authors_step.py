@@ -9,10 +9,10 @@
 
 The step stores the gate by token and again by unit, each as ELL with a dense tail. Active units
 beyond 31 of 256, and rows that do not fit into the tail, are dropped without an error; with more
-than 2048 units in the tail the process can crash. So the search times the widths and tails that
-hold every value of the drawn activations, and the case is unsupported if there are none. Each
-checked call counts the lost values from a dense gate (Launch.lost). Which rows they drop varies;
-the count is that of the shortest rows.
+than 2048 units in the tail the process can crash. So the search times only widths and
+tails that hold every value of the activations, and the case is unsupported if there are none. Each
+checked call counts the lost values from a dense gate (Launch.lost). The kernels drop
+varying rows; the count assumes the shortest ones.
 
     needs        their library sparse_ops.so, which their own code builds: found by
                  $SPARSE_OPS_PREBUILT, in a checkout below --peers DIR (_authors.py) or in torch's
