@@ -308,7 +308,7 @@ def _place(best: Mapping[Any, Any]) -> str:
 def who(case: Mapping[Any, Any]) -> str:
     """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio.
 
-    A contender without a kernel is what users get, and its choice names what ran.
+    A contender without a kernel stands for the choice of a layer, and its choice names that kernel.
     """
     if case["kernel"] == DEFAULT:
         ran = json.loads(case.get("choice") or "{}").get("kernel")

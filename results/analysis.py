@@ -99,8 +99,8 @@ def summary(
 
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
     speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text
-    t_low         and t_high: Student's 95 % interval by the processes alone, if FEWEST or more
-    between       half of the interval between cards, in logs, by which the interval is widened
+    t_low         and t_high: Student's 95 % interval from the processes alone, if FEWEST or more
+    between       half of the interval between cards, in logs, which widens the interval
     on_cards      the number of cards that the processes ran on; 0 on a CPU and in a simulation
     speedups      the speedup of each process
     processes     the number of processes used: fewer than the run has if the baseline failed in

@@ -5,18 +5,18 @@
     d        difference of the mean log speedups, b minus a
     s²       variance of d by the processes of both runs (Welch 1947)
 
-    d² - s²  is on average   v / cards of a + v / cards of b      both runs searched
+    d² - s²  has the mean    v / cards of a + v / cards of b      both runs searched
                              v / cards of a + w / cards of b      b inherited its configurations
 
-Each variance is the sum of d² - s² over its repeats, divided by the sum of their factors: that of
-`free` from repeats whose boards were not limited, that of `limited` from repeats with a board that
-was, and w, that of `inherited`, from the rest. The cases of one pair of runs are not independent,
-since they share cards and sessions. So the degrees of freedom come from the scatter over pairs of
-runs, as 2 v² / var(v) (Satterthwaite 1946).
+Each variance is the sum of d² - s² over its repeats, divided by the sum of their factors. The one
+of `free` comes from repeats whose boards were not limited, the one of `limited` from repeats with a
+limited board, and w, the one of `inherited`, from the rest. The cases of one pair of runs are not
+independent, since they share cards and sessions. So the degrees of freedom come from the scatter
+over pairs of runs, as 2 v² / var(v) (Satterthwaite 1946).
 
-`coverage` asks of each repeat whether the first interval contains the second value, and whether the
-interval of the difference contains 0. No pair of runs is tested by a component that it is part of:
-for the published repeats, that comes from all other pairs.
+`coverage` checks for each repeat whether the first interval contains the second value, and whether
+the interval of the difference contains 0. No pair of runs is tested with a component that it
+contributed to: for the published repeats, the component comes from all other pairs.
 """
 
 import json
@@ -103,8 +103,8 @@ def repeats(runs: Iterable[Measured]) -> pd.DataFrame:
 def components(repeats: pd.DataFrame) -> dict[State, Component]:
     """Return the component of each state.
 
-    A state that fewer than two pairs of runs show gets that of all repeats that searched. No state
-    scatters less than the ones before it.
+    A state with fewer than two pairs of runs gets the component of all repeats that searched. No
+    state varies less than the ones before it.
     """
     inherited = repeats.state_b == State.INHERITED
     limited = (repeats[["state_a", "state_b"]] == State.LIMITED).any(axis=1)
@@ -188,7 +188,7 @@ def _component(repeats: pd.DataFrame, earlier: Mapping[State, Component]) -> Com
 
 
 def _agrees(line: Line, by_state: Mapping[State, Component]) -> tuple[bool, bool]:
-    """Return whether the first interval has the second value, and that of the difference 0."""
+    """Return whether the first interval contains the second value, and that of d contains 0."""
     halves = [
         by_state[line[f"state_{end}"]].half(line[f"cards_{end}"]) if by_state else 0.0
         for end in "ab"
