@@ -8,15 +8,16 @@ Cases are joined on their ids; equal ids have equal operands.
     close              the distance of the two speedups is within the tolerance
     agree              close and not reversed, or equal in both; on another kind of device, where
                        speedups may differ, two verdicts with one outcome agree too
-    reversed           faster in one run and slower in the other, by the processes alone: cards
-                       explain a difference, but no change of sign
+    reversed           faster in one run and slower in the other, by the processes alone, because
+                       cards explain a difference but not a change of sign
 
     tolerance = sqrt( Welch's half^2 + between of a^2 + between of b^2 )       two verdicts
               = apart x sqrt(1 / processes of a + 1 / processes of b)          a look
 
-`between` is what cards differ by (between_cards.py); it counts if no card ran the case in both
-runs. `apart` holds for single processes, by the length of the call: APART, or the noise floors of
-the two runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells (harness/NOTES.md).
+`between` is the variation between cards (between_cards.py); it counts if no card ran the case in
+both runs. `apart` holds for single processes, by the length of the call: APART, or the noise floors
+of the two runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells
+(harness/NOTES.md).
 
 A cell is a case against its baseline, in one scope and cache state. A run is reproduced if at least
 95 % of the cells agree, or if chance alone explains how many disagree, and none is reversed. What
