@@ -19,9 +19,9 @@ class Format(ABC):
     """A matrix [rows, columns] in one storage format, on one device.
 
     `operand` says which operand of an op the format is for. If it is "activations", the kernels
-    build the layout from the hidden activations at every call, and are given dense weights. If it
-    is "masks", the matrix has only ones and zeros, and the op determines the parameters of
-    `from_dense`, not the suite.
+    build the layout from the hidden activations at every call, and receive dense weights. If it is
+    "masks", the matrix has only ones and zeros, and the op instead of the suite determines the
+    parameters of `from_dense`.
     """
 
     operand: ClassVar[Literal["weights", "activations", "masks"]] = "weights"

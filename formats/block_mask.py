@@ -10,11 +10,11 @@
 offsets  int32 [batch * lists * q_blocks + 1]  start of each row of blocks in `columns`
 columns  int32 [blocks]   kv block, ascending in a row; bit 31 is set if the block is partial
 bits     uint8 [partial blocks, b_q, ceil(b_k / 8)]   optional; the lowest bit is the first key
-slots    int32 [blocks]   with `bits`: the place of a partial block there, -1 for full blocks
+slots    int32 [blocks]   with `bits`: index of a partial block in `bits`, -1 for full blocks
 
-A block covers b_q queries and b_k keys. At the edge it covers fewer, and kernels check the bounds:
-that alone does not make a block partial. All elements of a full block are allowed. An element of a
-partial block is allowed if every rule holds that the mask has:
+A block covers b_q queries and b_k keys, or fewer at the edge, where kernels check the bounds: that
+alone does not make a block partial. All elements of a full block are allowed. An element of a
+partial block is allowed if every rule of the mask holds:
 
     causal   k <= q + S_kv - S_q
     bits     the element's bit is set
@@ -22,14 +22,14 @@ partial block is allowed if every rule holds that the mask has:
 Blocks without an allowed element are absent. A row without blocks gives an output of 0, a
 log-sum-exp of -inf and gradients of 0.
 
-The rows are those of `batch` sequences, each with `lists` lists of q_blocks rows, one below the
-other. Head h of H reads list h * lists // H of its sequence, so 1 list serves all heads, and one
-list per KV head serves the heads of its group.
+The rows belong to `batch` sequences, each with `lists` lists of q_blocks rows, one below the other.
+Head h of H reads list h * lists // H of its sequence, so 1 list serves all heads, and one list per
+KV head serves the heads of its group.
 
 A dense matrix of this format has a cell for each block, 1 where the block is present and 0 where it
 is absent. The elements themselves are never stored: for 32 heads and 32k tokens they are 34 GB.
 
-Multiplied by kernels/attention.
+The kernels in kernels/attention read this format.
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ PARTIAL = torch.iinfo(torch.int32).min
 """Bit 31 of a column."""
 
 MOST_ELEMENTS = 2**28
-"""Elements that may be expanded: tests do that, kernels never."""
+"""Most elements that a mask may be expanded to. Tests expand masks, kernels never do."""
 
 
 class Transposed(NamedTuple):
@@ -62,7 +62,7 @@ class Transposed(NamedTuple):
 
     offsets  int32 [batch * lists * kv_blocks + 1]
     rows     int32 [blocks]   q block, ascending; bit 31 is set if the block is partial
-    slots    int32 [blocks]   as the mask's, or None
+    slots    int32 [blocks]   index in the mask's `bits`, or None
     """
 
     offsets: Tensor
@@ -72,7 +72,7 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMask(Format):
-    """A block mask for `tokens` = (S_q, S_kv), in blocks of `block`; `shape` is that of cells."""
+    """A block mask for `tokens` = (S_q, S_kv) in blocks of `block`; `shape` counts its cells."""
 
     operand = "masks"
 
@@ -121,8 +121,8 @@ class BlockMask(Format):
         ones = bool(((single == 0) | (single == 1)).all())
         require(ones, "expected cells of 0 and 1, found other values")
         at, columns = (single != 0).nonzero(as_tuple=True)
-        found = cls.build(sizes, sides, at, columns, batch=batch, lists=lists, causal=causal)
-        return replace(found, dtype=dense.dtype)
+        mask = cls.build(sizes, sides, at, columns, batch=batch, lists=lists, causal=causal)
+        return replace(mask, dtype=dense.dtype)
 
     @classmethod
     def from_elements(cls, allowed: Tensor, block: int | list[int]) -> Self:
@@ -164,7 +164,7 @@ class BlockMask(Format):
     ) -> Self:
         """Return the mask of blocks in any order; `partial` and `bits` follow that order.
 
-        rows     of each block, among batch * lists * q_blocks; columns: its kv block
+        rows     row of each block, below batch * lists * q_blocks; columns: its kv block
         partial  bool for each block; without it, the causal rule determines it
         bits     uint8 [partial blocks, b_q, ceil(b_k / 8)]
 
@@ -175,7 +175,7 @@ class BlockMask(Format):
         rows, columns = rows.long(), columns.long()
         for name, index, most in (("row", rows, height), ("column", columns, kv_blocks)):
             inside = len(index) == 0 or bool((index.min() >= 0) & (index.max() < most))
-            require(inside, f"expected a {name} of blocks below {most}, found others")
+            require(inside, f"expected a {name} index below {most} for every block, found others")
         area = areas(tokens, block, causal, rows.device)[rows % q_blocks, columns]
         whole = areas(tokens, block, False, rows.device)[rows % q_blocks, columns]
         partial = (area < whole) if partial is None else partial
@@ -210,12 +210,12 @@ class BlockMask(Format):
 
     @property
     def q_blocks(self) -> int:
-        """Return the blocks of queries of a list."""
+        """Return the number of query blocks of a list."""
         return _blocks(self.tokens, self.block)[0]
 
     @property
     def kv_blocks(self) -> int:
-        """Return the blocks of keys of a list."""
+        """Return the number of key blocks of a list."""
         return _blocks(self.tokens, self.block)[1]
 
     @cached_property
@@ -234,7 +234,7 @@ class BlockMask(Format):
         return self.columns & ~PARTIAL
 
     def list_of(self, head: int, heads: int) -> int:
-        """Return the list that a head of so many heads reads. Raises FormatError."""
+        """Return the list that head `head` of `heads` reads. Raises FormatError."""
         require(
             heads % self.lists == 0,
             f"expected heads as a multiple of the mask's {self.lists} lists, found {heads}",
@@ -310,8 +310,8 @@ def areas(
     area = torch.zeros(q_blocks, kv_blocks, dtype=torch.int64, device=device)
     for row in range(b_q):
         q = first + row
-        seen = (q + s_kv - s_q + 1 - starts).clamp(min=0).minimum(width)
-        area += seen * (q < s_q)
+        visible = (q + s_kv - s_q + 1 - starts).clamp(min=0).minimum(width)
+        area += visible * (q < s_q)
     return area
 
 

@@ -4,13 +4,13 @@
     FlexAttention        full_kv_num_blocks, _indices   kv_num_blocks, kv_indices       mask_mod
     FlashAttention 4     full_block_cnt, _idx           mask_block_cnt, _idx            mask_mod
     cuDNN frontend       q2k_block_nums, _index         none                            none
-    FlashInfer           indptr, indices                among them, with mask           mask
+    FlashInfer           indptr, indices                in the same lists, with mask    mask
     FlashInfer variable  block_mask_map                 none                            none
 
 The first three pad their lists: counts int32 [batch, heads, q_blocks] and kv blocks int32 [batch,
 heads, q_blocks, most], of which the first `count` are valid. Heads that share a list are repeated.
-`to_...` functions raise FormatError for what a library cannot hold, so that nothing is computed
-without a rule that the mask has.
+The `to_...` functions raise FormatError if a library cannot represent a mask, so that no rule is
+silently dropped.
 """
 
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class FlashInferVariable(NamedTuple):
 def from_flex(mask: flex_attention.BlockMask, *, causal: bool = False) -> BlockMask:
     """Convert FlexAttention's mask.
 
-    `causal` says that its mask_mod is the causal rule, and nothing else. Otherwise the mask_mod of
+    Set `causal` if its mask_mod is the causal rule and nothing else. Otherwise the mask_mod of
     every partial block is evaluated and stored as bits.
     """
     sides = mask.BLOCK_SIZE
@@ -73,7 +73,7 @@ def from_flex(mask: flex_attention.BlockMask, *, causal: bool = False) -> BlockM
 
 
 def to_flex(mask: BlockMask, heads: int) -> flex_attention.BlockMask:
-    """Convert to FlexAttention's mask for so many heads, with a mask_mod for partial blocks."""
+    """Convert to FlexAttention's mask for `heads` heads, with a mask_mod for partial blocks."""
     width = mask.kv_blocks  # FlexAttention takes the padded length as the number of kv blocks
     partial, full = (padded_lists(mask, heads, partial=p, most=width) for p in (True, False))
     rule = rule_of(mask, heads)
@@ -126,8 +126,8 @@ def from_flashinfer(
 def to_flashinfer(mask: BlockMask) -> FlashInfer:
     """Convert to FlashInfer's lists; the elements of all blocks follow if any block is partial."""
     alone = mask.batch == mask.lists == 1
-    found = f"{mask.lists} lists of {mask.batch} sequences"
-    require(alone, f"flashinfer: expected one list that all heads share, found {found}")
+    actual = f"{mask.lists} lists of {mask.batch} sequences"
+    require(alone, f"flashinfer: expected one list that all heads share, found {actual}")
     whole = tuple(s % b == 0 for s, b in zip(mask.tokens, mask.block, strict=True))
     require(all(whole), f"flashinfer: expected whole blocks of {mask.block}, found {mask.tokens}")
     elements = mask.elements() if bool(mask.partial.any()) else None
@@ -139,8 +139,8 @@ def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable
     count = int(mask.partial.sum())
     require(not count, f"flashinfer: expected full blocks only, found {count} partial ones")
     shared = mask.batch == 1 and kv_heads % mask.lists == 0
-    found = f"{mask.lists} lists of {mask.batch} sequences"
-    require(shared, f"flashinfer: expected a list for each of {kv_heads} KV heads, found {found}")
+    actual = f"{mask.lists} lists of {mask.batch} sequences"
+    require(shared, f"flashinfer: expected a list for each of {kv_heads} KV heads, found {actual}")
     cells = mask.to_dense().bool().view(mask.lists, mask.q_blocks, mask.kv_blocks)
     device = cells.device
     sizes = [
@@ -154,8 +154,8 @@ def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable
 def padded_lists(mask: BlockMask, heads: int, *, partial: bool, most: int | None = None) -> Lists:
     """Return the partial or the full blocks of every head, padded to the longest list or `most`."""
     mask.list_of(0, heads)
-    rows, chosen = rows_of(mask.offsets), mask.partial == partial
-    rows, blocks = rows[chosen], mask.indices[chosen]
+    rows, of_kind = rows_of(mask.offsets), mask.partial == partial
+    rows, blocks = rows[of_kind], mask.indices[of_kind]
     counts = torch.bincount(rows, minlength=mask.shape[0])
     place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     most = most or max(1, int(counts.max()))

@@ -1,4 +1,4 @@
-"""How often a second card agrees with the first: results/repeats.py in sentences and a table.
+"""How often a second card agrees with the first, in sentences and a table (results/repeats.py).
 
 runs  configurations  cases  second value inside  difference covers 0   inside      covers 0
                              by the processes alone                     and by what cards differ
@@ -26,11 +26,12 @@ WHERE = {
 
 
 def explained(repeats: pd.DataFrame) -> list[str]:
-    """Return what the table shows, and what cards differ by, as sentences."""
+    """Return sentences that explain the table and the variation between cards."""
     parts = [
-        f"{significant(100 * each.sd, 2)} %{WHERE[state]} ({amount(each.cases, 'case')} in "
-        f"{amount(each.pairs, 'pair')} of runs, {significant(each.freedom, 2)} degrees of freedom)"
-        for state, each in packaged().items()
+        f"{significant(100 * entry.sd, 2)} %{WHERE[state]} ({amount(entry.cases, 'case')} in "
+        f"{amount(entry.pairs, 'pair')} of runs, "
+        f"{significant(entry.freedom, 2)} degrees of freedom)"
+        for state, entry in packaged().items()
     ]
     scatter = (
         "Beyond the processes of a run, the published speedups scatter over cards with a standard "
@@ -59,7 +60,7 @@ def coverage_lines(repeats: pd.DataFrame) -> list[list[str]]:
     for inherited, group in table.groupby("inherited"):
         ranked = group.sort_values("repeats", ascending=False, kind="stable").to_dict("records")
         total = {"run_a": "all", "run_b": "all", "inherited": inherited, **group[COUNTS].sum()}
-        lines += [_line(each) for each in (total, *ranked)]
+        lines += [_line(pair) for pair in (total, *ranked)]
     return lines
 
 

@@ -164,7 +164,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
         (run.run, run.cases, f"{run.run.path.parent.name}/{name}") for name, run in runs.items()
     )
     linked[root / HOME / ADVICE] = advice.text_of(advice.collected(of_runs, root / HOME))
-    linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated(runs))
+    linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
     return {
         path: text
         for path, text in linked.items()
@@ -226,11 +226,11 @@ def figure(runs: Runs) -> str:
 
 def agreement(runs: Runs) -> str:
     """Return how often a second card agrees, in sentences and a Markdown table."""
-    known = repeated(runs)
-    return f"{' '.join(explained(known))}\n\n{markdown_table(COVERAGE, coverage_lines(known))}"
+    cases = repeated_cases(runs)
+    return f"{' '.join(explained(cases))}\n\n{markdown_table(COVERAGE, coverage_lines(cases))}"
 
 
-def repeated(runs: Runs) -> pd.DataFrame:
+def repeated_cases(runs: Runs) -> pd.DataFrame:
     """Return the cases that two cards measured (results/repeats.py)."""
     return repeats.repeats(repeats.measured(run.run, run.cases) for run in runs.values())
 

@@ -165,14 +165,14 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     if best["of_bound"] > 0:
         words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
     place, lead = _place(best), "no other sparse kernel has a time"
-    others = rivals[rivals.label != best["label"]].sort_values("median_us")
-    users = others[others.kernel == DEFAULT]
-    if len(others):
-        following = dict(others.iloc[0])
+    rest = rivals[rivals.label != best["label"]].sort_values("median_us")
+    users = rest[rest.kernel == DEFAULT]
+    if len(rest):
+        following = dict(rest.iloc[0])
         ahead = ratio_over(best["blocks"], following["blocks"])  # only the value is shown
         ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
         lead = f"{times(ratio, LEAST * ratio)} faster than {who(following)}"
-    if len(users) and users.index[0] != others.index[0]:
+    if len(users) and users.index[0] != rest.index[0]:
         lead += f"; users get {who(dict(users.iloc[0]))}, {duration(users.iloc[0]['median_us'])}"
     measured = conditions(best["on_cards"], best["limited"])
     return [", ".join(words), f"  {lead}; {place}", *([f"  {measured}"] if measured else [])]
@@ -308,7 +308,7 @@ def _place(best: Mapping[Any, Any]) -> str:
 def who(case: Mapping[Any, Any]) -> str:
     """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio.
 
-    A contender without a kernel is what users get, and its choice names what ran.
+    A contender without a kernel stands for the choice of a layer, and its choice names that kernel.
     """
     if case["kernel"] == DEFAULT:
         ran = json.loads(case.get("choice") or "{}").get("kernel")

@@ -99,8 +99,8 @@ def summary(
 
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
     speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text
-    t_low         and t_high: Student's 95 % interval by the processes alone, if FEWEST or more
-    between       half of the interval between cards, in logs, by which the interval is widened
+    t_low         and t_high: Student's 95 % interval from the processes alone, if FEWEST or more
+    between       half of the interval between cards, in logs, which widens the interval
     on_cards      the number of cards that the processes ran on; 0 on a CPU and in a simulation
     speedups      the speedup of each process
     processes     the number of processes used: fewer than the run has if the baseline failed in
@@ -189,8 +189,8 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
     second = timed[ranks == 1].set_index(CONTEST)[["ran", "blocks"]]
     second = second.reindex(pd.MultiIndex.from_frame(best[CONTEST])).set_axis(best.index)
     leads = [
-        ratio_over(ours, theirs, half) if isinstance(theirs, dict) else None
-        for ours, theirs, half in zip(best.blocks, second.blocks, best.between, strict=True)
+        ratio_over(first, next_best, half) if isinstance(next_best, dict) else None
+        for first, next_best, half in zip(best.blocks, second.blocks, best.between, strict=True)
     ]
     ends = [(lead.value, lead.low, lead.high) if lead else (np.nan,) * 3 for lead in leads]
     table = pd.DataFrame(ends, best.index, ["lead", "low", "high"], dtype="float64")
@@ -304,18 +304,18 @@ def _with_common_baseline(processes: list[dict[str, Any]]) -> list[dict[str, Any
     return [p for p in paired if p["baseline_label"] == bases[0][0]] or processes
 
 
-def _interval(used: list[dict[str, Any]], state: State) -> dict[str, Any]:
+def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
     """Return the speedup and the times of a case, with their intervals."""
-    count, times = len(used), [process["median_us"] for process in used]
-    speedups = tuple(process["speedup"] for process in used)
+    count, times = len(processes), [process["median_us"] for process in processes]
+    speedups = tuple(process["speedup"] for process in processes)
     logs, low_us, high_us = np.log(speedups), min(times), max(times)
-    cards = [str(process["device"]) for process in used]
+    cards = [str(process["device"]) for process in processes]
     between = half_of([*logs], cards, state) if count >= FEWEST else 0.0
     estimate = ratio([np.array([log]) for log in logs], between)
     low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
     if count == 1:
-        low_us, high_us = used[0]["q1_us"], used[0]["q3_us"]
-        low, high = used[0]["speedup_q1"], used[0]["speedup_q3"]
+        low_us, high_us = processes[0]["q1_us"], processes[0]["q3_us"]
+        low, high = processes[0]["speedup_q1"], processes[0]["speedup_q3"]
     elif estimate.interval_kind == IntervalKind.CONFIDENCE:
         check = student(logs)
         t_low, t_high = float(np.exp(check.low)), float(np.exp(check.high))
@@ -332,5 +332,5 @@ def _interval(used: list[dict[str, Any]], state: State) -> dict[str, Any]:
         "speedups": speedups,
         "interval": estimate.interval_kind.over(count, between > 0),
         "interval_kind": str(estimate.interval_kind),
-        "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in used},
+        "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in processes},
     }

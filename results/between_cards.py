@@ -1,17 +1,17 @@
-"""How far two cards of one kind differ beyond what the processes of one run show.
+"""The variation between cards of one kind, which the processes of one run do not show.
 
-Cards of one kind do not have quite the same speedups: they differ in their clocks under load, and
-in what a search finds. The processes of one run share a card, so their interval does not contain
-this. repeats.py estimates it from the published cases that two cards measured, and
-between_cards.json holds the result for each state of a run:
+Cards of one kind do not have exactly the same speedups: their clocks under load differ, and so do
+the configurations that a search chooses. The processes of one run share a card, so their interval
+does not contain this variation. repeats.py estimates it from the published cases that two cards
+measured, and between_cards.json holds the result for each state of a run:
 
     sd        standard deviation of a card's log speedup around the mean over cards
     freedom   degrees of freedom of that estimate
 
-    h  =  t(freedom) sd / sqrt(cards)          added to both sides of an interval, in squares
+    h  =  t(freedom) sd / sqrt(cards)          widens an interval: half' = sqrt(half^2 + h^2)
 
-A run on several cards also measured the component itself. Its own estimate, with cards - 1 degrees
-of freedom, is pooled with the published one. A CPU and a simulated GPU have no cards.
+A run on several cards also estimates the variation itself. This estimate, with cards - 1 degrees of
+freedom, is pooled with the published one. A CPU and a simulated GPU have no cards.
 """
 
 import json
@@ -35,7 +35,7 @@ CARDS = ("GPU-", "MIG-")  # beginnings of the UUIDs of cards
 
 
 class State(StrEnum):
-    """What the scatter between cards depends on.
+    """The states of a run on which the variation between cards depends.
 
     FREE       the run searched, and the board was limited for at most POWER_LIMITED of the time
     LIMITED    the run searched, and the board was limited for longer
@@ -49,7 +49,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Component:
-    """A component between cards, from `cases` cases in `pairs` pairs of runs."""
+    """The variation between cards, from `cases` cases in `pairs` pairs of runs."""
 
     sd: float
     freedom: float
@@ -57,26 +57,26 @@ class Component:
     pairs: int
 
     def half(self, cards: int = 1) -> float:
-        """Return the half of its 95 % interval for the mean over some cards, in logs."""
+        """Return half of its 95 % interval for the mean over `cards` cards, in logs."""
         t = scipy.stats.t.ppf(1 - TAIL, self.freedom)
         return float(t * self.sd / np.sqrt(cards))
 
     def pooled_with(self, logs: Sequence[float], cards: Sequence[str]) -> "Component":
-        """Return the component pooled with what a run on several cards measured itself.
+        """Return the component pooled with the variation in a run on several cards.
 
         `logs` are the log ratios of its processes, and `cards` the card of each.
         """
         groups = [
-            np.array([log for log, card in zip(logs, cards, strict=True) if card == each])
-            for each in sorted(set(cards))
+            np.array([log for log, card in zip(logs, cards, strict=True) if card == name])
+            for name in sorted(set(cards))
         ]
         inside = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
         noise = inside / max(1, len(logs) - len(groups))
         noise *= float(np.mean([1 / group.size for group in groups]))
         more = len(groups) - 1
-        own = max(0.0, float(np.var([group.mean() for group in groups], ddof=1)) - noise)
+        estimate = max(0.0, float(np.var([group.mean() for group in groups], ddof=1)) - noise)
         freedom = self.freedom + more
-        variance = (self.freedom * self.sd**2 + more * own) / freedom
+        variance = (self.freedom * self.sd**2 + more * estimate) / freedom
         return Component(float(np.sqrt(variance)), freedom, self.cases, self.pairs)
 
 
@@ -94,7 +94,7 @@ def cards_of(devices: Sequence[str]) -> int:
 
 
 def half_of(logs: Sequence[float], cards: Sequence[str], state: State) -> float:
-    """Return the half that cards add to the interval of a log ratio; 0 without a card.
+    """Return half of the interval that cards add to that of a log ratio; 0 without a card.
 
     `logs` are the log ratios of the processes, and `cards` the device of each.
     """

@@ -9,8 +9,8 @@ Both are differences of means over processes, in logs, which no contest shares. 
     h = sqrt( (t s)^2 + between a^2 + between b^2 )    s, t: Welch 1947; 6 processes or more
     h = tolerance                                      fewer processes (comparison.py)
 
-`between` is what cards differ by (between_cards.py). It counts if no card ran the case on both
-sides. Faster and slower also need q <= 5 % over all cases.
+`between` is the variation between cards (between_cards.py). It counts if no card ran the case on
+both sides. Faster and slower also need q <= 5 % over all cases.
 
 The baseline is the control: it ran beside the kernel, so if its library and its search are the
 same, a change of its time comes from the card, and a change of the gain from the kernel.
@@ -152,8 +152,9 @@ def tested(
 def difference(before: Sequence[float], now: Sequence[float]) -> tuple[float, float, float]:
     """Return the ratio of two gains and its interval, from the intervals of both.
 
-    A gain is its value, its ends, and the half in logs that cards add to them if both gains come
-    from one card, else 0. Without the processes, this approximates what `tested` returns.
+    A gain is a tuple: its value, its ends, and the half in logs that cards added to them if both
+    gains come from one card, else 0. Without the processes, this approximates what `tested`
+    returns.
     """
     ratio = float(np.log(now[0] / before[0]))
     squares = [

@@ -6,17 +6,18 @@ Cases are joined on their ids; equal ids have equal operands.
     speedup_b_over_a   speedup in b over that in a, each over the baseline of its own run
     tolerance          half of the 95 % interval of the difference of equal speedups, as a fraction
     close              the distance of the two speedups is within the tolerance
-    agree              close and not reversed; on another kind of device, where speedups may differ,
-                       two verdicts with one outcome agree too
-    reversed           faster in one run and slower in the other, by the processes alone: cards
-                       explain a difference, but no change of sign
+    agree              close and not reversed, or equal in both; on another kind of device, where
+                       speedups may differ, two verdicts with one outcome agree too
+    reversed           faster in one run and slower in the other, by the processes alone, because
+                       cards explain a difference but not a change of sign
 
     tolerance = sqrt( Welch's half^2 + between of a^2 + between of b^2 )       two verdicts
               = apart x sqrt(1 / processes of a + 1 / processes of b)          a look
 
-`between` is what cards differ by (between_cards.py); it counts if no card ran the case in both
-runs. `apart` holds for single processes, by the length of the call: APART, or the noise floors of
-the two runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells (harness/NOTES.md).
+`between` is the variation between cards (between_cards.py); it counts if no card ran the case in
+both runs. `apart` holds for single processes, by the length of the call: APART, or the noise floors
+of the two runs if they are larger. Equal speedups exceed it in 0 to 3 % of cells
+(harness/NOTES.md).
 
 A cell is a case against its baseline, in one scope and cache state. A run is reproduced if at least
 95 % of the cells agree, or if chance alone explains how many disagree, and none is reversed. What
@@ -41,7 +42,7 @@ from sparsebench.results.analysis import compared
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
-from sparsebench.results.outcome import DIFFERENT, VERDICTS, outcome
+from sparsebench.results.outcome import DIFFERENT, VERDICTS, Outcome, outcome
 from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.record import Status
 from sparsebench.results.sides import KEYS, Side, side
@@ -54,7 +55,8 @@ from sparsebench.results.store import Run
 APART = {"below 8 µs": 0.08, "8 to 20 µs": 0.07, "20 to 100 µs": 0.07, "above 100 µs": 0.05}
 OF_FLOOR = 1.31  # a normal distribution's 99th percentile over its 95th, of absolute values
 ENOUGH = 0.95  # share of cells that agree
-FALSE_ALARM = 0.01  # share of equal cells whose distance exceeds the tolerance
+FALSE_ALARM = 0.05  # share of equal cells whose distance exceeds the tolerance; of looks:
+FALSE_ALARM_OF_LOOKS = 0.01
 CHANCE = 0.05  # probability that a good run with few cells counts as not reproduced
 
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
@@ -120,7 +122,8 @@ class Agreement:
         if self.reversed:
             return False
         missed = self.cells - self.agreed
-        unlikely = scipy.stats.binom.sf(missed - 1, self.cells, FALSE_ALARM) < CHANCE
+        alarms = FALSE_ALARM * (self.cells - self.looks) + FALSE_ALARM_OF_LOOKS * self.looks
+        unlikely = scipy.stats.binom.sf(missed - 1, self.cells, alarms / self.cells) < CHANCE
         return self.agreed >= ENOUGH * self.cells or not unlikely
 
     @property
@@ -273,8 +276,8 @@ def _agree(cases: pd.DataFrame, another: bool) -> pd.Series:
     different baselines, or unsupported in one run. A speedup in one run only is a disagreement.
     """
     agree = cases.close & ~_reversed(cases)
-    if another:
-        agree |= ~looks(cases) & (cases.outcome_a == cases.outcome_b)
+    same = ~looks(cases) & (cases.outcome_a == cases.outcome_b)
+    agree |= same if another else same & (cases.outcome_a == Outcome.EQUAL)
     agree = agree.astype("boolean")
     base = cases.baseline_label_a.fillna(cases.baseline_label_b)
     comparable = compared(cases.assign(baseline_label=base))

@@ -15,7 +15,7 @@ A portfolio that chose a dense kernel counts as a dense contender.
 Two events around an isolated call also enclose the start of its first kernel, 2 to 5 µs, which
 pulls ratios of short calls towards 1. Nothing is subtracted. If such a call or its dense contender
 takes less than SHORT_US, and the run also timed it inside a chain, that gain is the headline
-(`chain_*`), and the isolated time stands beside it.
+(`chain_*`), followed by the isolated time.
 
                           x: level (or m, or shape)
     fixed: bf16        ┌──────┬──────┐
@@ -96,14 +96,14 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def usual(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return the cases of the measure to show first: isolated and cold, if it was measured."""
+    """Return the cases of the measure to show first: isolated and cold if the run has it."""
     isolated = timed[timed.scope == "kernel"] if (timed.scope == "kernel").any() else timed
     cold = isolated[isolated.cache == "cold"]
     return isolated if cold.empty else cold
 
 
 def in_chain(case: Mapping[Any, Any], timed: pd.DataFrame) -> Mapping[Any, Any]:
-    """Return a short case as it was timed inside a chain; any other case itself."""
+    """Return the row of a short case inside a chain, or any other case unchanged."""
     same = timed[timed.case_id == case["case_id"]]
     chained = same[(same.scope == "chain") & (same.cache == case["cache"])]
     return dict(chained.iloc[0]) if is_short(case) and len(chained) else case
@@ -116,13 +116,13 @@ def is_short(case: Mapping[Any, Any]) -> bool:
 
 
 def empty_launch(environment: Mapping[str, Any], cases: pd.DataFrame) -> list[str]:
-    """Say what an empty launch takes, if a run timed short isolated calls on a GPU."""
+    """Report the time of an empty launch if a run timed short isolated calls on a GPU."""
     isolated = (cases.scope == "kernel") & (cases.clock != "host") & (cases.median_us < SHORT_US)
     if not (isolated.any() and environment.get("ceilings")):
         return []
     floor = duration(Ceilings.from_json(environment["ceilings"]).launch_us)
-    what = f"An empty launch takes {floor}, the floor of every isolated call"
-    return [f"{what}. Nothing is subtracted from times."]
+    sentence = f"An empty launch takes {floor}, the floor of every isolated call"
+    return [f"{sentence}. Nothing is subtracted from times."]
 
 
 def contests(cases: pd.DataFrame) -> pd.DataFrame:

@@ -107,7 +107,7 @@ def duration(us: float) -> str:
 
 
 def conditions(cards: Any, limited: Any) -> str:
-    """Write the cards that ran, and the share of time that their clock was limited.
+    """Format the number of cards, and the share of time that power or heat limited their clock.
 
     `one card, limited by power or heat for 37 % of the time`; "" if neither is known.
     """

@@ -214,7 +214,7 @@ def _late(row: Row) -> float | None:
 
 
 def _mark(telemetry: Mapping[str, float], late: float | None) -> str:
-    """List what made the contest's times longer, by NVML's counters and by the clock; or ""."""
+    """List the causes of longer times, by NVML's counters and the clock; "" if none."""
     window_us = 1e6 * telemetry.get("seconds", np.nan)
     marks = {
         "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,

@@ -5,18 +5,18 @@
     d        difference of the mean log speedups, b minus a
     s²       variance of d by the processes of both runs (Welch 1947)
 
-    d² - s²  is on average   v / cards of a + v / cards of b      both runs searched
+    d² - s²  has the mean    v / cards of a + v / cards of b      both runs searched
                              v / cards of a + w / cards of b      b inherited its configurations
 
-Each variance is the sum of d² - s² over its repeats, divided by the sum of their factors: that of
-`free` from repeats whose boards were not limited, that of `limited` from repeats with a board that
-was, and w, that of `inherited`, from the rest. The cases of one pair of runs are not independent,
-since they share cards and sessions. So the degrees of freedom come from the scatter over pairs of
-runs, as 2 v² / var(v) (Satterthwaite 1946).
+Each variance is the sum of d² - s² over its repeats, divided by the sum of their factors. The one
+of `free` comes from repeats whose boards were not limited, the one of `limited` from repeats with a
+limited board, and w, the one of `inherited`, from the rest. The cases of one pair of runs are not
+independent, since they share cards and sessions. So the degrees of freedom come from the scatter
+over pairs of runs, as 2 v² / var(v) (Satterthwaite 1946).
 
-`coverage` asks of each repeat whether the first interval contains the second value, and whether the
-interval of the difference contains 0. No pair of runs is tested by a component that it is part of:
-for the published repeats, that comes from all other pairs.
+`coverage` checks for each repeat whether the first interval contains the second value, and whether
+the interval of the difference contains 0. No pair of runs is tested with a component that it
+contributed to: for the published repeats, the component comes from all other pairs.
 """
 
 import json
@@ -103,21 +103,21 @@ def repeats(runs: Iterable[Measured]) -> pd.DataFrame:
 def components(repeats: pd.DataFrame) -> dict[State, Component]:
     """Return the component of each state.
 
-    A state that fewer than two pairs of runs show gets that of all repeats that searched. No state
-    scatters less than the ones before it.
+    A state with fewer than two pairs of runs gets the component of all repeats that searched. No
+    state varies less than the ones before it.
     """
     inherited = repeats.state_b == State.INHERITED
     limited = (repeats[["state_a", "state_b"]] == State.LIMITED).any(axis=1)
-    searched, known = _component(repeats[~inherited], {}), dict[State, Component]()
+    searched, result = _component(repeats[~inherited], {}), dict[State, Component]()
     for state, which in (
         (State.FREE, ~inherited & ~limited),
         (State.LIMITED, ~inherited & limited),
         (State.INHERITED, inherited),
     ):
-        own = _component(repeats[which], known)
-        chosen = own if own.pairs > 1 else searched
-        known[state] = max([chosen, *known.values()], key=Component.half)
-    return known
+        estimate = _component(repeats[which], result)
+        component = estimate if estimate.pairs > 1 else searched
+        result[state] = max([component, *result.values()], key=Component.half)
+    return result
 
 
 def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
@@ -129,10 +129,10 @@ def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
     """
     lines = []
     for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
-        others = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
-        known = components(others) if published else packaged()
+        other_pairs = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
+        by_state = components(other_pairs) if published else packaged()
         checks = [
-            (1, *_agrees(line, {}), *_agrees(line, known)) for line in group.to_dict("records")
+            (1, *_agrees(line, {}), *_agrees(line, by_state)) for line in group.to_dict("records")
         ]
         counts = np.sum(checks, axis=0).tolist()
         lines.append([run_a, run_b, bool((group.state_b == State.INHERITED).any()), *counts])
@@ -146,15 +146,15 @@ def are_published(repeats: pd.DataFrame) -> bool:
 
 def text_of(repeats: pd.DataFrame) -> str:
     """Return the text of between_cards.json."""
-    known = {str(state): asdict(each) for state, each in components(repeats).items()}
-    for each in known.values():
-        each |= {"sd": round(each["sd"], 6), "freedom": round(each["freedom"], 3)}
-    return json.dumps({"schema": SCHEMA, "components": known}, indent=1) + "\n"
+    by_state = {str(state): asdict(component) for state, component in components(repeats).items()}
+    for component in by_state.values():
+        component |= {"sd": round(component["sd"], 6), "freedom": round(component["freedom"], 3)}
+    return json.dumps({"schema": SCHEMA, "components": by_state}, indent=1) + "\n"
 
 
 def _of_pair(a: Measured, b: Measured) -> list[dict[Any, Any]]:
     """Return the repeats of two runs on different cards; a run that inherits is never the first."""
-    tables = [pd.DataFrame([*each.cases]).assign(run=each.run) for each in (a, b)]
+    tables = [pd.DataFrame([*side.cases]).assign(run=side.run) for side in (a, b)]
     both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
     lines: list[dict[Any, Any]] = []
     for line in both[both.state_a != State.INHERITED].to_dict("records"):
@@ -162,19 +162,19 @@ def _of_pair(a: Measured, b: Measured) -> list[dict[Any, Any]]:
             continue
         logs = [np.log(line[f"speedups_{end}"]) for end in "ab"]
         d, half = welch(*logs)
-        within = sum(float(each.var(ddof=1)) / each.size for each in logs)
+        within = sum(float(side.var(ddof=1)) / side.size for side in logs)
         counts = {f"cards_{end}": len(line[f"cards_{end}"]) for end in "ab"}
         lines.append(line | counts | {"d": d, "half": half, "excess": d**2 - within})
     return lines
 
 
-def _component(repeats: pd.DataFrame, known: Mapping[State, Component]) -> Component:
-    """Return the component that repeats show at each end that has no `known` one."""
+def _component(repeats: pd.DataFrame, earlier: Mapping[State, Component]) -> Component:
+    """Return the component that repeats show at each end whose state has no `earlier` one."""
     excess, weights = [], []
     for line in repeats.to_dict("records"):
         ends = [(line[f"state_{end}"], line[f"cards_{end}"]) for end in "ab"]
         inherited = ends[1][0] == State.INHERITED
-        rest = known[ends[0][0]].sd ** 2 / ends[0][1] if inherited else 0.0
+        rest = earlier[ends[0][0]].sd ** 2 / ends[0][1] if inherited else 0.0
         excess.append(line["excess"] - rest)
         weights.append(sum(1 / cards for _, cards in (ends[1:] if inherited else ends)))
     table = repeats[PAIR].assign(excess=excess, weight=weights)
@@ -187,10 +187,11 @@ def _component(repeats: pd.DataFrame, known: Mapping[State, Component]) -> Compo
     return Component(variance**0.5, freedom, len(table), pairs)
 
 
-def _agrees(line: Line, known: Mapping[State, Component]) -> tuple[bool, bool]:
-    """Return whether the first interval has the second value, and that of the difference 0."""
+def _agrees(line: Line, by_state: Mapping[State, Component]) -> tuple[bool, bool]:
+    """Return whether the first interval contains the second value, and that of d contains 0."""
     halves = [
-        known[line[f"state_{end}"]].half(line[f"cards_{end}"]) if known else 0.0 for end in "ab"
+        by_state[line[f"state_{end}"]].half(line[f"cards_{end}"]) if by_state else 0.0
+        for end in "ab"
     ]
     first, second = (hodges_lehmann(np.log(line[f"speedups_{end}"])) for end in "ab")
     low, high = widened(first.estimate, first.low, first.high, halves[0])

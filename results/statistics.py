@@ -122,7 +122,7 @@ def hodges_lehmann(logs: ArrayLike) -> Interval:
 
 
 def widened(value: Any, low: Any, high: Any, between: float) -> tuple[Any, Any]:
-    """Return the ends of an interval in logs that also contains what cards differ by.
+    """Return the ends of an interval in logs, widened by the variation between cards.
 
     `between` is the half that cards add (between_cards.py). It is independent of the scatter over
     processes, so the two add in squares.
@@ -180,8 +180,8 @@ def welch(a: ArrayLike, b: ArrayLike) -> tuple[float, float]:
 def p_value(logs: ArrayLike, between: float = 0.0) -> Floats:
     """Return the p-value of the two-sided t-test that the ratio is 1.
 
-    `between` counts as a standard error of its own, so that p is 5 % where Student's interval,
-    widened by it, ends at 1.
+    `between` counts as a separate standard error, so that p is 5 % if Student's interval, widened
+    by it, ends at 1.
     """
     values = _enough(logs)
     cards = between / scipy.stats.t.ppf(1 - TAIL, values.shape[-1] - 1)

@@ -48,7 +48,7 @@ class DenseOperands:
 
     recorded  activations of a file, from which each draw takes its rows; empty without a source
     nnz       elements of each weight that are not zero (-0.0 is zero), or what the op counts
-    full      the same counts if nothing were pruned
+    full      the same counts without any pruning
     sparsity  fraction of zeros in all weights
     digest    of weights and first activations that are drawn; the same on every machine
     """
@@ -91,14 +91,14 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     nnz, full = op.nonzeros(problem, weights), op.elements(problem)
     size = sum(full[name] for name in op.weights)
     sparsity = (size - sum(nnz[name] for name in op.weights)) / size
-    drawn = {name: x for name, x in activations.items() if name not in op.derived}
+    inputs = {name: x for name, x in activations.items() if name not in op.derived}
     return DenseOperands(
-        weights, activations, recorded, nnz, full, sparsity, digest({**weights, **drawn})
+        weights, activations, recorded, nnz, full, sparsity, digest({**weights, **inputs})
     )
 
 
 def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights as contenders of format dense get them: a mask is ones everywhere."""
+    """Return the weights that contenders of format dense receive: a mask is all ones."""
     ones = {op.mask: torch.ones_like(weights[op.mask])} if op.mask else {}
     return {**weights, **ones}
 

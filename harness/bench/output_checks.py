@@ -67,7 +67,7 @@ def check_all(contest: RunningContest, when: str) -> None:
 
 
 def _whole(contest: RunningContest, entry: Entry) -> bool:
-    """Return whether a contender computes the op without its mask."""
+    """Return whether a contender ignores the mask of the op."""
     return contest.op.mask is not None and entry.row.case.contender.format == "dense"
 
 

@@ -232,21 +232,21 @@ class Seal:
 def _everything() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[FunctionType, Code]]]:
     """Return what modules and classes of sparsebench define, and the code of each function."""
     namespaces: list[tuple[Any, dict[str, Any]]] = []
-    own: list[Any] = []
+    definitions: list[Any] = []
     for title, module in list(sys.modules.items()):
         if title.partition(".")[0] == "sparsebench":
             values = {name: value for name, value in vars(module).items() if callable(value)}
             namespaces.append((module, values))
-            own += [v for v in values.values() if getattr(v, "__module__", None) == title]
-    for owner in [value for value in own if isinstance(value, type)]:
+            definitions += [v for v in values.values() if getattr(v, "__module__", None) == title]
+    for owner in [value for value in definitions if isinstance(value, type)]:
         members = {
             name: member
             for name, member in vars(owner).items()
             if isinstance(member, FunctionType | property | classmethod | staticmethod)
         }
         namespaces.append((owner, members))
-        own += members.values()
-    functions = [value for value in own if isinstance(value, FunctionType)]
+        definitions += members.values()
+    functions = [value for value in definitions if isinstance(value, FunctionType)]
     return namespaces, [(function, _code(function)) for function in functions]
 
 

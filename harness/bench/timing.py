@@ -18,10 +18,10 @@ The layers of a chain differ only in their seed. Each has weights, activations a
 own, so no layer finds in the L2 cache what another one read. None reads what another wrote, because
 Y is not as wide as X. A launch that cannot be captured has no chain.
 
-If the host is late all the same, the block is taken again, up to REPEATS times, and at most
-MOST_REPEATS times in all. `late` is the share of a contender's samples that stay late; the row is
-then marked (results/frame.py). Calls that cannot be captured are not held and often late, so they
-alone are no reason to repeat.
+If the host is late all the same, the block is repeated, up to REPEATS times, with at most
+MOST_REPEATS repeats in all. `late` is the share of a contender's samples that stay late; such a row
+is marked (results/frame.py). A call that cannot be captured runs on a stream that is not held and
+is often late, so a block is not repeated if only such calls are late.
 
 On a CPU the host clock measures one call; scope and cache make no difference.
 
@@ -74,7 +74,7 @@ class Chain:
 class Samples:
     """One contender's times in the order taken, `per_block` at a time.
 
-    late  see above; None on a CPU and in scope op, where the host belongs to the sample
+    late  see above; None on a CPU and in scope op, whose samples include the host's time
     """
 
     times_us: tuple[float, ...]
@@ -205,7 +205,7 @@ def _gpu_clock(
 ) -> Clock:
     """Enqueue a whole block, a contender's samples under one hold, then read the events.
 
-    On an `idle` stream nothing is held: the host's time for the launch belongs to the sample.
+    An `idle` stream is not held, because its samples include the host's time for the launch.
     """
     flush, clock = flusher(device), GpuClock(device)
     wait = idle or announce is not None
@@ -216,7 +216,7 @@ def _gpu_clock(
         for turn in [[call] for call in order] if wait else turns:
             if announce:
                 announce(turn[0][0])
-            with clock.held(not idle and turn[0][1].clock == "graph"):
+            with clock.hold(not idle and turn[0][1].clock == "graph"):
                 for i, contender, spot in turn:
                     outputs: list[Outputs] = []
                     keep = outputs.append if spot else id

@@ -4,7 +4,7 @@
     clocks       graph     events around the replay of a captured call
                  events    events around the call as torch launches it
                  CUPTI     the kernels' own durations, by torch's profiler: no launch, no gap
-    empty launch events around the replay of almost no work: the floor of an isolated call on a GPU
+    empty launch events around a graph that does almost nothing: the floor of an isolated GPU call
 
 Functions that begin with `read_` take readings; the others judge them. A/A pairs are cold, as in a
 run. Clocks are compared hot, because the profiler would time the flush too, and on the same few
@@ -76,7 +76,7 @@ def floor(kind: str, logs: Sequence[float]) -> Finding:
 
 def empty_launch(time_us: float) -> Finding:
     """Report the floor of an isolated call, which pulls ratios of short calls towards 1."""
-    means = "ratios of calls that take little more are not meaningful"
+    means = "ratios are not meaningful for calls that take little longer"
     return ok("an empty launch", f"{time_us:.2g} µs: {means}")
 
 

@@ -47,7 +47,7 @@ class Stack:
     count   masks: one for each list of each sequence (formats/block_mask.py)
     tokens  queries and keys of each
     causal  query q sees keys up to q + keys - queries
-    video   frames, rows and columns of a video whose tokens these are, if that is known
+    video   frames, rows and columns of the video that the tokens come from, if any
     """
 
     count: int

@@ -3,12 +3,12 @@
     import sparsebench.nn
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="sparsebench")
 
-A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_window` gives
-a window to a model without one: a token then sees this many tokens, itself included. The mask is
-made once for each forward pass of the model, and all layers share it and its plans.
+A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_window` gives a
+window to a model without one: a token then attends to this many tokens, including itself. The mask
+is built once for each forward pass of the model, and all layers share it and its plans.
 
-A mask is made from a bool for each pair of a query and a key of one sequence, which takes 268 MB at
-16k tokens. Dropout, soft caps, sinks and biases of scores are refused, not ignored.
+Building a mask takes a bool for each pair of a query and a key of one sequence: 268 MB at 16k
+tokens. Dropout, soft caps, sinks and biases of scores raise Unsupported.
 """
 
 from typing import Any
@@ -58,14 +58,14 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return O [batch, tokens, H, D] of query, key and value [batch, heads, tokens, D].
 
-    attention_mask  what `mask_of` returned, or one of bool or of 0 and less for each element
+    attention_mask  a result of `mask_of`, or bool elements, or elements of 0 and negative numbers
 
     Raises Unsupported.
     """
-    given = [name for name in REFUSED if options.get(name) is not None]
-    if dropout or given:
-        found = ", ".join([*given, *(["dropout"] if dropout else [])])
-        raise Unsupported(f"attention {NAME}: expected plain scores, found {found}")
+    refused = [name for name in REFUSED if options.get(name) is not None]
+    if dropout or refused:
+        names = ", ".join([*refused, *(["dropout"] if dropout else [])])
+        raise Unsupported(f"attention {NAME}: expected plain scores, found {names}")
     if attention_mask is None:
         raise Unsupported(f"attention {NAME}: expected a mask, found none")
     if isinstance(attention_mask, Tensor):

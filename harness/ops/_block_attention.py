@@ -1,12 +1,12 @@
-"""Attention over the blocks of a mask: what the ops `attention` and `attention_backward` share.
+"""Attention over the blocks of a mask, shared by the ops `attention` and `attention_backward`.
 
     q, o, do   [batch * m, heads * D]             token-major: heads of a token side by side
     k, v       [batch * context, kv_heads * D]    head h reads KV head h * kv_heads // heads
     lse        [batch * heads, m]                 natural log of the sum of exponentials, fp32
     mask       [batch * lists * q_blocks, kv_blocks]  cells of ones and zeros (formats/block_mask)
 
-The elements of a mask are expanded for a few queries of one head at a time. All of them would take
-34 GB for 32 heads and 32k tokens.
+A mask is expanded to elements for a few queries of one head at a time, because all elements would
+take 34 GB for 32 heads and 32k tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ class AttentionFields(Fields):
               share one; "one": all heads share one
     scale     factor of the scores; None means head_dim ** -0.5
     video     frames, rows and columns of a video with m tokens, for the pattern video_window
-    sparsity  fraction of the blocks that are absent; of a causal mask's past blocks, if causal
+    sparsity  fraction of absent blocks; if causal, among the blocks that are not in the future
     """
 
     dtype: Literal["fp16", "bf16", "fp32"]
@@ -111,12 +111,12 @@ def format_params(fields: Mapping[str, Any]) -> dict[str, Any]:
 def full(problem: Problem) -> dict[str, int]:
     """Return the elements and the keys of a mask without absent blocks; see `counts`."""
     m, context = problem["m"], problem["context"] or problem["m"]
-    seen = m * context
+    pairs = m * context
     if problem["causal"]:
         first = context - m  # the keys before the first query's own
-        seen = sum(min(max(first + 1 + q, 0), context) for q in range(m))
+        pairs = sum(min(max(first + 1 + q, 0), context) for q in range(m))
     return {
-        "mask": problem["batch"] * problem["heads"] * seen,
+        "mask": problem["batch"] * problem["heads"] * pairs,
         "keys": problem["batch"] * problem["kv_heads"] * context,
     }
 
@@ -133,23 +133,23 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     area = areas(tokens, sides(problem.fields), problem["causal"], mask.device)
     cells = (mask != 0).view(batch, -1, *area.shape) & (area > 0)
     lists = cells.shape[1]
-    elements = sum(int(area[one].sum()) for one in cells.flatten(0, 1))
+    elements = sum(int(area[present].sum()) for present in cells.flatten(0, 1))
     groups = kv_heads if lists >= kv_heads else lists
-    used = cells.view(batch, groups, -1, *area.shape).any(3).any(2)
+    selected_blocks = cells.view(batch, groups, -1, *area.shape).any(3).any(2)
     _, b_k = sides(problem.fields)
     starts = torch.arange(area.shape[1], device=mask.device) * b_k
     width = (tokens[1] - starts).clamp(max=b_k)
     return {
         "mask": elements * heads // lists,
-        "keys": int((used * width).sum()) * kv_heads // groups,
+        "keys": int((selected_blocks * width).sum()) * kv_heads // groups,
     }
 
 
 class Part(NamedTuple):
     """Some queries of one head of one sequence, with all keys of the sequence.
 
-    q, kv    the places of the queries in q, and of the keys and values in k and v
-    row      the place of the queries in lse
+    q, kv    index of the queries in q, and of the keys and values in k and v
+    row      index of the queries in lse
     allowed  bool [queries, context]
     """
 

@@ -42,7 +42,7 @@ class Operand:
     activation  passed dense to every call
     pattern     stored like a weight, but only its indices matter: the definition does not take it,
                 and the output, of the same sizes, has an element where it stores one
-    mask        stored like a weight, but all its elements are ones and zeros, which say what the
+    mask        stored like a weight, but its elements are ones and zeros that say which parts the
                 op leaves out. Contenders of format dense leave nothing out: they get ones, and are
                 judged by the definition of ones
     """

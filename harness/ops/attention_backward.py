@@ -11,15 +11,17 @@
     dV       |      | batch * context * kv_heads
              +------+
 
-The output is one tensor with these three, one below the other; each is judged by its own size. The
+The output is one tensor with these three, one below the other. The error of each is relative to its
+own magnitude. The
 shapes of the operands are in _block_attention.py. O and lse are those of the forward pass with the
 mask. The harness computes them in fp64 from Q, K and V whenever it draws these anew.
 
     FLOPs   10 head_dim for each allowed pair of a query and a key: five products
     bytes   Q, O, dO, dQ, dK, dV, lse, and the keys and values that some query selects
 
-Contenders of format dense sum over all elements, causal if the problem is, with the same O and lse:
-the same work as a dense backward pass. An empty row (lse = -inf) has gradients of 0.
+Contenders of format dense sum over all elements (or all past ones if the problem is causal) with
+the same O and lse, which is the work of a dense backward pass. An empty row (lse = -inf) has
+gradients of 0.
 """
 
 from collections.abc import Mapping

@@ -3,15 +3,15 @@
     W [n, k]                 x of one token
     +---+---+---+---+        +---+
     | # | . | # | . |        | a |
-    | # | . | # | . |   x    | 0 |       only the columns of W count whose input is not zero
+    | # | . | # | . |   x    | 0 |       only columns of W with a nonzero input count
     | # | . | # | . |        | b |
     +---+---+---+---+        | 0 |
                              +---+
 
-m tokens, n output features, k input features. With `active`, that many inputs of a token are not
-zero, on average: which ones is drawn by a hash, anew in every draw, and independently for each
-token. A pruning of activations by magnitude leaves such inputs (TEAL, La RoSA). It keeps the
-largest ones; here all have the same distribution, because their values do not change the time.
+m tokens, n output features, k input features. On average, `active` inputs of a token are not
+zero. A hash selects them anew in every draw, independently for each token. Pruning activations by
+magnitude produces such inputs (TEAL, La RoSA) and keeps the largest ones. Here all inputs have the
+same distribution, because their values do not change the time.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Patterns of attention: every mask of a stack keeps its blocks of lowest rank.
 
-    rank     a non-negative integer for each block; the lowest are kept, as many as the level needs
+    rank     a non-negative integer for each block; the level determines how many of the lowest stay
     nearest  blocks that hold the key at a query's own position are kept first, so that no row is
              empty
     future   blocks that a causal mask cannot see are never kept, and the level does not count them
@@ -30,24 +30,24 @@ def ranked(weight: Weight, rank: Rank) -> Rule:
 
     def score(grid: Grid, count: int, base: Score) -> Tensor:
         scores = base(grid).view(stack.count, stack.rows, stack.columns)
-        near, seen = (distance(stack) == 0).to(scores.device), past(stack).to(scores.device)
+        near, allowed = (distance(stack) == 0).to(scores.device), past(stack).to(scores.device)
         ranks = rank(scores).masked_fill(near, 0).add(~near)
-        return (LAST - ranks.long()).masked_fill_(~seen, 0).flatten()
+        return (LAST - ranks.long()).masked_fill_(~allowed, 0).flatten()
 
-    (first, last), seen = own(stack), visible(stack)
-    of = int(seen.sum())
-    fewest = int((seen.minimum(last + 1) - first).clamp(min=0).sum())
-    kept = range(max(1, fewest), of + 1)
-    return Rule(weight.blocks, stack.rows * stack.columns, kept, of=of, score=score)
+    (first, last), counts = diagonal(stack), visible(stack)
+    of = int(counts.sum())
+    fewest = int((counts.minimum(last + 1) - first).clamp(min=0).sum())
+    levels = range(max(1, fewest), of + 1)
+    return Rule(weight.blocks, stack.rows * stack.columns, levels, of=of, score=score)
 
 
-def drawn(weight: Weight, counts: list[int], keep: Callable[[int], Tensor]) -> Rule:
-    """Return the rule of masks with one parameter, 1, 2, ...; `counts` has their visible blocks."""
+def parameter_rule(weight: Weight, counts: list[int], keep: Callable[[int], Tensor]) -> Rule:
+    """Return the rule of masks with a parameter 1, 2, ...; `counts` has their visible blocks."""
     stack = weight.stack
 
     def score(grid: Grid, count: int, base: Score) -> Tensor:
-        kept = keep(1 + counts.index(count)) & past(stack)
-        return kept.int().expand(stack.count, -1, -1).flatten()
+        present = keep(1 + counts.index(count)) & past(stack)
+        return present.int().expand(stack.count, -1, -1).flatten()
 
     size = stack.rows * stack.columns
     return Rule(weight.blocks, size, counts, of=int(visible(stack).sum()), score=score)
@@ -68,7 +68,7 @@ def visible(stack: Stack) -> Tensor:
     return (last // b_k + 1).clamp(min=0)
 
 
-def own(stack: Stack) -> tuple[Tensor, Tensor]:
+def diagonal(stack: Stack) -> tuple[Tensor, Tensor]:
     """Return the first and the last block that hold a row's own positions, int64 [rows, 1]."""
     rows = torch.arange(stack.rows)[:, None]
     (queries, keys), (b_q, b_k) = stack.tokens, stack.block
@@ -82,12 +82,12 @@ def own(stack: Stack) -> tuple[Tensor, Tensor]:
 
 def distance(stack: Stack) -> Tensor:
     """Return how many blocks a block is away from a row's own, int64 [rows, columns]."""
-    first, last = own(stack)
+    first, last = diagonal(stack)
     columns = torch.arange(stack.columns)
     return (first - columns).clamp(min=0) + (columns - last).clamp(min=0)
 
 
-def in_rows(scores: Tensor, seen: Tensor) -> Tensor:
+def in_rows(scores: Tensor, eligible: Tensor) -> Tensor:
     """Return the place of each block among the visible ones of its row, by descending score."""
-    order = scores.long().masked_fill(~seen, -1).argsort(dim=-1, descending=True, stable=True)
+    order = scores.long().masked_fill(~eligible, -1).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)

@@ -1,4 +1,4 @@
-"""Attention: the best blocks of each head anywhere, beside those at a query's own position.
+"""Attention: random blocks of each head anywhere, and those at a query's own position.
 
 ## .  ## ##
 .  ## .  .

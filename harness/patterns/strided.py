@@ -6,8 +6,8 @@ l = 2   ## .  .  .  .      l is in blocks; in a mask that is not causal,
         .  ## ## ## .
         ## .  ## ## ##
 
-The level determines l, from the square root of the number of blocks on: a larger l gives a longer
-window.
+The level determines l, which is at least the square root of the number of blocks. A larger l gives
+a longer window.
 """
 
 from math import isqrt
@@ -15,7 +15,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from sparsebench.harness.patterns._attention import distance, drawn, past
+from sparsebench.harness.patterns._attention import distance, parameter_rule, past
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
@@ -24,15 +24,15 @@ def rule(weight: Weight) -> Rule:
     stack = weight.stack
     away = distance(stack)
     at = torch.bincount(away[past(stack)])
-    each = torch.arange(len(at))
+    steps = torch.arange(len(at))
     lengths = range(max(1, isqrt(stack.columns)), stack.columns + 1)
-    counts = [int(at[(each < length) | (each % length == 0)].sum()) for length in lengths]
+    counts = [int(at[(steps < length) | (steps % length == 0)].sum()) for length in lengths]
 
     def keep(number: int) -> Tensor:
         length = lengths[number - 1]
         return (away < length) | (away % length == 0)
 
-    return drawn(weight, counts, keep)
+    return parameter_rule(weight, counts, keep)
 
 
 PATTERN = Pattern(rule, causal=True)

@@ -1,7 +1,7 @@
-"""Attention: the best blocks of each row, the same number in every row that has so many.
+"""Attention: the best blocks of each row, equally many in every row that has enough of them.
 
 ## .  ## .
-.  ## .  ##      as a selection of top-k blocks per block of queries leaves them (MoBA, NSA, VSA)
+.  ## .  ##      as if each block of queries selected its top-k blocks (MoBA, NSA, VSA)
 ## .  ## .
 .  .  ## ##
 """

@@ -3,7 +3,7 @@
 Tokens are in cubes of 4 x 4 x 4, cube by cube, so that a block of 64 tokens is near one cube; cubes
 at the end of a side are cut off. A block's place is the mean of its tokens. The window has the
 proportions of the video, and the level determines its size. A problem's field `video` gives the
-frames, rows and columns. Without it, tokens are one row of a picture.
+frames, rows and columns. Without it, the tokens form a video with one frame and one row.
 """
 
 import torch

@@ -278,10 +278,10 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
                 raise SuiteError(f"{group}[{number}].at: {found}")
 
 
-def _require_accepted(written: SuiteFile, problems: Collection[Problem]) -> None:
+def _require_accepted(suite: SuiteFile, problems: Collection[Problem]) -> None:
     """Raise SuiteError for a format, params or options that a kernel does not take."""
     for group in GROUPS:
-        for number, entry in enumerate(getattr(written, group)):
+        for number, entry in enumerate(getattr(suite, group)):
             where, kernel = f"{group}[{number}]", load_kernel(entry.kernel)
             names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
             if kernel.consumes != "any" and len(names) > 1:

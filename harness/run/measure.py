@@ -334,8 +334,8 @@ class _Session:
 def describe(problem: Problem) -> str:
     """Name a problem for a line of progress, without fields that have the op's default."""
     usual = {"pattern", "dtype"} | {k for k, v in problem.defaults.items() if problem[k] == v}
-    shown = {k: v for k, v in problem.fields.items() if k not in usual}
-    words = [f"{name}={text(value)}" for name, value in shown.items()]
+    fields = {k: v for k, v in problem.fields.items() if k not in usual}
+    words = [f"{name}={text(value)}" for name, value in fields.items()]
     return " ".join([*words, *([source.label] if (source := problem.source) else [])])
 
 

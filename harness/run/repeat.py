@@ -7,10 +7,11 @@
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
 screening only chooses cells: none of its numbers is in the headline.
 
-Every contender, the baseline included, searches again: a configuration that is the best on one card
-is not always the best on another, and a baseline that inherits a slow one flatters all others. With
-`inherit`, process p takes the configurations of process p of the bundle instead, on a device of the
-same kind. The new run is then about those configurations, and says so (results/provenance.py).
+Every contender, the baseline included, searches again: the best configuration on one card is not
+always the best on another, and a baseline that inherits a slow one makes all other contenders look
+better. With `inherit`, process p takes the configurations of process p of the bundle instead, on a
+device of the same kind. The new run then measures those configurations, and its record says so
+(results/provenance.py).
 results/comparison.py decides for each cell whether two runs agree.
 """
 

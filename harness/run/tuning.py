@@ -4,7 +4,7 @@
       ─> a worker: convert, search, check, time the two in turn, check again ─> rows
       ─> an entry: the faster of the two, if the search's answer is right ─> the file, at once
 
-    problems x contenders without a kernel, which are what users get ─> the same worker: the first
+    problems x contenders without a kernel, as users get them ─> the same worker: the first
     call searches all kernels of the format, and keeps its choice (kernels/_common/selection.py)
 
 Problems for which the table has entries of the same code and libraries are not searched again, so
@@ -45,7 +45,7 @@ class Tuning:
     """The result of tuning.
 
     new      number of new entries
-    choices  number of cases of what users get that were searched
+    choices  number of contenders without a kernel whose choice was searched
     left     number of problems that were not reached
     failed   a line for each case whose search failed or was wrong; it has no entry
     """
@@ -111,9 +111,9 @@ def tune(
         todo = []
         for contest in contests:
             groups = _groups(contest.contenders, lambda contender: contender.kernel)
-            left = [each for each in groups if Case(contest.problem, each[0]).id not in done]
-            if left:
-                todo.append(replace(contest, contenders=tuple(chain.from_iterable(left))))
+            pending = [group for group in groups if Case(contest.problem, group[0]).id not in done]
+            if pending:
+                todo.append(replace(contest, contenders=tuple(chain.from_iterable(pending))))
         tuning = Tuning(file, Table(SCHEMA, gpu["name"], list(current.values())))
         end = monotonic() + 60 * minutes
         for number, contest in enumerate(todo):
@@ -139,7 +139,7 @@ def tune(
 def searches(suite: Suite, condition: str) -> list[Contest]:
     """Return a contest per problem: each contender that tunes, searched and with its default.
 
-    What users get is there once, because its first call searches.
+    A contender without a kernel occurs once, because its first call searches.
     """
     contests = []
     for contest in only(suite.contests, condition):
@@ -166,7 +166,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
 
 
 def _groups(items: Sequence[T], kernel_of: Callable[[T], str]) -> Iterator[tuple[T, ...]]:
-    """Yield what users get alone, and each other search with the default beside it."""
+    """Yield contenders without a kernel alone, and each other one beside its default."""
     rest = iter(items)
     for item in rest:
         yield (item,) if kernel_of(item) == USERS else (item, next(rest))

@@ -139,17 +139,19 @@ def _work(problem: Problem) -> Work:
     size = {n: prod(sizes[name] for name in o.shape) for n, o in op.operands.items()}
     full = op.elements(problem)
     part = {name: 1 - level_of(op, problem.fields, name) for name in op.weights}
-    kept = {name: round(part.get(name, 1) * count) for name, count in full.items()}
-    written = {name: 0 if name in part and name != op.pattern else kept[name] for name in kept}
+    nonzeros = {name: round(part.get(name, 1) * count) for name, count in full.items()}
+    written = {
+        name: 0 if name in part and name != op.pattern else nonzeros[name] for name in nonzeros
+    }
     stored = {name: o.dtypes[problem["dtype"]].itemsize for name, o in op.operands.items()}
     taken = sum(stored[name] * size[name] for name in op.activations)
-    nnz = sum(kept[name] for name in op.weights)
+    nnz = sum(nonzeros[name] for name in op.weights)
     return Work(
         sparsity=1 - nnz / sum(full[name] for name in op.weights),
         nnz=nnz,
-        flops=op.flops(problem, kept),
+        flops=op.flops(problem, nonzeros),
         dense_flops=op.flops(op.dense(problem), full),
-        fewest_bytes=op.fewest_bytes(problem, kept, itemsize),
+        fewest_bytes=op.fewest_bytes(problem, nonzeros, itemsize),
         dense_bytes=itemsize * sum(size[name] for name in op.weights),
         sparse_bytes=itemsize * sum(round(part[name] * size[name]) for name in op.weights),
         output_bytes=op.fewest_bytes(problem, written, itemsize) - taken,
@@ -290,9 +292,9 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)
 
 
-def _telemetry(spec: Spec, taken: Array, throttled: bool) -> dict[str, float]:
+def _telemetry(spec: Spec, times_us: Array, throttled: bool) -> dict[str, float]:
     """Return the telemetry of the contest as NVML would report it (telemetry.py)."""
-    window_us = float(taken.sum())
+    window_us = float(times_us.sum())
     hot = HOT | {"thermal_us": window_us / 2} if throttled else {}
     capped = {"power_capped_us": spec.limited * window_us}
     return {"seconds": window_us / 1e6, **COOL, **capped, **hot}

@@ -59,7 +59,7 @@ def drawn(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Callable[..., Any]:
-    """Set what a function takes besides operands to the op's defaults or example, and a dtype."""
+    """Set the arguments that are no operands to the op's defaults or example, and a dtype."""
     op = load_op(name)
     defaults = op.defaults | dict(op.example) | {"dtype": dtype}
     return partial(function, **{field: defaults[field] for field in keywords(function)})

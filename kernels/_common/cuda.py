@@ -138,18 +138,18 @@ class Tape:
     dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
-    launches: "list[tuple[Loaded, Arguments] | Turned]" = field(default_factory=list)
+    launches: "list[tuple[Loaded, Arguments] | TransposedCopy]" = field(default_factory=list)
     made: list[Tensor] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     complete: bool = True
     dense: Tensor | None = None
 
 
-class Turned(NamedTuple):
-    """A copy by torch: `made` [blocks, c, r] becomes the transposed `blocks` [blocks, r, c]."""
+class TransposedCopy(NamedTuple):
+    """A copy by torch: `result` [blocks, c, r] are the transposed `blocks` [blocks, r, c]."""
 
     blocks: Tensor
-    made: Tensor
+    result: Tensor
 
 
 class _Thread(local):
@@ -175,14 +175,14 @@ def on_tape(
     kept: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
-    turned: Turned | None = None,
+    copy: TransposedCopy | None = None,
 ) -> None:
     """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
     tape.dense = dense
-    if turned is not None:
-        tape.launches.append(turned)
+    if copy is not None:
+        tape.launches.append(copy)
     if made is not None:
         tape.made.append(made)
     tape.kept += kept

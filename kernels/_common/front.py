@@ -7,10 +7,10 @@
                    records; a derivative in Python (`differentiate`) computes what has no recording
 
 A call is recorded only if the weight is as the call before it left it, so a weight that is replaced
-or written in every step costs no recordings. A recording counts only if every launch was seen,
-every address was found in the arguments exactly where a tensor starts, and the recorded launches
-give the same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the
-layer takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
+or written in every step costs no recordings. A recording is used only if the tape has every launch,
+every address in the arguments is the start of a known tensor, and the recorded launches give the
+same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the layer
+takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, every call takes the path in Python, and
@@ -44,7 +44,7 @@ from sparsebench.kernels._common.cuda import (
     Arguments,
     Loaded,
     Tape,
-    Turned,
+    TransposedCopy,
     driver,
     taping,
 )
@@ -60,7 +60,7 @@ LINEAR, DGRAD, WGRAD = range(3)
 class Guard(NamedTuple):
     """`holder[name]` must stay this tensor; without a holder, the tensor alone is checked.
 
-    counted  whether a write to the tensor ends the recordings: they read what was in it
+    counted  whether a write to the tensor ends the recordings, because they read its old content
     """
 
     holder: dict[str, Any] | None
@@ -91,7 +91,7 @@ class Derivative(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Takes the place of a Front until two calls in turn have seen the same weight."""
+    """A placeholder for a Front until two successive calls have had the same weight."""
 
     stamps: tuple[Any, ...]
     stale: bool = True
@@ -100,7 +100,7 @@ class Pending(NamedTuple):
         """Return None, so that the layer takes its path in Python."""
 
     def due(self) -> bool:
-        """Return whether the weight must be looked at again: the path in Python does that."""
+        """Return whether the path in Python must check the weight again."""
         return False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -136,9 +136,9 @@ def recorded(
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
     tensors = [x, *(guard.tensor for guard in guards if guard.tensor is not None)]
-    seen = is_capturing(x) or any(t.is_inference() for t in tensors)
-    front = front if seen else _front_of(front, guards, options)
-    if seen or not planned or front is None or isinstance(front, Pending):
+    in_python = is_capturing(x) or any(t.is_inference() for t in tensors)
+    front = front if in_python else _front_of(front, guards, options)
+    if in_python or not planned or front is None or isinstance(front, Pending):
         y = batched(_with_bias(run(), bias), x) if differentiated is None else differentiated()
         return y, front
     inputs = [rows_of(x), values] if values is not None and values.requires_grad else [rows_of(x)]
@@ -183,7 +183,7 @@ def record(
 ) -> Tensor:
     """Run a planned product, and add it to a Front if the tape explains it.
 
-    fixed  the inputs that launches need not read, because they read what was made of them before
+    fixed  inputs that launches need not read, because they read tensors derived from them earlier
     """
     if is_capturing(inputs[0]):
         return _with_bias(run(), bias)
@@ -232,9 +232,11 @@ def _steps(
     return (steps, rest) if set(rest) <= {*fixed} else None
 
 
-def _step(launch: tuple[Loaded, Arguments] | Turned, places: Mapping[int, int]) -> tuple[Any, ...]:
+def _step(
+    launch: tuple[Loaded, Arguments] | TransposedCopy, places: Mapping[int, int]
+) -> tuple[Any, ...]:
     """Return a launch, and where the addresses of operands are in the bytes of its arguments."""
-    if isinstance(launch, Turned):
+    if isinstance(launch, TransposedCopy):
         patches = [(places[t.data_ptr()], 0) for t in launch]
         return 0, 0, 0, 0, [], b"", [], patches
     loaded, (pointers, memory) = launch

@@ -9,10 +9,10 @@ in the meantime, writes a number into pinned memory. A host that is slow or inte
 the samples, but is not part of them.
 
     limit    after LIMIT_S the kernel ends by itself, so nothing can hang
-    late     when the host has recorded `end`, the GPU has already passed `begin`. Then the GPU may
+    late     the GPU has already passed `begin` when the host has recorded `end`. Then the GPU may
              have waited for the host between the two, and the time may be too long
-    depth    a launch queue has room for 1021 entries (H200), and a host that finds it full waits
-             for the GPU. So a hold covers at most SAMPLES samples. The next ones are enqueued
+    depth    a launch queue has room for 1021 entries (H200). If it is full, the host waits for the
+             GPU. So a hold covers at most SAMPLES samples. The next ones are enqueued
              behind a hold of their own while the GPU works, so the GPU is hardly ever idle
 
 Some streams are not held, and then the host can be late:
@@ -21,8 +21,8 @@ Some streams are not held, and then the host can be late:
                                            launch returns only when its kernel has ended
     after EXPIRED holds reached the limit  something in this process waits for the stream
 
-Whatever is called under a hold must have been called before, because loading a module or allocating
-memory may wait for the stream.
+Call everything once before calling it under a hold, because loading a module or allocating memory
+may wait for the stream.
 
 The driver's cuStreamWaitValue32 takes the host 3 instead of 14 µs and needs no kernel, but it has
 no time limit: a host that then waits for the GPU waits forever. nvbench holds its stream by a
@@ -96,7 +96,7 @@ class GpuClock:
     """Takes samples on the current stream of a device, which it holds if it can."""
 
     def __init__(self, device: torch.device) -> None:
-        """Load the kernel that holds a stream, and find out whether it can."""
+        """Load the kernel that holds a stream, and test whether it can hold this one."""
         torch.cuda.synchronize(device)  # in a new thread, makes the device's context current
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -105,9 +105,9 @@ class GpuClock:
         self.holds = not _launches_block(self._index)
 
     @contextmanager
-    def held(self, wanted: bool = True) -> Iterator[None]:
-        """Hold the stream during the block if `wanted` and possible, then let it run."""
-        if not (wanted and self.holds):
+    def hold(self, allowed: bool = True) -> Iterator[None]:
+        """Hold the stream during the block if `allowed` and possible, then release it."""
+        if not (allowed and self.holds):
             yield
             return
         self._turn += 1
@@ -130,16 +130,16 @@ class GpuClock:
     def cold(self, calls: Sequence[Call], flush: Callable[[], None]) -> list[Sample]:
         """Return a sample of each call, behind a flush; repeat late ones up to REPEATS times."""
         samples: dict[int, Sample] = {}
-        left = sorted(range(len(calls)), key=lambda i: not calls[i][1])
+        pending = sorted(range(len(calls)), key=lambda i: not calls[i][1])
         for _ in range(1 + REPEATS):
-            for start in range(0, len(left), SAMPLES):
-                part = left[start : start + SAMPLES]
-                with self.held(all(calls[i][1] for i in part)):
+            for start in range(0, len(pending), SAMPLES):
+                part = pending[start : start + SAMPLES]
+                with self.hold(all(calls[i][1] for i in part)):
                     for i in part:
                         flush()
                         samples[i] = self.sample(calls[i][0])
             torch.cuda.synchronize(self._index)
-            left = [i for i in left if samples[i].late and calls[i][1]]
+            pending = [i for i in pending if samples[i].late and calls[i][1]]
         return [samples[i] for i in range(len(calls))]
 
 

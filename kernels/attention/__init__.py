@@ -1,1 +1,1 @@
-"""Kernels of block-sparse attention: a mask says which blocks of keys a block of queries sees."""
+"""Kernels of block-sparse attention: each block of queries attends to a list of key blocks."""

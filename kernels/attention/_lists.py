@@ -4,8 +4,8 @@
     columns            0 4 1p           full, ascending; then masked, ascending
     fulls              2
 
-A kernel walks the full blocks without a mask, and then the rest with one. A block that reaches past
-the last key needs a mask too. The lists of the transpose have the same form: their columns are
+A kernel processes the full blocks without a mask, and then the rest with one. A block that reaches
+past the last key needs a mask too. The lists of the transpose have the same form: their columns are
 blocks of queries.
 """
 
@@ -32,7 +32,7 @@ class Lists:
     slots    [nnz + 1]           place of each block's bits, or -1; one element without bits
     order    [groups, rows]      rows by falling number of blocks; `groups` is a multiple of lists
     masked   whether any block needs a mask
-    each     blocks of every row, if all have as many; else -1
+    blocks_per_row  number of blocks of every row if all have the same, else -1
     """
 
     offsets: Tensor
@@ -41,7 +41,7 @@ class Lists:
     slots: Tensor
     order: Tensor
     masked: bool
-    each: int
+    blocks_per_row: int
 
 
 def lists_of(mask: BlockMask) -> Lists:
@@ -98,5 +98,5 @@ def _lists(
         slots=none if slots is None else pad(slots[place], (0, 1), value=-1),
         order=counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous(),
         masked=bool(masked.any()),
-        each=int(lengths[0]) if bool((lengths == lengths[0]).all()) else -1,
+        blocks_per_row=int(lengths[0]) if bool((lengths == lengths[0]).all()) else -1,
     )

@@ -1,4 +1,4 @@
-"""What the Triton kernels of attention share: where the tokens of a tile lie, and its mask.
+"""Tiles of the Triton kernels of attention: the positions of their tokens, and their masks.
 
 A row's blocks of SIDE tokens each are laid end to end; a tile is LANES of these tokens:
 

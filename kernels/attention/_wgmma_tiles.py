@@ -1,4 +1,4 @@
-"""What the wgmma kernels of attention share: tiles in the order of work, and tensor maps.
+"""Tiles of the wgmma kernels of attention, in the order of work, and their tensor maps.
 
 A tile of queries is `rows` rows, 64 for each consumer warpgroup: `span` queries of each of
 rows / span heads, which share a list and a KV head. One step loads K and V for all of them.

@@ -5,13 +5,13 @@
     merged           the program that comes last, by a counter, adds the parts up in their order
 
 A row of a decoding step has one query of each head. The heads of a group are packed into a tile, so
-K and V of a key head are read once. There are as many tiles as sequences times key heads, too few
-for all SMs; `splits` programs share the list of each. The order of the sum does not depend on which
+K and V of a key head are read once. There is one tile per sequence and key head, too few for
+all SMs, so `splits` programs share the list of each. The order of the sum does not depend on which
 program comes last, so the same operands give the same bits. The counters return to zero.
 
-The kernel is bound by the bytes of the selected blocks. At 16 sequences it takes about 30 us, so
-the loads before the first of K count: rows have no order, and if all lists are equally long, no
-offset is read.
+The time is bound by the bytes of the selected blocks. For 16 sequences it is about 30 us, so the
+loads before the first load of K matter: rows have no order, and if all lists are equally long, the
+kernel reads no offset.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class Config:
     """One way to run the kernel.
 
     tokens, pack  queries and heads of a tile; their product is its height
-    shared        heads that could be packed, by which tables tell masks apart
+    shared        heads that could be packed, a key of tables of configurations
     keys          keys of a step
     splits        programs that share a list
     """
@@ -93,7 +93,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list[Config]:
-    """Return what is worth trying, the default first: at most eight.
+    """Return at most eight configurations to try, the default first.
 
     shared    heads that may be packed
     programs  multiprocessors of the device
@@ -147,7 +147,14 @@ def launch(
         head_box(q, shape, (config.tokens, config.pack), config.path),
         *(head_box(matrix, shape, (config.keys, 1), config.path) for matrix in (k, v)),
         *(o, lse, parts, sums, tops, counters, *arrays(lists, mask)),
-        *(shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, mask.lists, lists.each),
+        *(
+            shape.q_tokens,
+            shape.kv_tokens,
+            shape.heads,
+            shape.kv_heads,
+            mask.lists,
+            lists.blocks_per_row,
+        ),
         scale * LOG2_E,
     )
     constants = constants_of(shape, mask) | {
@@ -155,7 +162,7 @@ def launch(
         "PACK": config.pack,
         "KEYS": config.keys,
         "SPLITS": config.splits,
-        "UNIFORM": lists.each >= 0,
+        "UNIFORM": lists.blocks_per_row >= 0,
         "STAGES": config.stages,
         "MASKED": lists.masked or shape.block[1] % config.keys != 0,
         "TMA": config.path == "tma",
@@ -180,7 +187,9 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     sizes, fixed = table_sizes(shape, mask), {"shared": shared}
     configs, by = choose("attention_split", Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, each, lists).program for each in configs]
+    candidates = [
+        launch((q, k, v), mask, shape, scale, config, lists).program for config in configs
+    ]
     return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
 
 

@@ -90,7 +90,7 @@ class Config:
     """One way to run the kernel.
 
     tokens, pack  queries and heads of a tile; their product is its height
-    shared        heads that could be packed, by which tables tell masks apart
+    shared        heads that could be packed, a key of tables of configurations
     keys          keys of a step
     """
 
@@ -105,7 +105,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
-    """Return what is worth trying, the default first: at most eight.
+    """Return at most eight configurations to try, the default first.
 
     shared  heads that may be packed
     """
@@ -178,7 +178,9 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     sizes, fixed = table_sizes(shape, mask), {"shared": shared}
     configs, by = choose("attention_triton", Config, operands, sizes, tuned, searched, **fixed)
     lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, each, lists).program for each in configs]
+    candidates = [
+        launch((q, k, v), mask, shape, scale, config, lists).program for config in configs
+    ]
     return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
 
 

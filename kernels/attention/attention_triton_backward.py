@@ -81,7 +81,7 @@ class Config:
     """One way to run both kernels.
 
     q_tokens, q_pack    queries and heads of a tile of dQ; q_keys: keys of a step
-    q_shared            heads that could be packed, by which tables tell masks apart
+    q_shared            heads that could be packed, a key of tables of configurations
     kv_keys, kv_tokens  keys of a tile of dK and dV; queries of a step
     """
 
@@ -101,7 +101,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
-    """Return what is worth trying, the default first: `prepare` searches both halves apart.
+    """Return configurations to try, the default first; `prepare` searches both halves separately.
 
     shared  heads that may be packed in dQ
     """
@@ -230,16 +230,16 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     for half in ("kv_", "q_"):
         names = [f.name for f in fields(Config) if f.name.startswith(half)]
         choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
-        tried = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
-        launches = [candidate(config) for config in tried]
+        variants = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
+        launches = [candidate(config) for config in variants]
         parts: list[Any] = [
-            each.before if half == "q_" else replace(each, before=None) for each in launches
+            bound.before if half == "q_" else replace(bound, before=None) for bound in launches
         ]
         result = search(parts, q.device, COMPILE_THREADS)
-        best = tried[result.best]
-        lines += result.lines([asdict(config) for config in tried], of=half.removesuffix("_"))
-    chosen = candidate(best)
-    return Launch(chosen, asdict(best) | dict(by), chosen.code, lines)
+        best = variants[result.best]
+        lines += result.lines([asdict(config) for config in variants], of=half.removesuffix("_"))
+    program = candidate(best)
+    return Launch(program, asdict(best) | dict(by), program.code, lines)
 
 
 KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported, tunes=True)

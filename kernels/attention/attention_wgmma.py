@@ -59,7 +59,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return what is worth trying, the default first. Raises Unsupported.
+    """Return the configurations to try, the default first. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
     """
@@ -84,8 +84,8 @@ def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
     query_maps  matrices of queries that are loaded for a tile
     """
     row = head_dim * 2
-    left = MOST_BYTES // config.tiles - query_maps * config.rows * row
-    return min(12, left // (config.keys * row))
+    available = MOST_BYTES // config.tiles - query_maps * config.rows * row
+    return min(12, available // (config.keys * row))
 
 
 def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
@@ -125,7 +125,7 @@ class Walk:
 
 
 class Work(NamedTuple):
-    """What a launch needs of the mask: its tiles, and counters, which are zero between launches."""
+    """The tiles of a mask for a launch, and counters, which are zero between launches."""
 
     tiles: Tensor
     counters: Tensor
@@ -194,9 +194,9 @@ def launch(
     o = torch.empty_like(q)
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     work = work or work_of(mask, shape, config)
-    found = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
-    args = ARGUMENTS(found.maps, found.lists, o.data_ptr(), lse.data_ptr(), found.sizes)
-    program = cuda.BoundKernel(found.loaded, args, (*found.tensors, lse), o)
+    call = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
+    args = ARGUMENTS(call.maps, call.lists, o.data_ptr(), lse.data_ptr(), call.sizes)
+    program = cuda.BoundKernel(call.loaded, args, (*call.tensors, lse), o)
     return Bound(program, (q, k, v), (o, lse))
 
 

@@ -88,7 +88,7 @@ class Gradients:
 
 
 def configurations(shape: Shape, *, deterministic: bool = False) -> list[Config]:
-    """Return what is worth trying, the default first. Raises Unsupported."""
+    """Return the configurations to try, the default first. Raises Unsupported."""
     if shape.block[0] % ROWS or shape.block[1] % ROWS:
         raise Unsupported(
             f"expected blocks of a multiple of 64 queries and keys, found {list(shape.block)}"
@@ -111,7 +111,7 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
 
 
 class Work(NamedTuple):
-    """What a launch needs of the mask: its transpose, tiles of keys and, if needed, of queries.
+    """A mask prepared for a launch: its transpose, tiles of keys and, if needed, tiles of queries.
 
     counters  zero between launches
     """
@@ -226,10 +226,10 @@ def launch(
         return Bound(program, tuple(operands), (dq, dk, dv))
     assert queries is not None
     names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
-    found = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
-    written = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
-    args = QUERIES(found.maps, found.lists, written, dq.data_ptr(), found.sizes)
-    program = Gradients(((found.loaded, args), by_keys), (*tensors, *found.tensors), out)
+    call = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
+    row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
+    args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
+    program = Gradients(((call.loaded, args), by_keys), (*tensors, *call.tensors), out)
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 

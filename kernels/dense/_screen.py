@@ -1,7 +1,7 @@
 """Screen many calls: keep the fastest of two samples with a cold L2 cache.
 
-The stream is held while the host enqueues the calls (_common/gpu_clock.py), so no graph is needed,
-whose capture would take longer than the call. The search then times the kept calls in graphs
+The stream is held while the host enqueues the calls (_common/gpu_clock.py), so no graph is needed;
+capturing one would take longer than the call. The search then times the kept calls in graphs
 (_common/search.py).
 """
 
@@ -29,8 +29,8 @@ def screened(
     if always + len(rest) <= limit:
         return [*range(always), *rest]
     flush, clock = flusher(device), GpuClock(device)
-    held = [(calls[i], True) for i in rest]
-    rounds = [clock.cold(held, flush) for _ in range(ROUNDS)]
+    pairs = [(calls[i], True) for i in rest]
+    rounds = [clock.cold(pairs, flush) for _ in range(ROUNDS)]
     least = {
         i: min(sample.time_us for sample in samples)
         for i, samples in zip(rest, zip(*rounds, strict=True), strict=True)

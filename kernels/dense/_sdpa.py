@@ -1,7 +1,7 @@
 """Dense attention by torch's scaled_dot_product_attention, with its backend forced.
 
-The operators of the backend are called directly, so nothing is chosen at a call, and a backward
-pass starts from the O and LSE that it is given. torch writes dQ, dK and dV into three tensors; a
+The operators of the backend are called directly, so no call chooses a backend, and a backward pass
+starts from the O and LSE in its operands. torch writes dQ, dK and dV into three tensors; a
 copy puts them one below the other, which takes 1 % of the time at 16k tokens and 2 % at 4k.
 """
 
@@ -86,7 +86,7 @@ def by_head(operands: Operands, *names: str) -> list[Tensor]:
 
 
 def _require_running(call: Callable[[], Tensor]) -> None:
-    """Call once, which plans what the backend runs. Raises Unsupported."""
+    """Call the launch once, so that the backend plans it. Raises Unsupported."""
     try:
         call()
     except torch.OutOfMemoryError:

@@ -39,11 +39,11 @@ def plans_of(mask: BlockMask) -> Operator:
         expected = "expected a mask made outside of torch.inference_mode"
         raise Unsupported(f"attention: {expected}, because torch does not count writes to this one")
     versions = *(array._version for array in arrays), id(mask.bits)
-    made: Plans | None = getattr(mask.columns, ATTRIBUTE, None)
-    if made is None or made.versions != versions:
-        made = Plans(versions, operator_of(mask))
-        setattr(mask.columns, ATTRIBUTE, made)
-    return made.operator
+    plans: Plans | None = getattr(mask.columns, ATTRIBUTE, None)
+    if plans is None or plans.versions != versions:
+        plans = Plans(versions, operator_of(mask))
+        setattr(mask.columns, ATTRIBUTE, plans)
+    return plans.operator
 
 
 def _run(
@@ -88,8 +88,8 @@ def require_operands(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
         raise Unsupported(f"attention: expected {expected}, found {heads}")
     dtypes = {q.dtype, k.dtype, v.dtype}
     if len(dtypes) > 1 or q.dtype not in NAME_OF:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise Unsupported(f"attention: expected one of fp16, bf16 and fp32, found {found}")
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise Unsupported(f"attention: expected one of fp16, bf16 and fp32, found {names}")
     devices = sorted({str(x.device) for x in (q, k, v, mask.columns)})
     if len(devices) > 1:
         raise Unsupported(f"attention: expected one device, found {', '.join(devices)}")

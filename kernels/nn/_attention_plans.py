@@ -10,7 +10,7 @@
       forward    attention_split, attention_triton
     CPU          torch, with every element of the mask: a reference for small masks
 
-selection.py takes one of them: what a search found fastest, or else the first one here. Under
+selection.py chooses the fastest in a search, or else the first one in this list. Under
 torch.use_deterministic_algorithms the backward kernel is Triton's, which always gives the same
 bits. Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after
 the other on the device, as they do on one stream, because some kernels keep counters.

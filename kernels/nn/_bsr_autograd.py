@@ -278,8 +278,8 @@ def multiply_recorded(
     assert offsets is not None
     assert columns is not None
     in_python = partial(multiply, x, values, bias, offsets, columns, n)
-    seen = transformed() or watched() or torch._C._get_tracing_state()
-    if cast or seen or not x.is_cuda or forward_ad._current_level >= 0:
+    traced = transformed() or watched() or torch._C._get_tracing_state()
+    if cast or traced or not x.is_cuda or forward_ad._current_level >= 0:
         return in_python(), front
     if front is not None and front.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares

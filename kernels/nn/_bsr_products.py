@@ -7,7 +7,7 @@ Gradient   dW. Its partial sums are in the workspace that launches on a stream s
 from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import Turned, on_tape
+from sparsebench.kernels._common.cuda import TransposedCopy, on_tape
 from sparsebench.kernels._common.scratch import workspace
 from sparsebench.kernels.bsr import _launch, bsr_wgrad
 
@@ -19,15 +19,15 @@ class Linear(_launch.Product):
         """Take the plan, and pack transposed blocks if it needs them."""
         super().__init__(plan)
         if plan.source is not None and plan.turned:
-            self.pack = self._pack_turned
+            self.pack = self._pack_transposed
 
-    def _pack_turned(self, values: Tensor) -> Tensor:
+    def _pack_transposed(self, values: Tensor) -> Tensor:
         """Return the transposed blocks in the order of the steps."""
         source = self.plan.source
         assert source is not None
-        turned = values.transpose(1, 2).contiguous()
-        on_tape(turned, turned=Turned(values, turned))
-        return _launch.packed(turned, source)
+        transposed = values.transpose(1, 2).contiguous()
+        on_tape(transposed, copy=TransposedCopy(values, transposed))
+        return _launch.packed(transposed, source)
 
 
 class Gradient:

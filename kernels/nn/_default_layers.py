@@ -1,4 +1,4 @@
-"""Whole layers and models as users get them, for default.py.
+"""Whole layers and models with the kernels that users get, for default.py.
 
 ffn, mlp   2:4              SpenseGatedMLP: gate, up and act in one launch, and down
            blocks, others   a product for each weight, and act in torch, as in a Hugging Face
@@ -52,9 +52,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def layer(operands: Operands, select: Select) -> Launch:
     """Return the launch of an ffn or mlp. Raises Unsupported."""
     w, gated = operands.weights, "wg" in operands.weights
-    if all(isinstance(each, Spense) for each in w.values()) and gated:
+    if all(isinstance(weight, Spense) for weight in w.values()) and gated:
         return _spense(operands)
-    if all(not isinstance(each, Dense) for each in w.values()):
+    if all(not isinstance(weight, Dense) for weight in w.values()):
         return _products(operands, select)
     if not gated:
         raise Unsupported("expected an ffn: no layer computes an mlp with few active units")
@@ -216,15 +216,15 @@ def _product(
     if isinstance(w, Spense):
         operator, tiles = _spense_op.operator_of_layer(w, activation), (w.sparse, w.dense)
         selected = operator.select(bucket(len(x)), lambda p: partial(p.run, x, *tiles), pinned)
-    elif isinstance(w, Bsr | Bitmap) and (chosen := select(w, x, pinned)) is not None:
-        selected = chosen
+    elif isinstance(w, Bsr | Bitmap) and (plan := select(w, x, pinned)) is not None:
+        selected = plan
     else:
         expected = "expected weights in blocks, in 2:4 or as a bitmap"
         raise Unsupported(f"{expected}, found {type(w).__name__}")
     bound = [_bound(selected, x, w), *(_bound(selected, other, copied(w)) for other in inputs[1:])]
     choice = {name: selected.row}
     lines = [{"of": name, **line} for line in selected.lines]
-    return Part(bound, [each.out for each in bound], choice, lines, selected.product.code)
+    return Part(bound, [part.out for part in bound], choice, lines, selected.product.code)
 
 
 class _DenseCall(NamedTuple):

@@ -2,9 +2,10 @@
 
     o = sparsebench.attention(q, k, v, mask)
 
-The mask says which blocks of keys each block of queries sees (formats/block_mask.py). The first
-call with a mask and sizes plans its kernels, and may time some (_attention_plans.py); the plans
-stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can be compiled and captured.
+The mask lists the blocks of keys that each block of queries attends to (formats/block_mask.py). The
+first call with a mask and sizes plans its kernels, and may time some (_attention_plans.py); the
+plans stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can be compiled and
+captured.
 """
 
 from typing import Any
@@ -27,8 +28,8 @@ def attention(
     mask   for the same sequences and tokens; H is a multiple of its lists
     scale  factor of the scores, above 0; by default D ** -0.5
 
-    A query without an allowed key gets 0. What a block holds that no query selects, even NaN,
-    reaches no result. Raises Unsupported.
+    The output of a query without an allowed key is 0. A block that no query selects affects no
+    result, even if it holds NaN. Raises Unsupported.
     """
     o, _ = attention_and_lse(q, k, v, mask, scale=scale)
     return o
@@ -80,18 +81,20 @@ class BlockSparseAttention(nn.Module):
         kv_heads = kv_heads or heads
         if features % heads or heads % kv_heads:
             expected = "features a multiple of heads, and heads of kv_heads"
-            found = f"{features}, {heads} and {kv_heads}"
-            raise Unsupported(f"BlockSparseAttention: expected {expected}, found {found}")
+            sizes = f"{features}, {heads} and {kv_heads}"
+            raise Unsupported(f"BlockSparseAttention: expected {expected}, found {sizes}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, features // heads
-        made = {"bias": bias, "device": device, "dtype": dtype}
-        self.q = nn.Linear(features, features, **made)
-        self.k = nn.Linear(features, kv_heads * self.head_dim, **made)
-        self.v = nn.Linear(features, kv_heads * self.head_dim, **made)
-        self.out = nn.Linear(features, features, **made)
+        factory = {"bias": bias, "device": device, "dtype": dtype}
+        self.q = nn.Linear(features, features, **factory)
+        self.k = nn.Linear(features, kv_heads * self.head_dim, **factory)
+        self.v = nn.Linear(features, kv_heads * self.head_dim, **factory)
+        self.out = nn.Linear(features, features, **factory)
 
     def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
         """Return the attention of x [..., tokens, features], shaped like x. Raises Unsupported."""
-        q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
+        )
         projected: Tensor = self.out(attention(q, k, v, mask).flatten(-2))
         return projected
 

@@ -41,7 +41,7 @@ def prepare(operands: Operands) -> Launch:
     """Plan the product of the format's weight. Raises Unsupported."""
     op = operands.problem.op
     if op in LAYERS:
-        return LAYERS[op](operands, _selected)
+        return LAYERS[op](operands, _select)
     weight = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
     selected: Selected | None
     run: Callable[[], Output]
@@ -51,7 +51,7 @@ def prepare(operands: Operands) -> Launch:
         raise Unsupported(f"expected op linear for {type(weight).__name__}, found {op}")
     else:
         x = operands.activations["x"]
-        selected, run = _selected(weight, x, operands.pinned), partial(matmul, x, weight)
+        selected, run = _select(weight, x, operands.pinned), partial(matmul, x, weight)
     if selected is None:
         return Launch(run, {"kernel": "torch"})
     return Launch(run, selected.row, selected.product.code, selected.lines)
@@ -83,7 +83,7 @@ def _frozen(w: Bsr, x: Tensor, pinned: Mapping[str, Any] | None) -> Selected:
     return pattern.select(call, x, w.values, pinned)
 
 
-def _selected(w: Format, x: Tensor, pinned: Mapping[str, Any] | None) -> Selected | None:
+def _select(w: Format, x: Tensor, pinned: Mapping[str, Any] | None) -> Selected | None:
     """Return the plan of a frozen weight; None if torch multiplies it."""
     m = bucket(len(x))
     if isinstance(w, Bsr):

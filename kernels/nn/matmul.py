@@ -103,22 +103,24 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
             return by_name(x, w, "spense_mma", {})
         tensors, layout = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
-        if _is_seen() or not _spense_op.planned(*tensors, layout, None):
+        if _is_traced() or not _spense_op.planned(*tensors, layout, None):
             operands: tuple[Any, ...] = (*tensors, *layout)
-            traced = training or _is_seen()
+            traced = training or _is_traced()
             y: Tensor = (_spense_op.linear if traced else _spense_op.eager)(*operands)
             return y
         guards = _guards(w)
         front, rest = w.__dict__.get(FRONT), (layout, None)
-        y, made = _spense_op.multiply_recorded(front, x, tensors, rest, guards, training=training)
-        return _keep_front(w, made, y)
+        y, new_front = _spense_op.multiply_recorded(
+            front, x, tensors, rest, guards, training=training
+        )
+        return _keep_front(w, new_front, y)
     if isinstance(w, Bitmap):
-        return linear(x, _dense_copy(w)) if training or _is_seen() else _frozen(x, w)
+        return linear(x, _dense_copy(w)) if training or _is_traced() else _frozen(x, w)
     if isinstance(w, Csr):
         if not x.is_cuda:
             return by_name(x, w, "scipy_csr", {})
         values = torch.is_grad_enabled() and w.values.requires_grad
-        if training or values or _is_seen():
+        if training or values or _is_traced():
             return by_name(x, w, "csr_cuda", {})
         return _frozen(x, w)
     raise Unsupported(f"matmul: expected kernel=NAME for the format {type(w).__name__}, found none")
@@ -147,8 +149,8 @@ def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
 
 def _recorded(x: Tensor, w: Format, run: Callable[[], Tensor]) -> Tensor:
     """Run a planned call, and record it for the next ones."""
-    y, made = recorded(w.__dict__.get(FRONT), x, run, _guards(w))
-    return _keep_front(w, made, y)
+    y, front = recorded(w.__dict__.get(FRONT), x, run, _guards(w))
+    return _keep_front(w, front, y)
 
 
 def _guards(w: Format) -> list[Guard]:
@@ -161,7 +163,7 @@ def _keep_front(w: Format, front: Any, y: Tensor) -> Tensor:
     return y
 
 
-def _is_seen() -> bool:
+def _is_traced() -> bool:
     """Return whether torch traces, transforms or differentiates forward."""
     return transformed() or watched() or forward_ad._current_level >= 0
 

@@ -1,4 +1,4 @@
-"""What the peers of block-sparse attention share: operands by head, and lists in their blocks."""
+"""Operands by head, and lists in the block size of a library, for the peers of attention."""
 
 from importlib.util import find_spec
 
@@ -50,7 +50,7 @@ def unsupported_blocks(problem: Problem, side: int) -> str | None:
     """Return why blocks of `side` cannot hold the mask of a problem exactly, or None."""
     block = problem["block"]
     sides = [block, block] if isinstance(block, int) else block
-    if any(each % side for each in sides):
+    if any(length % side for length in sides):
         return f"block: expected a multiple of {side}, found {block}"
     tokens = problem["m"], problem["context"] or problem["m"]
     if any(size % side for size in tokens):

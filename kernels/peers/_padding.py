@@ -1,4 +1,4 @@
-"""Pad tokens where a library multiplies only multiples, as its users do.
+"""Pad tokens, as users do, for a library that takes only multiples of some number.
 
          X [m, k]         whole [rows, k]
         +--------+        +--------+

@@ -4,8 +4,8 @@
     softmax  P = softmax(S)     a program normalises a row of blocks, in place
     output   O = P V            a program computes a block of O from a row of blocks: "DSD"
 
-The algorithm of OpenAI's blocksparse and of DeepSpeed's sparse attention, in today's Triton, to
-show what fusion gains. The scores have the dtype of q, as theirs had, so 8 bytes move for each
+This is the algorithm of OpenAI's blocksparse and of DeepSpeed's sparse attention, in today's
+Triton, to show the gain of fusion. As in those, the scores have the dtype of q, so 8 bytes move per
 element.
 """
 

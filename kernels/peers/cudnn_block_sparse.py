@@ -1,7 +1,8 @@
 """Block-sparse attention of NVIDIA's cudnn-frontend, whose kernels are made by the CuTe DSL.
 
-Its kernels for Hopper have blocks of 64, so larger blocks are cut into blocks of 64: they hold the
-same mask. No mask is causal. The backward pass has bf16, D = 128 and as many key heads as heads.
+Its kernels for Hopper have blocks of 64, so larger blocks are cut into blocks of 64, which hold the
+same mask. They support no causal mask. The backward pass supports only bf16, D = 128 and as many
+key heads as heads.
 Source: python/cudnn/block_sparse_attention/api.py of NVIDIA/cudnn-frontend.
 """
 

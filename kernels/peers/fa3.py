@@ -1,7 +1,7 @@
 """FlashAttention 3, dense and forward only, from the wheel fa3-fwd or a build of its authors' code.
 
-It does not read the mask. A causal mask is aligned to the last key, as the op's is. The wheel of
-0.0.3 has bf16 and head dimensions from 64 to 256, and runs under torch 2.11.
+It does not read the mask. A causal mask is aligned to the last key, as the op's is. Version 0.0.3
+of the wheel supports bf16 and head dimensions from 64 to 256, and runs under torch 2.11.
 """
 
 from functools import partial

@@ -2,7 +2,7 @@
 
 Larger blocks are cut into blocks of 64, which hold the same mask. The kernel reads [batch, heads,
 tokens, D] and its scale is D ** -0.5; copies from token-major q, k and v are timed with it. Without
-its compiled extension the package runs Triton, so this kernel asks for the extension.
+its compiled extension the package runs Triton, so this peer requires the extension.
 Source: fastvideo_kernel/block_sparse_attn.py of hao-ai-lab/FastVideo.
 """
 

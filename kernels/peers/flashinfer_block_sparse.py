@@ -1,8 +1,8 @@
 """Block-sparse attention of FlashInfer, for one list per key head: blocks of any size.
 
 VariableBlockSparseAttentionWrapper makes a list of keys for each block of queries in `plan`, which
-is not timed, and reads q, k and v head by head, so their copies are timed with the launch. It has
-no partial blocks, and its kernels are compiled by nvcc at the first plan. Its backends for Hopper
+is not timed, and reads q, k and v head by head, so their copies are timed with the launch. It
+supports no partial blocks, and nvcc compiles its kernels at the first plan. Its backends for Hopper
 are fa2 and fa3; both are timed.
 Source: flashinfer/sparse.py of flashinfer-ai/flashinfer.
 """

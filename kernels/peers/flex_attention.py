@@ -4,13 +4,13 @@
     coarser  blocks below 128, or whose sides tl.dot does not take, lie in blocks of 128: the lists
              are a superset, and a mask_mod looks up each element's cell
 
-`prepare` builds the lists and compiles, which takes seconds; neither is timed. Both ways are
-candidates where both are possible.
+`prepare` builds the lists and compiles, which takes seconds; neither is timed. If
+both ways are possible, both are candidates.
 
 The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
 launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
-saved by the given ones. By default the backward pass of H100 has tiles of 128 and runs no smaller
-blocks, so it is given the tiles of each way.
+saved by those of the operands. By default the backward pass of H100 has tiles of 128 and supports
+no smaller blocks, so each way sets its own tiles.
 """
 
 import warnings
@@ -139,7 +139,7 @@ def mask_mod_of(mask: BlockMask, heads: int) -> Callable[..., Tensor]:
 
 
 def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
-    """Return what is timed: a name for the row, lists, and options of the forward kernel."""
+    """Return the candidates: a name for the row, lists, and options of the forward kernel."""
     b_q, b_k = mask.block
     ways: list[tuple[dict[str, Any], Lists, Options]] = []
     tiles = all(side >= SMALLEST and side & (side - 1) == 0 for side in (b_q, b_k))
@@ -164,7 +164,7 @@ def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists,
 
 
 def backward_ways(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
-    """Return what is timed backward: a name for the row, lists, and options of both kernels."""
+    """Return the candidates of the backward pass: a name, lists, and options of both kernels."""
     ways: list[tuple[dict[str, Any], Lists, Options]] = []
     for name, lists, options in candidates(mask, heads)[-2:]:
         forward = {f"fwd_{key}": value for key, value in options.items()}
@@ -200,7 +200,7 @@ def prepare_backward(operands: Operands) -> Launch:
     mask, problem = mask_of(operands), operands.problem
     # .data has a version counter of its own: the harness redraws the activations in place.
     q, k, v = (x.detach().data.requires_grad_() for x in by_head(operands, "q", "k", "v"))
-    given, do = by_head(operands, "o", "do")
+    o, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
     ways = backward_ways(mask, problem["heads"])
@@ -213,7 +213,7 @@ def prepare_backward(operands: Operands) -> Launch:
     runs = []
     for _, lists, options in ways:
         call = _compiled(operands, lists, options)
-        gradients = _Gradients(call, (q, k, v), given, base2, options)
+        gradients = _Gradients(call, (q, k, v), o, base2, options)
         runs.append(partial(run, gradients))
     return _fastest(runs, [name for name, _, _ in ways], operands)
 

@@ -1,7 +1,7 @@
 """PyTorch: scaled_dot_product_attention with the mask expanded to a bool for each element.
 
-What a user gets without a sparse kernel. torch computes every element and discards those that the
-mask forbids. `prepare` expands the mask, which limits the size of the problem.
+This is what torch offers without a sparse kernel: it computes every element and discards those that
+the mask forbids. `prepare` expands the mask, which limits the size of the problem.
 """
 
 import torch

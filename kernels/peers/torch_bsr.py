@@ -148,7 +148,7 @@ def _tuned(
 
 
 def _tuned_by_torch(bsr: Tensor, x: Tensor) -> dict[str, Any]:
-    """Return the parameters that torch's own tuner finds; each trial takes it 0.6 s and more."""
+    """Return the parameters that torch's own tuner finds; each trial takes at least 0.6 s."""
     from torch.sparse._triton_ops_meta import tune_bsr_dense_addmm
 
     y = x.new_empty(len(x), bsr.shape[0]).t()

@@ -11,12 +11,12 @@ torch's loader builds their extension once, in about a minute, with the machine'
 
 Only the sources of the two kernels are built. The search times both precisions of the second
 kernel, its `flex` version, and for that also gates of 63 and 127 words for each 256 units
-(compression 4 and 2); of these, the ways that lose none of the drawn values.
+(compression 4 and 2); of these, only ways that lose none of the values.
 
     needs        --peers DIR with a checkout (_authors.py), compute capability 9.0, nvcc, ninja
     dtype        bf16, relu
     sizes        k 2048; n 5632 or 8192, because their second kernel is instantiated for these alone
-                 and leaves its output unwritten for others; m padded to a multiple of 256
+                 and writes no output for other sizes; m padded to a multiple of 256
                  (_padding.py); a schedule of at most 384 tiles per cluster
     no graph     they launch on the default stream, so rows are timed with events
 

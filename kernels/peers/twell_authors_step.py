@@ -9,10 +9,10 @@
 
 The step stores the gate by token and again by unit, each as ELL with a dense tail. Active units
 beyond 31 of 256, and rows that do not fit into the tail, are dropped without an error; with more
-than 2048 units in the tail the process can crash. So the search times the widths and tails that
-hold every value of the drawn activations, and the case is unsupported if there are none. Each
-checked call counts the lost values from a dense gate (Launch.lost). Which rows they drop varies;
-the count is that of the shortest rows.
+than 2048 units in the tail the process can crash. So the search times only widths and
+tails that hold every value of the activations, and the case is unsupported if there are none. Each
+checked call counts the lost values from a dense gate (Launch.lost). The kernels drop
+varying rows; the count assumes the shortest ones.
 
     needs        their library sparse_ops.so, which their own code builds: found by
                  $SPARSE_OPS_PREBUILT, in a checkout below --peers DIR (_authors.py) or in torch's
@@ -60,8 +60,8 @@ class Config:
     tail: int
     tail_by_unit: int
 
-    def lost(self, active: Tensor) -> int:
-        """Return the least number of values that they drop for a gate [m, n] of booleans."""
+    def count_lost(self, active: Tensor) -> int:
+        """Return the fewest values that the kernels can drop for a gate [m, n] of booleans."""
         tiles = active.unflatten(1, (-1, TILE)).sum(2)
         stored = tiles.clamp(max=SLOTS)
         by_token = _dropped(stored.sum(1), self.width, self.tail)
@@ -75,7 +75,7 @@ def _dropped(counts: Tensor, width: int, tail: int) -> int:
     return int(longer[: max(len(longer) - tail, 0)].sum())
 
 
-CONFIGS = [Config(*each) for each in product(WIDTHS, UNIT_WIDTHS, TAILS, TAILS)]
+CONFIGS = [Config(*values) for values in product(WIDTHS, UNIT_WIDTHS, TAILS, TAILS)]
 
 
 def prepare(operands: Operands) -> Launch:
@@ -86,16 +86,16 @@ def prepare(operands: Operands) -> Launch:
         configs = [Config(**{name: operands.pinned[name] for name in asdict(CONFIGS[0])})]
     else:
         active = step.active()
-        configs = [each for each in CONFIGS if not each.lost(active)]
+        configs = [config for config in CONFIGS if not config.count_lost(active)]
         if not configs:
-            least = min(each.lost(active) for each in CONFIGS)
+            least = min(config.count_lost(active) for config in CONFIGS)
             raise Unsupported(f"the authors' formats have no room for {least} values of the gate")
     calls = [partial(step.run, config) for config in configs]
     result = search(calls, operands.device)
-    best, lines = configs[result.best], result.lines([asdict(each) for each in configs])
+    best, lines = configs[result.best], result.lines([asdict(config) for config in configs])
     memory = {"tails_bytes": step.tails_bytes(best)}
     choice = {**asdict(best), **step.x.choice, **memory, "digest": digest}
-    return Launch(calls[result.best], choice, None, lines, lambda: best.lost(step.active()))
+    return Launch(calls[result.best], choice, None, lines, lambda: best.count_lost(step.active()))
 
 
 class Step:

@@ -10,7 +10,7 @@
                +----+----+      sums of the others
 
 `prepare` copies W.T, and times tiles and parts. Sums are in fp32. Tokens share rows only by chance:
-of m tokens with a share a of inputs, 1 - (1 - a)^m of the rows are read.
+if a share a of the inputs is not zero, m tokens read 1 - (1 - a)^m of the rows.
 Source: Liu et al., TEAL, arXiv:2408.14690, section 4.2, whose kernel multiplies one token so.
 """
 

@@ -86,9 +86,9 @@ def _break_evens(drawn: pd.DataFrame) -> Markup:
     if crossings.empty:
         return NOTHING
     first = ("op", "m", "n", "k", "dtype", "pattern", "block")
-    others = [n for n in fields(drawn) if n not in (*first, "sparsity")]
+    more = [n for n in fields(drawn) if n not in (*first, "sparsity")]
     names = [n for n in first if n in crossings]
-    names += [n for n in others if crossings[n].nunique(dropna=False) > 1]
+    names += [n for n in more if crossings[n].nunique(dropna=False) > 1]
     crossings = crossings.merge(_measured(crossings, drawn), left_index=True, right_index=True)
     lines = [[named(line, names), line.label, _crossing(line)] for _, line in crossings.iterrows()]
     title = f"Break-even of each contender ({amount(len(lines), 'line')})"

@@ -25,22 +25,22 @@ def draw(frames: Frames) -> Markup:
     raced = frames.raced
     if raced.empty:
         return NOTHING
-    chosen = raced.op.str.startswith("attention") & raced.speedup.notna() & (raced.side != "dense")
-    return each_measure(raced[chosen], lambda cases: _draw(frames, cases))
+    sparse = raced.op.str.startswith("attention") & raced.speedup.notna() & (raced.side != "dense")
+    return each_measure(raced[sparse], lambda cases: _draw(frames, cases))
 
 
 def _draw(frames: Frames, cases: pd.DataFrame) -> Markup:
-    drawn = cases[cases.label.isin(frames.series) & cases.level.notna()]
-    if drawn.empty:
+    points = cases[cases.label.isin(frames.series) & cases.level.notna()]
+    if points.empty:
         return NOTHING
-    useful = 100 * drawn.tflops / drawn.dense_tflops
-    drawn = drawn.assign(
-        rate=useful * drawn.speedup,
-        rate_low=useful * drawn.speedup_low,
-        rate_high=useful * drawn.speedup_high,
+    useful = 100 * points.tflops / points.dense_tflops
+    points = points.assign(
+        rate=useful * points.speedup,
+        rate_low=useful * points.speedup_low,
+        rate_high=useful * points.speedup_high,
     )
-    axis = sweep(drawn, "level")
-    same, groups = panels(drawn, "level")
+    axis = sweep(points, "level")
+    same, groups = panels(points, "level")
 
     def dress(chart: Chart, group: pd.DataFrame) -> Markup:
         return NOTHING
@@ -49,7 +49,7 @@ def _draw(frames: Frames, cases: pd.DataFrame) -> Markup:
     words += f"those of the dense baseline.{left_out(groups, axis.name)}"
     return (
         note(words)
-        + legend(frames.series_of(drawn), "dense baseline", roles=True)
+        + legend(frames.series_of(points), "dense baseline", roles=True)
         + draw_panels(frames, groups, axis, RATE, dress)
-        + download("useful_rate", drawn[[*FIELDS, "rate", "rate_low", "rate_high"]])
+        + download("useful_rate", points[[*FIELDS, "rate", "rate_low", "rate_high"]])
     )

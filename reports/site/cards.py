@@ -64,7 +64,7 @@ class Card:
     units     the UUIDs of its GPUs
     versions  of its libraries and its driver, by name
     headline  the largest gain: its text, the rest of its sentence, and its case
-    measured  its verdicts, as results/repeats.py takes them
+    measured  its verdicts, the input of results/repeats.py
     """
 
     schema: str

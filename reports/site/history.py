@@ -4,8 +4,8 @@
                     and how it differs from the line above
 
 Only verdicts count. A case is listed if its kernel won a contest against every other one in one of
-the runs; cases that are a run's headline come first. Every interval contains what cards differ by,
-also that of a difference on two cards; `compare` says what a difference comes from.
+the runs; a run's headline cases come first. Every interval includes the variation between cards,
+also that of a difference on two cards; `compare` shows the cause of a difference.
 """
 
 from collections.abc import Mapping, Sequence

@@ -167,11 +167,11 @@ def _related(card: Card, other: Card) -> dict[str, str]:
 
 def _agreement(cards: Sequence[Card], site: Site) -> str:
     """Return the page of the cases that two cards measured."""
-    known = repeats(Measured(**card.measured) for card in cards)
-    lines = coverage_lines(known) if len(known) else []
+    cases = repeats(Measured(**card.measured) for card in cards)
+    lines = coverage_lines(cases) if len(cases) else []
     addresses = {card.address: card for card in cards}
     values = {"columns": COVERAGE, "lines": lines, "addresses": addresses}
-    return render("site_agreement.html", site=site, sentences=explained(known), **values)
+    return render("site_agreement.html", site=site, sentences=explained(cases), **values)
 
 
 def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]]:

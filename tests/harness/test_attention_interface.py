@@ -40,12 +40,12 @@ def test_a_llama_with_a_window_generates_what_it_does_with_sdpa_and_the_same_mas
     behind = place[:, None] - place
     llama.set_attn_implementation("sdpa")
     full = greedy(llama, prompt, count)
-    wanted = greedy(llama, prompt, count, (behind >= 0) & (behind < WINDOW))
+    expected = greedy(llama, prompt, count, (behind >= 0) & (behind < WINDOW))
     llama.set_attn_implementation("sparsebench")
     llama.config.sparse_window = WINDOW
     made = llama.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    assert made[0, prompt.shape[1] :].tolist() == wanted
-    assert wanted != full
+    assert made[0, prompt.shape[1] :].tolist() == expected
+    assert expected != full
     del llama.config.sparse_window
     assert greedy(llama, prompt, count) == full
 

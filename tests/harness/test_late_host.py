@@ -154,7 +154,7 @@ def test_a_hold_ends_by_itself_and_gives_up() -> None:
         assert clock.holds
         began = torch.cuda.Event(enable_timing=True)
         began.record()
-        with clock.held():
+        with clock.hold():
             torch.cuda.synchronize()  # waits for the hold, which waits for the end of this block
             late = clock.sample(lambda: x.add_(1)).late
         torch.cuda.synchronize()

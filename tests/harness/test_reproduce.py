@@ -72,14 +72,14 @@ def held(first: Sequence[float], second: Sequence[float], processes: int = 8) ->
 
 def test_verdicts_agree_when_they_are_the_same() -> None:
     result = held([2.0, 1.0, 0.5], [3.0, 1.001, 2.0])
-    assert (result.cells, result.agreed, result.reproduced) == (3, 2, False)
-    assert result.comparison.cases.agree.dropna().tolist() == [True, True, False]
+    assert (result.cells, result.agreed, result.reproduced) == (3, 1, False)
+    assert result.comparison.cases.agree.dropna().tolist() == [False, True, False]
 
 
-def test_nineteen_of_twenty_cells_are_enough() -> None:
+def test_nineteen_of_twenty_cells_are_enough_and_sixteen_are_not() -> None:
     first = [2.0] * 20
     assert held(first, [2.0] * 19 + [1.0]).reproduced
-    assert not held(first, [2.0] * 18 + [1.0] * 2).reproduced
+    assert not held(first, [2.0] * 16 + [1.0] * 4).reproduced
 
 
 def test_nothing_is_reproduced_over_a_change_from_faster_to_slower() -> None:
@@ -102,16 +102,16 @@ def test_a_look_is_never_reproduced() -> None:
     assert not held([2.0], [2.0]).looks
 
 
-def test_different_verdicts_agree_if_the_speed_ups_are_close() -> None:
+def test_verdicts_without_scatter_agree_only_if_they_are_the_same() -> None:
     result = held([1.0, 0.98, 1.02], [1.02, 1.02, 1.02])
     cases = result.comparison.cases
     assert list(cases.outcome_a.iloc[1::2]) == ["equal", "slower", "faster"]
-    assert cases.agree.dropna().tolist() == [True, False, True]
+    assert cases.agree.dropna().tolist() == [False, False, True]
 
 
 def test_few_cells_may_disagree_by_chance() -> None:
-    """Equal cells disagree in 1 %: one of four is no chance (4 %), one of eight may be (8 %)."""
-    assert not held([2.0] * 4, [2.0] * 3 + [1.0]).reproduced
+    """Equal cells disagree in 5 %: two of four is no chance (1.4 %), one of eight may be (34 %)."""
+    assert not held([2.0] * 4, [2.0] * 2 + [1.0] * 2).reproduced
     assert held([2.0] * 8, [2.0] * 7 + [1.0]).reproduced
 
 

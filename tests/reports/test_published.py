@@ -130,7 +130,7 @@ def filled(
     """Return what a page of another checkout should hold, without what takes seconds."""
     monkeypatch.setattr(published, "BLOCKED", ("docs/README.md",))
     monkeypatch.setattr(published, "agreement", lambda runs: "")
-    monkeypatch.setattr(published, "repeated", lambda runs: None)
+    monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
     for module in (published.advice, published.repeats):
         monkeypatch.setattr(module, "text_of", lambda rows: "")
     monkeypatch.setattr(published.advice, "collected", lambda *given: [])

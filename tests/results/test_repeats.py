@@ -118,9 +118,9 @@ def test_a_ratio_is_widened_by_squares_and_a_range_is_not() -> None:
 
 def test_the_component_is_found_again() -> None:
     world, draw = World("", card=0.01, process=0.003), np.random.default_rng(1)
-    found = components(repeats(campaign(world, draw)))
-    assert found[State.FREE].sd == pytest.approx(0.01, rel=0.5)
-    assert found[State.FREE].pairs == 8
+    actual = components(repeats(campaign(world, draw)))
+    assert actual[State.FREE].sd == pytest.approx(0.01, rel=0.5)
+    assert actual[State.FREE].pairs == 8
 
 
 @pytest.mark.parametrize("card", [0.0, 0.005])

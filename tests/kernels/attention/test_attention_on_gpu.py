@@ -49,10 +49,10 @@ def drawn(case: Any) -> tuple[BlockMask, Shape, list[Tensor]]:
     return mask, shape, tensors
 
 
-def assert_near(found: Tensor, wanted: Tensor, dtype: str) -> None:
+def assert_near(actual: Tensor, expected: Tensor, dtype: str) -> None:
     """Compare, relative to the largest value."""
-    assert not found.isnan().any()
-    assert (found.double() - wanted).abs().max() <= ALLOWED[dtype] * wanted.abs().max()
+    assert not actual.isnan().any()
+    assert (actual.double() - expected).abs().max() <= ALLOWED[dtype] * expected.abs().max()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,23 +80,23 @@ def test_o_and_gradients_are_those_of_fp64_whatever_the_outputs_held(case: Any) 
         bound = attention_triton_backward.launch(given, mask, shape, scale, halves)
         bound.program.out.fill_(torch.nan)
         bound.program()
-        for found, leaf in zip(bound.outputs, leaves, strict=True):
+        for actual, leaf in zip(bound.outputs, leaves, strict=True):
             assert leaf.grad is not None
-            assert_near(found.view_as(leaf), leaf.grad, shape.dtype)
+            assert_near(actual.view_as(leaf), leaf.grad, shape.dtype)
 
 
 @pytest.mark.parametrize("block", [(16, 64), (16, 16)])
 def test_split_lists_are_merged(block: tuple[int, int]) -> None:
     case = ((1, 1000), block, 8, 2, 2, 128, "bf16", {"batch": 3, "causal": True})
     mask, shape, tensors = drawn(case)
-    wanted, _ = reference(*(x.double() for x in tensors), mask)
+    expected, _ = reference(*(x.double() for x in tensors), mask)
     rows = [x.flatten(2).flatten(0, 1) for x in tensors]
     for config in attention_split.configurations(shape, 4, "tma", 132)[:3]:
         bound = attention_split.launch(rows, mask, shape, 128**-0.5, config)
         for _ in range(2):  # the counters return to zero
             bound.outputs[0].fill_(torch.nan)
             bound.program()
-            assert_near(bound.outputs[0].view_as(wanted), wanted, "bf16")
+            assert_near(bound.outputs[0].view_as(expected), expected, "bf16")
 
 
 def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing() -> None:
@@ -122,15 +122,15 @@ def test_a_call_can_be_compiled_and_captured_with_its_gradients() -> None:
 
     expected = torch.autograd.grad(step(*leaves), leaves, do)
     compiled = torch.compile(step, fullgraph=True)
-    for found, wanted in zip(
+    for actual, gradient in zip(
         torch.autograd.grad(compiled(*leaves), leaves, do), expected, strict=True
     ):
-        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(actual, gradient, atol=2e-2, rtol=2e-2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = torch.autograd.grad(step(*leaves), leaves, do)
-    for x in found:
+        actual = torch.autograd.grad(step(*leaves), leaves, do)
+    for x in actual:
         x.fill_(torch.nan)
     graph.replay()
-    for x, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, wanted, atol=2e-2, rtol=2e-2)
+    for x, gradient in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, gradient, atol=2e-2, rtol=2e-2)

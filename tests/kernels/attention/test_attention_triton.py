@@ -106,9 +106,9 @@ def forward(case: Case, mask: BlockMask, shape: Shape, tensors: list[Tensor]) ->
 def test_o_and_lse_are_right(case: Case, dtype: torch.dtype) -> None:
     mask, shape, tensors = drawn(case, dtype)
     o, lse = forward(case, mask, shape, tensors)
-    wanted, log_sum = reference(*(x.double() for x in tensors), mask)
+    expected, log_sum = reference(*(x.double() for x in tensors), mask)
     allowed = 3e-3 if dtype == torch.float16 else 1e-5
-    torch.testing.assert_close(o.double(), flat(wanted), atol=allowed, rtol=allowed)
+    torch.testing.assert_close(o.double(), flat(expected), atol=allowed, rtol=allowed)
     wanted_lse = log_sum.reshape(lse.shape)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=allowed, rtol=allowed)
 
@@ -126,8 +126,8 @@ def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> 
     run, (_, lse) = bound.program, bound.outputs
     first = run().clone()
     assert torch.equal(first, run())
-    wanted, log_sum = reference(*(x.double() for x in tensors), mask)
-    torch.testing.assert_close(first.double(), flat(wanted), atol=1e-5, rtol=1e-5)
+    expected, log_sum = reference(*(x.double() for x in tensors), mask)
+    torch.testing.assert_close(first.double(), flat(expected), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), log_sum.reshape(lse.shape), atol=1e-5, rtol=1e-5)
 
 
@@ -150,9 +150,9 @@ def test_gradients_are_right_and_the_same_twice(case: Case, dtype: torch.dtype) 
     run = bound.program
     first = run().clone()
     assert torch.equal(first, run())
-    wanted = torch.cat([x.grad.reshape(-1, case.head_dim) for x in leaves])
+    expected = torch.cat([x.grad.reshape(-1, case.head_dim) for x in leaves])
     allowed = 1e-2 if dtype == torch.float16 else 1e-4
-    torch.testing.assert_close(first.double(), wanted, atol=allowed, rtol=allowed)
+    torch.testing.assert_close(first.double(), expected, atol=allowed, rtol=allowed)
 
 
 @pytest.mark.interpreted
@@ -181,8 +181,8 @@ def test_the_front_door_runs_these_kernels() -> None:
     for _ in range(2):  # the second call uses the plan of the first
         o = sparsebench.attention(*leaves, mask)
         torch.testing.assert_close(o, wanted, atol=1e-5, rtol=1e-5)
-        for got, gradient in zip(torch.autograd.grad(o, leaves, do), expected, strict=True):
-            torch.testing.assert_close(got, gradient, atol=1e-5, rtol=1e-5)
+        for actual, gradient in zip(torch.autograd.grad(o, leaves, do), expected, strict=True):
+            torch.testing.assert_close(actual, gradient, atol=1e-5, rtol=1e-5)
 
 
 def test_full_blocks_come_before_partial_and_ragged_ones() -> None:
@@ -279,13 +279,13 @@ def test_a_kernel_prepares_a_launch_from_the_operands_of_a_problem(module: Any) 
     gradients = torch.autograd.grad(o, leaves, do)
     fields = {"dtype": "fp32", "m": 16, "heads": 2, "head_dim": 16, "scale": None}
     given = {name: flat(x.detach()) for name, x in zip("qkv", tensors, strict=True)}
-    wanted = flat(o)
+    expected = flat(o)
     if module is attention_triton_backward:
         given |= {"o": flat(o.detach()), "lse": lse.detach().flatten(0, 1), "do": flat(do)}
-        wanted = torch.cat([x.reshape(-1, 16) for x in gradients])
+        expected = torch.cat([x.reshape(-1, 16) for x in gradients])
     problem = Problem(module.KERNEL.op, fields)
     operands = Operands(problem, {"mask": mask}, given, definition=torch.add)
     launched = module.KERNEL.prepare(operands)
-    torch.testing.assert_close(launched(), wanted.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(launched(), expected.detach(), atol=1e-5, rtol=1e-5)
     again = replace(operands, pinned=launched.choice)
     assert module.KERNEL.prepare(again).choice == launched.choice

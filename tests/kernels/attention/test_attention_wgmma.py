@@ -102,9 +102,9 @@ def test_the_threads_attend_on_a_cpu(case: Case, late: int, tmp_path: Path) -> N
         *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
         attention_wgmma.shared_bytes(case.config, depth),
     )
-    wanted, log_sum = reference(q.double(), k.double(), v.double(), mask)
+    expected, log_sum = reference(q.double(), k.double(), v.double(), mask)
     allowed = 2e-3 if case.dtype == "fp16" else 2e-2
-    torch.testing.assert_close(o.double(), wanted, atol=allowed, rtol=allowed)
+    torch.testing.assert_close(o.double(), expected, atol=allowed, rtol=allowed)
     torch.testing.assert_close(lse.double(), log_sum, atol=1e-4, rtol=1e-5)
     assert counters.tolist() == [0, 0]  # as the next launch needs them
 

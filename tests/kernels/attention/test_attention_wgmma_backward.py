@@ -179,8 +179,8 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
     if case.config.sums:
         around(at, counts, scale, 0)
     allowed = 1e-2 if case.dtype == "fp16" else 6e-2
-    for found, leaf in zip((dq, dk, dv), leaves, strict=True):
-        torch.testing.assert_close(found.double(), leaf.grad, atol=allowed, rtol=allowed)
+    for actual, leaf in zip((dq, dk, dv), leaves, strict=True):
+        torch.testing.assert_close(actual.double(), leaf.grad, atol=allowed, rtol=allowed)
     assert counters.tolist() == [0, 0]  # as the next launch needs them
 
 

@@ -69,16 +69,16 @@ def drawn(case: Case) -> tuple[BlockMask, Shape, list[Tensor], list[Tensor]]:
         for x in (k, v):
             x[:, start : start + mask.block[1]] = torch.nan
     grads = [x.grad for x in leaves if x.grad is not None]
-    wanted = [o.detach(), lse.detach().flatten(0, 1), *grads]
+    expected = [o.detach(), lse.detach().flatten(0, 1), *grads]
     tensors = ("offsets", "columns", "bits", "slots")
     there = {name: x.cuda() for name in tensors if (x := getattr(mask, name)) is not None}
     flat = [x.flatten(2).flatten(0, 1).contiguous().cuda() for x in (q, k, v, do)]
-    return replace(mask, **there), shape, flat, [x.cuda() for x in wanted]
+    return replace(mask, **there), shape, flat, [x.cuda() for x in expected]
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm; infinite if it is not finite."""
-    ratio = float((found.double().view(wanted.shape) - wanted).norm() / wanted.norm())
+    ratio = float((actual.double().view(expected.shape) - expected).norm() / expected.norm())
     return ratio if math.isfinite(ratio) else math.inf
 
 
@@ -112,5 +112,5 @@ def test_gradients_are_right_in_each_configuration(case: Case, deterministic: bo
         program.out.fill_(torch.nan)
         again = program()
         assert not deterministic or torch.equal(first, again)
-        for found, wanted in zip(outputs, grads, strict=True):
-            assert error(found, wanted) < 6e-3
+        for actual, expected in zip(outputs, grads, strict=True):
+            assert error(actual, expected) < 6e-3

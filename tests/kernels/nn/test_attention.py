@@ -34,8 +34,8 @@ def test_values_and_gradients_are_those_of_the_definition(options: dict) -> None
     o, log_sums = attention_and_lse(*operands, mask)
     torch.testing.assert_close(o, wanted)
     torch.testing.assert_close(log_sums, lse)
-    for got, gradient in zip(torch.autograd.grad(o, operands, do), expected, strict=True):
-        torch.testing.assert_close(got, gradient)
+    for actual, gradient in zip(torch.autograd.grad(o, operands, do), expected, strict=True):
+        torch.testing.assert_close(actual, gradient)
 
 
 def test_one_sequence_needs_no_batch() -> None:
@@ -52,10 +52,10 @@ def test_a_compiled_call_has_the_same_gradients() -> None:
 
     expected = torch.autograd.grad(loss(*operands), operands)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for got, gradient in zip(
+    for actual, gradient in zip(
         torch.autograd.grad(compiled(*operands), operands), expected, strict=True
     ):
-        torch.testing.assert_close(got, gradient)
+        torch.testing.assert_close(actual, gradient)
 
 
 def test_the_operator_keeps_torchs_contract() -> None:

@@ -29,13 +29,13 @@ def test_exact_lists_have_each_block_once(mask) -> None:
     lists = flex_attention.exact_lists(mask, 4)
     cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, -1).bool()
     for head in range(4):
-        wanted = cells[:, mask.list_of(head, 4)]
-        listed = torch.zeros_like(wanted, dtype=torch.int64)
+        expected = cells[:, mask.list_of(head, 4)]
+        listed = torch.zeros_like(expected, dtype=torch.int64)
         for counts, columns in (lists.partial, lists.full):
             kept = torch.arange(mask.kv_blocks) < counts[:, head, :, None]
             listed.scatter_add_(2, columns[:, head].long(), kept.long())
             assert counts.dtype == columns.dtype == torch.int32
-        assert torch.equal(listed, wanted.long())
+        assert torch.equal(listed, expected.long())
 
 
 def test_coarser_lists_cover_the_mask(mask) -> None:

@@ -110,13 +110,13 @@ def test_values_without_room_are_counted_and_such_configurations_are_not_timed(
 ) -> None:
     active = torch.zeros(600, 512, dtype=torch.bool)
     active[0, :33] = True  # 33 of a tile of 256: two are lost whatever the widths
-    assert [Config(64, 512, 512, 512).lost(active)] == [2]
+    assert [Config(64, 512, 512, 512).count_lost(active)] == [2]
     active[:, 256:] = torch.arange(256) < 20
     active[0] = False
     full = Config(64, 512, 512, 2048)  # 599 of the 600 tokens have 20; 20 units have 599 tokens
-    assert full.lost(active) == 0
-    assert Config(16, 512, 512, 2048).lost(active) == 20 * (599 - 512)
-    assert Config(64, 512, 512, 16).lost(active) == 4 * 599
+    assert full.count_lost(active) == 0
+    assert Config(16, 512, 512, 2048).count_lost(active) == 20 * (599 - 512)
+    assert Config(64, 512, 512, 16).count_lost(active) == 4 * 599
     with pytest.raises(Unsupported, match="no room for"):
         twell_authors_step.prepare(operands_of(problem(active=300)))
     pinned = vars(CONFIGS[-1])
