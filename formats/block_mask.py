@@ -29,7 +29,7 @@ KV head serves the heads of its group.
 A dense matrix of this format has a cell for each block, 1 where the block is present and 0 where it
 is absent. The elements themselves are never stored: for 32 heads and 32k tokens they are 34 GB.
 
-The kernels in kernels/attention read this format.
+Multiplied by kernels/attention.
 """
 
 from dataclasses import dataclass, replace

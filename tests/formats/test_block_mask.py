@@ -149,7 +149,7 @@ def test_lists_that_no_head_can_have_and_large_expansions_are_refused() -> None:
     rows, columns = torch.tensor([0, 0]), torch.tensor([1, 1])
     with pytest.raises(FormatError, match="twice"):
         BlockMask.build((4, 4), (2, 2), rows, columns)
-    with pytest.raises(FormatError, match="column of blocks below 2"):
+    with pytest.raises(FormatError, match="below 2 for every block"):
         BlockMask.build((4, 4), (2, 2), rows, columns + 1)
 
 
