@@ -94,7 +94,7 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(
     assert "Do published claims hold?" in doors
     assert "make bench" in doors
     view.locator("a.cell").first.click()
-    assert page.locator("tr:target").is_visible()
+    page.locator("tr:target").wait_for()  # visible, once the page has opened the parts around it
 
 
 def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(
