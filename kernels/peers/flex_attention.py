@@ -262,7 +262,8 @@ def _fastest(
     """Return the fastest launch, or the pinned one."""
     choices = [way.choice for way in ways]
     if not runs:
-        raise Unsupported(f"no tile divides blocks of {list(mask_of(operands).block)}")
+        sides, expected = list(mask_of(operands).block), f"a power of two from {SMALLEST}"
+        raise Unsupported(f"block: expected {expected} for FlexAttention's tiles, found {sides}")
     if pinned := operands.pinned:
         return Launch(runs[choices.index(dict(pinned))], pinned)
     with warnings.catch_warnings():

@@ -70,7 +70,7 @@ def test_tiles_of_the_backward_pass_divide_the_blocks() -> None:
 def test_a_backward_pass_starts_from_the_given_output() -> None:
     q, k, v, do = (torch.randn(1, 2, 8, 4) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    given, lse = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
+    o, lse = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
 
     class Attend(torch.autograd.Function):
         @staticmethod
@@ -85,8 +85,8 @@ def test_a_backward_pass_starts_from_the_given_output() -> None:
 
     options = dict.fromkeys([f"bwd_{name}" for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2")], 64)
     options |= {"bwd_BLOCK_N2": 64, "bwd_num_stages": 1, "bwd_num_warps": 4}
-    gradients = flex_attention._Gradients(Attend.apply, inputs, given, lse, options)
+    gradients = flex_attention._Gradients(Attend.apply, inputs, o, lse, options)
     for _ in range(2):
         first, second = gradients(do)
-        assert torch.equal(first, given + do)
+        assert torch.equal(first, o + do)
         assert torch.equal(second, lse)
