@@ -170,9 +170,19 @@ def fastest_launch(
                 fields beside those of the fastest configuration
     threads     passed to `search`, which raises Unsupported
     """
-    found = search(candidates, device, threads)
-    best, choices = candidates[found.best], [asdict(config) for config in configs]
-    return Launch(best, choices[found.best] | dict(by), best.code, found.lines(choices))
+    result = search(candidates, device, threads)
+    best, choices = candidates[result.best], [asdict(config) for config in configs]
+    return Launch(best, choices[result.best] | dict(by), best.code, result.lines(choices))
+
+
+def fastest_call(
+    calls: Sequence[Callable[[], Output]],
+    choices: Sequence[Mapping[str, Any]],
+    device: torch.device,
+) -> Launch:
+    """Return the launch of the fastest call; `choices` are in the same order."""
+    result = search(calls, device)
+    return Launch(calls[result.best], choices[result.best], candidates=result.lines(choices))
 
 
 def fastest(

@@ -1,5 +1,6 @@
 """The ops of attention: their definitions, their work, and contests with masks."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions, bound
@@ -19,6 +20,7 @@ from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense import _sdpa
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -119,14 +121,27 @@ def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(bound(op.definition, p)(**every), whole, atol=1e-6)
 
 
-def test_what_no_query_selects_reaches_no_output() -> None:
-    p, op = problem(lists="one", batch=1, pattern="dense", sparsity=0.0), load_op("attention")
+@pytest.mark.parametrize("unselected", ["absent", "future"])
+@pytest.mark.parametrize("operand", ["k", "v"])
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_a_key_that_no_query_selects_reaches_no_output(
+    name: str, operand: str, unselected: str
+) -> None:
+    """The block 2 of keys is absent, or present only for queries that are before it."""
+    fields = {"lists": "kv_heads", "batch": 1, "context": 40, "causal": True}
+    p, op = problem(name, **fields, pattern="dense", sparsity=0.0), load_op(name)
     drawn = operands(p, op, CPU, None)
-    mask = drawn.weights["mask"]
-    mask[:, 2] = 0
-    clean = bound(op.definition, p)(**drawn.weights, **drawn.activations)
-    drawn.activations["k"][16:24] = float("nan")
-    assert torch.equal(bound(op.definition, p)(**drawn.weights, **drawn.activations), clean)
+    rows = slice(2 if unselected == "future" else 0, None)
+    drawn.weights["mask"].view(2, 5, 5)[1, rows, 2] = 0  # of the KV head 1
+
+    def outputs() -> list[Tensor]:
+        every = {**drawn.weights, **drawn.activations}
+        op.derive(p, drawn.weights, every)
+        return [bound(function, p)(**every) for function in (op.definition, op.spread)]
+
+    clean = outputs()
+    drawn.activations[operand][16:24, 16:] = float("nan")
+    assert all(map(torch.equal, outputs(), clean))
 
 
 def test_derived_operands_follow_each_draw_and_leave_the_digest() -> None:
@@ -166,6 +181,21 @@ def test_a_contest_judges_dense_attention_without_the_mask(dtype: str) -> None:
 def test_a_backward_contest_judges_three_gradients() -> None:
     dense, sparse = run(problem("attention_backward", causal=True, dtype="bf16"), DENSE, REFERENCE)
     assert (dense.status, sparse.status) == (Status.OK, Status.OK)
+
+
+@pytest.mark.parametrize("context", [24, 40])
+def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None:
+    """A causal problem with more queries than keys has queries without a key."""
+    p, op = (
+        problem("attention_backward", causal=True, context=context),
+        load_op("attention_backward"),
+    )
+    drawn = operands(p, op, CPU, None)
+    launch = partial(_sdpa.backward, Operands(p, {}, drawn.activations, op.definition))
+    attend: Any = lambda q, *_: (q, drawn.activations["lse"])  # noqa: E731
+    gradients: Any = lambda tensors, *_: tensors[1:4]  # noqa: E731
+    with pytest.raises(Unsupported, match="lse") if context < 40 else nullcontext():
+        launch(attend, gradients)
 
 
 def _wrong(operands: Operands, *, fault: str) -> Launch:
