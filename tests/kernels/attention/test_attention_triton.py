@@ -20,7 +20,7 @@ from sparsebench.kernels.attention import (
     attention_wgmma_backward,
 )
 from sparsebench.kernels.attention._lists import lists_of, shared_heads, transposed_lists_of
-from sparsebench.kernels.attention._shapes import Bound, Shape, packed
+from sparsebench.kernels.attention._shapes import Bound, Shape, packing
 from sparsebench.results.record import Problem
 from tests.kernels.attention.cases import random_mask, reference
 from tests.tools.marks import sampled
@@ -94,7 +94,7 @@ def forward(case: Case, mask: BlockMask, shape: Shape, tensors: list[Tensor]) ->
     """Return O and the LSE of the forward kernel."""
     rows, keys, path = case.tile
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    config = attention_triton.Config(*packed(rows, shape, shared), shared, keys, 2, 4, path)
+    config = attention_triton.Config(*packing(rows, shape, shared), shared, keys, 2, 4, path)
     operands = tuple(flat(x) for x in tensors)
     scale = case.head_dim**-0.5
     bound = attention_triton.launch(operands, mask, shape, scale, config)
@@ -120,7 +120,7 @@ def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> 
     mask, shape, tensors = drawn(case, torch.float32)
     _, keys, path = case.tile
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    config = attention_split.Config(*packed(16, shape, shared), shared, keys, splits, 2, 4, path)
+    config = attention_split.Config(*packing(16, shape, shared), shared, keys, splits, 2, 4, path)
     operands = tuple(flat(x) for x in tensors)
     bound = attention_split.launch(operands, mask, shape, case.head_dim**-0.5, config)
     run, (_, lse) = bound.program, bound.outputs
@@ -141,7 +141,7 @@ def test_gradients_are_right_and_the_same_twice(case: Case, dtype: torch.dtype) 
     o.backward(do.double())
     rows, columns, path = case.tile
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    tile = *packed(rows, shape, shared), shared, columns, 2, 4, path
+    tile = *packing(rows, shape, shared), shared, columns, 2, 4, path
     other = path if mask.block[0] % columns == 0 else "pointers"
     config = attention_triton_backward.Config(*tile, rows, columns, 2, 4, other)
     q, k, v = (flat(x) for x in tensors)
