@@ -20,18 +20,18 @@ from tests.tools.marks import needs_gxx, sampled
 RUN = """
 static struct {
   Maps maps; Lists lists; Stats stats; Sizes sizes; float* sums; char *dk, *dv;
-} given;
+} args;
 static void run() {
-  differentiate(given.maps, given.lists, given.stats, given.sizes, given.sums, given.dk, given.dv);
+  differentiate(args.maps, args.lists, args.stats, args.sizes, args.sums, args.dk, args.dv);
 }
 extern "C" void call(void** at, const int* n, float scale, float log_scale, int grid, int bytes) {
-  given.maps = {boxes(at[0], n[0], n[2], ROWS), boxes(at[1], n[0], n[2], ROWS),
+  args.maps = {boxes(at[0], n[0], n[2], ROWS), boxes(at[1], n[0], n[2], ROWS),
                 boxes(at[2], n[1], n[3], KV_ROWS), boxes(at[3], n[1], n[3], KV_ROWS)};
-  given.lists = {(Tile*)at[4], (int*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8],
+  args.lists = {(Tile*)at[4], (int*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8],
                  (int*)at[9], n[6], n[7], n[8]};
-  given.stats = {(float*)at[12], (float*)at[13]}, given.sums = (float*)at[14];
-  given.dk = (char*)at[16], given.dv = (char*)at[17];
-  given.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
+  args.stats = {(float*)at[12], (float*)at[13]}, args.sums = (float*)at[14];
+  args.dk = (char*)at[16], args.dv = (char*)at[17];
+  args.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
 """
@@ -39,31 +39,31 @@ RUN_SUMS = """
 static struct {
   const char *o, *d_o; const float* lse; float *lse_2, *delta, *sums; char* dq; int heads;
   Sizes sizes;
-} given;
+} args;
 static void before() {
-  prepare_queries(given.o, given.d_o, given.lse, given.lse_2, given.delta, given.sums, given.sizes,
-                  given.heads);
+  prepare_queries(args.o, args.d_o, args.lse, args.lse_2, args.delta, args.sums, args.sizes,
+                  args.heads);
 }
-static void after() { finish_queries(given.sums, given.dq, given.sizes); }
+static void after() { finish_queries(args.sums, args.dq, args.sizes); }
 extern "C" void call(void** at, const int* n, float scale, int first) {
-  given = {(char*)at[10], (char*)at[1], (float*)at[11], (float*)at[12], (float*)at[13],
+  args = {(char*)at[10], (char*)at[1], (float*)at[11], (float*)at[12], (float*)at[13],
            (float*)at[14], (char*)at[15], n[5] * n[2], {n[0], n[1], n[2], n[3], n[4], scale, 0}};
-  if (first) launch((given.heads * n[4] + 7) / 8, 256, 1, 1024, before);
-  else launch(given.heads * n[4] / ROWS, 128, 1, 1024, after);
+  if (first) launch((args.heads * n[4] + 7) / 8, 256, 1, 1024, before);
+  else launch(args.heads * n[4] / ROWS, 128, 1, 1024, after);
 }
 """
 RUN_QUERIES = """
-static struct { Maps maps; Lists lists; Stats stats; char* out; Sizes sizes; } given;
+static struct { Maps maps; Lists lists; Stats stats; char* out; Sizes sizes; } args;
 static void run() {
-  differentiate_queries(given.maps, given.lists, given.stats, given.out, given.sizes);
+  differentiate_queries(args.maps, args.lists, args.stats, args.out, args.sizes);
 }
 extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
-  given.maps.k = boxes(at[3], n[1], n[3], BOX_KEYS);
-  given.maps.v = boxes(at[4], n[1], n[3], BOX_KEYS);
-  for (int i = 0; i < 3; i++) given.maps.queries[i] = boxes(at[i], n[0], n[2], Q_BOX);
-  given.lists = {(Tile*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8], (int*)at[9], n[4]};
-  given.stats = {(float*)at[10], (float*)at[11], (float*)at[12], n[5]};
-  given.out = (char*)at[13], given.sizes = {n[0], n[1], n[2], n[3], scale};
+  args.maps.k = boxes(at[3], n[1], n[3], BOX_KEYS);
+  args.maps.v = boxes(at[4], n[1], n[3], BOX_KEYS);
+  for (int i = 0; i < 3; i++) args.maps.queries[i] = boxes(at[i], n[0], n[2], Q_BOX);
+  args.lists = {(Tile*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8], (int*)at[9], n[4]};
+  args.stats = {(float*)at[10], (float*)at[11], (float*)at[12], n[5]};
+  args.out = (char*)at[13], args.sizes = {n[0], n[1], n[2], n[3], scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
 """

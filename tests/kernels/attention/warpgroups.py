@@ -27,9 +27,9 @@ def on_cpu(name: str, run: str, resident: str = "q") -> str:
     start = device.index("__device__ __forceinline__ u64 smem_descriptor")
     descriptor = device[start : device.index("__device__", start + 1)]
     header = cuda_source("warpgroup.cuh")
-    own = header[header.index("template <int WIDTH>") :]  # it has no PTX
+    stores = header[header.index("template <int WIDTH>") :]  # it has no PTX
     walk = re.sub("#pragma once", "", cuda_source("walk.cuh"))
-    text = own + cuda_source(name).replace('#include "walk.cuh"', walk)
+    text = stores + cuda_source(name).replace('#include "walk.cuh"', walk)
     text = re.sub(r"#include .*", "", text)
     text = re.sub(r"extern __shared__.*", "char* const shared = dynamic_shared();", text)
     text = re.sub(r"__shared__ int notes[^;]*;", fixed, text)
