@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from math import ceil
@@ -155,15 +156,17 @@ def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
 
 
 def _doctor(survey: Survey, end: float, progress: Progress) -> str:
-    if simulated(survey.device):
-        findings = []
-    elif survey.device == "cpu":
-        findings = _examined(survey.device)
-    else:  # front.cpp takes 20 s on its first use; the doctor leaves all but one core idle
-        with subprocess.Popen(FRONT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+    findings = []
+    if not simulated(survey.device):
+        with nullcontext() if survey.device == "cpu" else _front_compiling():
             findings = _examined(survey.device)
     store.write_json(survey.path / "fitness.json", findings)
     return ""
+
+
+def _front_compiling() -> subprocess.Popen[bytes]:
+    """Start to compile front.cpp, which takes 20 s, while the doctor leaves most cores idle."""
+    return subprocess.Popen(FRONT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _examined(device: str) -> list[dict[str, Any]]:

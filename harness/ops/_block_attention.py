@@ -17,6 +17,7 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
+from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import areas
 from sparsebench.harness.inputs.grid import Stack
 from sparsebench.harness.ops._op import Fields, Operand
@@ -73,9 +74,9 @@ class AttentionFields(Fields):
 
 def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields, the sizes of the operands, and the geometry of the masks."""
-    m, batch, heads = fields["m"], fields["batch"], fields["heads"]
-    context, kv_heads, width = fields["context"] or m, fields["kv_heads"], fields["head_dim"]
-    b_q, b_k = sides(fields)
+    (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
+    batch, heads = fields["batch"], fields["heads"]
+    kv_heads, width = fields["kv_heads"], fields["head_dim"]
     frames = fields.get("video")
     video = (frames[0], frames[1], frames[2]) if frames else None
     lists = {"heads": heads, "kv_heads": kv_heads, "one": 1}[fields["lists"]]
@@ -92,17 +93,16 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sides(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the queries and the keys of a block."""
-    block = fields["block"]
-    return (block, block) if isinstance(block, int) else tuple(block)
+def tokens_of(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the queries and the keys of a sequence."""
+    return fields["m"], fields["context"] or fields["m"]
 
 
 def format_params(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of formats/block_mask for a problem's mask."""
     return {
-        "block": list(sides(fields)),
-        "tokens": [fields["m"], fields["context"] or fields["m"]],
+        "block": list(sides_of(fields["block"])),
+        "tokens": list(tokens_of(fields)),
         "batch": fields["batch"],
         "causal": fields["causal"],
     }
@@ -110,7 +110,7 @@ def format_params(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def full(problem: Problem) -> dict[str, int]:
     """Return the elements and the keys of a mask without absent blocks; see `counts`."""
-    m, context = problem["m"], problem["context"] or problem["m"]
+    m, context = tokens_of(problem.fields)
     pairs = m * context
     if problem["causal"]:
         first = context - m  # the keys before the first query's own
@@ -127,21 +127,14 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     mask  allowed pairs of a query and a key, summed over sequences and query heads
     keys  keys that a query selects, summed over sequences and KV heads
     """
-    mask, batch = weights["mask"], problem["batch"]
-    heads, kv_heads = problem["heads"], problem["kv_heads"]
-    tokens = problem["m"], problem["context"] or problem["m"]
-    area = areas(tokens, sides(problem.fields), problem["causal"], mask.device)
-    cells = (mask != 0).view(batch, -1, *area.shape) & (area > 0)
-    lists = cells.shape[1]
-    elements = sum(int(area[present].sum()) for present in cells.flatten(0, 1))
-    groups = kv_heads if lists >= kv_heads else lists
-    selected_blocks = cells.view(batch, groups, -1, *area.shape).any(3).any(2)
-    _, b_k = sides(problem.fields)
-    starts = torch.arange(area.shape[1], device=mask.device) * b_k
-    width = (tokens[1] - starts).clamp(max=b_k)
+    mask, geometry = weights["mask"], geometry_of(problem)
+    tokens, block = tokens_of(problem.fields), sides_of(geometry.block)
+    area = areas(tokens, block, geometry.causal, mask.device)
+    lists = (mask != 0).view(-1, *area.shape)
+    elements = sum(int(area[present].sum()) for present in lists)
     return {
-        "mask": elements * heads // lists,
-        "keys": int((selected_blocks * width).sum()) * kv_heads // groups,
+        "mask": elements * geometry.heads * geometry.batch // len(lists),
+        "keys": int(selected(mask, tokens, geometry).sum()),
     }
 
 
@@ -169,11 +162,43 @@ class Geometry(NamedTuple):
     causal: bool
 
 
+def geometry_of(problem: Problem) -> Geometry:
+    """Return the geometry of a problem."""
+    return Geometry(*(problem[name] for name in Geometry._fields))
+
+
+def selected(mask: Tensor, tokens: tuple[int, int], geometry: Geometry) -> Tensor:
+    """Return which keys some query of a KV head selects, bool [batch, context, kv_heads]."""
+    _, kv_heads, batch, block, causal = geometry
+    (m, context), (b_q, b_k) = tokens, sides_of(block)
+    cells = (mask != 0).view(batch, -1, -(-m // b_q), mask.shape[1])
+    keys = torch.arange(context, device=mask.device)
+    if causal:  # leave out blocks that begin behind the last query of their row
+        last = torch.arange(b_q, m + b_q, b_q, device=mask.device).clamp(max=m) - 1
+        cells = cells & (keys[::b_k] <= last[:, None] + context - m)
+    groups = min(cells.shape[1], kv_heads)
+    by_group = cells.reshape(batch, groups, -1, mask.shape[1]).any(2)[:, :, keys // b_k]
+    return by_group.repeat_interleave(kv_heads // groups, 1).mT
+
+
+def without_unselected(
+    mask: Tensor, q: Tensor, geometry: Geometry, *tensors: Tensor
+) -> list[Tensor]:
+    """Return K and V with zeros in the keys that no query selects.
+
+    A sum over all keys of a sequence multiplies those by 0, and 0 times NaN is NaN.
+    """
+    batch, kv_heads = geometry.batch, geometry.kv_heads
+    tokens = len(q) // batch, len(tensors[0]) // batch
+    unselected = ~selected(mask, tokens, geometry).reshape(-1, kv_heads, 1)
+    return [x.view(len(x), kv_heads, -1).masked_fill(unselected, 0).view(x.shape) for x in tensors]
+
+
 def parts(mask: Tensor, q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Part]:
     """Yield all queries of all heads, ELEMENTS pairs at a time."""
     heads, kv_heads, batch, block, causal = geometry
     m, context, width = len(q) // batch, len(k) // batch, q.shape[1] // heads
-    b_q, b_k = sides({"block": block})
+    b_q, b_k = sides_of(block)
     cells = (mask != 0).view(batch, -1, -(-m // b_q), mask.shape[1])
     lists, step = cells.shape[1], max(1, ELEMENTS[q.device.type] // (context * b_q)) * b_q
     keys = torch.arange(context, device=q.device)
@@ -209,7 +234,7 @@ def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor
 
 def longest_sum(mask: Tensor, q: Tensor, k: Tensor, *, block: int | list[int], batch: int) -> int:
     """Return the most keys that a query selects, at least 1."""
-    _, b_k = sides({"block": block})
+    _, b_k = sides_of(block)
     most = int((mask != 0).sum(1).max()) * b_k
     return max(min(most, len(k) // batch), 1)
 

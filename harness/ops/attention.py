@@ -30,6 +30,7 @@ from sparsebench.harness.ops._block_attention import (
     scale_of,
     sizes,
     weights,
+    without_unselected,
 )
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import DTYPES
@@ -52,6 +53,7 @@ def definition(
     """Return O [batch * m, heads * head_dim]."""
     factor, out = scale_of(scale, q, heads), q.new_empty(q.shape)
     geometry = Geometry(heads, kv_heads, batch, block, causal)
+    k, v = without_unselected(mask, q, geometry, k, v)
     for part in parts(mask, q, k, geometry):
         p, _ = weights(q[part.q], k[part.kv], part.allowed, factor)
         out[part.q] = p @ v[part.kv]
@@ -78,6 +80,7 @@ def spread(
     """
     factor, out = scale_of(scale, q, heads), q.new_empty(q.shape)
     geometry = Geometry(heads, kv_heads, batch, block, causal)
+    k, v = without_unselected(mask, q, geometry, k, v)
     for part in parts(mask, q, k, geometry):
         of_q, of_k, of_v = q[part.q], k[part.kv], v[part.kv]
         p, _ = weights(of_q, of_k, part.allowed, factor)

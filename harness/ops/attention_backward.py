@@ -12,9 +12,9 @@
              +------+
 
 The output is one tensor with these three, one below the other. The error of each is relative to its
-own magnitude. The
-shapes of the operands are in _block_attention.py. O and lse are those of the forward pass with the
-mask. The harness computes them in fp64 from Q, K and V whenever it draws these anew.
+own magnitude. The shapes of the operands are in _block_attention.py. O and lse are those of the
+forward pass with the mask. The harness computes them in fp64 from Q, K and V whenever it draws
+these anew.
 
     FLOPs   10 head_dim for each allowed pair of a query and a key: five products
     bytes   Q, O, dO, dQ, dK, dV, lse, and the keys and values that some query selects
@@ -41,12 +41,15 @@ from sparsebench.harness.ops._block_attention import (
     counts,
     format_params,
     full,
+    geometry_of,
     longest_sum,
     parts,
     queries_and_keys,
     scale_of,
     sizes,
+    tokens_of,
     weights,
+    without_unselected,
 )
 from sparsebench.harness.ops._op import Op, Operand
 from sparsebench.kernels._kernel import DTYPES
@@ -98,6 +101,7 @@ def definition(
     """Return dQ, dK and dV, one below the other, [..., head_dim]."""
     factor, gradients = scale_of(scale, q, heads), Gradients.zeros(q, k)
     geometry = Geometry(heads, kv_heads, batch, block, causal)
+    k, v = without_unselected(mask, q, geometry, k, v)
     for part in parts(mask, q, k, geometry):
         of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
         p = _weights(of_q, of_k, part, lse, factor)
@@ -130,6 +134,7 @@ def spread(
     """
     factor, variances = scale_of(scale, q, heads), Gradients.zeros(q, k)
     geometry = Geometry(heads, kv_heads, batch, block, causal)
+    k, v = without_unselected(mask, q, geometry, k, v)
     for part in parts(mask, q, k, geometry):
         of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
         p = _weights(of_q, of_k, part, lse, factor).to(q.dtype)
@@ -175,11 +180,10 @@ def derive(
     problem: Problem, operands: Mapping[str, Tensor], activations: Mapping[str, Tensor]
 ) -> None:
     """Write O and lse of the forward pass with the mask."""
-    q, k, v = activations["q"], activations["k"], activations["v"]
+    mask, q, geometry = operands["mask"], activations["q"], geometry_of(problem)
     factor = scale_of(problem["scale"], q, problem["heads"])
-    names = "heads", "kv_heads", "batch", "block", "causal"
-    geometry = Geometry(*(problem[name] for name in names))
-    for part in parts(operands["mask"], q, k, geometry):
+    k, v = without_unselected(mask, q, geometry, activations["k"], activations["v"])
+    for part in parts(mask, q, k, geometry):
         of_q, of_k, of_v = q[part.q].double(), k[part.kv].double(), v[part.kv].double()
         p, lse = weights(of_q, of_k, part.allowed, factor)
         activations["o"][part.q] = (p @ of_v).to(q.dtype)
@@ -194,16 +198,16 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of the activations, and of the keys and values that are selected."""
     queries, keys = queries_and_keys(problem, nnz)
-    every = problem["batch"] * (problem["context"] or problem["m"]) * problem["kv_heads"]
+    rows, every, _ = results(problem)
     elements = 4 * queries + 2 * keys + 2 * every * problem["head_dim"]
-    rows = queries // int(problem["head_dim"])
     return int(DTYPES[problem["dtype"]].itemsize * elements + 4 * rows)
 
 
 def results(problem: Problem) -> tuple[int, ...]:
     """Return the rows of dQ, dK and dV."""
-    keys = problem["batch"] * (problem["context"] or problem["m"]) * problem["kv_heads"]
-    return problem["batch"] * problem["m"] * problem["heads"], keys, keys
+    m, context = tokens_of(problem.fields)
+    keys = problem["batch"] * context * problem["kv_heads"]
+    return problem["batch"] * m * problem["heads"], keys, keys
 
 
 OP = Op(

@@ -22,8 +22,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from sparsebench.harness.inputs.bits import scores
-from sparsebench.harness.ops._op import Op, Operand
-from sparsebench.harness.ops.linear import LinearFields, definition, spread
+from sparsebench.harness.ops.linear import OP as LINEAR
+from sparsebench.harness.ops.linear import LinearFields
 from sparsebench.results.record import Problem
 
 SCORES = 2**31  # scores are integers below this
@@ -77,11 +77,9 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
         operand.masked_fill_(score.view(operand.shape) >= int(share(problem) * SCORES), 0)
 
 
-OP = Op(
+OP = replace(
+    LINEAR,
     fields=ActiveInputFields,
-    operands={"w": Operand("weight", ("n", "k")), "x": Operand("activation", ("m", "k"))},
-    definition=definition,
-    spread=spread,
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,

@@ -333,9 +333,9 @@ class _Session:
 
 def describe(problem: Problem) -> str:
     """Name a problem for a line of progress, without fields that have the op's default."""
-    usual = {"pattern", "dtype"} | {k for k, v in problem.defaults.items() if problem[k] == v}
-    fields = {k: v for k, v in problem.fields.items() if k not in usual}
-    words = [f"{name}={text(value)}" for name, value in fields.items()]
+    usual = problem.defaults.items()
+    fields = {k: v for k, v in problem.fields.items() if (k, v) not in usual}
+    words = [f"{k}={text(v)}" for k, v in fields.items() if k not in ("pattern", "dtype")]
     return " ".join([*words, *([source.label] if (source := problem.source) else [])])
 
 

@@ -220,12 +220,12 @@ def _efficiency(spec: Spec, contender: Contender) -> float:
 
 def _time_line(spec: Spec, draw: np.random.Generator, processes: int, length: int) -> Array:
     """Return drift and step [processes, length], which all contenders share."""
-    kept = float(np.exp(-1 / spec.drift_samples))
+    decay = float(np.exp(-1 / spec.drift_samples))
     line = draw.normal(0, spec.drift, (length, processes))
-    line[1:] *= np.sqrt(1 - kept**2)
+    line[1:] *= np.sqrt(1 - decay**2)
     back = 1  # line[t] is the sum of the last `back` terms, weighted: doubled until it is whole
     while back < length:
-        line[back:] += kept**back * line[:-back]
+        line[back:] += decay**back * line[:-back]
         back *= 2
     step = spec.step * draw.choice([-1, 1], processes) * (draw.random(processes) < spec.step_odds)
     moment = draw.integers(0, length, processes)

@@ -129,18 +129,18 @@ class Loaded:
 
 @dataclass(eq=False)
 class Tape:
-    """What a thread launched and made while `taping` (front.py).
+    """What a thread launches and allocates while `taping` (front.py).
 
     launches  kernels with their arguments, and copies of transposed blocks, in order
-    made      tensors that the launches write, the result last
-    kept      owners of the other memory that the launches read
+    outputs   tensors that the launches write, the result last
+    owners    of the other memory that the launches read
     complete  every kernel of the call is on the tape
     dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
     launches: "list[tuple[Loaded, Arguments] | TransposedCopy]" = field(default_factory=list)
-    made: list[Tensor] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
     complete: bool = True
     dense: Tensor | None = None
 
@@ -170,9 +170,9 @@ def taping() -> Iterator[Tape]:
 
 
 def on_tape(
-    made: Tensor | None = None,
+    output: Tensor | None = None,
     *,
-    kept: Sequence[Any] = (),
+    owners: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
     copy: TransposedCopy | None = None,
@@ -183,9 +183,9 @@ def on_tape(
     tape.dense = dense
     if copy is not None:
         tape.launches.append(copy)
-    if made is not None:
-        tape.made.append(made)
-    tape.kept += kept
+    if output is not None:
+        tape.outputs.append(output)
+    tape.owners += owners
     tape.complete &= complete
 
 

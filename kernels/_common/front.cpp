@@ -12,6 +12,7 @@
 
 #include "front.hpp"
 
+#include <ATen/ops/from_blob.h>
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -22,17 +23,15 @@ namespace {
 
 // ---- autograd ----
 
-// What a node of autograd holds: the Front, and which of values and bias are among its inputs.
-struct Owner : torch::CustomClassHolder {
-  Front* front;
-  std::optional<at::Tensor> values, bias;
-  explicit Owner(Front* front) : front(front) {
-    Py_INCREF(front);
-    if (front->values->defined()) values = *front->values;
-    if (front->bias->defined()) bias = *front->bias;
-  }
-  ~Owner() override { release(reinterpret_cast<PyObject*>(front)); }
-};
+// Returns a tensor at the address of a Front, which it owns: a node of autograd saves it as data,
+// because compiled autograd accepts tensors and numbers there, but no objects.
+at::Tensor handle_of(Front* front) {
+  Py_INCREF(front);
+  const auto free = [](void* address) { release(static_cast<PyObject*>(address)); };
+  return at::from_blob(front, {1}, free, at::kByte);
+}
+
+Front* front_of(const at::Tensor& handle) { return static_cast<Front*>(handle.data_ptr()); }
 
 // Computes dX and dW, which are undefined where not needed. Returns false if no entry is for dy.
 bool replay(Front* front, at::Tensor dy, const at::Tensor& x, const at::Tensor& values,
@@ -84,27 +83,27 @@ struct Product : torch::autograd::Function<Product> {
   static at::Tensor forward(Context* context, const at::Tensor& x,
                             const std::optional<at::Tensor>& values,
                             const std::optional<at::Tensor>& bias, const Entry* entry,
-                            const Inputs* inputs, const c10::intrusive_ptr<Owner>& owner) {
-    const bool keeps_x = owner->front->keeps_x || (values.has_value() && values->requires_grad());
-    const bool keeps_values = values.has_value() && x.requires_grad();
+                            const Inputs* inputs, const at::Tensor* handle) {
+    const bool keeps_x = front_of(*handle)->keeps_x || (values && values->requires_grad());
+    const bool keeps_values = values && x.requires_grad();
     context->save_for_backward({keeps_x ? x : at::Tensor(), keeps_values ? *values : at::Tensor()});
-    context->saved_data["owner"] = c10::IValue::make_capsule(owner);
+    context->saved_data["front"] = *handle;
     return run(*entry, *inputs, true);
   }
 
   static torch::autograd::variable_list backward(Context* context,
                                                  torch::autograd::variable_list gradients) {
     const auto saved = context->get_saved_variables();
-    const auto capsule = context->saved_data["owner"].toCapsule();
-    const Owner& owner = *static_cast<Owner*>(capsule.get());
-    Front* front = owner.front;
+    const at::Tensor handle = context->saved_data["front"].toTensor();
+    Front* front = front_of(handle);
+    const bool has_values = front->values->defined();
     const bool for_x = context->needs_input_grad(0);
-    const bool for_values = owner.values && context->needs_input_grad(1);
-    const bool for_bias = owner.bias && context->needs_input_grad(owner.values ? 2 : 1);
+    const bool for_values = has_values && context->needs_input_grad(1);
+    const bool for_bias = front->bias->defined() && context->needs_input_grad(has_values ? 2 : 1);
     const at::Tensor& dy = gradients[0];
     at::Tensor dx, dw, dbias;
     if (for_bias) {
-      const auto type = owner.bias->scalar_type();
+      const auto type = front->bias->scalar_type();
       dbias = dy.dim() < 2 ? dy.to(type) : dy.flatten(0, -2).sum(0, false, type);
     }
     const bool again = c10::GradMode::is_enabled();  // create_graph
@@ -137,12 +136,13 @@ PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   if (self->values->defined() && self->values->requires_grad()) inputs.push_back(*self->values);
   const auto entry = self->entries[LINEAR].find(inputs, place);
   if (!entry || captures(place.stream)) Py_RETURN_NONE;
-  const auto owner = differentiated ? c10::make_intrusive<Owner>(self) : nullptr;
+  const at::Tensor handle = differentiated ? handle_of(self) : at::Tensor();
   at::Tensor y;
   {
     const pybind11::gil_scoped_release other_threads_run;  // a launch waits if the queue is full
     y = differentiated
-            ? Product::apply(x, owner->values, owner->bias, entry.get(), &inputs, owner)
+            ? Product::apply(x, optional(*self->values), optional(*self->bias), entry.get(),
+                             &inputs, &handle)
             : run(*entry, inputs, true);
   }
   return THPVariable_Wrap(std::move(y));
@@ -167,19 +167,19 @@ PyObject* front_run(PyObject* object, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// guard(dict or None, name, tensor or None, counted): `dict[name]` must stay this object.
+// guard(dict or None, name, tensor or None, content): `dict[name]` must stay this object.
 PyObject* front_guard(PyObject* object, PyObject* args) {
   HANDLE_TH_ERRORS
   Front* self = reinterpret_cast<Front*>(object);
   PyObject *dict, *name, *tensor;
-  int counted;
-  if (!PyArg_ParseTuple(args, "OOOp", &dict, &name, &tensor, &counted)) return nullptr;
+  int content;
+  if (!PyArg_ParseTuple(args, "OOOp", &dict, &name, &tensor, &content)) return nullptr;
   Guard guard{dict == Py_None ? nullptr : dict, name, tensor, {}, nullptr, -1, false};
   if (tensor != Py_None) {
     guard.tensor = THPVariable_Unpack(tensor);
     guard.address = guard.tensor.data_ptr();
     guard.requires_grad = guard.tensor.requires_grad();
-    if (counted) guard.version = guard.tensor._version();
+    if (content) guard.version = guard.tensor._version();
   }
   Py_XINCREF(guard.dict);
   Py_INCREF(name);
@@ -228,17 +228,17 @@ bool parse_step(PyObject* tuple, Step& step) {
   return false;
 }
 
-// add(op, inputs, made, steps, fixed, bias or None, owners, dense or None): what was recorded for a
-// call with these inputs on this stream. Returns false if kernels cannot read their layout.
-//   made   [tensor, ...]: tensors that the steps write, of which sizes and dtype are taken
-//   fixed  numbers of inputs that no step reads: the entry is for their addresses alone
-//   steps  [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
+// add(op, inputs, outputs, steps, fixed, bias or None, owners, dense or None): what was recorded for
+// a call with these inputs on this stream. Returns false if kernels cannot read their layout.
+//   outputs  [tensor, ...]: tensors that the steps write, of which sizes and dtype are taken
+//   fixed    numbers of inputs that no step reads: the entry is for their addresses alone
+//   steps    [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
 PyObject* front_add(PyObject* object, PyObject* args) {
   HANDLE_TH_ERRORS
   Front* self = reinterpret_cast<Front*>(object);
   int op;
-  PyObject *inputs, *made, *steps, *fixed, *bias, *owners, *dense;
-  if (!PyArg_ParseTuple(args, "iOOOOOOO", &op, &inputs, &made, &steps, &fixed, &bias, &owners,
+  PyObject *inputs, *outputs, *steps, *fixed, *bias, *owners, *dense;
+  if (!PyArg_ParseTuple(args, "iOOOOOOO", &op, &inputs, &outputs, &steps, &fixed, &bias, &owners,
                         &dense))
     return nullptr;
   auto entry = std::make_shared<Entry>();
@@ -253,9 +253,9 @@ PyObject* front_add(PyObject* object, PyObject* args) {
     const long at = PyLong_AsLong(PyList_GetItem(fixed, i));
     entry->fixed.at(at) = THPVariable_Unpack(PyList_GetItem(inputs, at)).data_ptr();
   }
-  for (Py_ssize_t i = 0; i < PyList_Size(made); i++) {
-    const at::Tensor& t = THPVariable_Unpack(PyList_GetItem(made, i));
-    entry->made.push_back({t.scalar_type(), t.sizes().vec()});
+  for (Py_ssize_t i = 0; i < PyList_Size(outputs); i++) {
+    const at::Tensor& t = THPVariable_Unpack(PyList_GetItem(outputs, i));
+    entry->outputs.push_back({t.scalar_type(), t.sizes().vec()});
   }
   for (Py_ssize_t i = 0; i < PyList_Size(steps); i++) {
     entry->steps.emplace_back();
@@ -383,8 +383,8 @@ PyMODINIT_FUNC PyInit_sparsebench_front() {
   front_type.tp_methods = methods;
   front_type.tp_members = members;
   if (PyType_Ready(&front_type) < 0) return nullptr;
-  PyObject* made = PyModule_Create(&module);
+  PyObject* extension = PyModule_Create(&module);
   Py_INCREF(&front_type);
-  PyModule_AddObject(made, "Front", reinterpret_cast<PyObject*>(&front_type));
-  return made;
+  PyModule_AddObject(extension, "Front", reinterpret_cast<PyObject*>(&front_type));
+  return extension;
 }

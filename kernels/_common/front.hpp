@@ -4,7 +4,7 @@
 //           requires_grad, and torch has counted no write to it if the recording read it earlier
 //   entry   for one product, a layout of its inputs, a stream and a state of the dispatcher:
 //             inputs   x, x and values, dy and values, or dy and x; their addresses may differ
-//             made     tensors that the steps write; the last is the result
+//             outputs  tensors that the steps write; the last is the result
 //             steps    launches as the bytes of their arguments, and the places of the addresses
 //
 // Arguments are copied for each call, so threads do not share them. The functions of the driver come
@@ -127,12 +127,12 @@ struct Step {
   std::vector<uint32_t> parameters;  // their offsets in the image
   std::vector<Patch> patches;
 };
-struct Made { at::ScalarType dtype; std::vector<int64_t> sizes; };
+struct Output { at::ScalarType dtype; std::vector<int64_t> sizes; };
 struct Entry {
   std::vector<Layout> inputs;
   std::vector<const void*> fixed;  // address of an input that no launch reads, else nullptr
   Place place;
-  std::vector<Made> made;
+  std::vector<Output> outputs;
   std::vector<Step> steps;
   at::Tensor bias, dense;  // dense: no launch was recorded; torch multiplies by this weight
   PyObject* owners = nullptr;  // of the other memory that the launches read
@@ -205,24 +205,28 @@ void launch(const Step& step, const std::vector<at::Tensor>& operands, void* str
                              std::to_string(step.threads) + ": error " + std::to_string(result));
 }
 
+std::optional<at::Tensor> optional(const at::Tensor& t) {
+  return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
+}
+
 // Returns the product. If `rows`, it has the leading sizes of the first input.
 at::Tensor run(const Entry& entry, const Inputs& inputs, bool rows) {
   const c10::AutoGradMode no_gradient(false);
   const at::Tensor& x = inputs[0];
   if (entry.dense.defined())
     return at::_ops::linear::call(
-        x, entry.dense, entry.bias.defined() ? std::optional<at::Tensor>(entry.bias) : std::nullopt);
+        x, entry.dense, optional(entry.bias));
   std::vector<at::Tensor> operands;
-  operands.reserve(inputs.size() + entry.made.size());
+  operands.reserve(inputs.size() + entry.outputs.size());
   operands.insert(operands.end(), inputs.begin(), inputs.end());
-  for (size_t i = 0; i < entry.made.size(); i++) {
-    const Made& made = entry.made[i];
-    std::vector<int64_t> sizes = made.sizes;
-    if (rows && i + 1 == entry.made.size() && x.dim() != 2) {
+  for (size_t i = 0; i < entry.outputs.size(); i++) {
+    const Output& output = entry.outputs[i];
+    std::vector<int64_t> sizes = output.sizes;
+    if (rows && i + 1 == entry.outputs.size() && x.dim() != 2) {
       sizes.assign(x.sizes().begin(), x.sizes().end());
-      sizes.back() = made.sizes.back();
+      sizes.back() = output.sizes.back();
     }
-    operands.push_back(at::empty(sizes, x.options().dtype(made.dtype).requires_grad(false)));
+    operands.push_back(at::empty(sizes, x.options().dtype(output.dtype).requires_grad(false)));
   }
   for (const Step& step : entry.steps) launch(step, operands, entry.place.stream);
   at::Tensor y = std::move(operands.back());

@@ -1,7 +1,7 @@
 """Compile front.cpp, and record what a layer launches, so that later calls need no Python.
 
     first call     plans, and may search (selection.py)
-    second call    is recorded: a tape has each launch's arguments, and each tensor that it made
+    second call    is recorded: a tape has each launch's arguments and each new tensor
     later calls    Front(x): the same bytes, with the addresses of X and of new outputs put in
     backward       a node of autograd in C++ does the same for dX and dW, which their second call
                    records; a derivative in Python (`differentiate`) computes what has no recording
@@ -60,19 +60,19 @@ LINEAR, DGRAD, WGRAD = range(3)
 class Guard(NamedTuple):
     """`holder[name]` must stay this tensor; without a holder, the tensor alone is checked.
 
-    counted  whether a write to the tensor ends the recordings, because they read its old content
+    content  whether a write to the tensor ends the recordings, because they read its old content
     """
 
     holder: dict[str, Any] | None
     name: str
     tensor: Tensor | None
-    counted: bool = True
+    content: bool = True
 
     def stamp(self) -> tuple[Any, ...] | None:
         """Return what must not change, or None without a tensor."""
         if (t := self.tensor) is None:
             return None
-        return id(t), t.data_ptr(), t._version if self.counted else 0, t.requires_grad
+        return id(t), t.data_ptr(), t._version if self.content else 0, t.requires_grad
 
 
 class Derivative(NamedTuple):
@@ -193,9 +193,9 @@ def record(
     steps = ([], [*fixed]) if tape.dense is not None else _steps(tape, inputs, flat, fixed)
     if steps is None:
         return y
-    made = {id(t) for t in tape.made}
-    owners = [owner for owner in tape.kept if id(owner) not in made]
-    entry = op, inputs, tape.made, *steps, bias, owners, tape.dense
+    outputs = {id(t) for t in tape.outputs}
+    owners = [owner for owner in tape.owners if id(owner) not in outputs]
+    entry = op, inputs, tape.outputs, *steps, bias, owners, tape.dense
     trial = type(front)(0)
     if trial.add(*entry):
         again = trial.run(op, inputs)
@@ -221,10 +221,10 @@ def _steps(
 
     None if the launches do not explain all of the call.
     """
-    operands = [*inputs, *tape.made]
+    operands = [*inputs, *tape.outputs]
     places = {t.data_ptr(): i for i, t in enumerate(operands)}
     complete = tape.complete and len(places) == len(operands) and bool(tape.launches)
-    if not complete or tape.made[-1].data_ptr() != y.data_ptr():
+    if not complete or tape.outputs[-1].data_ptr() != y.data_ptr():
         return None
     steps = [_step(launch, places) for launch in tape.launches]
     patched = {operand for *_, patches in steps for operand, _ in patches}
@@ -277,12 +277,12 @@ def _compiled_type() -> Any:
 def _functions() -> tuple[int, int, int]:
     """Return the addresses of cuLaunchKernelEx, of torch's current stream, and of its capture."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
-    found = (
+    functions = (
         driver().cuLaunchKernelEx,
         library.aoti_torch_get_current_cuda_stream,
         driver().cuStreamIsCapturing,
     )
-    launch, stream, capturing = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in found)
+    launch, stream, capturing = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
     return launch, stream, capturing
 
 

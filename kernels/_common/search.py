@@ -175,6 +175,16 @@ def fastest_launch(
     return Launch(best, choices[found.best] | dict(by), best.code, found.lines(choices))
 
 
+def fastest_call(
+    calls: Sequence[Callable[[], Output]],
+    choices: Sequence[Mapping[str, Any]],
+    device: torch.device,
+) -> Launch:
+    """Return the launch of the fastest call; `choices` are in the same order."""
+    result = search(calls, device)
+    return Launch(calls[result.best], choices[result.best], candidates=result.lines(choices))
+
+
 def fastest(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
 ) -> int:

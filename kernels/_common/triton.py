@@ -91,13 +91,13 @@ class Template:
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         """Enqueue the kernels on the current stream; return the results."""
         new_empty = operands[0].new_empty
-        made = [new_empty(shape, dtype=dtype) for shape, dtype in self._allocated]
-        tensors = [*operands, *made]
+        buffers = [new_empty(shape, dtype=dtype) for shape, dtype in self._allocated]
+        tensors = [*operands, *buffers]
         addresses = [t.data_ptr() for t in tensors]
         for launch in self._launches:
             launch(tensors, addresses)
         results = [tensors[i] for i in self._results]
-        on_tape(made[-1], kept=(self,), complete=len(made) == 1)
+        on_tape(buffers[-1], owners=(self,), complete=len(buffers) == 1)
         return results
 
 

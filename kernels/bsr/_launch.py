@@ -27,6 +27,7 @@ from sparsebench.kernels._common.cuda import (
     BoundKernel,
     Layout,
     Loaded,
+    TransposedCopy,
     load,
     on_tape,
     target_of,
@@ -85,9 +86,11 @@ class Plan:
         if self.source is None:
             on_tape(complete=self.blocks[0] > 0)
             return values if self.blocks[0] else values.new_zeros(1, *self.blocks[1:])
-        on_tape(complete=not self.turned)
-        turned = values.transpose(1, 2).contiguous() if self.turned else values
-        return packed(turned, self.source)
+        if not self.turned:
+            return packed(values, self.source)
+        transposed = values.transpose(1, 2).contiguous()
+        on_tape(transposed, copy=TransposedCopy(values, transposed))
+        return packed(transposed, self.source)
 
 
 class Product:
@@ -108,7 +111,7 @@ class Product:
         y = x.new_empty((m, plan.width))
         addresses = x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
         plan.loaded.enqueue(plan.arguments(m, *addresses))
-        on_tape(y, kept=(plan, w))
+        on_tape(y, owners=(plan, w))
         if is_capturing(x):
             keep(plan)
         return y

@@ -24,6 +24,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.scratch import workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -154,10 +155,12 @@ class Product:
         """Sum the blocks of dY.T @ X; a graph keeps the plan alive."""
         plan = self.plan
         values = x.new_empty(plan.blocks)
-        partials = x.new_empty(plan.partials, dtype=torch.float32)
+        rows, columns = plan.partials
+        partials = workspace(x, rows * columns)  # launches on a stream share it
+        sums = 0 if partials is None else partials.data_ptr()
         addresses = dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride()
-        args = plan.arguments(x.shape[0], *addresses, values.data_ptr(), partials.data_ptr())
-        plan.loaded.enqueue(args)
+        plan.loaded.enqueue(plan.arguments(x.shape[0], *addresses, values.data_ptr(), sums))
+        cuda.on_tape(values, owners=(plan, partials))
         if is_capturing(x):
             keep(plan)
         return values

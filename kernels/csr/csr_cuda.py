@@ -183,7 +183,7 @@ class Product:
         m = x.shape[0]
         y = x.new_empty((m, self.shape[0]))
         self.loaded(m).enqueue(self.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr()))
-        on_tape(y, kept=(self,))
+        on_tape(y, owners=(self,))
         if is_capturing(x):
             keep(self)
         return y

@@ -6,6 +6,7 @@ copy puts them one below the other, which takes 1 % of the time at 16k tokens an
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     if problem["head_dim"] % ALIGNMENT:
         return f"head_dim: expected a multiple of {ALIGNMENT}, found {problem['head_dim']}"
     if problem["causal"] and problem["m"] not in (1, problem["context"] or problem["m"]):
-        return "aligns a causal mask to the first key, not to the last, if m is not context"
+        expected = "m 1 or equal to context, because torch aligns the mask to the first key"
+        return f"causal: expected {expected}, found {problem['m']} and {problem['context']}"
     return None
 
 
@@ -42,7 +44,7 @@ def forward(operands: Operands, attend: Forward) -> Launch:
         o: Tensor = attend(q, k, v, causal, scale)[0]
         return o.transpose(1, 2).reshape(tokens, -1)
 
-    _require_running(run)
+    _result_of(run)
     return Launch(run)
 
 
@@ -50,14 +52,7 @@ def backward(operands: Operands, attend: Forward, gradients: Backward) -> Launch
     """Return the launch of dQ, dK and dV, rows of D below each other. Raises Unsupported."""
     problem, (q, k, v, o, do) = operands.problem, by_head(operands, "q", "k", "v", "o", "do")
     causal, scale = problem["causal"] and problem["m"] > 1, problem["scale"]
-    results: Any = None
-
-    def first() -> Tensor:
-        nonlocal results
-        results = attend(q, k, v, causal, scale)
-        return q
-
-    _require_running(first)
+    results = _result_of(partial(attend, q, k, v, causal, scale))
     lse = operands.activations["lse"].view(results[1].shape)
     tensors = (do, q, k, v, o, lse)
 
@@ -65,30 +60,28 @@ def backward(operands: Operands, attend: Forward, gradients: Backward) -> Launch
         parts = gradients(tensors, results, causal, scale)
         return torch.cat([x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts])
 
-    _require_running(run)
+    _result_of(run)
     return Launch(run)
 
 
-def by_head(operands: Operands, *names: str) -> list[Tensor]:
-    """Return views [batch, heads, tokens, D] of token-major activations."""
-    problem = operands.problem
+def by_token(operands: Operands, *names: str) -> list[Tensor]:
+    """Return views [batch, tokens, heads, D] of token-major activations."""
+    width, batch = operands.problem["head_dim"], operands.problem["batch"]
     return [
-        operands.activations[name]
-        .view(
-            problem["batch"],
-            -1,
-            problem["kv_heads" if name in "kv" else "heads"],
-            problem["head_dim"],
-        )
-        .transpose(1, 2)
+        operands.activations[name].unflatten(1, (-1, width)).unflatten(0, (batch, -1))
         for name in names
     ]
 
 
-def _require_running(call: Callable[[], Tensor]) -> None:
-    """Call the launch once, so that the backend plans it. Raises Unsupported."""
+def by_head(operands: Operands, *names: str) -> list[Tensor]:
+    """Return views [batch, heads, tokens, D] of token-major activations."""
+    return [x.transpose(1, 2) for x in by_token(operands, *names)]
+
+
+def _result_of(call: Callable[[], Any]) -> Any:
+    """Return the result of a first call, in which the backend plans. Raises Unsupported."""
     try:
-        call()
+        return call()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -289,12 +289,12 @@ def multiply_recorded(
         return in_python(), front
     operands = (x, values) if bias is None else (x, values, bias)
     values_guard, bias_guard, *index = guards  # each call reads the bias, and values in training
-    counted = values_guard._replace(counted=not live), bias_guard._replace(counted=False)
+    operand_guards = values_guard._replace(content=not live), bias_guard._replace(content=False)
     return recorded(
         front,
         x,
         partial(_y, pattern, flat, values, n, live),
-        [*counted, *index],
+        [*operand_guards, *index],
         planned=pattern.is_planned(Call("linear", m, (n, k), (r, c), x.dtype, live)),
         limit=0 if pattern.frozen else COMPARE_EVERY,
         bias=bias,

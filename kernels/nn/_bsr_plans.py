@@ -44,6 +44,7 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels._common.tuned_table import blocked, multiprocessors
 from sparsebench.kernels.bsr import (
+    _launch,
     bsr_small,
     bsr_strips,
     bsr_triton,
@@ -54,7 +55,6 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad_small,
 )
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
-from sparsebench.kernels.nn._bsr_products import Gradient, Linear
 from sparsebench.results.record import Problem
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
@@ -205,11 +205,11 @@ def _product(product: Callable[[Any], Product], plan: Callable[[], Any]) -> Prod
 
 
 HOPPER_KERNELS: dict[str, tuple[Any, Callable[[Any], Product]]] = {
-    "bsr_small": (bsr_small, Linear),
-    "bsr_strips": (bsr_strips, Linear),
-    "bsr_wgmma": (bsr_wgmma, Linear),
-    "bsr_wgrad": (bsr_wgrad, Gradient),
-    "bsr_wgrad_small": (bsr_wgrad_small, Gradient),
+    "bsr_small": (bsr_small, _launch.Product),
+    "bsr_strips": (bsr_strips, _launch.Product),
+    "bsr_wgmma": (bsr_wgmma, _launch.Product),
+    "bsr_wgrad": (bsr_wgrad, bsr_wgrad.Product),
+    "bsr_wgrad_small": (bsr_wgrad_small, bsr_wgrad.Product),
 }
 
 
@@ -295,7 +295,7 @@ class Templates:
     def run(self, a: Tensor, b: Tensor) -> Tensor:
         """Run on torch's current stream; return a new tensor."""
         y = self.template(a.dtype, (a.shape, a.stride()), (b.shape, b.stride()))(a, b)[0]
-        on_tape(kept=(b,))
+        on_tape(owners=(b,))
         if is_capturing(a):
             keep(self)
         return y

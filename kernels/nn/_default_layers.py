@@ -31,7 +31,6 @@ from sparsebench.kernels.bsr import _launch, bsr_triton
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
 from sparsebench.kernels.nn import _spense_op
-from sparsebench.kernels.nn._bsr_products import Linear
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
 from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
@@ -249,6 +248,6 @@ def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
             return _DenseCall(x, w.to_dense(), x.new_empty(len(x), w.shape[0]))
         return bitmap_mma.launch(x, w, configured(bitmap_mma, choice))
     assert isinstance(w, Bsr)
-    if isinstance(product, Linear):
+    if isinstance(product, _launch.Product):
         return _launch.bind(product.plan, x, w.values)
     return bsr_triton.launch(x, w, configured(bsr_triton, choice))

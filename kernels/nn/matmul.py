@@ -135,8 +135,8 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
     names = "values", "bias", "offsets", "columns"
     guards = [Guard(None, name, getattr(w, name, None)) for name in names]
     front = w.__dict__.get(FRONT)
-    y, made = _bsr_autograd.multiply_recorded(front, x, w.shape[0], guards, cast=False)
-    return _keep_front(w, made, y)
+    y, new_front = _bsr_autograd.multiply_recorded(front, x, w.shape[0], guards, cast=False)
+    return _keep_front(w, new_front, y)
 
 
 def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:

@@ -236,7 +236,7 @@ class SpenseLinear(nn.Linear):
             y = linear(*operands) if training or watched() else eager(*operands)
             return batched(y if bias is None else y.add_(bias), x)
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
-        guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), counted=False))
+        guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), content=False))
         y, front = multiply_recorded(
             self._fronts.pop(activation, None),
             x,

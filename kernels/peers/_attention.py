@@ -1,9 +1,8 @@
-"""Operands by head, and lists in the block size of a library, for the peers of attention."""
+"""The mask, and lists in the block size of a library, for the peers of attention."""
 
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.block_mask_converters import Lists, padded_lists
@@ -16,20 +15,6 @@ def mask_of(operands: Operands) -> BlockMask:
     mask = operands.weights["mask"]
     assert isinstance(mask, BlockMask)
     return mask
-
-
-def by_token(operands: Operands, *names: str) -> list[Tensor]:
-    """Return views [batch, tokens, heads, D] of token-major activations."""
-    width, batch = operands.problem["head_dim"], operands.problem["batch"]
-    return [
-        operands.activations[name].unflatten(1, (-1, width)).unflatten(0, (batch, -1))
-        for name in names
-    ]
-
-
-def by_head(operands: Operands, *names: str) -> list[Tensor]:
-    """Return views [batch, heads, tokens, D] of token-major activations."""
-    return [x.transpose(1, 2) for x in by_token(operands, *names)]
 
 
 def cut(mask: BlockMask, side: int) -> BlockMask:
@@ -55,12 +40,13 @@ def unsupported_blocks(problem: Problem, side: int) -> str | None:
     tokens = problem["m"], problem["context"] or problem["m"]
     if any(size % side for size in tokens):
         return f"expected tokens as a multiple of {side}, found {tokens[0]} and {tokens[1]}"
-    return "expected a mask that is not causal" if problem["causal"] else None
+    return "expected a mask that is not causal, found a causal one" if problem["causal"] else None
 
 
 def unsupported_on_hopper(module: str, package: str, device: torch.device) -> str | None:
     """Return why a package for Hopper cannot run here, or None."""
-    if not find_spec(module.partition(".")[0]):
+    if not find_spec(module):
         return f"needs {module} (pip install {package}), found none"
-    capability = torch.cuda.get_device_capability(device)
-    return None if capability == (9, 0) else f"needs compute capability 9.0, found {capability}"
+    major, minor = torch.cuda.get_device_capability(device)
+    hopper = (major, minor) == (9, 0)
+    return None if hopper else f"needs compute capability 9.0, found {major}.{minor}"

@@ -9,7 +9,6 @@ Triton, to show the gain of fusion. As in those, the scores have the dtype of q,
 element.
 """
 
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -21,20 +20,15 @@ from torch import Tensor
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import triton as launching
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._common.triton import SMALLEST_TILE
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers._attention import by_token, mask_of
+from sparsebench.kernels.dense._sdpa import by_token
+from sparsebench.kernels.peers._attention import mask_of
 from sparsebench.results.record import Problem
 
 LARGEST_TILE = 128
-
-
-@dataclass(frozen=True)
-class Config:
-    """One way to run: the warps of each kernel."""
-
-    warps: int
+WARPS = 4, 8, 2  # of each kernel
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -55,14 +49,11 @@ def prepare(operands: Operands) -> Launch:
     problem, mask = operands.problem, mask_of(operands)
     q, k, v = by_token(operands, "q", "k", "v")
     scale = problem["head_dim"] ** -0.5 if problem["scale"] is None else problem["scale"]
-    configs = [Config(warps) for warps in (4, 8, 2)]
+    choices = [{"warps": warps} for warps in WARPS]
     if operands.pinned:
-        configs = [Config(**operands.pinned)]
+        choices = [dict(operands.pinned)]
     run = partial(attend, q, k, v, mask, scale, scratch_of(mask, problem["heads"], q))
-    result = search([partial(run, config) for config in configs], operands.device)
-    choices = [asdict(config) for config in configs]
-    best = partial(run, configs[result.best])
-    return Launch(best, choices[result.best], candidates=result.lines(choices))
+    return fastest_call([partial(run, **choice) for choice in choices], choices, operands.device)
 
 
 def scratch_of(mask: BlockMask, heads: int, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +70,7 @@ def attend(
     mask: BlockMask,
     scale: float,
     scratch: tuple[Tensor, Tensor],
-    config: Config,
+    warps: int,
 ) -> Tensor:
     """Return O [batch * S_q, H * D] of q [batch, S_q, H, D] and k, v [batch, S_kv, H_kv, D]."""
     rows, scores = scratch
@@ -87,7 +78,7 @@ def attend(
     heads, share = q.shape[2], q.shape[2] // mask.lists
     sizes = (*mask.tokens, heads, k.shape[2], mask.lists)
     sides: dict[str, Any] = {"B_Q": mask.block[0], "B_K": mask.block[1]}
-    launched = sides | {"num_warps": config.warps}
+    launched = sides | {"num_warps": warps}
     bits = mask.offsets if mask.bits is None else mask.bits
     slots = mask.offsets if mask.slots is None else mask.slots
     if len(rows):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense._sdpa import by_token
 from sparsebench.kernels.peers._attention import (
-    by_token,
     lists_in,
     mask_of,
     unsupported_blocks,
@@ -42,7 +42,9 @@ def unsupported_backward(problem: Problem, device: torch.device) -> str | None:
     """Return why the backward kernel cannot run the problem here, or None."""
     alike = problem["heads"] == problem["kv_heads"]
     if problem["dtype"] != "bf16" or problem["head_dim"] != 128 or not alike:
-        return "expected bf16, head_dim 128 and as many key heads as heads"
+        expected = "bf16, head_dim 128 and as many key heads as heads"
+        fields = "dtype", "head_dim", "kv_heads", "heads"
+        return f"expected {expected}, found {', '.join(f'{f} {problem[f]}' for f in fields)}"
     return unsupported(problem, device)
 
 
@@ -71,9 +73,7 @@ def prepare(operands: Operands) -> Launch:
         o: Tensor = results["o_tensor"]
         return o.reshape(q.shape[0] * q.shape[1], -1)
 
-    result = search([partial(run, way) for way in ways], operands.device)
-    best = ways[result.best]
-    return Launch(partial(run, best), best, candidates=result.lines(ways))
+    return fastest_call([partial(run, way) for way in ways], ways, operands.device)
 
 
 def prepare_backward(operands: Operands) -> Launch:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense._sdpa import by_token
+from sparsebench.kernels.peers._attention import unsupported_on_hopper
 from sparsebench.results.record import Problem
 
 MODULES = "fa3_fwd_interface", "flash_attn_interface"  # of the wheel, and of a build
@@ -22,26 +24,20 @@ MODULES = "fa3_fwd_interface", "flash_attn_interface"  # of the wheel, and of a 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why FlashAttention 3 cannot run the problem here, or None."""
-    if not _installed():
-        return f"needs one of {', '.join(MODULES)} (pip install fa3-fwd), found none"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return "needs compute capability 9.0"
+    if reason := unsupported_on_hopper(_module(), "fa3-fwd", device):
+        return reason
     if problem["dtype"] != "bf16":
         return f"expected bf16, found {problem['dtype']}"
     d = problem["head_dim"]
-    return None if 64 <= d <= 256 and d % 8 == 0 else f"head_dim: expected 64 to 256, found {d}"
+    inside = 64 <= d <= 256 and d % 8 == 0
+    return None if inside else f"head_dim: expected a multiple of 8 from 64 to 256, found {d}"
 
 
 def prepare(operands: Operands) -> Launch:
     """Time the ways to pack heads, and for few queries to split keys; keep the fastest."""
     problem, causal = operands.problem, operands.problem["causal"]
-    attend = import_module(_installed()[0]).flash_attn_func
-    q, k, v = (
-        operands.activations[name]
-        .unflatten(1, (-1, problem["head_dim"]))
-        .unflatten(0, (problem["batch"], -1))
-        for name in "qkv"
-    )
+    attend = import_module(_module()).flash_attn_func
+    q, k, v = by_token(operands, "q", "k", "v")
     grouped, few = problem["heads"] != problem["kv_heads"], problem["m"] <= 16
     ways = [
         {"pack_gqa": pack, "num_splits": splits}
@@ -58,13 +54,12 @@ def prepare(operands: Operands) -> Launch:
 
     if operands.pinned:
         ways = [dict(operands.pinned)]
-    result = search([partial(run, way) for way in ways], operands.device)
-    best = ways[result.best]
-    return Launch(partial(run, best), best, candidates=result.lines(ways))
+    return fastest_call([partial(run, way) for way in ways], ways, operands.device)
 
 
-def _installed() -> list[str]:
-    return [name for name in MODULES if find_spec(name)]
+def _module() -> str:
+    """Return the name of the installed module, or of the wheel's if neither is installed."""
+    return next(filter(find_spec, MODULES), MODULES[0])
 
 
 KERNEL = Kernel("attention", "dense", "cuda", prepare, unsupported)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense._sdpa import by_head
 from sparsebench.kernels.peers._attention import (
-    by_head,
     lists_in,
     mask_of,
     unsupported_blocks,
@@ -33,7 +33,8 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] != "bf16" or d not in (64, 128):
         return f"expected bf16 and head_dim 64 or 128, found {problem['dtype']} and {d}"
     if problem["heads"] != problem["kv_heads"]:
-        return "expected as many key heads as heads"
+        heads = f"{problem['kv_heads']} and {problem['heads']}"
+        return f"expected as many key heads as heads, found {heads}"
     if problem["scale"] not in (None, d**-0.5):
         return f"scale: expected head_dim ** -0.5, found {problem['scale']}"
     return unsupported_blocks(problem, SIDE)

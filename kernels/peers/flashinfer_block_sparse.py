@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask_converters import to_flashinfer_variable
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
-from sparsebench.kernels.peers._attention import by_head, mask_of
+from sparsebench.kernels.dense._sdpa import by_head
+from sparsebench.kernels.peers._attention import mask_of
 from sparsebench.results.record import Problem
 
 WORKSPACE = 128 * 1024 * 1024  # bytes, as FlashInfer recommends
@@ -33,10 +34,14 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         return f"expected fp16 or bf16, found {problem['dtype']}"
     if problem["head_dim"] not in (64, 128, 256):
         return f"head_dim: expected 64, 128 or 256, found {problem['head_dim']}"
-    if problem["causal"] or problem["batch"] != 1:
-        return "expected one sequence and a mask that is not causal"
+    if problem["batch"] != 1:
+        return f"expected one sequence, found {problem['batch']}"
     if problem["lists"] == "heads" and problem["heads"] != problem["kv_heads"]:
-        return "expected one list for each key head"
+        return (
+            f"lists: expected one for each of {problem['kv_heads']} key heads, found one per head"
+        )
+    if problem["causal"]:
+        return "expected a mask that is not causal, found a causal one"
     return None
 
 
@@ -71,9 +76,7 @@ def prepare(operands: Operands) -> Launch:
         o: Tensor = wrapper.run(*(x[0].contiguous() for x in (q, k, v)))  # type: ignore[attr-defined]
         return o.transpose(0, 1).reshape(problem["m"], -1)
 
-    result = search([partial(run, wrapper) for wrapper in wrappers], operands.device)
-    best = wrappers[result.best]
-    return Launch(partial(run, best), ways[result.best], candidates=result.lines(ways))
+    return fastest_call([partial(run, wrapper) for wrapper in wrappers], ways, operands.device)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

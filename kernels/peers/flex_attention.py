@@ -4,8 +4,8 @@
     coarser  blocks below 128, or whose sides tl.dot does not take, lie in blocks of 128: the lists
              are a superset, and a mask_mod looks up each element's cell
 
-`prepare` builds the lists and compiles, which takes seconds; neither is timed. If
-both ways are possible, both are candidates.
+`prepare` builds the lists and compiles, which takes seconds; neither is timed. If both ways are
+possible, both are candidates.
 
 The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
 launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
@@ -14,26 +14,28 @@ no smaller blocks, so each way sets its own tiles.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import e, log2
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch._functorch.config as functorch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
+from torch.nn.attention.flex_attention import flex_attention
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.formats.block_mask_converters import padded_lists
-from sparsebench.kernels._common.search import search
+from sparsebench.formats.block_mask_converters import rule_of, to_flex
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers._attention import by_head, mask_of
+from sparsebench.kernels.dense._sdpa import by_head
+from sparsebench.kernels.peers._attention import mask_of
 from sparsebench.results.record import Problem
 
 COARSE = 128  # the side of FlexAttention's blocks by default
@@ -47,104 +49,77 @@ BACKWARD_TILES = [
     (32, 32, 3, 4),
     (16, 16, 3, 4),
 ]
+MOST_BACKWARD = 6  # candidates of the backward pass: each takes seconds to compile
 Options = dict[str, int]
 
 
-@dataclass(frozen=True)
-class Lists:
-    """Lists of blocks as FlexAttention takes them, for every head.
+class Way(NamedTuple):
+    """A candidate: its choice in the row, the mask with its lists, and options of the kernels."""
 
-    partial, full  numbers int32 [batch, H, q_blocks], and columns int32 [..., kv_blocks]
-    block          queries and keys of a block
-    mask_mod       the elements of partial blocks, or None if there are none
-    """
-
-    partial: tuple[Tensor, Tensor]
-    full: tuple[Tensor, Tensor]
-    block: tuple[int, int]
-    mask_mod: Callable[..., Tensor] | None
+    choice: dict[str, Any]
+    mask: FlexMask
+    options: Options
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why FlexAttention cannot run the problem, or None."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs compute capability 8.0 or newer"
-    d = problem["head_dim"]
-    if d & (d - 1) or d < SMALLEST:
-        return f"head_dim: expected a power of two from {SMALLEST}, found {d}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"needs compute capability 8.0 or newer, found {major}.{minor}"
+    if not is_tile(problem["head_dim"]):
+        return f"head_dim: expected a power of two from {SMALLEST}, found {problem['head_dim']}"
     return None
 
 
-def exact_lists(mask: BlockMask, heads: int) -> Lists:
+def is_tile(side: int) -> bool:
+    """Return whether tl.dot takes a tile of this side."""
+    return side >= SMALLEST and side & (side - 1) == 0
+
+
+def exact_mask(mask: BlockMask, heads: int) -> FlexMask:
     """Return the blocks of the mask as they are."""
-    partial, full = (_listed(mask, heads, partial=which) for which in (True, False))
-    # A single block of queries may be declared longer: decoding takes tiles of 16 queries.
-    b_q = max(mask.block[0], COARSE) if mask.q_blocks == 1 else mask.block[0]
-    some = bool(mask.partial.any())
-    rule = mask_mod_of(mask, heads) if some else None
-    return Lists(partial, full, (b_q, mask.block[1]), rule)
+    if mask.q_blocks == 1:  # it may be declared longer: decoding takes tiles of 16 queries
+        mask = replace(mask, block=(max(mask.block[0], COARSE), mask.block[1]))
+    return to_flex(mask, heads)
 
 
-def coarser_lists(mask: BlockMask, heads: int) -> Lists:
+def coarser_mask(mask: BlockMask, heads: int) -> FlexMask:
     """Return blocks of multiples of the mask's, about 128 long; each of them is partial."""
-    wide = tuple(side * max(1, COARSE // side) for side in mask.block)
-    q, kv = (-(-size // side) for size, side in zip(mask.tokens, wide, strict=True))
-    ratio = [outer // inner for outer, inner in zip(wide, mask.block, strict=True)]
+    ratio = [max(1, COARSE // side) for side in mask.block]
+    wide = mask.block[0] * ratio[0], mask.block[1] * ratio[1]
+    q_blocks, kv_blocks = (-(-count // side) for count, side in zip(mask.tokens, wide, strict=True))
     rows = rows_of(mask.offsets)
     lists, row = rows // mask.q_blocks, rows % mask.q_blocks
-    at = lists * q + row // ratio[0]
-    cells = torch.zeros(mask.batch * mask.lists * q, kv, dtype=torch.bool, device=rows.device)
-    cells[at, mask.indices // ratio[1]] = True
-    counts = cells.sum(1, dtype=torch.int32)
-    columns = (~cells).to(torch.int8).argsort(dim=1, stable=True).to(torch.int32)
-    some = (
-        _by_head(counts.view(mask.batch, mask.lists, q), heads),
-        _by_head(columns.view(mask.batch, mask.lists, q, kv), heads),
-    )
-    none = torch.zeros_like(some[0]), torch.zeros_like(some[1])
-    return Lists(some, none, (wide[0], wide[1]), mask_mod_of(mask, heads))
+    cells = (lists * q_blocks + row // ratio[0]) * kv_blocks + mask.indices // ratio[1]
+    cells = cells.unique()
+    at = cells // kv_blocks, cells % kv_blocks, torch.ones_like(cells, dtype=torch.bool)
+    coarser = BlockMask.build(mask.tokens, wide, *at, batch=mask.batch, lists=mask.lists)
+    return to_flex(coarser, heads, lookup_of(mask, heads))
 
 
-def _listed(mask: BlockMask, heads: int, *, partial: bool) -> tuple[Tensor, Tensor]:
-    """Return numbers of blocks, and columns padded to all key blocks: torch transposes them."""
-    counts, columns = padded_lists(mask, heads, partial=partial)
-    return counts, pad(columns, (0, mask.kv_blocks - columns.shape[-1]))
-
-
-def _by_head(lists: Tensor, heads: int) -> Tensor:
-    return lists.repeat_interleave(heads // lists.shape[1], 1).contiguous()
-
-
-def mask_mod_of(mask: BlockMask, heads: int) -> Callable[..., Tensor]:
-    """Return which elements are allowed, as a function of sequence, head, query and key."""
-    (s_q, s_kv), (b_q, b_k), share = mask.tokens, mask.block, heads // mask.lists
-    rows = rows_of(mask.offsets)
-    absent, full = -2, -1
-    partial = mask.partial.cumsum(0) - 1 if mask.slots is None else mask.slots
-    kinds = torch.full(mask.shape, absent, dtype=torch.int32, device=rows.device)
-    kinds[rows, mask.indices] = torch.where(mask.partial, partial, full).to(torch.int32)
-    lists, q_blocks, causal, bits = mask.lists, mask.q_blocks, mask.causal, mask.bits
+def lookup_of(mask: BlockMask, heads: int) -> Callable[..., Tensor]:
+    """Return a mask_mod that looks up the block of an element: full, partial or absent."""
+    (b_q, b_k), lists, q_blocks, share = mask.block, mask.lists, mask.q_blocks, heads // mask.lists
+    partial, full = 1, 2
+    kinds = torch.zeros(mask.shape, dtype=torch.int32, device=mask.columns.device)
+    kind_of_block = torch.where(mask.partial, partial, full).to(torch.int32)
+    kinds[rows_of(mask.offsets), mask.indices] = kind_of_block
+    rule = rule_of(mask, heads)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         kind = kinds[(b * lists + h // share) * q_blocks + q // b_q, k // b_k]
-        allowed = kind != absent
-        if causal:
-            allowed = allowed & ((kind == full) | (k <= q + (s_kv - s_q)))
-        if bits is not None:
-            byte = bits[kind.clamp(min=0), q % b_q, k % b_k // 8].to(torch.int32)
-            allowed = allowed & ((kind == full) | (((byte >> (k % b_k % 8)) & 1) == 1))
-        return allowed
+        present = kind >= partial
+        return present if rule is None else present & ((kind == full) | rule(b, h, q, k))
 
     return mask_mod
 
 
-def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
-    """Return the candidates: a name for the row, lists, and options of the forward kernel."""
+def candidates(mask: BlockMask, heads: int) -> list[Way]:
+    """Return the candidates of the forward pass, with options of its kernel."""
     b_q, b_k = mask.block
-    ways: list[tuple[dict[str, Any], Lists, Options]] = []
-    tiles = all(side >= SMALLEST and side & (side - 1) == 0 for side in (b_q, b_k))
-    if tiles or (mask.q_blocks == 1 and b_k >= SMALLEST and b_k & (b_k - 1) == 0):
-        lists = exact_lists(mask, heads)
+    ways: list[Way] = []
+    if is_tile(b_k) and (mask.q_blocks == 1 or is_tile(b_q)):
+        exact = exact_mask(mask, heads)
         m, n = min(128, b_q), min(128, b_k)
         tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
         if mask.q_blocks == 1:
@@ -157,65 +132,56 @@ def candidates(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists,
             pipelines = ((2, 2), (1, 3), (2, 3))
             more = [{**tile, "num_warps": w, "num_stages": s} for w, s in pipelines]
             options = [tile, *more]
-        ways += [({"lists": "exact", **option}, lists, option) for option in options]
+        ways += [Way({"lists": "exact", **option}, exact, option) for option in options]
     if min(b_q, b_k) < COARSE and mask.q_blocks > 1:
-        ways.append(({"lists": "coarser"}, coarser_lists(mask, heads), {}))
+        ways.append(Way({"lists": "coarser"}, coarser_mask(mask, heads), {}))
     return ways
 
 
-def backward_ways(mask: BlockMask, heads: int) -> list[tuple[dict[str, Any], Lists, Options]]:
-    """Return the candidates of the backward pass: a name, lists, and options of both kernels."""
-    ways: list[tuple[dict[str, Any], Lists, Options]] = []
-    for name, lists, options in candidates(mask, heads)[-2:]:
-        forward = {f"fwd_{key}": value for key, value in options.items()}
-        least = min(lists.block)
+def backward_candidates(mask: BlockMask, heads: int) -> list[Way]:
+    """Return the candidates of the backward pass, with options of both kernels."""
+    ways: list[Way] = []
+    for way in candidates(mask, heads)[-2:]:
+        forward = {f"fwd_{key}": value for key, value in way.options.items()}
+        least = min(way.mask.BLOCK_SIZE)
         for m, n, stages, warps in BACKWARD_TILES:
             if least % n == 0 and n > least // 8:
                 tile = {"BLOCK_M1": m, "BLOCK_N1": n, "BLOCK_M2": n, "BLOCK_N2": m}
                 tile |= {"num_stages": stages, "num_warps": warps}
                 backward = {f"bwd_{key}": value for key, value in tile.items()}
-                ways.append(({**name, **tile}, lists, forward | backward))
-    return ways[:6]
+                ways.append(Way({**way.choice, **tile}, way.mask, forward | backward))
+    return ways[:MOST_BACKWARD]
 
 
 def prepare(operands: Operands) -> Launch:
     """Convert the lists and compile; time the ways that run. Raises Unsupported."""
-    mask, problem = mask_of(operands), operands.problem
-    q, k, v = by_head(operands, "q", "k", "v")
+    problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
     tokens = problem["batch"] * problem["m"]
-    ways = candidates(mask, problem["heads"])
+    ways = candidates(mask_of(operands), problem["heads"])
 
     def run(call: Callable[..., Tensor]) -> Tensor:
         return call(q, k, v).transpose(1, 2).reshape(tokens, -1)
 
-    runs = []
-    for _, lists, options in ways:
-        call = _compiled(operands, lists, options)
-        runs.append(partial(run, call))
-    return _fastest(runs, [name for name, _, _ in ways], operands)
+    return _fastest([partial(run, _compiled(problem, way)) for way in ways], ways, operands)
 
 
 def prepare_backward(operands: Operands) -> Launch:
     """Compile both passes, and run the backward pass alone. Raises Unsupported."""
-    mask, problem = mask_of(operands), operands.problem
+    problem = operands.problem
     # .data has a version counter of its own: the harness redraws the activations in place.
     q, k, v = (x.detach().data.requires_grad_() for x in by_head(operands, "q", "k", "v"))
     o, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
-    ways = backward_ways(mask, problem["heads"])
+    ways = backward_candidates(mask_of(operands), problem["heads"])
 
     def run(gradients: _Gradients) -> Tensor:
         torch.mul(lse, log2(e), out=base2)
         parts = gradients(do)
         return torch.cat([x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts])
 
-    runs = []
-    for _, lists, options in ways:
-        call = _compiled(operands, lists, options)
-        gradients = _Gradients(call, (q, k, v), o, base2, options)
-        runs.append(partial(run, gradients))
-    return _fastest(runs, [name for name, _, _ in ways], operands)
+    passes = [_Gradients(_compiled(problem, w), (q, k, v), o, base2, w.options) for w in ways]
+    return _fastest([partial(run, gradients) for gradients in passes], ways, operands)
 
 
 class _Gradients:
@@ -268,28 +234,17 @@ class _Gradients:
         return patch.object(InductorChoices, method, lambda *_, **__: tile)
 
 
-def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..., Any]:
+def _compiled(problem: Problem, way: Way) -> Callable[..., Any]:
     """Return FlexAttention compiled for these lists."""
-    from torch.nn.attention.flex_attention import BlockMask as FlexMask
-    from torch.nn.attention.flex_attention import flex_attention
-
-    problem, mask = operands.problem, mask_of(operands)
-    block_mask = FlexMask.from_kv_blocks(
-        *lists.partial,
-        *lists.full,
-        BLOCK_SIZE=lists.block,
-        mask_mod=lists.mask_mod,
-        seq_lengths=mask.tokens,
-    )
     grouped = problem["heads"] != problem["kv_heads"]
-    kernel_options: Any = options or None
+    kernel_options: Any = way.options or None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(
             q,
             k,
             v,
-            block_mask=block_mask,
+            block_mask=way.mask,
             scale=problem["scale"],
             enable_gqa=grouped,
             kernel_options=kernel_options,
@@ -302,19 +257,19 @@ def _compiled(operands: Operands, lists: Lists, options: Options) -> Callable[..
 
 
 def _fastest(
-    runs: Sequence[Callable[[], Tensor]], names: Sequence[Mapping[str, Any]], operands: Operands
+    runs: Sequence[Callable[[], Tensor]], ways: Sequence[Way], operands: Operands
 ) -> Launch:
     """Return the fastest launch, or the pinned one."""
+    choices = [way.choice for way in ways]
     if not runs:
         raise Unsupported(f"no tile divides blocks of {list(mask_of(operands).block)}")
     if pinned := operands.pinned:
-        return Launch(runs[[dict(name) for name in names].index(dict(pinned))], pinned)
+        return Launch(runs[choices.index(dict(pinned))], pinned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from the compiler's code
-        result = search(runs, operands.device)
-        if len(runs) == 1:
-            runs[0]()  # compiles
-    return Launch(runs[result.best], names[result.best], candidates=result.lines(names))
+        launch = fastest_call(runs, choices, operands.device)
+        launch()  # a single candidate compiles here
+    return launch
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

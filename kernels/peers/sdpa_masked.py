@@ -7,28 +7,24 @@ the mask forbids. `prepare` expands the mask, which limits the size of the probl
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsebench.formats.block_mask import MOST_ELEMENTS, BlockMask
+from sparsebench.formats.block_mask import MOST_ELEMENTS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense._sdpa import by_head
+from sparsebench.kernels.peers._attention import mask_of
 from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands) -> Launch:
     """Expand the mask once; the launch is one call of torch, and a copy to token-major order."""
-    problem, mask = operands.problem, operands.weights["mask"]
-    assert isinstance(mask, BlockMask)
-    heads, batch = problem["heads"], problem["batch"]
-    allowed = mask.expand(heads)
-    q, k, v = (
-        operands.activations[name].view(batch, -1, count, problem["head_dim"]).transpose(1, 2)
-        for name, count in (("q", heads), ("k", problem["kv_heads"]), ("v", problem["kv_heads"]))
-    )
-    grouped = problem["heads"] != problem["kv_heads"]
+    problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
+    allowed = mask_of(operands).expand(problem["heads"])
+    tokens, grouped = problem["batch"] * problem["m"], problem["heads"] != problem["kv_heads"]
 
     def run() -> torch.Tensor:
         o = scaled_dot_product_attention(
             q, k, v, attn_mask=allowed, scale=problem["scale"], enable_gqa=grouped
         )
-        return o.transpose(1, 2).reshape(batch * problem["m"], -1)
+        return o.transpose(1, 2).reshape(tokens, -1)
 
     return Launch(run)
 

@@ -15,7 +15,7 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import torch_bsr
 
@@ -49,8 +49,7 @@ def prepare(operands: Operands) -> Launch:
     ways = [operands.pinned["dy_copied"]] if operands.pinned else [False, True]
     calls = [partial(run, copied) for copied in ways]
     choices = [{"dy_copied": copied} for copied in ways]
-    result = search(calls, dy.device)
-    return Launch(calls[result.best], choices[result.best], candidates=result.lines(choices))
+    return fastest_call(calls, choices, dy.device)
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, torch_bsr.unsupported)

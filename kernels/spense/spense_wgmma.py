@@ -322,7 +322,7 @@ class Product:
             0 if counts is None else counts.data_ptr(),
         )
         plan.loaded.enqueue(args)
-        on_tape(y, kept=(plan, sums, counts))
+        on_tape(y, owners=(plan, sums, counts))
         if is_capturing(x):
             keep(plan)
         return y

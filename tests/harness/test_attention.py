@@ -119,14 +119,27 @@ def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(bound(op.definition, p)(**every), whole, atol=1e-6)
 
 
-def test_what_no_query_selects_reaches_no_output() -> None:
-    p, op = problem(lists="one", batch=1, pattern="dense", sparsity=0.0), load_op("attention")
+@pytest.mark.parametrize("unselected", ["absent", "future"])
+@pytest.mark.parametrize("operand", ["k", "v"])
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_a_key_that_no_query_selects_reaches_no_output(
+    name: str, operand: str, unselected: str
+) -> None:
+    """The block 2 of keys is absent, or present only for queries that are before it."""
+    fields = {"lists": "kv_heads", "batch": 1, "context": 40, "causal": True}
+    p, op = problem(name, **fields, pattern="dense", sparsity=0.0), load_op(name)
     drawn = operands(p, op, CPU, None)
-    mask = drawn.weights["mask"]
-    mask[:, 2] = 0
-    clean = bound(op.definition, p)(**drawn.weights, **drawn.activations)
-    drawn.activations["k"][16:24] = float("nan")
-    assert torch.equal(bound(op.definition, p)(**drawn.weights, **drawn.activations), clean)
+    rows = slice(2 if unselected == "future" else 0, None)
+    drawn.weights["mask"].view(2, 5, 5)[1, rows, 2] = 0  # of the KV head 1
+
+    def outputs() -> list[Tensor]:
+        every = {**drawn.weights, **drawn.activations}
+        op.derive(p, drawn.weights, every)
+        return [bound(function, p)(**every) for function in (op.definition, op.spread)]
+
+    clean = outputs()
+    drawn.activations[operand][16:24, 16:] = float("nan")
+    assert all(map(torch.equal, outputs(), clean))
 
 
 def test_derived_operands_follow_each_draw_and_leave_the_digest() -> None:

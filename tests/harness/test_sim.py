@@ -274,16 +274,15 @@ def test_a_slow_start_is_in_the_first_block_alone(suite: Path, whole: Path, tmp_
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("here")
-def test_a_row_for_which_the_host_was_late_is_marked(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_this_process(monkeypatch)
+def test_a_row_for_which_the_host_was_late_is_marked(suite: Path, tmp_path: Path) -> None:
     table = frame(faulty(suite, tmp_path, "host_late"))
     marked = table[table["mark"] == "host late"]
     assert set(marked.kernel) == {"bsr_triton"}
     assert set(marked.late) == {1 / SAMPLES_PER_BLOCK}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("here")
 def test_a_fault_may_strike_one_process_of_several(suite: Path, tmp_path: Path) -> None:
     text = "faults: [{when: 'kernel=bsr_triton', fault: wrong, process: 1}]"
     flags = Flags(spec(tmp_path, text), replicates=2)

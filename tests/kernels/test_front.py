@@ -380,3 +380,23 @@ def test_a_weight_that_changes_in_every_call_is_never_recorded(
     guards = [front.Guard(None, "w", w)]
     _, made = front.recorded(made, x, lambda: 2 * x, guards)
     assert isinstance(made, kind)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_compiled_autograd_gives_the_same_gradients(kind: Any, planned: bool) -> None:
+    bias = torch.randn(COLUMNS, requires_grad=True)
+    x, dy = torch.randn(6, COLUMNS, requires_grad=True), torch.randn(6, COLUMNS)
+    layer = Layer(kind, x, bias)
+    if planned:
+        layer.record(x)
+    inputs = x, layer.values, bias
+    right = torch.autograd.grad(layer.front(x), inputs, dy)
+    for _ in range(2):  # the second time from the cache of compiled graphs
+        y = layer.front(x)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward(dy)
+        for operand, gradient in zip(inputs, right, strict=True):
+            assert operand.grad is not None
+            assert torch.equal(operand.grad, gradient)
+            operand.grad = None
+    assert bool(layer.calls) is not planned

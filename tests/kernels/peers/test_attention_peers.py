@@ -32,7 +32,7 @@ def test_three_kernels_compute_what_one_does(options: dict[str, Any]) -> None:
     q = torch.randn(mask.batch, 50, 4, 16)
     k, v = (torch.randn(mask.batch, 70, 2, 16) for _ in range(2))
     scratch = attention_unfused.scratch_of(mask, 4, q)
-    o = attention_unfused.attend(q, k, v, mask, 0.3, scratch, attention_unfused.Config(4))
+    o = attention_unfused.attend(q, k, v, mask, 0.3, scratch, warps=4)
     expected, _ = reference(q, k, v, mask, 0.3)
     torch.testing.assert_close(o.view_as(expected), expected, atol=1e-5, rtol=1e-5)
 

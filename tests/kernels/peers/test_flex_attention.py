@@ -21,47 +21,50 @@ def mask(request: pytest.FixtureRequest):
 def test_the_mask_mod_allows_what_the_mask_allows(mask) -> None:
     sizes = mask.batch, 2, *mask.tokens
     index = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
-    allowed = flex_attention.mask_mod_of(mask, 2)(*index)
+    allowed = flex_attention.lookup_of(mask, 2)(*index)
     assert torch.equal(allowed, mask.expand(2))
 
 
 def test_exact_lists_have_each_block_once(mask) -> None:
-    lists = flex_attention.exact_lists(mask, 4)
+    flex = flex_attention.exact_mask(mask, 4)
     cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, -1).bool()
     for head in range(4):
         expected = cells[:, mask.list_of(head, 4)]
         listed = torch.zeros_like(expected, dtype=torch.int64)
-        for counts, columns in (lists.partial, lists.full):
-            kept = torch.arange(mask.kv_blocks) < counts[:, head, :, None]
-            listed.scatter_add_(2, columns[:, head].long(), kept.long())
+        for counts, columns in (
+            (flex.kv_num_blocks, flex.kv_indices),
+            (flex.full_kv_num_blocks, flex.full_kv_indices),
+        ):
+            valid = torch.arange(mask.kv_blocks) < counts[:, head, :, None]
+            listed.scatter_add_(2, columns[:, head].long(), valid.long())
             assert counts.dtype == columns.dtype == torch.int32
         assert torch.equal(listed, expected.long())
 
 
 def test_coarser_lists_cover_the_mask(mask) -> None:
-    lists = flex_attention.coarser_lists(mask, mask.lists)
-    assert not lists.full[0].any()
-    counts, columns = lists.partial
+    flex = flex_attention.coarser_mask(mask, mask.lists)
+    assert not flex.full_kv_num_blocks.any()
+    counts, columns = flex.kv_num_blocks, flex.kv_indices
     allowed = mask.expand()
     for b, head, row, number in ((*at, int(counts[tuple(at)])) for at in counts.nonzero().tolist()):
-        rows = slice(row * lists.block[0], (row + 1) * lists.block[0])
+        b_q, b_k = flex.BLOCK_SIZE
         for column in columns[b, head, row, :number].tolist():
-            allowed[b, head, rows, column * lists.block[1] : (column + 1) * lists.block[1]] = False
+            allowed[b, head, row * b_q :, column * b_k :][:b_q, :b_k] = False
     assert not allowed.any()
 
 
 def test_blocks_that_no_tile_divides_have_only_coarser_lists() -> None:
     ways = flex_attention.candidates(MASKS["bits"], 2)
-    assert [name["lists"] for name, _, _ in ways] == ["coarser"]
+    assert [way.choice["lists"] for way in ways] == ["coarser"]
 
 
 def test_tiles_of_the_backward_pass_divide_the_blocks() -> None:
     for block in (128, 64, 32, 16):
-        ways = flex_attention.backward_ways(random_mask((256, 256), block), 2)
-        assert any(name["lists"] == "exact" for name, _, _ in ways)
-        for _, lists, options in ways:
+        ways = flex_attention.backward_candidates(random_mask((256, 256), block), 2)
+        assert any(way.choice["lists"] == "exact" for way in ways)
+        for way in ways:
             for side in ("M1", "N1", "M2", "N2"):
-                assert lists.block[0] % options[f"bwd_BLOCK_{side}"] == 0
+                assert way.mask.BLOCK_SIZE[0] % way.options[f"bwd_BLOCK_{side}"] == 0
 
 
 def test_a_backward_pass_starts_from_the_given_output() -> None:
