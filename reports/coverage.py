@@ -1,7 +1,7 @@
 """How often a second card agrees with the first, in sentences and a table (results/repeats.py).
 
 runs  configurations  cases  second value inside  difference covers 0   inside      covers 0
-                             by the processes alone                     and by what cards differ
+                             by the processes alone                     with the variation of cards
 """
 
 from collections.abc import Mapping
@@ -17,39 +17,40 @@ from sparsebench.results.repeats import COUNTS, are_published, coverage
 COVERAGE = ["first run", "second run", "configurations", "cases"]
 COVERAGE += ["inside, processes alone", "covers 0, processes alone", "inside", "covers 0"]
 SEARCHED, INHERITED = "both searched", "the second inherited them"
-WHERE = {
-    State.FREE: "",
-    State.LIMITED: f" if power or heat limited a board for more than {100 * POWER_LIMITED:g} % of "
-    "the time",
-    State.INHERITED: " if a run inherited its configurations from another card",
+CONDITIONS = {
+    State.FREE: "power or heat limits the boards for at most "
+    f"{100 * POWER_LIMITED:g} % of the time",
+    State.LIMITED: "it limits a board for longer",
+    State.INHERITED: "a run inherits its configurations from another card",
 }
 
 
 def explained(repeats: pd.DataFrame) -> list[str]:
     """Return sentences that explain the table and the variation between cards."""
     parts = [
-        f"{significant(100 * entry.sd, 2)} %{WHERE[state]} ({amount(entry.cases, 'case')} in "
-        f"{amount(entry.pairs, 'pair')} of runs, "
+        f"{significant(100 * entry.sd, 2)} % if {CONDITIONS[state]} "
+        f"({amount(entry.cases, 'case')} in {amount(entry.pairs, 'pair')} of runs, "
         f"{significant(entry.freedom, 2)} degrees of freedom)"
         for state, entry in packaged().items()
     ]
-    scatter = (
-        "Beyond the processes of a run, the published speedups scatter over cards with a standard "
-        f"deviation of {'; '.join(parts)}."
+    variation = (
+        "Speedups also differ from card to card. In the published runs, the standard deviation of "
+        f"this variation is {', '.join(parts[:-1])}, and {parts[-1]}."
     )
     if repeats.empty:
-        return ["No case was measured on two cards of one kind yet.", scatter]
-    without = "; for this table, it was estimated without the pair of the line"
+        return ["No case was measured on two cards of one kind yet.", variation]
+    from_others = "To test a pair of runs, the variation is estimated from the other pairs."
     return [
         "Each line is a pair of runs that measured the same cases with the same code on different "
         "cards of one kind.",
-        "Inside: the first interval contains the second value, which eight independent processes "
-        "give in 88 % of cases.",
-        "Covers 0: the 95 % interval of the difference contains 0.",
-        "By the processes alone, intervals are too narrow for a second card.",
-        scatter,
-        "The last two columns include that, as every interval of a verdict does"
-        f"{without if are_published(repeats) else ''}.",
+        "A case counts as inside if the first interval contains the second value. If cards did not "
+        "differ, that would be so in 88 % of cases with eight processes.",
+        "It counts as covering 0 if the 95 % interval of the difference contains 0.",
+        "An interval that is computed from the processes of one run alone is too narrow, because "
+        "these share a card.",
+        variation,
+        "Every interval of a verdict includes it, and so do the last two columns.",
+        *([from_others] if are_published(repeats) else []),
     ]
 
 

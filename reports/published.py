@@ -2,7 +2,7 @@
 
     results/published/GPU/RUN ─> results/published/README.md   headline, list of runs, digests
                               ─> results/published/advice.json rows of `sparsebench advise`
-                              ─> results/between_cards.json    what cards differ by
+                              ─> results/between_cards.json    the variation between cards
                               ─> README.md                     the text between two marks:
 
         <!-- published: figure -->
@@ -66,8 +66,9 @@ format, kernel and claim.
 A speedup is a ratio of times that were measured in the same contest, round by round: device time
 with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence interval
 (Hodges-Lehmann) if a run has 6 processes or more, and the range over processes if it has fewer.
-A run of fewer than 6 processes is a look, not a verdict. An interval of a verdict also contains
-what cards of one kind differ by, as far as the cases below show it that two cards measured.
+A run of fewer than 6 processes is a look, not a verdict. The interval of a verdict includes the
+variation between cards of one kind, which is estimated from the cases below that two cards
+measured.
 
 A call below 20 µs is shown inside a chain of eight layers in one CUDA graph if its run measured
 that, with the speedup of an isolated call beside it. Other short calls are marked `isolated`: the
@@ -132,7 +133,7 @@ def write(root: Path) -> list[Path]:
     if (cards := root / "results" / between_cards.FILE) in changed:
         write_file(cards, changed[cards])
         between_cards.packaged.cache_clear()
-        runs = read(root)  # with the new component in every interval
+        runs = read(root)  # with the new variation in every interval
         changed = {cards: changed[cards], **differing(root, runs)}
     for path, text in changed.items():
         write_file(path, text)
@@ -232,7 +233,7 @@ def agreement(runs: Runs) -> str:
 
 def repeated_cases(runs: Runs) -> pd.DataFrame:
     """Return the cases that two cards measured (results/repeats.py)."""
-    return repeats.repeats(repeats.measured(run.run, run.cases) for run in runs.values())
+    return repeats.repeats(repeats.verdicts(run.run, run.cases) for run in runs.values())
 
 
 def terminal(runs: Runs) -> str:

@@ -244,8 +244,8 @@ def evidence(view: View) -> tuple[str, str]:
         who = "Best other sparse kernel" if other == "peer" else "Best of ours"
         theirs = times(line[f"{other}_gain"], line[f"{other}_half"])
         text += f" {who}{isolated}: {line[f'{other}_name']}, {theirs}."
-    if measured := conditions(line.best_on_cards, line.best_limited):
-        text += f" Measured on {measured}."
+    if where := conditions(line.best_on_cards, line.best_limited):
+        text += f" Measured on {where}."
     return gain, text
 
 

@@ -8,7 +8,7 @@ measured, and between_cards.json holds the result for each state of a run:
     sd        standard deviation of a card's log speedup around the mean over cards
     freedom   degrees of freedom of that estimate
 
-    h  =  t(freedom) sd / sqrt(cards)          widens an interval: half' = sqrt(half^2 + h^2)
+    between  =  t(freedom) sd / sqrt(cards)    widens an interval: half' = sqrt(half^2 + between^2)
 
 A run on several cards also estimates the variation itself. This estimate, with cards - 1 degrees of
 freedom, is pooled with the published one. A CPU and a simulated GPU have no cards.
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+from math import sqrt
 from typing import Any
 
 import numpy as np
-import scipy
 
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED
-from sparsebench.results.statistics import TAIL
+from sparsebench.results.statistics import student_quantile
 
 FILE = "between_cards.json"
 SCHEMA = "sparsebench/between-cards@1"
@@ -48,8 +48,8 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Component:
-    """The variation between cards, from `cases` cases in `pairs` pairs of runs."""
+class Variation:
+    """The variation between cards of a state, from `cases` cases in `pairs` pairs of runs."""
 
     sd: float
     freedom: float
@@ -58,11 +58,10 @@ class Component:
 
     def half(self, cards: int = 1) -> float:
         """Return half of its 95 % interval for the mean over `cards` cards, in logs."""
-        t = scipy.stats.t.ppf(1 - TAIL, self.freedom)
-        return float(t * self.sd / np.sqrt(cards))
+        return student_quantile(self.freedom) * self.sd / sqrt(cards)
 
-    def pooled_with(self, logs: Sequence[float], cards: Sequence[str]) -> "Component":
-        """Return the component pooled with the variation in a run on several cards.
+    def pooled_with(self, logs: Sequence[float], cards: Sequence[str]) -> "Variation":
+        """Return this variation pooled with that in a run on several cards.
 
         `logs` are the log ratios of its processes, and `cards` the card of each.
         """
@@ -77,7 +76,7 @@ class Component:
         estimate = max(0.0, float(np.var([group.mean() for group in groups], ddof=1)) - noise)
         freedom = self.freedom + more
         variance = (self.freedom * self.sd**2 + more * estimate) / freedom
-        return Component(float(np.sqrt(variance)), freedom, self.cases, self.pairs)
+        return Variation(sqrt(variance), freedom, self.cases, self.pairs)
 
 
 def state_of(limited: float, inherited: bool) -> State:
@@ -94,21 +93,21 @@ def cards_of(devices: Sequence[str]) -> int:
 
 
 def half_of(logs: Sequence[float], cards: Sequence[str], state: State) -> float:
-    """Return half of the interval that cards add to that of a log ratio; 0 without a card.
+    """Return `between`, the half that cards add to the interval of a log ratio; 0 without a card.
 
     `logs` are the log ratios of the processes, and `cards` the device of each.
     """
     count = cards_of(cards)
     if not count:
         return 0.0
-    component = packaged()[state]
-    component = component.pooled_with(logs, cards) if count > 1 else component
-    return component.half(count)
+    variation = packaged()[state]
+    variation = variation.pooled_with(logs, cards) if count > 1 else variation
+    return variation.half(count)
 
 
 @cache
-def packaged() -> Mapping[State, Component]:
-    """Return the components that come with the package; raises ResultError if they are unusable."""
+def packaged() -> Mapping[State, Variation]:
+    """Return the variation that comes with the package; raises ResultError if it is unusable."""
     file = files("sparsebench.results") / FILE
     try:
         return from_json(json.loads(file.read_text("utf-8")))
@@ -116,8 +115,8 @@ def packaged() -> Mapping[State, Component]:
         raise ResultError(f"{file}: expected {SCHEMA}, found {error!r}") from error
 
 
-def from_json(data: Mapping[str, Any]) -> dict[State, Component]:
-    """Return the components of a file; raises ValueError, KeyError or TypeError."""
+def from_json(data: Mapping[str, Any]) -> dict[State, Variation]:
+    """Return the variation in a file; raises ValueError, KeyError or TypeError."""
     if data["schema"] != SCHEMA:
         raise ValueError(data["schema"])
-    return {state: Component(**data["components"][state]) for state in State}
+    return {state: Variation(**data["variation"][state]) for state in State}

@@ -171,8 +171,8 @@ def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
 
 def _measured(row: Row) -> dict[str, Any]:
     samples = np.asarray(row.samples_us or [np.nan])
-    q1, median, q3 = np.quantile(samples, [0.25, 0.5, 0.75])
-    late = _late(row)
+    low, q1, median, q3 = np.quantile(samples, [0.1, 0.25, 0.5, 0.75])
+    late = _late(row, low, median)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
         "status": str(row.status),
         "choice": json.dumps(row.choice),
@@ -203,14 +203,14 @@ def _limited(telemetry: Mapping[str, float]) -> float | None:
     return _ratio(max(held_us, default=None), 1e6 * telemetry.get("seconds", 0.0))
 
 
-def _late(row: Row) -> float | None:
+def _late(row: Row, low_us: float, median_us: float) -> float | None:
     """Return the share of samples for which the host was late; None if that is unknown."""
     if row.late is not None or row.clock not in ("graph", "events") or row.scope == "op":
         return row.late
     if not row.samples_us:
         return None
-    low, middle = np.quantile(row.samples_us, [0.1, 0.5])
-    return float(np.mean(np.array(row.samples_us) > LATE * low)) if middle > LATE * low else 0.0
+    apart = median_us > LATE * low_us
+    return float(np.mean(np.array(row.samples_us) > LATE * low_us)) if apart else 0.0
 
 
 def _mark(telemetry: Mapping[str, float], late: float | None) -> str:

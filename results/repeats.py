@@ -15,13 +15,13 @@ independent, since they share cards and sessions. So the degrees of freedom come
 over pairs of runs, as 2 v² / var(v) (Satterthwaite 1946).
 
 `coverage` checks for each repeat whether the first interval contains the second value, and whether
-the interval of the difference contains 0. No pair of runs is tested with a component that it
-contributed to: for the published repeats, the component comes from all other pairs.
+the interval of the difference contains 0. No pair of runs is tested with an estimate that it
+contributed to: for the published repeats, the variation comes from all other pairs.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from math import hypot
 from typing import Any
@@ -32,15 +32,15 @@ import pandas as pd
 from sparsebench.results.analysis import compared
 from sparsebench.results.between_cards import (
     SCHEMA,
-    Component,
     State,
+    Variation,
     from_json,
     packaged,
     state_of,
 )
 from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widened
+from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widen
 from sparsebench.results.store import Run
 
 KEYS = ["case_id", "scope", "cache"]
@@ -56,7 +56,7 @@ Line = Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Verdicts:
     """The verdicts of a run, as plain data.
 
     run      its name            ran    what repeats share: device, code, libraries
@@ -69,7 +69,7 @@ class Measured:
     cases: Sequence[Mapping[str, Any]]
 
 
-def measured(run: Run, cases: pd.DataFrame, name: str = "") -> Measured:
+def verdicts(run: Run, cases: pd.DataFrame, name: str = "") -> Verdicts:
     """Return the verdicts of a run from its summary, by default named by its folder.
 
     Only cases that run on known cards count, so a CPU and a simulated GPU have none.
@@ -90,33 +90,33 @@ def measured(run: Run, cases: pd.DataFrame, name: str = "") -> Measured:
     versions = run.environment.get("versions", {})
     facts = [run.environment.get("code_sha256"), *(versions.get(name) for name in LIBRARIES)]
     ran = [device_name(run.environment), *map(str, facts)]
-    return Measured(name or run.path.name, str(run.state.get("started", "")), ran, lines)
+    return Verdicts(name or run.path.name, str(run.state.get("started", "")), ran, lines)
 
 
-def repeats(runs: Iterable[Measured]) -> pd.DataFrame:
+def repeats(runs: Iterable[Verdicts]) -> pd.DataFrame:
     """Return a line per repeat; see the docstring of this file."""
     ordered = sorted((run for run in runs if run.cases), key=lambda run: run.started)
     pairs = [(a, b) for a, b in combinations(ordered, 2) if a.ran == b.ran]
     return pd.DataFrame([line for pair in pairs for line in _of_pair(*pair)], columns=COLUMNS)
 
 
-def components(repeats: pd.DataFrame) -> dict[State, Component]:
-    """Return the component of each state.
+def variation(repeats: pd.DataFrame) -> dict[State, Variation]:
+    """Return the variation between cards of each state.
 
-    A state with fewer than two pairs of runs gets the component of all repeats that searched. No
+    A state with fewer than two pairs of runs gets the variation of all repeats that searched. No
     state varies less than the ones before it.
     """
     inherited = repeats.state_b == State.INHERITED
     limited = (repeats[["state_a", "state_b"]] == State.LIMITED).any(axis=1)
-    searched, result = _component(repeats[~inherited], {}), dict[State, Component]()
+    searched, result = _variation(repeats[~inherited], {}), dict[State, Variation]()
     for state, which in (
         (State.FREE, ~inherited & ~limited),
         (State.LIMITED, ~inherited & limited),
         (State.INHERITED, inherited),
     ):
-        estimate = _component(repeats[which], result)
-        component = estimate if estimate.pairs > 1 else searched
-        result[state] = max([component, *result.values()], key=Component.half)
+        estimate = _variation(repeats[which], result)
+        estimate = estimate if estimate.pairs > 1 else searched
+        result[state] = max([estimate, *result.values()], key=Variation.half)
     return result
 
 
@@ -124,13 +124,13 @@ def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
     """Return each pair of runs with its number of repeats, and how many of them agree.
 
     inside, covers              by the processes alone
-    inside_cards, covers_cards  with the component between cards: that of all other pairs if the
+    inside_cards, covers_cards  with the variation between cards: that of all other pairs if the
                                 repeats are those that were `published`, else the packaged one
     """
     lines = []
     for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
         other_pairs = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
-        by_state = components(other_pairs) if published else packaged()
+        by_state = variation(other_pairs) if published else packaged()
         checks = [
             (1, *_agrees(line, {}), *_agrees(line, by_state)) for line in group.to_dict("records")
         ]
@@ -140,19 +140,20 @@ def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
 
 
 def are_published(repeats: pd.DataFrame) -> bool:
-    """Return whether these are the repeats from which the packaged components come."""
+    """Return whether these are the repeats from which the packaged variation comes."""
     return from_json(json.loads(text_of(repeats))) == packaged()
 
 
 def text_of(repeats: pd.DataFrame) -> str:
     """Return the text of between_cards.json."""
-    by_state = {str(state): asdict(component) for state, component in components(repeats).items()}
-    for component in by_state.values():
-        component |= {"sd": round(component["sd"], 6), "freedom": round(component["freedom"], 3)}
-    return json.dumps({"schema": SCHEMA, "components": by_state}, indent=1) + "\n"
+    by_state = {
+        state: replace(entry, sd=round(entry.sd, 6), freedom=round(entry.freedom, 3))
+        for state, entry in variation(repeats).items()
+    }
+    return json.dumps({"schema": SCHEMA, "variation": by_state}, default=asdict, indent=1) + "\n"
 
 
-def _of_pair(a: Measured, b: Measured) -> list[dict[Any, Any]]:
+def _of_pair(a: Verdicts, b: Verdicts) -> list[dict[Any, Any]]:
     """Return the repeats of two runs on different cards; a run that inherits is never the first."""
     tables = [pd.DataFrame([*side.cases]).assign(run=side.run) for side in (a, b)]
     both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
@@ -168,8 +169,8 @@ def _of_pair(a: Measured, b: Measured) -> list[dict[Any, Any]]:
     return lines
 
 
-def _component(repeats: pd.DataFrame, earlier: Mapping[State, Component]) -> Component:
-    """Return the component that repeats show at each end whose state has no `earlier` one."""
+def _variation(repeats: pd.DataFrame, earlier: Mapping[State, Variation]) -> Variation:
+    """Return the variation that repeats show at each end whose state has no `earlier` one."""
     excess, weights = [], []
     for line in repeats.to_dict("records"):
         ends = [(line[f"state_{end}"], line[f"cards_{end}"]) for end in "ab"]
@@ -184,16 +185,16 @@ def _component(repeats: pd.DataFrame, earlier: Mapping[State, Component]) -> Com
     pairs = len(scatter)
     error = float((scatter**2).sum()) / total**2 * pairs / (pairs - 1) if pairs > 1 else 0.0
     freedom = max(1.0, 2 * variance**2 / error) if error else 1.0
-    return Component(variance**0.5, freedom, len(table), pairs)
+    return Variation(variance**0.5, freedom, len(table), pairs)
 
 
-def _agrees(line: Line, by_state: Mapping[State, Component]) -> tuple[bool, bool]:
+def _agrees(line: Line, by_state: Mapping[State, Variation]) -> tuple[bool, bool]:
     """Return whether the first interval contains the second value, and that of d contains 0."""
     halves = [
         by_state[line[f"state_{end}"]].half(line[f"cards_{end}"]) if by_state else 0.0
         for end in "ab"
     ]
     first, second = (hodges_lehmann(np.log(line[f"speedups_{end}"])) for end in "ab")
-    low, high = widened(first.estimate, first.low, first.high, halves[0])
+    low, high = widen(first.estimate, first.low, first.high, halves[0])
     covers = abs(line["d"]) <= hypot(line["half"], *halves)
     return bool(low <= second.estimate <= high), bool(covers)

@@ -121,7 +121,7 @@ def hodges_lehmann(logs: ArrayLike) -> Interval:
     return Interval(np.median(walsh, axis=-1), low, high)
 
 
-def widened(value: Any, low: Any, high: Any, between: float) -> tuple[Any, Any]:
+def widen(value: Any, low: Any, high: Any, between: float) -> tuple[Any, Any]:
     """Return the ends of an interval in logs, widened by the variation between cards.
 
     `between` is the half that cards add (between_cards.py). It is independent of the scatter over
@@ -145,7 +145,7 @@ def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
         logs_of, kind = (medians.mean(), medians.min(), medians.max()), IntervalKind.RANGE
     else:
         exact = hodges_lehmann(medians)
-        ends = widened(exact.estimate, exact.low, exact.high, between)
+        ends = widen(exact.estimate, exact.low, exact.high, between)
         logs_of, kind = (exact.estimate, *ends), IntervalKind.CONFIDENCE
     value, low, high = np.exp(logs_of).tolist()
     return Ratio(value, low, high, kind)
@@ -155,7 +155,7 @@ def student(logs: ArrayLike) -> Interval:
     """Return the mean and Student's 95 % interval, a cross-check that is exact if d_p is normal."""
     values = _enough(logs)
     mean, error = values.mean(axis=-1), scipy.stats.sem(values, axis=-1)
-    half = scipy.stats.t.ppf(1 - TAIL, values.shape[-1] - 1) * error
+    half = student_quantile(values.shape[-1] - 1) * error
     return Interval(mean, mean - half, mean + half)
 
 
@@ -174,7 +174,7 @@ def welch(a: ArrayLike, b: ArrayLike) -> tuple[float, float]:
     freedom = sum(parts) ** 2 / sum(
         part**2 / (side.size - 1) for part, side in zip(parts, sides, strict=True)
     )
-    return difference, float(scipy.stats.t.ppf(1 - TAIL, freedom) * np.sqrt(sum(parts)))
+    return difference, student_quantile(freedom) * float(np.sqrt(sum(parts)))
 
 
 def p_value(logs: ArrayLike, between: float = 0.0) -> Floats:
@@ -184,7 +184,7 @@ def p_value(logs: ArrayLike, between: float = 0.0) -> Floats:
     by it, ends at 1.
     """
     values = _enough(logs)
-    cards = between / scipy.stats.t.ppf(1 - TAIL, values.shape[-1] - 1)
+    cards = between / student_quantile(values.shape[-1] - 1)
     error = np.hypot(scipy.stats.sem(values, axis=-1), cards)
     error = np.maximum(error, 1e-12)  # no clock resolves less
     away = np.abs(values.mean(axis=-1)) / error
@@ -215,6 +215,12 @@ def more_processes(logs: ArrayLike, margin: float = MARGIN, between: float = 0.0
     halves = np.hypot(halves, between)
     deciding = counts[halves < distance]
     return int(deciding[0]) - values.size if deciding.size else None
+
+
+@cache
+def student_quantile(freedom: float) -> float:
+    """Return the quantile of Student's t at which a 95 % interval ends."""
+    return float(scipy.stats.t.ppf(1 - TAIL, freedom))
 
 
 @cache

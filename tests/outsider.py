@@ -10,7 +10,8 @@ of formats and kernels, and the cells of claims. A figure must agree to its last
     ratio = exp(d_p)                             1 process; brackets: quartiles of its blocks
           = exp(mean of d_p)                     2 to 5 processes; brackets: least and greatest
           = exp(median of the Walsh averages)    6 and more; brackets: 95 % signed-rank interval,
-                                                 with what cards differ by added in squares
+                                                 to which the variation between cards is added
+                                                 in squares
     break-even = the measured levels between which the ratio rises above 1 for good
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -42,6 +44,17 @@ METRICS = {  # the values of claims, from a ratio and the density
 }
 FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
 CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|runs \*\*.*? as fast"
+
+
+class Timed(NamedTuple):
+    """A row with times: the medians of its blocks and of its samples, and what ran it."""
+
+    clock: str
+    process: int
+    block_us: np.ndarray
+    median_us: float
+    card: str
+    limited: float
 
 
 class Blocks(dict):
@@ -104,10 +117,18 @@ def cases(run: str) -> pd.DataFrame:
             continue
         key = json.dumps([problem, contender, row["scope"], row["cache"]])
         place = json.dumps([run, problem, row["scope"], row["cache"]])
-        case = found.setdefault(key, {"place": place, "key": key, "taken": [], "peaks": Blocks()})
-        beside = row["device"], limited(row["telemetry"] or {})
-        taken = row["clock"], row["replicate"], by_block(row), row["samples_us"], *beside
-        case["taken"].append(taken)
+        case = found.setdefault(key, {"place": place, "key": key, "timed": [], "peaks": Blocks()})
+        share = limited(row["telemetry"] or {})
+        case["timed"].append(
+            Timed(
+                row["clock"],
+                row["replicate"],
+                by_block(row),
+                float(np.median(row["samples_us"])),
+                row["device"],
+                share,
+            )
+        )
         case["peaks"][row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
         fields = problem["fields"]
         case |= {
@@ -123,35 +144,35 @@ def cases(run: str) -> pd.DataFrame:
             "sparsity": f"{round(100 * fields.get('sparsity', 0), 2):g} %",
             "source": (problem["source"] or {}).get("path"),
         }
-    most = max(len(case["taken"]) for case in found.values())
-    whole = [case for case in found.values() if len(case["taken"]) == most]
+    most = max(len(case["timed"]) for case in found.values())
+    whole = [case for case in found.values() if len(case["timed"]) == most]
     for case in whole:
-        clocks = [clock for clock, *_ in case["taken"]]
-        kept = [each for each in case["taken"] if each[0] == max(clocks, key=clocks.count)]
-        case["blocks"] = Blocks({each[1]: each[2] for each in kept})
-        case["blocks"].cards = {each[1]: each[4] for each in kept}
-        case["median_us"] = np.median([np.median(each[3]) for each in kept])
-        shares = [each[5] for each in kept if each[5] == each[5]]
+        clocks = [timed.clock for timed in case["timed"]]
+        same = [timed for timed in case["timed"] if timed.clock == max(clocks, key=clocks.count)]
+        case["blocks"] = Blocks({timed.process: timed.block_us for timed in same})
+        case["blocks"].cards = {timed.process: timed.card for timed in same}
+        case["median_us"] = np.median([timed.median_us for timed in same])
+        shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
         case["limited"] = np.median(shares) if shares else np.nan
         case["device"] = device(run)
     bases = {case["place"]: case for case in reversed(whole) if case["baseline"]}
     inherited = json.loads((HOME / run / "run.json").read_text()).get("choices") == "bundle"
     for case in whole:
-        own, base = case["blocks"], bases.get(case["place"], case)
-        searched = "limited" if case["limited"] > 0.2 else "free"
-        own.state = "inherited" if inherited else searched
-        own.logs = dict(
-            zip(own.keys() & base["blocks"].keys(), logs_of(own, base["blocks"]), strict=True)
-        )
+        blocks, base = case["blocks"], bases.get(case["place"], case)
+        of_board = "limited" if case["limited"] > 0.2 else "free"
+        blocks.state = "inherited" if inherited else of_board
+        both = blocks.keys() & base["blocks"].keys()
+        blocks.logs = dict(zip(both, logs_of(blocks, base["blocks"]), strict=True))
         case["base"] = base["label"]
     return pd.DataFrame(whole, dtype=object)
 
 
 def limited(sensors: dict) -> float:
     """Return the share of time in which power, heat or the board lowered the clock."""
-    held = [sensors.get(f"{name}_us") for name in ("power_capped", "thermal", "hardware")]
-    held = [each for each in held if each is not None]
-    return max(held) / (1e6 * sensors["seconds"]) if held and sensors.get("seconds") else np.nan
+    counters = [sensors.get(f"{name}_us") for name in ("power_capped", "thermal", "hardware")]
+    slow_us = [counter for counter in counters if counter is not None]
+    timed = slow_us and sensors.get("seconds")
+    return max(slow_us) / (1e6 * sensors["seconds"]) if timed else np.nan
 
 
 def logs_of(ours: dict, other: dict) -> np.ndarray:
@@ -163,16 +184,16 @@ def logs_of(ours: dict, other: dict) -> np.ndarray:
 @cache
 def verdicts(run: str) -> dict[str, tuple[str, Blocks]]:
     """Return the baseline and the times of each case that 6 processes or more timed on GPUs."""
-    found = cases(run)
-    found = found[(found.label != found.base) & ~found.twin.astype(bool)]
+    lines = cases(run)
+    lines = lines[(lines.label != lines.base) & ~lines.twin.astype(bool)]
     return {
         key: (base, blocks)
-        for key, base, blocks in zip(found.key, found.base, found.blocks, strict=True)
+        for key, base, blocks in zip(lines.key, lines.base, lines.blocks, strict=True)
         if len(blocks.logs) >= 6 and all(card.startswith("GPU-") for card in blocks.cards.values())
     }
 
 
-def built(run: str) -> list:
+def build_of(run: str) -> list:
     """Return the code and the libraries of a run, and its kind of GPU."""
     facts = json.loads((HOME / run / "environment.json").read_text())
     names = [facts["versions"].get(name) for name in ("torch", "cuda", "triton")]
@@ -183,9 +204,9 @@ def built(run: str) -> list:
 def repeats() -> pd.DataFrame:
     """Return the cases that two runs with one code measured on different cards, the older first."""
     started = {run: json.loads((HOME / run / "run.json").read_text())["started"] for run in runs()}
-    found = []
+    lines = []
     for pair in combinations(sorted(runs(), key=started.get), 2):
-        if built(pair[0]) != built(pair[1]):
+        if build_of(pair[0]) != build_of(pair[1]):
             continue
         a, b = map(verdicts, pair)
         for key in a.keys() & b.keys():
@@ -193,69 +214,71 @@ def repeats() -> pd.DataFrame:
             cards = [{*one.cards.values()}, {*two.cards.values()}]
             if base != other_base or cards[0] & cards[1] or one.state == "inherited":
                 continue
-            logs = [np.array([*each.logs.values()]) for each in (one, two)]
-            parts = np.array([each.var(ddof=1) / len(each) for each in logs])
-            d, counts = logs[1].mean() - logs[0].mean(), [1 / len(each) for each in cards]
-            freedom = parts.sum() ** 2 / (parts**2 / [len(each) - 1 for each in logs]).sum()
+            logs = [np.array([*side.logs.values()]) for side in (one, two)]
+            parts = np.array([side.var(ddof=1) / len(side) for side in logs])
+            d, counts = logs[1].mean() - logs[0].mean(), [1 / len(side) for side in cards]
+            freedom = parts.sum() ** 2 / (parts**2 / [len(side) - 1 for side in logs]).sum()
             half = student(freedom) * parts.sum() ** 0.5
-            found.append((pair, *logs, one.state, two.state, *counts, d**2 - parts.sum(), d, half))
+            lines.append((pair, *logs, one.state, two.state, *counts, d**2 - parts.sum(), d, half))
     names = "pair", "one", "two", "a", "b", "of_a", "of_b", "excess", "d", "half"
-    return pd.DataFrame(found, columns=names)
+    return pd.DataFrame(lines, columns=names)
 
 
 @cache
-def components(without: tuple[str, str] | None = None) -> dict[str, tuple[float, float]]:
-    """Return by how much cards differ, and the degrees of freedom of that, by state."""
+def variation(without: tuple[str, str] | None = None) -> dict[str, tuple[float, float]]:
+    """Return the standard deviation over cards and its degrees of freedom, by state."""
     lines = repeats()
     lines = lines[lines.pair != without]
     inherited, slow = lines.b == "inherited", (lines[["a", "b"]] == "limited").any(axis=1)
-    found: dict[str, tuple[float, float]] = {}
-    for state, own in (
+    by_state: dict[str, tuple[float, float]] = {}
+    for state, chosen in (
         ("free", ~inherited & ~slow),
         ("limited", ~inherited & slow),
         ("inherited", inherited),
     ):
-        own = lines[own] if lines[own].pair.nunique() > 1 else lines[~inherited]
-        weight, excess = own.of_a + own.of_b, own.excess
+        same = lines[chosen] if lines[chosen].pair.nunique() > 1 else lines[~inherited]
+        weight, excess = same.of_a + same.of_b, same.excess
         if state == "inherited":
-            known = own.a.map(lambda each: found[each][0] ** 2)
-            weight, excess = own.of_b, excess - known * own.of_a
+            of_first = same.a.map(lambda first: by_state[first][0] ** 2)
+            weight, excess = same.of_b, excess - of_first * same.of_a
         variance = max(0.0, excess.sum() / weight.sum())
-        scatter = (excess - variance * weight).groupby(own.pair).sum()
+        scatter = (excess - variance * weight).groupby(same.pair).sum()
         error = (scatter**2).sum() / weight.sum() ** 2 * len(scatter) / (len(scatter) - 1)
-        each = variance**0.5, max(1.0, 2 * variance**2 / error)
-        found[state] = max([each, *found.values()], key=lambda one: one[0] * student(one[1]))
-    return {state: (round(sd, 6), round(freedom, 3)) for state, (sd, freedom) in found.items()}
+        estimate = variance**0.5, max(1.0, 2 * variance**2 / error)
+        by_state[state] = max(
+            [estimate, *by_state.values()], key=lambda entry: entry[0] * student(entry[1])
+        )
+    return {state: (round(sd, 6), round(freedom, 3)) for state, (sd, freedom) in by_state.items()}
 
 
 def agreement(lines: list[list[str]]) -> Iterator[str]:
     """Yield each line of the table of two cards that the runs do not give."""
     for line in lines:
-        own = repeats()
-        of_kind = (own.b == "inherited") == line[2].startswith("the second")
-        names = own.pair.map(lambda pair: " ".join(run.rpartition("/")[2] for run in pair))
-        own = own[of_kind & ((names == " ".join(line[:2])) | (line[0] == "all"))]
-        checks = [agreeing(repeat) for repeat in own.itertuples()]
-        expected = [f"{count} of {len(own)}" for count in np.sum(checks, axis=0)]
-        if line[3:] != [str(len(own)), *expected]:
+        both = repeats()
+        of_kind = (both.b == "inherited") == line[2].startswith("the second")
+        names = both.pair.map(lambda pair: " ".join(run.rpartition("/")[2] for run in pair))
+        both = both[of_kind & ((names == " ".join(line[:2])) | (line[0] == "all"))]
+        checks = [agreements(repeat) for repeat in both.itertuples()]
+        expected = [f"{count} of {len(both)}" for count in np.sum(checks, axis=0)]
+        if line[3:] != [str(len(both)), *expected]:
             yield f"{line}: found {expected}"
 
 
-def agreeing(repeat: tuple) -> list[bool]:
+def agreements(repeat: tuple) -> list[bool]:
     """Return whether the second value is inside, and the difference covers 0; then with cards."""
-    found = []
-    for known in ({}, components(repeat.pair)):
+    checks = []
+    for by_state in ({}, variation(repeat.pair)):
         cards = [
-            student(known[state][1]) * known[state][0] * count**0.5 if known else 0.0
+            student(by_state[state][1]) * by_state[state][0] * count**0.5 if by_state else 0.0
             for state, count in ((repeat.a, repeat.of_a), (repeat.b, repeat.of_b))
         ]
-        (first, low, high), (second, *_) = (walsh(each) for each in (repeat.one, repeat.two))
+        (first, low, high), (second, *_) = (walsh(logs) for logs in (repeat.one, repeat.two))
         low, high = (
             first - np.hypot(first - low, cards[0]),
             first + np.hypot(high - first, cards[0]),
         )
-        found += [low <= second <= high, abs(repeat.d) <= np.hypot(repeat.half, np.hypot(*cards))]
-    return found
+        checks += [low <= second <= high, abs(repeat.d) <= np.hypot(repeat.half, np.hypot(*cards))]
+    return checks
 
 
 @cache
@@ -272,13 +295,13 @@ def between(ours: dict) -> float:
     cards = [*getattr(ours, "cards", {}).values()]
     if len(cards) < 6 or not all(card.startswith("GPU-") for card in cards):
         return 0.0
-    (sd, freedom), count = components()[ours.state], len({*cards})
+    (sd, freedom), count = variation()[ours.state], len({*cards})
     if count > 1:  # they also measured it themselves
         logs = pd.Series(ours.logs).groupby(pd.Series(ours.cards))
-        noise = logs.apply(lambda own: ((own - own.mean()) ** 2).sum()).sum()
+        noise = logs.apply(lambda card: ((card - card.mean()) ** 2).sum()).sum()
         noise *= (1 / logs.size()).mean() / max(1, len(ours.logs) - count)
-        own = max(0.0, logs.mean().var(ddof=1) - noise)
-        variance = (freedom * sd**2 + (count - 1) * own) / (freedom + count - 1)
+        of_run = max(0.0, logs.mean().var(ddof=1) - noise)
+        variance = (freedom * sd**2 + (count - 1) * of_run) / (freedom + count - 1)
         sd, freedom = variance**0.5, freedom + count - 1
     return student(freedom) * sd / count**0.5
 
@@ -298,9 +321,9 @@ def ratio(ours: Blocks, other: Blocks) -> tuple[float, float, float]:
     d = logs_of(ours, other)
     n = len(d)
     if n == 1:
-        ((process,), each) = ours.keys() & other.keys(), other
-        both = min(len(ours[process]), len(each[process]))
-        logs = np.log(each[process][:both] / ours[process][:both])
+        (process,) = ours.keys() & other.keys()
+        both = min(len(ours[process]), len(other[process]))
+        logs = np.log(other[process][:both] / ours[process][:both])
         return tuple(np.exp([d[0], *np.quantile(logs, [0.25, 0.75])]))
     if n < 6:
         return tuple(np.exp([d.mean(), d.min(), d.max()]))
@@ -365,8 +388,8 @@ def table(page: str, start: str) -> list[list[str]]:
 def published(page: str) -> Iterator[str]:
     """Yield each figure of results/published/README.md that the bundles do not give."""
     yield from headline(table(page, "question"))
-    file = json.loads((ROOT / "results/between_cards.json").read_text())["components"]
-    for state, (sd, freedom) in components().items():
+    file = json.loads((ROOT / "results/between_cards.json").read_text())["variation"]
+    for state, (sd, freedom) in variation().items():
         if (file[state]["sd"], file[state]["freedom"]) != (sd, freedom):
             yield f"between_cards.json, {state}: found {sd}, {freedom}"
     yield from listed(table(page, "run | suite"))
@@ -391,11 +414,11 @@ def headline(lines: list[list[str]]) -> Iterator[str]:
         shown = [(inside, [contest]), (line[10], confirmed)]
         shown += [(single, isolated)] if single else []
         for cell, contests in shown:
-            if cell != "not yet" and not any(over_baseline(cell, each, line) for each in contests):
+            if cell != "not yet" and not any(over_baseline(cell, c, line) for c in contests):
                 yield f"{line[0]} {cell}"
         share = re.search(r"heat for (\d+) %", line[14])
         ours = contest[contest.kernel == line[7].split("`")[1]].limited
-        if not any(agrees(share[1] if share else "0", 100 * each) for each in ours):
+        if not any(agrees(share[1] if share else "0", 100 * case) for case in ours):
             yield f"{line[0]} {line[14]}"
         peer, gain = line[11].replace("`", "").split()
         best = fastest(contest, ~contest.kernel.isin(OURS))

@@ -37,7 +37,7 @@ from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.contests import View, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
-from sparsebench.results.repeats import measured
+from sparsebench.results.repeats import verdicts
 
 SCHEMA = "sparsebench/card@9"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
@@ -64,7 +64,7 @@ class Card:
     units     the UUIDs of its GPUs
     versions  of its libraries and its driver, by name
     headline  the largest gain: its text, the rest of its sentence, and its case
-    measured  its verdicts, the input of results/repeats.py
+    verdicts  the input of results/repeats.py
     """
 
     schema: str
@@ -92,7 +92,7 @@ class Card:
     headline: dict[str, str]
     lines: list[dict[str, Any]]
     cells: dict[str, list[dict[str, Any]]]
-    measured: dict[str, Any]
+    verdicts: dict[str, Any]
 
     @property
     def verdict(self) -> bool:
@@ -170,7 +170,7 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
             for claim in claims
             if (claim_cells := claim.cells(run, analysis))
         },
-        measured=asdict(measured(run, cases, at.address)),
+        verdicts=asdict(verdicts(run, cases, at.address)),
     )
 
 

@@ -219,8 +219,8 @@ def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
     shapes = ordered(best["shape"])
     shape = _sized(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
-    measured = conditions(top["on_cards"], top["limited"])
-    about += [f"the largest gain on {measured}"] if measured else []
+    where = conditions(top["on_cards"], top["limited"])
+    about += [f"the largest gain on {where}"] if where else []
     return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
 
 
@@ -325,8 +325,8 @@ def _text(value: Any) -> str:
 
 
 def _of(line: dict[str, Any]) -> str:
-    measured = conditions(line["on_cards"], line["limited"])
-    words = [amount(line["processes"], "process"), measured, line["day"]]
+    where = conditions(line["on_cards"], line["limited"])
+    words = [amount(line["processes"], "process"), where, line["day"]]
     return ", ".join(filter(None, words))
 
 

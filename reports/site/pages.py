@@ -32,7 +32,7 @@ from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
-from sparsebench.results.repeats import Measured, repeats
+from sparsebench.results.repeats import Verdicts, repeats
 
 WIDTH = 6.6  # pixels per character of a badge
 
@@ -167,11 +167,15 @@ def _related(card: Card, other: Card) -> dict[str, str]:
 
 def _agreement(cards: Sequence[Card], site: Site) -> str:
     """Return the page of the cases that two cards measured."""
-    cases = repeats(Measured(**card.measured) for card in cards)
-    lines = coverage_lines(cases) if len(cases) else []
-    addresses = {card.address: card for card in cards}
-    values = {"columns": COVERAGE, "lines": lines, "addresses": addresses}
-    return render("site_agreement.html", site=site, sentences=explained(cases), **values)
+    cases = repeats(Verdicts(**card.verdicts) for card in cards)
+    return render(
+        "site_agreement.html",
+        site=site,
+        sentences=explained(cases),
+        columns=COVERAGE,
+        lines=coverage_lines(cases),
+        names={card.address: card.name for card in cards},
+    )
 
 
 def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What cards differ by: its estimate, its place in intervals, how often a second card agrees."""
+"""The variation between cards: its estimate, its place in intervals, how often a card agrees."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,14 +12,14 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
 from sparsebench.results import between_cards, comparison, store
 from sparsebench.results.analysis import summary
-from sparsebench.results.between_cards import SCHEMA, Component, State, half_of, packaged, state_of
+from sparsebench.results.between_cards import SCHEMA, State, Variation, half_of, packaged, state_of
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import Noise
 from sparsebench.results.outcome import Outcome
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.repeats import Measured, components, coverage, measured, repeats
+from sparsebench.results.repeats import Verdicts, coverage, repeats, variation, verdicts
 from sparsebench.results.sides import Side, side
-from sparsebench.results.statistics import hodges_lehmann, ratio, widened
+from sparsebench.results.statistics import hodges_lehmann, ratio, widen
 from tests.simulated.two_cards import World, agreement, campaign
 from tests.tools.paths import PUBLISHED
 
@@ -60,7 +60,7 @@ GAINS = [1.1, 1.101, 1.102, 1.103, 1.104, 1.105, 1.106, 1.107]
     ("capped_us", "inherited", "state"),
     [(0.0, False, State.FREE), (3e5, False, State.LIMITED), (3e5, True, State.INHERITED)],
 )
-def test_an_interval_contains_what_cards_differ_by(
+def test_an_interval_includes_the_variation_between_cards(
     capped_us: float, inherited: bool, state: State
 ) -> None:
     case = line(GAINS, ["GPU-1"] * 8, capped_us=capped_us, inherited=inherited)
@@ -68,14 +68,14 @@ def test_an_interval_contains_what_cards_differ_by(
     half = packaged()[state].half()
     assert case["between"] == pytest.approx(half)
     assert case["limited"] == pytest.approx(capped_us / 1e6)
-    ends = widened(alone.estimate, alone.low, alone.high, half)
+    ends = widen(alone.estimate, alone.low, alone.high, half)
     assert np.log([case["speedup_low"], case["speedup_high"]]) == pytest.approx(ends)
     assert case["t_low"] > case["speedup_low"]
     assert str(case["interval"]).endswith("and cards")
 
 
 @pytest.mark.parametrize("device", ["Some CPU", "sim-0"])
-def test_a_device_without_cards_has_no_component(device: str) -> None:
+def test_a_device_without_cards_has_no_variation(device: str) -> None:
     case = line(GAINS, [device] * 8)
     assert (case["between"], case["on_cards"]) == (0.0, 0)
     assert case["interval"] == "95 % over 8 processes"
@@ -86,7 +86,7 @@ def test_a_look_is_not_widened() -> None:
     assert (case["between"], case["speedup_low"]) == (0.0, pytest.approx(1.1))
 
 
-def test_several_cards_divide_the_component_and_add_what_they_measured() -> None:
+def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None:
     cards = ["GPU-1", "GPU-2"] * 4
     equal, apart = line(GAINS, cards), line([1.1, 1.2] * 4, cards)
     one = packaged()[State.FREE]
@@ -116,15 +116,15 @@ def test_a_ratio_is_widened_by_squares_and_a_range_is_not() -> None:
     assert ratio(logs[:3], 0.03) == ratio(logs[:3])
 
 
-def test_the_component_is_found_again() -> None:
+def test_the_variation_is_estimated_again() -> None:
     world, draw = World("", card=0.01, process=0.003), np.random.default_rng(1)
-    actual = components(repeats(campaign(world, draw)))
+    actual = variation(repeats(campaign(world, draw)))
     assert actual[State.FREE].sd == pytest.approx(0.01, rel=0.5)
     assert actual[State.FREE].pairs == 8
 
 
 @pytest.mark.parametrize("card", [0.0, 0.005])
-def test_intervals_with_the_component_cover_a_second_card(card: float) -> None:
+def test_intervals_with_the_variation_cover_a_second_card(card: float) -> None:
     shares = agreement(World("", card=card), 3, np.random.default_rng(2))
     assert shares["inside_cards"] >= 0.84
     assert shares["covers_cards"] >= 0.93
@@ -154,8 +154,8 @@ def sides() -> dict[str, Side]:
 
 
 @pytest.fixture(scope="module")
-def published(sides: dict[str, Side]) -> list[Measured]:
-    return [measured(each.runs[0], each.analyses[0].cases) for each in sides.values()]
+def published(sides: dict[str, Side]) -> list[Verdicts]:
+    return [verdicts(each.runs[0], each.analyses[0].cases) for each in sides.values()]
 
 
 def test_a_second_card_is_judged_by_the_difference_and_never_over_a_change_of_sign(
@@ -169,7 +169,7 @@ def test_a_second_card_is_judged_by_the_difference_and_never_over_a_change_of_si
     assert (result.reproduced, result.agreed, result.reversed) == (False, 17, 1)
 
 
-def test_the_published_repeats_are_counted(published: list[Measured]) -> None:
+def test_the_published_repeats_are_counted(published: list[Verdicts]) -> None:
     lines = coverage_lines(repeats(published))
     assert all(len(each) == len(COVERAGE) for each in lines)
     pairs = {tuple(each[:2]): each[3:6] for each in lines}
@@ -177,7 +177,7 @@ def test_the_published_repeats_are_counted(published: list[Measured]) -> None:
     assert pairs["spense-decode", "spense-decode-again"] == ["20", "10 of 20", "12 of 20"]
 
 
-def test_coverage_is_of_a_component_from_elsewhere(published: list[Measured]) -> None:
+def test_coverage_is_of_a_variation_from_elsewhere(published: list[Verdicts]) -> None:
     table = coverage(repeats(published)).set_index("run_a")
     assert table.covers_cards["quick"] == 18
     assert table.covers_cards["spense-decode"] > table.covers["spense-decode"]
@@ -199,4 +199,4 @@ def test_an_unusable_file_is_one_clear_line(
 def test_states_and_halves() -> None:
     assert state_of(float("nan"), inherited=False) is State.FREE
     assert half_of([0.0] * 8, ["CPU"] * 8, State.FREE) == 0.0
-    assert Component(0.01, 1e9, 1, 1).half(4) == pytest.approx(1.96 * 0.005, rel=1e-3)
+    assert Variation(0.01, 1e9, 1, 1).half(4) == pytest.approx(1.96 * 0.005, rel=1e-3)

@@ -2,9 +2,9 @@
 
     d_p = card + regret + process                    of one case in process p of a run
 
-A campaign is PAIRS pairs of runs, each of CASES cases on two cards; half of what cards differ by is
-common to the cases of a run. Its repeats give the component between cards, and `coverage` tests
-each pair by the component of the others, as for the published runs (results/repeats.py).
+A campaign is PAIRS pairs of runs, each of CASES cases on two cards; half of the variation
+between cards is common to the cases of a run. `coverage` tests each pair of runs with the variation
+that the other pairs show, as for the published runs (results/repeats.py).
 
 `python tests/simulated/two_cards.py` prints the table of harness/NOTES.md, in three minutes.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsebench.harness.sim.gpu_model import Array, Spec, card_effects, regrets
 from sparsebench.results.between_cards import State
-from sparsebench.results.repeats import COUNTS, Measured, coverage, repeats
+from sparsebench.results.repeats import COUNTS, Verdicts, coverage, repeats
 
 PAIRS, CASES, PROCESSES = 8, 8, 8
 
@@ -48,7 +48,7 @@ WORLDS = (
 )
 
 
-def campaign(world: World, draw: np.random.Generator) -> list[Measured]:
+def campaign(world: World, draw: np.random.Generator) -> list[Verdicts]:
     """Return the runs of a campaign."""
     runs = []
     for pair in range(PAIRS):
@@ -59,7 +59,7 @@ def campaign(world: World, draw: np.random.Generator) -> list[Measured]:
             logs = _logs(world, limited, inherited, draw)
             name = f"{pair}{'ab'[second]}"
             cases = [_case(number, each, name, state) for number, each in enumerate(logs)]
-            runs.append(Measured(name, name, [str(pair)], cases))
+            runs.append(Verdicts(name, name, [str(pair)], cases))
     return runs
 
 
