@@ -212,16 +212,25 @@ class BoundKernel:
         return self.loaded.code
 
 
+def unsupported_device(
+    device: torch.device, capability: tuple[int, int], *, newer: bool = False
+) -> str | None:
+    """Return why a device is no GPU of this compute capability, or with `newer` of a newer one."""
+    needed = f"an NVIDIA GPU of compute capability {capability[0]}.{capability[1]}"
+    needed += " or newer" if newer else ""
+    if device.type != "cuda":
+        return f"needs {needed}, found {device.type}"
+    actual = torch.cuda.get_device_capability(device)
+    fits = actual >= capability if newer else actual == capability
+    return None if fits else f"needs {needed}, found {actual[0]}.{actual[1]}"
+
+
 def unsupported_on_hopper(
     problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
 ) -> str | None:
     """Return why a kernel with Hopper's instructions cannot run the problem here, or None."""
-    needed = "an NVIDIA GPU of compute capability 9.0"
-    if device.type != "cuda":
-        return f"needs {needed}, found {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found != HOPPER:
-        return f"needs {needed}, found {found[0]}.{found[1]}"
+    if reason := unsupported_device(device, HOPPER):
+        return reason
     if problem["dtype"] not in dtypes:
         return f"expected {' or '.join(dtypes)}, found {problem['dtype']}"
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
@@ -232,14 +241,8 @@ def unsupported_before_ampere(device: torch.device, wrong: str | None) -> str | 
 
     wrong  why the kernel cannot run the problem's dtype, or None; the device is checked first
     """
-    needed = "an NVIDIA GPU of compute capability 8.0 or newer"
-    if device.type != "cuda":
-        return f"needs {needed}, found {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found < AMPERE:
-        return f"needs {needed}, found {found[0]}.{found[1]}"
-    if wrong:
-        return wrong
+    if reason := unsupported_device(device, AMPERE, newer=True) or wrong:
+        return reason
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 

@@ -6,6 +6,7 @@ import torch
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.block_mask_converters import Lists, padded_lists
+from sparsebench.kernels._common.cuda import HOPPER, unsupported_device
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
@@ -47,6 +48,4 @@ def unsupported_on_hopper(module: str, package: str, device: torch.device) -> st
     """Return why a package for Hopper cannot run here, or None."""
     if not find_spec(module):
         return f"needs {module} (pip install {package}), found none"
-    major, minor = torch.cuda.get_device_capability(device)
-    hopper = (major, minor) == (9, 0)
-    return None if hopper else f"needs compute capability 9.0, found {major}.{minor}"
+    return unsupported_device(device, HOPPER)

@@ -90,7 +90,7 @@ def built_library(folder: Path, build: Callable[[], Any]) -> Any:
     of = f"{digest(folder)} {torch.__version__} {sys.implementation.cache_tag}"
     cached = build_root() / f"{folder.name}-{hashlib.sha256(of.encode()).hexdigest()[:16]}"
     for file in cached.glob("*.so"):
-        return _loaded(file.stem, file)
+        return imported_extension(file.stem, file)
     module = build()
     built = Path(module.__file__)
     cached.mkdir(parents=True, exist_ok=True)
@@ -123,15 +123,15 @@ def not_built(name: str, marker: str, loader: str, variable: str = "") -> str | 
     return f"needs the authors' {name}.so, which their {loader} builds; found none in {where}"
 
 
-def loaded_extension(name: str, marker: str, loader: str) -> Any:
-    """Import an extension that the authors' own loader has built. Raises Unsupported."""
-    file = prebuilt(name, marker)
+def built_by_authors(name: str, marker: str, loader: str, variable: str = "") -> Path:
+    """Return the library that the authors' own code has built. Raises Unsupported."""
+    file = prebuilt(name, marker, variable)
     if file is None:
-        raise Unsupported(str(not_built(name, marker, loader)))
-    return _loaded(name, file)
+        raise Unsupported(str(not_built(name, marker, loader, variable)))
+    return file
 
 
-def _loaded(name: str, file: Path) -> Any:
+def imported_extension(name: str, file: Path) -> Any:
     """Import an extension; its name is part of its machine code."""
     if name not in sys.modules:
         spec = spec_from_file_location(name, file)

@@ -32,6 +32,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.block_mask_converters import rule_of, to_flex
+from sparsebench.kernels._common.cuda import AMPERE, unsupported_device
 from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
@@ -63,9 +64,8 @@ class Way(NamedTuple):
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why FlexAttention cannot run the problem, or None."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"needs compute capability 8.0 or newer, found {major}.{minor}"
+    if reason := unsupported_device(device, AMPERE, newer=True):
+        return reason
     if not is_tile(problem["head_dim"]):
         return f"head_dim: expected a power of two from {SMALLEST}, found {problem['head_dim']}"
     return None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cuda import target_of
+from sparsebench.kernels._common.cuda import AMPERE, target_of, unsupported_device
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
@@ -131,8 +131,8 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the authors' kernel cannot run here, or None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, found {device}"
+    if reason := unsupported_device(device, AMPERE, newer=True):
+        return reason
     if problem["dtype"] != "fp16":
         return f"expected fp16, found {problem['dtype']}"
     n, k = problem["n"], problem["k"]

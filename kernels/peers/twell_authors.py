@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.cuda import HOPPER, unsupported_device
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
@@ -157,8 +158,8 @@ class Gate:
 
 def unsupported_type(problem: Problem, device: torch.device) -> str | None:
     """Return why no kernel of the authors runs here, or None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return f"needs an NVIDIA GPU of compute capability 9.0, found {device}"
+    if reason := unsupported_device(device, HOPPER):
+        return reason
     if (problem["dtype"], problem["activation"]) != ("bf16", "relu"):
         return f"expected bf16 and relu, found {problem['dtype']} and {problem['activation']}"
     return None

@@ -33,7 +33,8 @@ def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
     assert folder
     twell = _authors.imported(folder / MARKER)
     name = twell._ext_name_for_algorithms(twell._resolve_algorithms_with_deps(["twell_mlp"]))
-    ext = _authors.loaded_extension(name, MARKER, LOADER)
+    file = _authors.built_by_authors(name, MARKER, LOADER)
+    ext = _authors.imported_extension(name, file)
     gate = Gate(operands, "wu", twell, ext)
     down = operands.weights["wd"].to_dense().t().contiguous()
 

@@ -141,9 +141,7 @@ class Step:
 @cache
 def loaded() -> str:
     """Register the authors' operators, and return the digest of their library."""
-    file = _authors.prebuilt(LIBRARY, MARKER, VARIABLE)
-    if file is None:
-        raise Unsupported(str(_authors.not_built(LIBRARY, MARKER, LOADER, VARIABLE)))
+    file = _authors.built_by_authors(LIBRARY, MARKER, LOADER, VARIABLE)
     try:
         torch.ops.load_library(str(file))
     except OSError as error:

@@ -74,7 +74,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     file.write_text(TWELL)
     monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    monkeypatch.setattr(_authors, "_loaded", lambda name, file: (name, file.read_text()))
+    monkeypatch.setattr(_authors, "imported_extension", lambda name, file: (name, file.read_text()))
     before = set(sys.modules)
     yield file
     for name in set(sys.modules) - before:
