@@ -172,7 +172,7 @@ class _Wgmma:
         """Return O and the LSE, or dQ, dK and dV, on torch's current stream."""
         if is_capturing(operands[0]):
             keep(self)
-        bound: Bound = self.bound(operands)
+        bound: Bound[Any] = self.bound(operands)
         bound.program()
         return bound.outputs
 
@@ -201,7 +201,7 @@ class _Triton:
             lse = like(shape.batch * shape.heads, shape.q_tokens, torch.float32)
             operands += [torch.empty_like(q), lse, torch.empty_like(q)]
             lists = lists, owner.transposed(shape.kv_heads)
-        bound: Bound = kernel.launch(operands, owner.mask, shape, call.scale, config, lists)
+        bound: Bound[Any] = kernel.launch(operands, owner.mask, shape, call.scale, config, lists)
         self.code = None
         self.template = Template([bound.program], bound.inputs, bound.outputs)
 

@@ -186,10 +186,8 @@ def test_a_backward_contest_judges_three_gradients() -> None:
 @pytest.mark.parametrize("context", [24, 40])
 def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None:
     """A causal problem with more queries than keys has queries without a key."""
-    p, op = (
-        problem("attention_backward", causal=True, context=context),
-        load_op("attention_backward"),
-    )
+    op = load_op("attention_backward")
+    p = problem("attention_backward", causal=True, context=context)
     drawn = operands(p, op, CPU, None)
     launch = partial(_sdpa.backward, Operands(p, {}, drawn.activations, op.definition))
     attend: Any = lambda q, *_: (q, drawn.activations["lse"])  # noqa: E731
