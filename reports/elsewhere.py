@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from sparsebench.reports.terminal import by_size, findings, results
+from sparsebench.reports.findings import findings
+from sparsebench.reports.terminal import by_size, results
 from sparsebench.results import files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount

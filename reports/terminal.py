@@ -1,10 +1,7 @@
 """The answer of a run, for a terminal, as Markdown and as JSON.
 
     device, suite, badges    needed to read any number
-    findings                 for each op and pattern: the break-even in a sentence, then
-        bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the bound
-          1.12× faster than torch_bsr tuned=True     linear, m = 64, 90 %, 64 × 64 blocks
-          one card, limited by power or heat for 12 % of the time
+    findings                 break-evens and winners (findings.py)
     table                    the fastest kernel of each format in each problem
     not measured             every reason, with its kernels
     trust                    noise floor, reliability, marks, state of the machine
@@ -22,41 +19,34 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from sparsebench.reports.findings import findings, who
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.analysis import Analysis, break_even, winners
+from sparsebench.results.analysis import CONTEST, Analysis, break_even, winners
 from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
-from sparsebench.results.contests import empty_launch, in_chain, usual, with_gains
+from sparsebench.results.contests import empty_launch, with_gains
 from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
     are,
     between,
-    blocks_text,
-    conditions,
     duration,
     kernel,
     percent,
-    times,
 )
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.outcome import STYLES, Outcome
 from sparsebench.results.provenance import devices_named
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, ratio_over
+from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
 
 VERDICT = 8  # recommended processes for a verdict; FEWEST is the minimum
-LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
 LINES = 30  # lines of a table on a terminal; the report and Markdown show all
 MORE = "more lines are in the report and in --markdown"
 REASONS = 12  # shown at most
-MOST = 4  # winners above the table
-DEFAULT = "default"  # the kernel of a contender without one: what users of the format get
-LEAST = 0.01  # relative uncertainty that a lead shows
 PARTS = ["op", "pattern", "dtype"]  # fields that need no name beside their values
-CONTEST = ["problem_id", "scope", "cache"]
 EMPTY = ("", "-", "–")
 USUAL = {
     ("sparsity", "0 %"),
@@ -134,48 +124,6 @@ def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     """Sort cases by the fields of their problems, because a run takes them in random order."""
     names = ["op", *fields(cases), "source", "seed"]
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
-
-
-def findings(cases: pd.DataFrame) -> list[str]:
-    """Return break-evens and winners, the winner of each op and pattern near LEVEL, in lines."""
-    general = [line for _, lines in answers(cases) for line in lines if ": " not in line]
-    timed = with_gains(cases)
-    if timed.empty:
-        return general
-    first = usual(timed)
-    groups = first[first.side != "dense"].groupby(["op", "pattern"], sort=False)
-    best = [_nearest(group) for _, group in groups]
-    return [*general, *(line for case in best[:MOST] for line in _winner(case, timed))]
-
-
-def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
-    """Write a winner with its interval and share of the bound, and its lead over the next."""
-    isolated, best = best, in_chain(best, timed)
-    contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
-    dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
-    inside = " inside a chain" if best is not isolated else ""
-    words = [f"{who(best)} {duration(best['median_us'])}{inside}"]
-    if pd.notna(best["gain"]) and dense is not None:
-        low, high, half = (best[name] for name in ("low", "high", "half"))
-        ends = between(best["gain"], low, high, half)
-        words.append(ends.replace("×", f"× {dense['name']}", 1))
-    if inside:
-        gain = times(isolated["gain"], isolated["half"])
-        words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
-    if best["of_bound"] > 0:
-        words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
-    place, lead = _place(best), "no other sparse kernel has a time"
-    rest = rivals[rivals.label != best["label"]].sort_values("median_us")
-    users = rest[rest.kernel == DEFAULT]
-    if len(rest):
-        following = dict(rest.iloc[0])
-        ahead = ratio_over(best["blocks"], following["blocks"])  # only the value is shown
-        ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
-        lead = f"{times(ratio, LEAST * ratio)} faster than {who(following)}"
-    if len(users) and users.index[0] != rest.index[0]:
-        lead += f"; users get {who(dict(users.iloc[0]))}, {duration(users.iloc[0]['median_us'])}"
-    measured = conditions(best["on_cards"], best["limited"])
-    return [", ".join(words), f"  {lead}; {place}", *([f"  {measured}"] if measured else [])]
 
 
 def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
@@ -267,56 +215,12 @@ def _title(run: Run, cases: pd.DataFrame, analysis: Analysis) -> Text:
     return line
 
 
-def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
-    """Return the fastest case at the sparsity nearest to LEVEL."""
-    away = (group.level - LEVEL).abs().fillna(1).round(6)
-    near = group[away == away.min()].assign(haste=-group.median_us)
-    return dict(near.sort_values(["gain", "haste"], na_position="first").iloc[-1])
-
-
-def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
-    """Return the fastest dense case of a contest; None without one."""
-    dense = contest[(contest.side == "dense") & (contest.gain == 1)]
-    return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
-
-
 def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the cases faster by more than 1 / (1 - sparsity), whose baseline was slow."""
     sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
     dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS})
     sparse = sparse[~dense & (sparse.level > 0) & (sparse.level < 1)]
     return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
-
-
-def _condition(case: Mapping[Any, Any]) -> str:
-    """Describe the sparsity of a case: `90 %, 128 × 128 blocks` or `29 of 5632 units active`."""
-    block = str(case.get("block", ""))
-    parts = [percent(case["level"])] if case["level"] > 0 else []
-    parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
-    if pd.notna(case.get("active")):
-        units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
-        parts.append(f"{case['active']:g} of {units} units active")
-    if pd.notna(case.get("source")):
-        parts.append(str(case["source"]))
-    return ", ".join(parts)
-
-
-def _place(best: Mapping[Any, Any]) -> str:
-    return f"{best['op']}, m = {best['m']}, {_condition(best)}".rstrip(", ")
-
-
-def who(case: Mapping[Any, Any]) -> str:
-    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio.
-
-    A contender without a kernel stands for the choice of a layer, and its choice names that kernel.
-    """
-    if case["kernel"] == DEFAULT:
-        ran = json.loads(case.get("choice") or "{}").get("kernel")
-        return f"{ran} (by default)" if ran else DEFAULT
-    chosen, name = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
-    if not chosen or chosen.startswith(str(case["kernel"])):
-        return chosen or name
-    return f"{chosen} (by {case['kernel']})"
 
 
 def results(cases: pd.DataFrame) -> Table:

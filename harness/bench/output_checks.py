@@ -47,7 +47,7 @@ def check_all(contest: RunningContest, when: str) -> None:
         pattern, (first, *_) = contest.op.pattern, next(iter(answers.values()))
         size = contest.dense.nnz[pattern] if pattern else first.reference.numel()
         contest.output_bytes = size * first.dtype.itemsize
-    watched = {name for whole in answers for name in _watch(contest, answers[whole], whole)}
+    watched = {name for whole, right in answers.items() for name in _watch(contest, right, whole)}
     for number, entry in [(number, entry) for number, entry in running if entry.running]:
         with contest.at(entry, "check"):
             assert entry.launch is not None

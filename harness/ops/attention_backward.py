@@ -21,7 +21,7 @@ these anew.
 
 Contenders of format dense sum over all elements (or all past ones if the problem is causal) with
 the same O and lse, which is the work of a dense backward pass. An empty row (lse = -inf) has
-gradients of 0.
+gradients of 0; torch's fused backends, where exp(score - lse) would be inf, are unsupported.
 """
 
 from collections.abc import Mapping

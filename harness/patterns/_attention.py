@@ -18,7 +18,8 @@ from sparsebench.harness.inputs.grid import Grid, Score, Stack
 from sparsebench.harness.patterns._pattern import Rule, Weight
 
 Rank = Callable[[Tensor], Tensor]
-"""Maps the scores of a stack's blocks [masks, rows, columns] to their ranks, of that shape."""
+"""Maps the scores of a stack's blocks [masks, rows, columns] to their ranks, of that shape or
+[rows, columns] if all masks have the same, on any device."""
 
 LAST = 2**40
 """Above any rank."""
@@ -31,7 +32,8 @@ def ranked(weight: Weight, rank: Rank) -> Rule:
     def score(grid: Grid, count: int, base: Score) -> Tensor:
         scores = base(grid).view(stack.count, stack.rows, stack.columns)
         near, allowed = (distance(stack) == 0).to(scores.device), past(stack).to(scores.device)
-        ranks = rank(scores).masked_fill(near, 0).add(~near)
+        ranks = rank(scores).to(scores.device).expand(scores.shape)
+        ranks = ranks.masked_fill(near, 0).add(~near)
         return (LAST - ranks.long()).masked_fill_(~allowed, 0).flatten()
 
     (first, last), counts = diagonal(stack), visible(stack)
@@ -88,6 +90,7 @@ def distance(stack: Stack) -> Tensor:
 
 
 def in_rows(scores: Tensor, eligible: Tensor) -> Tensor:
-    """Return the place of each block among the visible ones of its row, by descending score."""
-    order = scores.long().masked_fill(~eligible, -1).argsort(dim=-1, descending=True, stable=True)
+    """Return the place of each block among the eligible ones of its row, by descending score."""
+    ineligible = ~eligible.to(scores.device)
+    order = scores.long().masked_fill(ineligible, -1).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)

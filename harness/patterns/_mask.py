@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsebench._discovery import load, modules, unknown
 from sparsebench.errors import SuiteError
+from sparsebench.formats._format import sides_of
 from sparsebench.harness.inputs.grid import Score, Stack, best
 from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
@@ -40,7 +41,7 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
     rows, columns = _pruned(rule, requested)
     part = rows * columns / rule.grid.cells
     of = rule.of or rule.group
-    nearest = part * (of - _kept(rule, requested)) / of
+    nearest = part * (of - _count(rule, requested)) / of
     if abs(requested - nearest) > TOLERANCE * (1 - requested):
         masks: Stack | None = fields.get("masks")
         r, c = masks.block if masks else (rule.grid.r, rule.grid.c)
@@ -57,7 +58,7 @@ def mask(
     level(fields, shape)
     rule = _rule(fields, shape)
     grid = rule.grid
-    count = _kept(rule, fields["sparsity"])
+    count = _count(rule, fields["sparsity"])
     scores = rule.score(grid, count, score) if rule.score else score(grid)
     chosen = best(scores.to(device), rule.group, count)
     cells = chosen.view(grid.rows, 1, grid.columns, 1).expand(-1, grid.r, -1, grid.c)
@@ -75,7 +76,7 @@ def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
         block = 1
         if masks.causal and not (pattern.causal or fields["sparsity"] == 0):
             raise SuiteError(f"pattern {fields['pattern']}: expected a pattern that can be causal")
-    r, c = (block, block) if isinstance(block, int) else block
+    r, c = sides_of(block)
     rule = pattern.rule(Weight(n, k, r, c, sizes, masks))
     if not isinstance(rule, Rule):
         raise SuiteError(f"{fields['pattern']}: expected a Rule of a weight, found {rule!r}")
@@ -92,7 +93,7 @@ def _pattern(name: str) -> Pattern:
     return pattern
 
 
-def _kept(rule: Rule, sparsity: float) -> int:
+def _count(rule: Rule, sparsity: float) -> int:
     """Return how many cells of a group are kept, at least one."""
     requested = (rule.of or rule.group) * (1 - sparsity)
     if rule.kept is None:

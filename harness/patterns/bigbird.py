@@ -20,7 +20,7 @@ def rule(weight: Weight) -> Rule:
     def rank(scores: Tensor) -> Tensor:
         first = distance(weight.stack) <= 1
         first[0] = first[:, 0] = True
-        ranks = in_rows(scores, (past(weight.stack) & ~first).to(scores.device)) + 1
+        ranks = in_rows(scores, past(weight.stack) & ~first) + 1
         return ranks.masked_fill_(first.to(scores.device), 0)
 
     return ranked(weight, rank)

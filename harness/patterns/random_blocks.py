@@ -6,19 +6,13 @@
 .  ## ## ##
 """
 
-from torch import Tensor
-
 from sparsebench.harness.patterns._attention import ranked
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
 def rule(weight: Weight) -> Rule:
     """Rank blocks by their score."""
-
-    def rank(scores: Tensor) -> Tensor:
-        return scores.max().long() - scores
-
-    return ranked(weight, rank)
+    return ranked(weight, lambda scores: scores.max().long() - scores)
 
 
 PATTERN = Pattern(rule, causal=True)

@@ -6,19 +6,13 @@
 .  .  ## ##
 """
 
-from torch import Tensor
-
 from sparsebench.harness.patterns._attention import distance, ranked
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
 def rule(weight: Weight) -> Rule:
     """Rank blocks by their distance."""
-
-    def rank(scores: Tensor) -> Tensor:
-        return distance(weight.stack).to(scores.device).expand(scores.shape)
-
-    return ranked(weight, rank)
+    return ranked(weight, lambda scores: distance(weight.stack))
 
 
 PATTERN = Pattern(rule, causal=True)

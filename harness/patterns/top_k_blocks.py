@@ -6,19 +6,13 @@
 .  .  ## ##
 """
 
-from torch import Tensor
-
 from sparsebench.harness.patterns._attention import in_rows, past, ranked
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
 def rule(weight: Weight) -> Rule:
     """Rank blocks by their place in the row."""
-
-    def rank(scores: Tensor) -> Tensor:
-        return in_rows(scores, past(weight.stack).to(scores.device)) + 1
-
-    return ranked(weight, rank)
+    return ranked(weight, lambda scores: in_rows(scores, past(weight.stack)) + 1)
 
 
 PATTERN = Pattern(rule, causal=True)

@@ -21,9 +21,8 @@ def rule(weight: Weight) -> Rule:
     """Rank blocks by their distance along the side on which they are furthest apart."""
 
     def rank(scores: Tensor) -> Tensor:
-        q, k = (places(weight.stack, side).to(scores.device) for side in (0, 1))
-        away = (q[:, None] - k).abs().amax(-1)
-        return away.expand(scores.shape)
+        q, k = (places(weight.stack, side) for side in (0, 1))
+        return (q[:, None] - k).abs().amax(-1)
 
     return ranked(weight, rank)
 

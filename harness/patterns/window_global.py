@@ -18,7 +18,7 @@ def rule(weight: Weight) -> Rule:
     def rank(scores: Tensor) -> Tensor:
         ranks = distance(weight.stack) + 1
         ranks[0] = ranks[:, 0] = 0
-        return ranks.to(scores.device).expand(scores.shape)
+        return ranks
 
     return ranked(weight, rank)
 

@@ -91,7 +91,7 @@ class Derivative(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A placeholder for a Front until two successive calls have had the same weight."""
+    """The weight as the last call left it; a Front follows if the next call finds the same one."""
 
     stamps: tuple[Any, ...]
     stale: bool = True

@@ -170,9 +170,9 @@ def fastest_launch(
                 fields beside those of the fastest configuration
     threads     passed to `search`, which raises Unsupported
     """
-    found = search(candidates, device, threads)
-    best, choices = candidates[found.best], [asdict(config) for config in configs]
-    return Launch(best, choices[found.best] | dict(by), best.code, found.lines(choices))
+    result = search(candidates, device, threads)
+    best, choices = candidates[result.best], [asdict(config) for config in configs]
+    return Launch(best, choices[result.best] | dict(by), best.code, result.lines(choices))
 
 
 def fastest_call(

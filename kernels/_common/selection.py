@@ -91,6 +91,11 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
+class NoConfig:
+    """The configuration of a candidate that has none, such as a dense product in torch."""
+
+
+@dataclass(frozen=True)
 class Selected:
     """A planned product, why it was chosen (`by`), its problem, and what was timed for it."""
 

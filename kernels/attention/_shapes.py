@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -11,20 +11,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import triton as launching
-from sparsebench.kernels._common.triton import (
-    SM_BYTES,
-    SMALLEST_TILE,
-    BoundKernel,
-    Path,
-    Precision,
-    whole_tile,
-)
+from sparsebench.kernels._common.triton import SM_BYTES, SMALLEST_TILE, Path, whole_tile
 from sparsebench.kernels._common.tuned_table import Sizes
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.attention._lists import Lists
+from sparsebench.kernels.attention._lists import Lists, shared_heads
 from sparsebench.results.record import Problem
 
 LOG2_E = 1.4426950408889634  # the kernels' exponentials are to the base 2
+BACKWARD_INPUTS = "o", "lse", "do"  # beside q, k and v
 FP32 = [(32, 32, 8, 2), (16, 32, 4, 2)]  # larger tiles take Triton 10 s to compile, and spill
 SMALLEST = (16, 16, 4, 1)
 MOST_DEPTH = 256  # head dimension: K and V of more do not fit the shared memory of one SM
@@ -53,21 +47,39 @@ class Shape:
         return DTYPES[self.dtype].itemsize
 
     @property
-    def precision(self) -> Precision:
-        """Return how fp32 is multiplied: exactly, without tensor cores."""
-        return "ieee"
-
-    @property
     def tile_side(self) -> int:
         """Return the smallest power of two that holds the queries of a block."""
         return int(triton.next_power_of_2(min(self.block[0], self.q_tokens)))
 
 
-def shape_of(q: Tensor, k: Tensor, mask: BlockMask, heads: int, dtype: str) -> Shape:
-    """Return the sizes of q [batch * S_q, H * D] and k [batch * S_kv, H_kv * D]."""
-    head_dim = q.shape[1] // heads
-    kv_heads = k.shape[1] // head_dim
-    return Shape(mask.batch, *mask.tokens, heads, kv_heads, head_dim, mask.block, dtype)
+class Task(NamedTuple):
+    """What `prepare` reads from the operands of a problem.
+
+    tensors  q, k, v; backward: also o, lse and do
+    shared   query heads in turn that have one list and one key head
+    """
+
+    tensors: tuple[Tensor, ...]
+    mask: BlockMask
+    shape: Shape
+    shared: int
+    scale: float
+
+
+def task_of(operands: Operands) -> Task:
+    """Return the sizes of q [batch * S_q, H * D] and k [batch * S_kv, H_kv * D], and the rest.
+
+    By default the factor of the scores is head_dim ** -0.5.
+    """
+    problem, mask = operands.problem, operands.weights["mask"]
+    assert isinstance(mask, BlockMask)
+    more = BACKWARD_INPUTS if problem.op == "attention_backward" else ()
+    tensors = tuple(operands.activations[name] for name in ("q", "k", "v", *more))
+    heads, head_dim, scale = problem["heads"], problem["head_dim"], problem["scale"]
+    sizes = heads, tensors[1].shape[1] // head_dim, head_dim
+    shape = Shape(mask.batch, *mask.tokens, *sizes, mask.block, problem["dtype"])
+    shared = shared_heads(mask, heads, shape.kv_heads)
+    return Task(tensors, mask, shape, shared, head_dim**-0.5 if scale is None else float(scale))
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -86,13 +98,16 @@ def unsupported_by_tma(*matrices: Tensor, head_dim: int) -> str | None:
     return reason or launching.unsupported_alignment(*matrices)
 
 
-class Bound(NamedTuple):
+Program = TypeVar("Program")
+
+
+class Bound(NamedTuple, Generic[Program]):
     """A bound kernel, and the tensors that it reads and writes, without those of the mask.
 
     inputs  forward: q, k, v by head; backward: q, k, v, o and do by head, with lse before do
     """
 
-    program: BoundKernel
+    program: Program
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
@@ -126,20 +141,7 @@ def table_sizes(shape: Shape, mask: BlockMask) -> Sizes:
     )
 
 
-def mask_of(operands: Operands) -> BlockMask:
-    """Return the mask of a problem."""
-    mask = operands.weights["mask"]
-    assert isinstance(mask, BlockMask)
-    return mask
-
-
-def scale_of(problem: Problem) -> float:
-    """Return the factor of the scores; by default head_dim ** -0.5."""
-    scale = problem["scale"]
-    return float(problem["head_dim"]) ** -0.5 if scale is None else float(scale)
-
-
-def packed(rows: int, shape: Shape, shared: int) -> tuple[int, int]:
+def packing(rows: int, shape: Shape, shared: int) -> tuple[int, int]:
     """Return queries and heads of a tile of `rows`, which tl.dot needs 16 of."""
     side = min(rows, shape.tile_side)
     pack = min(shared, rows // side)
@@ -153,16 +155,17 @@ def query_tiles(shape: Shape, tokens: int, pack: int) -> int:
     return shape.batch * (shape.heads // pack) * blocks * tiles
 
 
-def arrays(lists: Lists, mask: BlockMask) -> tuple[Tensor, ...]:
-    """Return the arrays of a list in the order that kernels take them."""
+def arguments_of(lists: Lists, mask: BlockMask, shape: Shape) -> tuple[Any, ...]:
+    """Return the arrays of a list and the sizes, in the order that kernels take them."""
     bits = lists.columns if mask.bits is None else mask.bits
-    return lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, bits
+    arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, bits
+    return *arrays, *mask.tokens, shape.heads, shape.kv_heads, mask.lists
 
 
 Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
 
 
-def fitting(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> list[Tile]:
+def tiles_that_fit(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> list[Tile]:
     """Return the tiles for rows of `side` tokens whose operands fit one SM; one at least.
 
     large, flat  tiles for 64 rows and more, and for fewer; those of FP32 take their place
@@ -176,8 +179,10 @@ def fitting(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> lis
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]
 
 
-def constants_of(shape: Shape, mask: BlockMask) -> dict[str, Any]:
-    """Return the constants that all kernels have."""
+def constants_of(
+    shape: Shape, mask: BlockMask, *, masked: bool, path: Path, stages: int, warps: int
+) -> dict[str, Any]:
+    """Return the constants that all kernels have; fp32 is multiplied without tensor cores."""
     return {
         "D": shape.head_dim,
         "DEPTH": shape.depth,
@@ -185,4 +190,9 @@ def constants_of(shape: Shape, mask: BlockMask) -> dict[str, Any]:
         "KV_SIDE": shape.block[1],
         "CAUSAL": mask.causal,
         "BITS": mask.bits is not None,
+        "MASKED": masked,
+        "STAGES": stages,
+        "TMA": path == "tma",
+        "PRECISION": "ieee",
+        "num_warps": warps,
     }

@@ -14,7 +14,6 @@ than LONG times the mean of blocks come before all sections; else they might pro
 """
 
 import ctypes
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +26,6 @@ from sparsebench.kernels.attention._shapes import Shape
 SECTION_BYTES = 24 << 20  # the L2 cache of an H100 has 50 MB
 LONG = 2
 INNER = 64  # elements of a row of a box: 128 bytes, the widest swizzle
-
-
-class Bound(NamedTuple):
-    """A bound kernel, and the tensors that it reads and writes, as _shapes.Bound has them."""
-
-    program: Any
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
 
 
 def span_of(block: int) -> int:

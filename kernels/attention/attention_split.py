@@ -16,6 +16,7 @@ kernel reads no offset.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -24,32 +25,21 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.triton import (
-    COMPILE_THREADS,
-    BoundKernel,
-    Path,
-    Precision,
-    choose_path,
-)
-from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
+from sparsebench.kernels._common.triton import BoundKernel, Path
+from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import Lists, lists_of, shared_heads
+from sparsebench.kernels.attention._lists import Lists, lists_of
+from sparsebench.kernels.attention._search import fastest_forward
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
     Bound,
     Shape,
-    arrays,
+    arguments_of,
     by_head,
     constants_of,
     head_box,
-    mask_of,
-    packed,
+    packing,
     query_tiles,
-    scale_of,
-    shape_of,
-    table_sizes,
-    unsupported_by_tma,
 )
 from sparsebench.kernels.attention._shapes import unsupported as unsupported_by_triton
 from sparsebench.kernels.attention._tiles import (
@@ -89,7 +79,6 @@ class Config:
     stages: int
     warps: int
     path: Path
-    precision: Precision = "ieee"
 
 
 def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list[Config]:
@@ -98,7 +87,7 @@ def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list
     shared    heads that may be packed
     programs  multiprocessors of the device
     """
-    tokens, pack = packed(FEW_ROWS, shape, shared)
+    tokens, pack = packing(FEW_ROWS, shape, shared)
     tiles = query_tiles(shape, tokens, pack)
     steps = [(32, 4, 2)] if shape.itemsize == 4 else [(64, 4, 3), (128, 4, 2), (32, 4, 4)]
     configs = [
@@ -106,7 +95,6 @@ def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list
             *(tokens, pack, shared, keys, max(1, min(64, -(-parts * programs // tiles)))),
             *(stages, warps),
             path=path if shape.block[1] % keys == 0 else "pointers",
-            precision=shape.precision,
         )
         for (keys, warps, stages), parts in product(steps, PARTS)
         if keys * shape.depth * shape.itemsize <= 32 * 1024
@@ -128,7 +116,7 @@ def launch(
     scale: float,
     config: Config,
     lists: Lists | None = None,
-) -> Bound:
+) -> Bound[BoundKernel]:
     """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
     operands  q like O, and k, v [batch * S_kv, H_kv * D]
@@ -146,29 +134,19 @@ def launch(
     args = (
         head_box(q, shape, (config.tokens, config.pack), config.path),
         *(head_box(matrix, shape, (config.keys, 1), config.path) for matrix in (k, v)),
-        *(o, lse, parts, sums, tops, counters, *arrays(lists, mask)),
-        *(
-            shape.q_tokens,
-            shape.kv_tokens,
-            shape.heads,
-            shape.kv_heads,
-            mask.lists,
-            lists.blocks_per_row,
-        ),
-        scale * LOG2_E,
+        *(o, lse, parts, sums, tops, counters, *arguments_of(lists, mask, shape)),
+        *(lists.blocks_per_row, scale * LOG2_E),
     )
-    constants = constants_of(shape, mask) | {
-        "TOKENS": config.tokens,
-        "PACK": config.pack,
-        "KEYS": config.keys,
-        "SPLITS": config.splits,
-        "UNIFORM": lists.blocks_per_row >= 0,
-        "STAGES": config.stages,
-        "MASKED": lists.masked or shape.block[1] % config.keys != 0,
-        "TMA": config.path == "tma",
-        "PRECISION": config.precision,
-        "num_warps": config.warps,
-    }
+    constants = constants_of(
+        shape,
+        mask,
+        masked=lists.masked or shape.block[1] % config.keys != 0,
+        path=config.path,
+        stages=config.stages,
+        warps=config.warps,
+    )
+    constants |= {"TOKENS": config.tokens, "PACK": config.pack, "KEYS": config.keys}
+    constants |= {"SPLITS": config.splits, "UNIFORM": lists.blocks_per_row >= 0}
     program = BoundKernel(_split, (tiles * config.splits,), args, constants, o)
     return Bound(program, inputs, (o, lse))
 
@@ -178,19 +156,8 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
 
     `path` forces one path. Raises Unsupported.
     """
-    problem, mask = operands.problem, mask_of(operands)
-    q, k, v = (operands.activations[name] for name in "qkv")
-    shape = shape_of(q, k, mask, problem["heads"], problem["dtype"])
-    shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    best = choose_path(path, unsupported_by_tma(q, k, v, head_dim=shape.head_dim), q.device)
-    searched = configurations(shape, shared, best, multiprocessors(q.device))
-    sizes, fixed = table_sizes(shape, mask), {"shared": shared}
-    configs, by = choose("attention_split", Config, operands, sizes, tuned, searched, **fixed)
-    lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [
-        launch((q, k, v), mask, shape, scale, config, lists).program for config in configs
-    ]
-    return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
+    offered = partial(configurations, programs=multiprocessors(operands.device))
+    return fastest_forward("attention_split", Config, offered, launch, operands, path, tuned)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported, tunes=True)

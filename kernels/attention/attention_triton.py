@@ -30,34 +30,23 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.triton import (
-    COMPILE_THREADS,
-    BoundKernel,
-    Path,
-    Precision,
-    choose_path,
-)
-from sparsebench.kernels._common.tuned_table import Tuned, choose
+from sparsebench.kernels._common.triton import BoundKernel, Path
+from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import Lists, lists_of, shared_heads
+from sparsebench.kernels.attention._lists import Lists, lists_of
+from sparsebench.kernels.attention._search import fastest_forward
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
     Bound,
     Shape,
-    arrays,
+    arguments_of,
     by_head,
     constants_of,
-    fitting,
     head_box,
-    mask_of,
-    packed,
+    packing,
     query_tiles,
-    scale_of,
-    shape_of,
-    table_sizes,
+    tiles_that_fit,
     unsupported,
-    unsupported_by_tma,
 )
 from sparsebench.kernels.attention._tiles import (
     column_of,
@@ -101,7 +90,6 @@ class Config:
     stages: int
     warps: int
     path: Path
-    precision: Precision = "ieee"
 
 
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
@@ -111,15 +99,16 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     """
     configs = [
         Config(
-            *packed(rows, shape, shared),
+            *packing(rows, shape, shared),
             shared=shared,
             keys=keys,
             stages=stages,
             warps=warps,
             path=path if shape.block[1] % keys == 0 else "pointers",
-            precision=shape.precision,
         )
-        for rows, keys, warps, stages in fitting(shape, shape.tile_side * shared, TILES, FLAT)
+        for rows, keys, warps, stages in tiles_that_fit(
+            shape, shape.tile_side * shared, TILES, FLAT
+        )
     ]
     return list(dict.fromkeys(configs))[:8]
 
@@ -131,7 +120,7 @@ def launch(
     scale: float,
     config: Config,
     lists: Lists | None = None,
-) -> Bound:
+) -> Bound[BoundKernel]:
     """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
     operands  q like O, and k, v [batch * S_kv, H_kv * D]
@@ -145,21 +134,18 @@ def launch(
     args = (
         head_box(q, shape, tile, config.path),
         *(head_box(matrix, shape, keys, config.path) for matrix in (k, v)),
-        *(o, lse, *arrays(lists, mask)),
-        *(shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, mask.lists),
-        scale * LOG2_E,
+        *(o, lse, *arguments_of(lists, mask, shape), scale * LOG2_E),
     )
     grid = (query_tiles(shape, config.tokens, config.pack),)
-    constants = constants_of(shape, mask) | {
-        "TOKENS": config.tokens,
-        "PACK": config.pack,
-        "KEYS": config.keys,
-        "STAGES": config.stages,
-        "MASKED": lists.masked or shape.block[1] % config.keys != 0,
-        "TMA": config.path == "tma",
-        "PRECISION": config.precision,
-        "num_warps": config.warps,
-    }
+    constants = constants_of(
+        shape,
+        mask,
+        masked=lists.masked or shape.block[1] % config.keys != 0,
+        path=config.path,
+        stages=config.stages,
+        warps=config.warps,
+    )
+    constants |= {"TOKENS": config.tokens, "PACK": config.pack, "KEYS": config.keys}
     program = BoundKernel(_forward, grid, args, constants, o)
     return Bound(program, inputs, (o, lse))
 
@@ -169,19 +155,8 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
 
     `path` forces one path. Raises Unsupported.
     """
-    problem, mask = operands.problem, mask_of(operands)
-    q, k, v = (operands.activations[name] for name in "qkv")
-    shape = shape_of(q, k, mask, problem["heads"], problem["dtype"])
-    shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    best = choose_path(path, unsupported_by_tma(q, k, v, head_dim=shape.head_dim), q.device)
-    searched = configurations(shape, shared, best)
-    sizes, fixed = table_sizes(shape, mask), {"shared": shared}
-    configs, by = choose("attention_triton", Config, operands, sizes, tuned, searched, **fixed)
-    lists, scale = lists_of(mask), scale_of(problem)
-    candidates = [
-        launch((q, k, v), mask, shape, scale, config, lists).program for config in configs
-    ]
-    return fastest_launch(configs, candidates, by, q.device, COMPILE_THREADS)
+    kernel = Config, configurations, launch
+    return fastest_forward("attention_triton", *kernel, operands, path, tuned)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported, tunes=True)

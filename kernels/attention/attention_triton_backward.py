@@ -15,6 +15,7 @@ Missing queries have an LSE of infinity, which makes their P zero.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,36 +25,23 @@ from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.search import search
-from sparsebench.kernels._common.triton import (
-    COMPILE_THREADS,
-    BoundKernel,
-    Path,
-    Precision,
-    choose_path,
-)
+from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, Path, choose_path
 from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import (
-    Lists,
-    lists_of,
-    shared_heads,
-    transposed_lists_of,
-)
+from sparsebench.kernels.attention._lists import Lists, lists_of, transposed_lists_of
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
     Bound,
     Shape,
-    arrays,
+    arguments_of,
     by_head,
     constants_of,
-    fitting,
     head_box,
-    mask_of,
-    packed,
+    packing,
     query_tiles,
-    scale_of,
-    shape_of,
     table_sizes,
+    task_of,
+    tiles_that_fit,
     unsupported,
     unsupported_by_tma,
 )
@@ -97,7 +85,6 @@ class Config:
     kv_stages: int
     kv_warps: int
     kv_path: Path
-    precision: Precision = "ieee"
 
 
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
@@ -106,23 +93,18 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     shared  heads that may be packed in dQ
     """
     b_q, b_k = shape.block
-    dq: list[dict[str, Any]] = [
-        {
-            **dict(zip(("q_tokens", "q_pack"), packed(rows, shape, shared), strict=True)),
-            **{"q_shared": shared, "q_keys": keys, "q_stages": stages, "q_warps": warps},
-            "q_path": path if b_k % keys == 0 else "pointers",
-        }
-        for rows, keys, warps, stages in fitting(shape, shape.tile_side * shared, DQ, FLAT)
+    dq: list[tuple[Any, ...]] = [
+        (
+            *(*packing(rows, shape, shared), shared, keys, stages, warps),
+            path if b_k % keys == 0 else "pointers",
+        )
+        for rows, keys, warps, stages in tiles_that_fit(shape, shape.tile_side * shared, DQ, FLAT)
     ]
-    dkv: list[dict[str, Any]] = [
-        {
-            **{"kv_keys": keys, "kv_tokens": tokens, "kv_stages": stages, "kv_warps": warps},
-            "kv_path": path if b_q % tokens == 0 else "pointers",
-        }
-        for keys, tokens, warps, stages in fitting(shape, b_k, DKV, FLAT)
+    dkv: list[tuple[Any, ...]] = [
+        (keys, tokens, stages, warps, path if b_q % tokens == 0 else "pointers")
+        for keys, tokens, warps, stages in tiles_that_fit(shape, b_k, DKV, FLAT)
     ]
-    pairs = [(dq[min(i, len(dq) - 1)], dkv[min(i, len(dkv) - 1)]) for i in range(8)]
-    configs = [Config(**one, **other, precision=shape.precision) for one, other in pairs]
+    configs = [Config(*dq[min(i, len(dq) - 1)], *dkv[min(i, len(dkv) - 1)]) for i in range(8)]
     return list(dict.fromkeys(configs))
 
 
@@ -134,7 +116,7 @@ def launch(
     config: Config,
     lists: tuple[Lists, Lists] | None = None,
     out: Tensor | None = None,
-) -> Bound:
+) -> Bound[BoundKernel]:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
     operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
@@ -147,7 +129,6 @@ def launch(
     out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim) if out is None else out
     dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
     delta = torch.empty_like(lse)
-    numbers = (shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, mask.lists)
     tile, keys = (config.q_tokens, config.q_pack), (config.q_keys, 1)
     first = BoundKernel(
         _dq,
@@ -155,55 +136,42 @@ def launch(
         (
             *(head_box(x, shape, tile, config.q_path) for x in (q, o, do)),
             *(head_box(x, shape, keys, config.q_path) for x in (k, v)),
-            *(dq, lse, delta, *arrays(rows, mask), *numbers, scale),
+            *(dq, lse, delta, *arguments_of(rows, mask, shape), scale),
         ),
-        _dq_constants(config, shape, mask, rows),
+        constants_of(
+            shape,
+            mask,
+            masked=rows.masked or shape.block[1] % config.q_keys != 0,
+            path=config.q_path,
+            stages=config.q_stages,
+            warps=config.q_warps,
+        )
+        | {"TOKENS": config.q_tokens, "PACK": config.q_pack, "KEYS": config.q_keys},
         out,
     )
     tile, tokens = (config.kv_keys, 1), (config.kv_tokens, 1)
+    tiles = triton.cdiv(min(shape.block[1], shape.kv_tokens), config.kv_keys)  # of a block
     second = BoundKernel(
         _dkv,
-        (
-            shape.batch
-            * shape.kv_heads
-            * transposed.order.shape[1]
-            * triton.cdiv(min(shape.block[1], shape.kv_tokens), config.kv_keys),
-        ),
+        (transposed.order.numel() * tiles,),
         (
             *(head_box(x, shape, tokens, config.kv_path) for x in (q, do)),
             *(head_box(x, shape, tile, config.kv_path) for x in (k, v)),
-            *(dk, dv, lse, delta, *arrays(transposed, mask), *numbers, scale),
+            *(dk, dv, lse, delta, *arguments_of(transposed, mask, shape), scale),
         ),
-        _dkv_constants(config, shape, mask, transposed),
+        constants_of(
+            shape,
+            mask,
+            masked=transposed.masked or shape.block[0] % config.kv_tokens != 0,
+            path=config.kv_path,
+            stages=config.kv_stages,
+            warps=config.kv_warps,
+        )
+        | {"KEYS": config.kv_keys, "TOKENS": config.kv_tokens},
         out,
         before=first,
     )
     return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
-
-
-def _dq_constants(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
-    return constants_of(shape, mask) | {
-        "PRECISION": config.precision,
-        "TOKENS": config.q_tokens,
-        "PACK": config.q_pack,
-        "KEYS": config.q_keys,
-        "STAGES": config.q_stages,
-        "MASKED": lists.masked or shape.block[1] % config.q_keys != 0,
-        "TMA": config.q_path == "tma",
-        "num_warps": config.q_warps,
-    }
-
-
-def _dkv_constants(config: Config, shape: Shape, mask: BlockMask, lists: Lists) -> dict[str, Any]:
-    return constants_of(shape, mask) | {
-        "PRECISION": config.precision,
-        "KEYS": config.kv_keys,
-        "TOKENS": config.kv_tokens,
-        "STAGES": config.kv_stages,
-        "MASKED": lists.masked or shape.block[0] % config.kv_tokens != 0,
-        "TMA": config.kv_path == "tma",
-        "num_warps": config.kv_warps,
-    }
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
@@ -211,34 +179,26 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
 
     `path` forces one path. Raises Unsupported.
     """
-    problem, mask = operands.problem, mask_of(operands)
-    tensors = [operands.activations[name] for name in ("q", "k", "v", "o", "lse", "do")]
-    q, k = tensors[:2]
-    shape = shape_of(q, k, mask, problem["heads"], problem["dtype"])
-    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    tensors, mask, shape, shared, scale = task_of(operands)
     reason = unsupported_by_tma(*tensors[:4], tensors[5], head_dim=shape.head_dim)
-    searched = configurations(shape, shared, choose_path(path, reason, q.device))
-    sizes, fixed = table_sizes(shape, mask), {"q_shared": shared}
-    name = "attention_triton_backward"
-    configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
-    lists, scale = (lists_of(mask), transposed_lists_of(mask, shape.kv_heads)), scale_of(problem)
-
-    def candidate(config: Config) -> BoundKernel:
-        return launch(tensors, mask, shape, scale, config, lists).program
-
+    searched = configurations(shape, shared, choose_path(path, reason, operands.device))
+    name, sizes = "attention_triton_backward", table_sizes(shape, mask)
+    configs, by = choose(name, Config, operands, sizes, tuned, searched, q_shared=shared)
+    lists = lists_of(mask), transposed_lists_of(mask, shape.kv_heads)
+    bind = partial(launch, tensors, mask, shape, scale, lists=lists)
     best, lines = configs[0], []
     for half in ("kv_", "q_"):
         names = [f.name for f in fields(Config) if f.name.startswith(half)]
         choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
         variants = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
-        launches = [candidate(config) for config in variants]
+        launches = [bind(config).program for config in variants]
         parts: list[Any] = [
             bound.before if half == "q_" else replace(bound, before=None) for bound in launches
         ]
-        result = search(parts, q.device, COMPILE_THREADS)
+        result = search(parts, operands.device, COMPILE_THREADS)
         best = variants[result.best]
         lines += result.lines([asdict(config) for config in variants], of=half.removesuffix("_"))
-    program = candidate(best)
+    program = bind(best).program
     return Launch(program, asdict(best) | dict(by), program.code, lines)
 
 

@@ -23,18 +23,10 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, choose
+from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import shared_heads
-from sparsebench.kernels.attention._shapes import (
-    LOG2_E,
-    Shape,
-    mask_of,
-    scale_of,
-    shape_of,
-    table_sizes,
-)
-from sparsebench.kernels.attention._wgmma_tiles import Bound, query_tiles, span_of, tensor_map
+from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, table_sizes, task_of
+from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of, tensor_map
 from sparsebench.results.record import Problem
 
 HEAD_DIMS = 64, 128
@@ -109,6 +101,28 @@ def constants_of(
     )
 
 
+def load_persistent(
+    name: str,
+    function: str,
+    constants: cuda.Constants,
+    size: int,
+    tiles: Tensor,
+    groups: int,
+    rows: int,
+) -> cuda.Loaded:
+    """Load a kernel whose CTAs stay for the whole launch. Raises Unsupported.
+
+    name, function  of the kernel
+    size            shared memory of a CTA, in bytes
+    groups, rows    tiles that a CTA works on at the same time, and rows of one: 64 for a warpgroup
+    """
+    device = tiles.device
+    kernel, code = cuda.load(name, function, constants, size, device)
+    grid = min(multiprocessors(device), -(-len(tiles) // groups))
+    threads = WARPGROUP * (groups * rows // 64 + 1)  # and a warpgroup of producers
+    return cuda.Loaded(kernel, code, device.index, grid, threads, size)
+
+
 @dataclass(frozen=True)
 class Walk:
     """A kernel that walks tiles of queries over their lists (walk.cuh), without its outputs.
@@ -153,8 +167,8 @@ def walk(
     name, function  of the kernel
     queries, keys   matrices like q; k and v. Raises Unsupported
     """
-    device, span = keys[0].device, min(span_of(shape.block[0]), config.rows)
     tiles, counters = work
+    span = min(span_of(shape.block[0]), config.rows)
     box = min(shape.block[1], config.keys)
     maps = b"".join(tensor_map(x, shape.batch, box) for x in keys)
     maps += b"".join(tensor_map(x, shape.batch, min(span, 64)) for x in queries)
@@ -166,23 +180,19 @@ def walk(
     sizes = pack("iiiif", *counts, scale * LOG2_E)
     constants = constants_of(config, shape, mask, len(queries))
     size = shared_bytes(config, shape.head_dim, len(queries))
-    kernel, code = cuda.load(name, function, constants, size, device)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    grid = min(processors, -(-len(tiles) // config.tiles))
-    threads = WARPGROUP * (config.tiles * config.rows // 64 + 1)
-    loaded = cuda.Loaded(kernel, code, device.index, grid, threads, size)
+    loaded = load_persistent(name, function, constants, size, tiles, config.tiles, config.rows)
     tensors = *queries, *keys, tiles, mask.columns, *bits, counters
     return Walk(loaded, maps, lists, sizes, tensors)
 
 
 def launch(
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
     mask: BlockMask,
     shape: Shape,
     scale: float,
     config: Config,
     work: Work | None = None,
-) -> Bound:
+) -> Bound[cuda.BoundKernel]:
     """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
 
     operands  q like O, and k, v [batch * S_kv, H_kv * D]
@@ -202,16 +212,12 @@ def launch(
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Sort the tiles; take a table's configuration, or compile and time up to three."""
-    problem, mask = operands.problem, mask_of(operands)
-    q, k, v = (operands.activations[name] for name in "qkv")
-    shape = shape_of(q, k, mask, problem["heads"], problem["dtype"])
-    searched = configurations(shape, shared_heads(mask, shape.heads, shape.kv_heads))
-    sizes = table_sizes(shape, mask)
+    tensors, mask, shape, shared, scale = task_of(operands)
+    searched, sizes = configurations(shape, shared), table_sizes(shape, mask)
     configs, by = choose("attention_wgmma", Config, operands, sizes, tuned, searched)
     cuda.compile_ahead("attention_wgmma", [constants_of(c, shape, mask) for c in configs])
-    scale = scale_of(problem)
-    candidates = [launch((q, k, v), mask, shape, scale, config).program for config in configs]
-    return fastest_launch(configs, candidates, by, q.device)
+    candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
+    return fastest_launch(configs, candidates, by, operands.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -243,9 +243,9 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
                                         const Lists& lists, const Sizes& sizes, float* sums,
                                         char* dk, char* dv) {
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int mine = 64 * consumer + 16 * warp + lane / 4, t = lane % 4;  // key in the tile
-  const u32 own = consumer * 64 * ROW_BYTES;                            // rows of a tile of keys
-  const int stored = 16 * warp + lane / 8 % 2 * 8 + lane % 8;           // row of stmatrix
+  const int row = 64 * consumer + 16 * warp + lane / 4, t = lane % 4;  // key in the tile
+  const u32 rows_at = consumer * 64 * ROW_BYTES;                       // in a tile of keys
+  const int ds_row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;          // of stmatrix
   const int ds_barrier = 1 + (SHARED ? group : warpgroup);
   float k_sum[HEAD_DIM / 2], v_sum[HEAD_DIM / 2], s[ROWS / 2], dp[ROWS / 2];
   u32 p[ROWS / 4], ds[ROWS / 4], ds_tile = kv.ds;
@@ -254,10 +254,10 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   while (!(flags & END)) {
     const bool empty = flags & EMPTY;
-    const int key = ld_shared(ring.note() + 12) + mine, kv_head = ld_shared(ring.note() + 16);
+    const int key = ld_shared(ring.note() + 12) + row, kv_head = ld_shared(ring.note() + 16);
     mbarrier_wait(kv.full, kv.phase, "K and V");
     kv.phase ^= 1;
-    scores(s, kv.k + own, ring.tile());
+    scores(s, kv.k + rows_at, ring.tile());
     wgmma_wait<0>();
     hold(s);
     int keep = 0;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
       const Ring d_o = ring;
       ring.advance();
       mbarrier_wait(d_o.full_barrier(), d_o.phase, "dO");
-      scores(dp, kv.v + own, d_o.tile());
+      scores(dp, kv.v + rows_at, d_o.tile());
       #pragma unroll
       for (int i = 0; i < ROWS / 8; i++) {
         const float2 lse = ld_shared_pair(q.lse() + (8 * i + 2 * t) * 4);
@@ -298,8 +298,8 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
         else barrier_sync(ds_barrier, 128);  // the last products have read dS
         #pragma unroll
         for (int i = 0; i < ROWS / 16; i++)
-          stmatrix_x4(ds_tile + own + stored * ROW_BYTES +
-                          (((2 * i + lane / 16) ^ stored % 8) << 4), ds + 4 * i);
+          stmatrix_x4(ds_tile + rows_at + ds_row * ROW_BYTES +
+                          (((2 * i + lane / 16) ^ ds_row % 8) << 4), ds + 4 * i);
         fence_proxy_async();
       }
       add_queries(k_sum, ds, q.tile(), keep);
@@ -311,7 +311,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
       if (!SUMS) {
-        scores(s, kv.k + own, ring.tile());
+        scores(s, kv.k + rows_at, ring.tile());
         wgmma_wait<1>();  // for dV and dK
         release(q.empty_barrier());
         release(d_o.empty_barrier());
@@ -320,15 +320,15 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
       for (int i = 0; i < SUMS * DQ_HALVES; i++) {
         const int half = SHARED ? consumer : i;
         float dq[32];
-        query_gradients(dq, SHARED ? ds_tile : ds_tile + own,
-                        kv.k + half * KV_ROWS * ROW_BYTES + (SHARED ? 0 : own));
+        query_gradients(dq, SHARED ? ds_tile : ds_tile + rows_at,
+                        kv.k + half * KV_ROWS * ROW_BYTES + (SHARED ? 0 : rows_at));
         if (i == 0) {
           wgmma_wait<1>();
           release(q.empty_barrier());
           release(d_o.empty_barrier());
         }
         if (i == DQ_HALVES - 1) {
-          scores(s, kv.k + own, ring.tile());
+          scores(s, kv.k + rows_at, ring.tile());
           wgmma_wait<1>();
         } else {
           wgmma_wait<0>();
@@ -381,10 +381,10 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   }
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
-  const u32 mine = base + group * GROUP_BYTES;
-  Resident kv{mine, mine + KV_BYTES, mine + 2 * KV_BYTES, smem_address(&kv_full[group]),
+  const u32 group_at = base + group * GROUP_BYTES;
+  Resident kv{group_at, group_at + KV_BYTES, group_at + 2 * KV_BYTES, smem_address(&kv_full[group]),
               smem_address(&kv_empty[group]), 0};
-  Ring ring{mine + RING_AT, smem_address(notes[group]),
+  Ring ring{group_at + RING_AT, smem_address(notes[group]),
             base + GROUPS * GROUP_BYTES + group * SLOTS * STATS_BYTES, smem_address(full[group]),
             smem_address(empty[group]), 0, 0};
   if (warpgroup == WARPGROUPS) {

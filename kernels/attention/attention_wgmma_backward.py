@@ -30,22 +30,21 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
-from sparsebench.kernels.attention._shapes import (
-    LOG2_E,
-    Shape,
-    mask_of,
-    scale_of,
-    shape_of,
-    table_sizes,
+from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, table_sizes, task_of
+from sparsebench.kernels.attention._wgmma_tiles import key_tiles, span_of, tensor_map
+from sparsebench.kernels.attention.attention_wgmma import (
+    ALIGNMENT,
+    MOST_BYTES,
+    WARPGROUP,
+    load_persistent,
+    unsupported,
+    walk,
 )
-from sparsebench.kernels.attention._wgmma_tiles import Bound, key_tiles, span_of, tensor_map
-from sparsebench.kernels.attention.attention_wgmma import ALIGNMENT, WARPGROUP, unsupported, walk
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
 from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
-MOST_BYTES = 224 * 1024  # of shared memory, for all but ALIGNMENT and notes
 OF_CTA, OF_WARPS = 256, 8  # threads of a CTA of prepare_queries, and its queries
 PREPARE = cuda.Layout(*"PPPPPP", "28s", "i")  # o, do, lse, LSE for exp2, delta, dQ's sums, Sizes
 DIFFERENTIATE = cuda.Layout("512s", "64s", "16s", "28s4x", *"PPP")  # Maps, Lists, Stats, Sizes, dQ
@@ -168,7 +167,7 @@ def launch(
     config: Config,
     work: Work | None = None,
     out: Tensor | None = None,
-) -> Bound:
+) -> Bound[Gradients]:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
     operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
@@ -206,13 +205,10 @@ def launch(
         loaded = cuda.load("attention_wgmma_sums", function, macros, 0, device)
         return cuda.Loaded(*loaded, device.index, grid, threads, 0), args
 
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    grid = min(processors, -(-len(tiles) // config.tiles))
-    threads = WARPGROUP * (config.tiles * config.rows // 64 + 1)
-    loaded = cuda.load("attention_wgmma_backward", "differentiate", constants, size, device)
+    names, layout = ("attention_wgmma_backward", "differentiate"), (config.tiles, config.rows)
     addresses = [x.data_ptr() for x in (sums, dk, dv)]
     by_keys = (
-        cuda.Loaded(*loaded, device.index, grid, threads, size),
+        load_persistent(*names, constants, size, tiles, *layout),
         DIFFERENTIATE(maps, lists, stats, sizes, *addresses),
     )
     tensors = *operands, *index, *bits, counters, sums, lse_2, delta
@@ -238,17 +234,14 @@ def prepare(operands: Operands, *, deterministic: bool = False, tuned: Tuned = T
 
     `deterministic` demands the same bits in each call. Raises Unsupported.
     """
-    problem, mask = operands.problem, mask_of(operands)
-    tensors = [operands.activations[name] for name in ("q", "k", "v", "o", "lse", "do")]
-    shape = shape_of(tensors[0], tensors[1], mask, problem["heads"], problem["dtype"])
+    tensors, mask, shape, _, scale = task_of(operands)
     sizes, searched = table_sizes(shape, mask), configurations(shape, deterministic=deterministic)
     fixed = {"sums": False} if deterministic else {}
     name = "attention_wgmma_backward"
     configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
     cuda.compile_ahead(name, [constants_of(config, shape, mask) for config in configs])
-    scale = scale_of(problem)
     candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
-    return fastest_launch(configs, candidates, by, tensors[0].device)
+    return fastest_launch(configs, candidates, by, operands.device)
 
 
 KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported, tunes=True)

@@ -32,7 +32,7 @@ __device__ __forceinline__ void take(u32 (&q)[HEAD_DIM / 4], u32 (&d_o)[HEAD_DIM
   const u32 tile = buffer.tile + consumer * 64 * HEAD_DIM * 2;
   const int query = ld_shared(note + 4) + row % SPAN, head = ld_shared(note + 8) + row / SPAN;
   queries_to_registers(d_o, tile + Q_BYTES);
-  queries_to_registers(q, tile + 2 * Q_BYTES);  // O, for now
+  queries_to_registers(q, tile + 2 * Q_BYTES);  // its registers hold O until delta is known
   float sums[2] = {0.f, 0.f};
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 4; i++)

@@ -1,4 +1,5 @@
-// Before and after attention_wgmma_backward.cu, if dQ is a sum in memory, which that file describes.
+// What runs before and after attention_wgmma_backward.cu if dQ is a sum in memory; that file
+// describes the sums.
 // Macros: HEAD_DIM=64|128, and hopper.cuh's.
 
 #include "hopper.cuh"
@@ -43,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(128)
 finish_queries(const float* sums, char* dq, const __grid_constant__ Sizes sizes) {
   const int tiles = sizes.padded / ROWS, head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int query = tile * ROWS + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-  const float4* mine = (const float4*)(sums + (long long)blockIdx.x * ROWS * HEAD_DIM);
+  const float4* tile_sums = (const float4*)(sums + (long long)blockIdx.x * ROWS * HEAD_DIM);
   float d[HEAD_DIM / 2];
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 8; i++) {
-    const float4 v = mine[i * 128 + threadIdx.x];
+    const float4 v = tile_sums[i * 128 + threadIdx.x];
     d[4 * i] = v.x;
     d[4 * i + 1] = v.y;
     d[4 * i + 2] = v.z;

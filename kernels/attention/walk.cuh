@@ -203,18 +203,18 @@ __device__ __forceinline__ void mask(float (&s)[KEYS / 2], u32 note, int row, co
   const int t = threadIdx.x % 4, query = ld_shared(note + 4) + row % SPAN;
   #pragma unroll
   for (int e = 0; e < ENTRIES; e++) {
-    const int noted = ld_shared(note + 16 + 4 * e), key = noted & ~PARTIAL;
+    const int note_key = ld_shared(note + 16 + 4 * e), key = note_key & ~PARTIAL;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       int end = sizes.keys - key - 2 * t;  // of the allowed ones, after this lane's first key
-      if (CAUSAL && noted < 0)
+      if (CAUSAL && note_key < 0)
         end = min(end, query + 8 * r + sizes.keys - sizes.queries + 1 - key - 2 * t);
       #pragma unroll
       for (int i = 0; i < BOX_KEYS / 8; i++)
         #pragma unroll
         for (int j = 0; j < 2; j++)
           if (8 * i + j >= end) s[4 * (e * BOX_KEYS / 8 + i) + 2 * r + j] = -INF;
-      if (BITS && noted < 0) {
+      if (BITS && note_key < 0) {
         constexpr int LINE = (BLOCK_K + 7) / 8;  // bytes
         const int row = ld_shared(note + 16 + 4 * (ENTRIES + e)) * BLOCK_Q +
                         (query + 8 * r) % BLOCK_Q;

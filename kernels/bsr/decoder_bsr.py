@@ -54,10 +54,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the step cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return "expected fp16, bf16 or fp32, found fp8"
-    share = 1 - problem["sparsity"]
-    return _decoder.unsupported(problem, device) or _decoder.unsupported_size(
-        problem, device, share
-    )
+    return _decoder.unsupported_pruned(problem, device)
 
 
 KERNEL = Kernel("decoder", "bsr", "cuda", prepare, unsupported)

@@ -212,6 +212,13 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return cublas.unsupported(problem, device) or triton_unsupported(problem, device)
 
 
+def unsupported_pruned(problem: Problem, device: torch.device) -> str | None:
+    """Return why a step cannot run here if it stores only the weights that are kept, or None."""
+    return unsupported(problem, device) or unsupported_size(
+        problem, device, 1 - problem["sparsity"]
+    )
+
+
 def unsupported_size(problem: Problem, device: torch.device, share: float = 1.0) -> str | None:
     """Return why the weights of all layers do not fit into the device's memory, or None.
 

@@ -50,6 +50,9 @@ def forward(operands: Operands, attend: Forward) -> Launch:
 
 def backward(operands: Operands, attend: Forward, gradients: Backward) -> Launch:
     """Return the launch of dQ, dK and dV, rows of D below each other. Raises Unsupported."""
+    # The mask determines which queries have no key, so this is the same in every draw.
+    if bool((operands.activations["lse"] == -torch.inf).any()):
+        raise Unsupported("expected a key for every query, found queries without one (lse = -inf)")
     problem, (q, k, v, o, do) = operands.problem, by_head(operands, "q", "k", "v", "o", "do")
     causal, scale = problem["causal"] and problem["m"] > 1, problem["scale"]
     results = _result_of(partial(attend, q, k, v, causal, scale))

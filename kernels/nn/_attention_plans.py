@@ -17,7 +17,7 @@ the other on the device, as they do on one stream, because some kernels keep cou
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from triton import knobs
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.selection import Candidate, Operator, configured
+from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, configured
 from sparsebench.kernels._common.triton import Template, choose_path, unsupported_row
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels.attention import (
@@ -116,7 +116,7 @@ def operator_of(mask: BlockMask) -> Operator:
     def offer(call: Call, choice: Mapping[str, Any] | None) -> list[Iterator[Candidate]]:
         if device.type == "cpu" and not knobs.runtime.interpret:
             reference: Any = partial(_Torch, mask, call)
-            return [iter([Candidate("torch", _Reference(), reference)])]
+            return [iter([Candidate("torch", NoConfig(), reference)])]
         if reason := unsupported(call.problem, device):
             raise Unsupported(reason)
         names = [choice["kernel"]] if choice else engines_of(call, device)
@@ -172,7 +172,7 @@ class _Wgmma:
         """Return O and the LSE, or dQ, dK and dV, on torch's current stream."""
         if is_capturing(operands[0]):
             keep(self)
-        bound: Bound = self.bound(operands)
+        bound: Bound[Any] = self.bound(operands)
         bound.program()
         return bound.outputs
 
@@ -201,7 +201,7 @@ class _Triton:
             lse = like(shape.batch * shape.heads, shape.q_tokens, torch.float32)
             operands += [torch.empty_like(q), lse, torch.empty_like(q)]
             lists = lists, owner.transposed(shape.kv_heads)
-        bound: Bound = kernel.launch(operands, owner.mask, shape, call.scale, config, lists)
+        bound: Bound[Any] = kernel.launch(operands, owner.mask, shape, call.scale, config, lists)
         self.code = None
         self.template = Template([bound.program], bound.inputs, bound.outputs)
 
@@ -213,11 +213,6 @@ class _Triton:
 
 
 DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """The configuration of the reference in torch: none."""
 
 
 class _Torch:

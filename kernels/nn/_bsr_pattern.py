@@ -132,7 +132,7 @@ class Packs:
         """Hold nothing."""
         self.source: Tensor | None = None
         self.version = -1
-        self.made: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self.by_order: OrderedDict[Hashable, Tensor] = OrderedDict()
 
     def of(self, product: Product, values: Tensor) -> Tensor:
         """Return the values as a product reads them; packs them if torch counts a write."""
@@ -142,12 +142,12 @@ class Packs:
         source = self.source  # holding it keeps its address taken
         moved = source is None or source.data_ptr() != values.data_ptr()
         if moved or values._version != self.version:
-            self.made.clear()
+            self.by_order.clear()
             self.source, self.version = values.detach(), values._version
-        if (packed := self.made.get(product.order)) is None:
-            packed = self.made[product.order] = product.pack(values)
-            if len(self.made) > PACKED:
-                self.made.popitem(last=False)
+        if (packed := self.by_order.get(product.order)) is None:
+            packed = self.by_order[product.order] = product.pack(values)
+            if len(self.by_order) > PACKED:
+                self.by_order.popitem(last=False)
         if is_capturing(packed):
             keep(packed)
         return packed

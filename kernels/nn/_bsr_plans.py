@@ -22,7 +22,7 @@ stream, because bsr_wgrad and bsr_wgrad_small keep counters in the memory of the
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +34,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import HOPPER, on_tape, unsupported_on_hopper
-from sparsebench.kernels._common.selection import Candidate, Operator, Product, configured
+from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, Product, configured
 from sparsebench.kernels._common.triton import (
     BoundKernel,
     Template,
@@ -119,7 +119,7 @@ def operator_of(offsets: Tensor, columns: Tensor) -> Operator:
     def offer(call: Call, choice: Mapping[str, Any] | None) -> list[Iterator[Candidate]]:
         w, device = weight(call), columns.device
         if device.type == "cpu" and not knobs.runtime.interpret:
-            return [iter([Candidate("torch", _Reference(), lambda: _Dense(call, w))])]
+            return [iter([Candidate("torch", NoConfig(), lambda: _Dense(call, w))])]
         if choice:
             return [_offered(choice["kernel"], call, w, choice)]
         return [_offered(engine, call, w) for engine in engines_of(call, device)]
@@ -340,11 +340,6 @@ def _activations(call: Call) -> tuple[Tensor, Tensor]:
 def _bare(w: Bsr) -> Bsr:
     """Return the pattern with its block size, but without values."""
     return replace(w, values=w.values.new_empty((0, *w.block)))
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """The configuration of a dense product in torch: none."""
 
 
 class _Dense:

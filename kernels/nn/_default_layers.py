@@ -155,10 +155,7 @@ def unsupported_step(problem: Problem, device: torch.device) -> str | None:
     """Return why a decoding step cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return "expected 16 bits: fp8 layers round X, and the norms of a step round it, too"
-    share = 1 - problem["sparsity"]
-    return _decoder.unsupported(problem, device) or _decoder.unsupported_size(
-        problem, device, share
-    )
+    return _decoder.unsupported_pruned(problem, device)
 
 
 def _part(operands: Operands, select: Select, name: str, inputs: Sequence[Tensor]) -> Part:

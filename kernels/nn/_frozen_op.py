@@ -21,7 +21,7 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.selection import Candidate, Operator, bucket, configured
+from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket, configured
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
@@ -95,11 +95,6 @@ def bits_are_faster(m: int, w: Bitmap) -> bool:
 # ---- what each format offers ----
 
 
-@dataclass(frozen=True)
-class Config:
-    """The configuration of the dense copy: none."""
-
-
 class Dense:
     """torch's own product with the dense copy."""
 
@@ -120,7 +115,7 @@ def _bitmap(w: Bitmap) -> Operator:
     bytes_of_dense = n * k * w.dtype.itemsize
 
     def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
-        dense = [Candidate("dense", Config(), lambda: Dense(w))]
+        dense = [Candidate("dense", NoConfig(), lambda: Dense(w))]
         if device.type != "cuda" or (choice and choice["kernel"] == "dense"):
             return [dense]
         bits = _bits(m, choice)

@@ -78,10 +78,8 @@ def _product(
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the step cannot run here, or None."""
-    return (
-        spense_wgmma.KERNEL.unsupported(problem, device)
-        or _decoder.unsupported(problem, device)
-        or _decoder.unsupported_size(problem, device, 1 - problem["sparsity"])
+    return spense_wgmma.KERNEL.unsupported(problem, device) or _decoder.unsupported_pruned(
+        problem, device
     )
 
 

@@ -121,12 +121,9 @@ def _each(function: Callable[..., None], items: Iterable[Any]) -> None:
         for item in items:
             function(item)
         return
-    count = min(os.cpu_count() or 1, len(items))
-    with ProcessPoolExecutor(
-        count, get_context("spawn")
-    ) as pool:  # a fork of torch's threads hangs
-        for _ in pool.map(function, items):
-            pass
+    spawn = get_context("spawn")  # a fork of torch's threads may hang
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(items)), spawn) as pool:
+        [*pool.map(function, items)]
 
 
 def _state(to: Path) -> dict[str, str]:

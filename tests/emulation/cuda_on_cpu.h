@@ -142,6 +142,7 @@ static void launch(int grid, int threads_of_cta, int cluster, size_t bytes, void
   body = kernel, threads = threads_of_cta, cluster_size = cluster, ctas_of_grid = grid;
   const int size = together ? grid : cluster;
   for (first = 0; first < grid; first += size) run_ctas(size, bytes);
+  fibers = {};  // a library stays loaded, and up to 220 MB of stacks with it
 }
 
 // ---- instructions ----

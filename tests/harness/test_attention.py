@@ -1,5 +1,6 @@
 """The ops of attention: their definitions, their work, and contests with masks."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions, bound
@@ -19,6 +20,7 @@ from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense import _sdpa
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -179,6 +181,19 @@ def test_a_contest_judges_dense_attention_without_the_mask(dtype: str) -> None:
 def test_a_backward_contest_judges_three_gradients() -> None:
     dense, sparse = run(problem("attention_backward", causal=True, dtype="bf16"), DENSE, REFERENCE)
     assert (dense.status, sparse.status) == (Status.OK, Status.OK)
+
+
+@pytest.mark.parametrize("context", [24, 40])
+def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None:
+    """A causal problem with more queries than keys has queries without a key."""
+    op = load_op("attention_backward")
+    p = problem("attention_backward", causal=True, context=context)
+    drawn = operands(p, op, CPU, None)
+    launch = partial(_sdpa.backward, Operands(p, {}, drawn.activations, op.definition))
+    attend: Any = lambda q, *_: (q, drawn.activations["lse"])  # noqa: E731
+    gradients: Any = lambda tensors, *_: tensors[1:4]  # noqa: E731
+    with pytest.raises(Unsupported, match="lse") if context < 40 else nullcontext():
+        launch(attend, gradients)
 
 
 def _wrong(operands: Operands, *, fault: str) -> Launch:

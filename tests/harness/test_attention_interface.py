@@ -27,8 +27,8 @@ def greedy(model, prompt: torch.Tensor, count: int, mask: torch.Tensor | None = 
     tokens = prompt
     for _ in range(count):
         n = tokens.shape[1]
-        given = None if mask is None else mask[None, None, :n, :n]
-        logits = model(tokens, attention_mask=given).logits[:, -1]
+        allowed = None if mask is None else mask[None, None, :n, :n]
+        logits = model(tokens, attention_mask=allowed).logits[:, -1]
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
     return tokens[0, prompt.shape[1] :].tolist()
 
@@ -43,8 +43,8 @@ def test_a_llama_with_a_window_generates_what_it_does_with_sdpa_and_the_same_mas
     expected = greedy(llama, prompt, count, (behind >= 0) & (behind < WINDOW))
     llama.set_attn_implementation("sparsebench")
     llama.config.sparse_window = WINDOW
-    made = llama.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    assert made[0, prompt.shape[1] :].tolist() == expected
+    tokens = llama.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    assert tokens[0, prompt.shape[1] :].tolist() == expected
     assert expected != full
     del llama.config.sparse_window
     assert greedy(llama, prompt, count) == full
@@ -53,27 +53,28 @@ def test_a_llama_with_a_window_generates_what_it_does_with_sdpa_and_the_same_mas
 @torch.no_grad()
 def test_a_padded_batch_has_the_logits_of_sdpa(llama) -> None:
     tokens = torch.randint(0, 64, (2, 70))
-    kept = torch.ones_like(tokens)
-    kept[1, :9] = 0
+    valid = torch.ones_like(tokens)
+    valid[1, :9] = 0
     logits = []
     for name in ("sdpa", "sparsebench"):
         llama.set_attn_implementation(name)
-        logits.append(llama(tokens, attention_mask=kept).logits)
-    torch.testing.assert_close(logits[1][kept.bool()], logits[0][kept.bool()], atol=1e-4, rtol=1e-4)
+        logits.append(llama(tokens, attention_mask=valid).logits)
+    actual, expected = (one[valid.bool()] for one in reversed(logits))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_window_leaves_blocks_out() -> None:
     from transformers.masking_utils import sliding_window_causal_mask_function
 
-    made = attention.mask_of(
+    mask = attention.mask_of(
         mask_function=sliding_window_causal_mask_function(64),
         batch_size=1,
         q_length=512,
         kv_length=512,
         device="cpu",
     )
-    assert isinstance(made, BlockMask)
-    assert made.counts.tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert isinstance(mask, BlockMask)
+    assert mask.counts.tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("options", [{"softcap": 30.0}, {"dropout": 0.1}, {"s_aux": torch.ones(1)}])

@@ -299,9 +299,9 @@ def test_a_pattern_of_attention_keeps_a_level_of_every_mask_and_no_row_is_empty(
     past = torch.ones(12, 12).tril() if causal else torch.ones(12, 12)
     assert not bool((keep & (past == 0)).any())
     assert bool(keep.diagonal(dim1=1, dim2=2).all())
-    kept = keep.sum((1, 2)).tolist()
-    assert len(set(kept)) == 1
-    assert 1 - kept[0] / float(past.sum()) == pytest.approx(level(spec, ("rows", "columns")))
+    counts = keep.sum((1, 2)).tolist()
+    assert len(set(counts)) == 1
+    assert 1 - counts[0] / float(past.sum()) == pytest.approx(level(spec, ("rows", "columns")))
     drawn = pattern in ("bigbird", "top_k_blocks", "random_blocks")
     assert torch.equal(keep[0], keep[1]) != drawn
 

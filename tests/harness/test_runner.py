@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -283,12 +283,17 @@ def assert_interrupted(out: Path) -> None:
     assert len(done) == run.state["contests"]["done"]
 
 
-def test_ctrl_c_leaves_a_valid_run(long: list[str], tmp_path: Path) -> None:
-    def stop() -> None:
-        wait_for_two_rows(tmp_path / "run")
-        os.kill(os.getpid(), signal.SIGINT)
+def test_ctrl_c_leaves_a_valid_run(
+    long: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, stops = store.append, iter([signal.SIGINT])
 
-    Thread(target=stop, daemon=True).start()
+    def append_and_stop(path: Path, rows: Iterable[Row]) -> None:
+        append(path, rows)
+        if len(store.read(path).rows) >= 2 and (stop := next(stops, None)):
+            os.kill(os.getpid(), stop)
+
+    monkeypatch.setattr(store, "append", append_and_stop)
     done = sparsebench(*long)
     assert done.returncode == 130
     assert "interrupted" in done.stderr

@@ -1,9 +1,63 @@
-"""Masks and a plain reference, which the tests of block-sparse attention share."""
+"""Masks, operands and a plain reference, which the tests of block-sparse attention share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels.attention._shapes import Shape
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Case(NamedTuple):
+    """Sizes of a mask and heads; `config` is how a kernel runs."""
+
+    tokens: tuple[int, int]
+    block: int | tuple[int, int]
+    heads: tuple[int, int]
+    config: Any = None
+    batch: int = 1
+    lists: int = 1
+    causal: bool = False
+    bits: bool = False
+    head_dim: int = 128
+    dtype: str = "fp16"
+    density: float = 0.5
+
+    def mask(self) -> BlockMask:
+        """Return a random mask, the same each time."""
+        return random_mask(
+            self.tokens,
+            self.block,
+            batch=self.batch,
+            lists=self.lists,
+            density=self.density,
+            causal=self.causal,
+            bits=self.bits,
+        )
+
+    def shape(self) -> Shape:
+        """Return the sizes as kernels take them."""
+        sides = sides_of(self.block)
+        return Shape(self.batch, *self.tokens, *self.heads, self.head_dim, sides, self.dtype)
+
+    def operands(self) -> list[Tensor]:
+        """Return random q, k, v and dO by head, the same each time."""
+        torch.manual_seed(0)
+        queries, keys = zip(self.tokens, self.heads, strict=True)
+        return [
+            torch.randn(self.batch, *size, self.head_dim).to(DTYPES[self.dtype])
+            for size in (queries, keys, keys, queries)
+        ]
+
+
+def sides_of(block: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the queries and keys of a block."""
+    return (block, block) if isinstance(block, int) else block
 
 
 def random_mask(
@@ -19,7 +73,7 @@ def random_mask(
 ) -> BlockMask:
     """Return a mask of random blocks; its second row of blocks is empty if there are several."""
     draw = torch.Generator().manual_seed(seed)
-    sides = (block, block) if isinstance(block, int) else block
+    sides = sides_of(block)
     q_blocks, kv_blocks = (-(-size // side) for size, side in zip(tokens, sides, strict=True))
     cells = torch.rand(batch * lists, q_blocks, kv_blocks, generator=draw) < density
     cells[:, 0, 0] = True
@@ -49,6 +103,16 @@ def without(mask: BlockMask, column: int) -> BlockMask:
     )
 
 
+def on_gpu(mask: BlockMask) -> BlockMask:
+    """Return the mask on the GPU."""
+    return replace(mask, **{name: array.cuda() for name, array in mask.arrays().items()})
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return [batch, tokens, heads, D] as the kernels take it."""
+    return x.flatten(2).flatten(0, 1)
+
+
 def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -64,3 +128,12 @@ def reference(
     lse = scores.logsumexp(-1)
     p = (scores - lse.clamp(min=-1e30)[..., None]).exp()
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
+
+
+def gradients(
+    operands: Sequence[Tensor], mask: BlockMask
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return O, the LSE, and dQ, dK and dV in fp64 of q, k, v and dO by head."""
+    q, k, v = (x.double().requires_grad_() for x in operands[:3])
+    o, lse = reference(q, k, v, mask)
+    return o.detach(), lse.detach(), torch.autograd.grad(o, (q, k, v), operands[3].double())

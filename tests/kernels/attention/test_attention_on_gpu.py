@@ -1,8 +1,5 @@
 """Block-sparse attention on a GPU against fp64, through the kernels and through the front door."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,37 +13,23 @@ from sparsebench.kernels.attention import (
 )
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import Shape
-from tests.kernels.attention.cases import random_mask, reference
+from tests.kernels.attention.cases import Case, flat, gradients, on_gpu, without
 
 pytestmark = pytest.mark.gpu
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALLOWED = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 2e-5}
-# tokens, block, heads, key heads, lists, D, dtype, options: odd lengths, an empty row, GQA 1, 4, 8
+# Odd lengths, an empty row, GQA 1, 4, 8.
 CASES = [
-    ((300, 420), 64, 4, 4, 4, 128, "bf16", {}),
-    ((257, 257), 128, 8, 2, 2, 64, "bf16", {"causal": True}),
-    ((200, 333), 16, 8, 1, 1, 128, "fp16", {"batch": 2}),
-    ((150, 301), (24, 40), 4, 1, 4, 96, "fp16", {"bits": True}),
-    ((130, 200), 32, 2, 2, 1, 64, "fp32", {"causal": True}),
+    Case((300, 420), 64, (4, 4), lists=4, dtype="bf16"),
+    Case((257, 257), 128, (8, 2), lists=2, head_dim=64, dtype="bf16", causal=True),
+    Case((200, 333), 16, (8, 1), batch=2),
+    Case((150, 301), (24, 40), (4, 1), lists=4, head_dim=96, bits=True),
+    Case((130, 200), 32, (2, 2), head_dim=64, dtype="fp32", causal=True),
 ]
 
 
-def on_gpu(mask: BlockMask) -> BlockMask:
-    """Return the mask on the GPU."""
-    return replace(mask, **{name: array.cuda() for name, array in mask.arrays().items()})
-
-
-def drawn(case: Any) -> tuple[BlockMask, Shape, list[Tensor]]:
-    """Return a mask, its sizes, and q, k and v by head."""
-    tokens, block, heads, kv_heads, lists, head_dim, dtype, options = case
-    torch.manual_seed(0)
-    mask = on_gpu(random_mask(tokens, block, lists=lists, **options))
-    shape = Shape(mask.batch, *tokens, heads, kv_heads, head_dim, mask.block, dtype)
-    sizes = ((tokens[0], heads), (tokens[1], kv_heads), (tokens[1], kv_heads))
-    tensors = [
-        torch.randn(mask.batch, *size, head_dim, device="cuda").to(DTYPES[dtype]) for size in sizes
-    ]
-    return mask, shape, tensors
+def problem(case: Case) -> tuple[BlockMask, Shape, list[Tensor]]:
+    """Return a mask, its sizes, and q, k, v and dO by head, on the GPU."""
+    return on_gpu(case.mask()), case.shape(), [x.cuda() for x in case.operands()]
 
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: str) -> None:
@@ -56,13 +39,10 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_o_and_gradients_are_those_of_fp64_whatever_the_outputs_held(case: Any) -> None:
-    mask, shape, tensors = drawn(case)
-    leaves = [x.double().requires_grad_() for x in tensors]
-    o, lse = reference(*leaves, mask)
-    do = torch.randn_like(o).to(tensors[0].dtype)
-    o.backward(do.double())
-    rows = [x.flatten(2).flatten(0, 1) for x in tensors]
+def test_o_and_gradients_are_those_of_fp64_whatever_the_outputs_held(case: Case) -> None:
+    mask, shape, operands = problem(case)
+    o, lse, grads = gradients(operands, mask)
+    *rows, do = (flat(x) for x in operands)
     shared, scale = shared_heads(mask, shape.heads, shape.kv_heads), shape.head_dim**-0.5
     for path in ("tma", "pointers"):
         config = attention_triton.configurations(shape, shared, path)[0]
@@ -70,27 +50,25 @@ def test_o_and_gradients_are_those_of_fp64_whatever_the_outputs_held(case: Any) 
         for x in bound.outputs:
             x.fill_(torch.nan)
         bound.program()
-        assert_near(bound.outputs[0].view_as(o), o.detach(), shape.dtype)
+        assert_near(bound.outputs[0].view_as(o), o, shape.dtype)
         torch.testing.assert_close(
-            bound.outputs[1].view_as(lse).double(), lse.detach(), atol=1e-4, rtol=1e-4
+            bound.outputs[1].view_as(lse).double(), lse, atol=1e-4, rtol=1e-4
         )
         halves = attention_triton_backward.configurations(shape, shared, path)[0]
-        given_o = o.detach().to(do.dtype).flatten(2).flatten(0, 1)
-        given = *rows, given_o, lse.detach().flatten(0, 1).float(), do.flatten(2).flatten(0, 1)
-        bound = attention_triton_backward.launch(given, mask, shape, scale, halves)
+        inputs = *rows, flat(o.to(do.dtype)), lse.flatten(0, 1).float(), do
+        bound = attention_triton_backward.launch(inputs, mask, shape, scale, halves)
         bound.program.out.fill_(torch.nan)
         bound.program()
-        for actual, leaf in zip(bound.outputs, leaves, strict=True):
-            assert leaf.grad is not None
-            assert_near(actual.view_as(leaf), leaf.grad, shape.dtype)
+        for actual, gradient in zip(bound.outputs, grads, strict=True):
+            assert_near(actual.view_as(gradient), gradient, shape.dtype)
 
 
 @pytest.mark.parametrize("block", [(16, 64), (16, 16)])
 def test_split_lists_are_merged(block: tuple[int, int]) -> None:
-    case = ((1, 1000), block, 8, 2, 2, 128, "bf16", {"batch": 3, "causal": True})
-    mask, shape, tensors = drawn(case)
-    expected, _ = reference(*(x.double() for x in tensors), mask)
-    rows = [x.flatten(2).flatten(0, 1) for x in tensors]
+    case = Case((1, 1000), block, (8, 2), batch=3, lists=2, causal=True, dtype="bf16")
+    mask, shape, operands = problem(case)
+    expected, *_ = gradients(operands, mask)
+    rows = [flat(x) for x in operands[:3]]
     for config in attention_split.configurations(shape, 4, "tma", 132)[:3]:
         bound = attention_split.launch(rows, mask, shape, 128**-0.5, config)
         for _ in range(2):  # the counters return to zero
@@ -100,22 +78,21 @@ def test_split_lists_are_merged(block: tuple[int, int]) -> None:
 
 
 def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing() -> None:
-    mask, _, tensors = drawn(CASES[0])
-    cells = mask.to_dense()
-    cells[:, 3] = 0
-    mask = BlockMask.from_dense(cells, block=64, tokens=[300, 420])
-    for x in tensors[1:]:
+    mask, _, operands = problem(CASES[0])
+    mask, leaves = without(mask, 3), operands[:3]
+    for x in leaves[1:]:
         x[:, 192:256] = torch.nan
-    leaves = [x.requires_grad_() for x in tensors]
+    for x in leaves:
+        x.requires_grad_()
     o = sparsebench.attention(*leaves, mask)
-    gradients = torch.autograd.grad(o.sum(), leaves)
-    assert not any(x.isnan().any() for x in (o, *gradients))
+    grads = torch.autograd.grad(o.sum(), leaves)
+    assert not any(x.isnan().any() for x in (o, *grads))
 
 
 def test_a_call_can_be_compiled_and_captured_with_its_gradients() -> None:
-    mask, _, tensors = drawn(CASES[0])
-    leaves = [x.requires_grad_() for x in tensors]
-    do = torch.randn_like(tensors[0])
+    mask, _, (*leaves, do) = problem(CASES[0])
+    for x in leaves:
+        x.requires_grad_()
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparsebench.attention(q * 2, k, v, mask)

@@ -1,9 +1,11 @@
 """The Triton kernels of block-sparse attention, in Triton's interpreter, and their lists."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,169 +22,117 @@ from sparsebench.kernels.attention import (
     attention_wgmma_backward,
 )
 from sparsebench.kernels.attention._lists import lists_of, shared_heads, transposed_lists_of
-from sparsebench.kernels.attention._shapes import Bound, Shape, packed
+from sparsebench.kernels.attention._shapes import Bound, Shape, packing
 from sparsebench.results.record import Problem
-from tests.kernels.attention.cases import random_mask, reference
+from tests.kernels.attention.cases import Case, flat, gradients, random_mask, reference, without
 from tests.tools.marks import sampled
 
-D = 32
-
-
-class Case(NamedTuple):
-    """Sizes of a mask and heads; tile: rows, columns of a step, and path."""
-
-    tokens: tuple[int, int]
-    block: Any
-    heads: tuple[int, int]
-    tile: tuple[int, int, str]
-    batch: int = 1
-    lists: int = 1
-    causal: bool = False
-    bits: bool = False
-    head_dim: int = D
-    density: float = 0.5
-
-
+# The configuration of a case: rows and columns of a step, and the path.
+Small = partial(Case, head_dim=32, dtype="fp32")
 CASES = [
-    Case((60, 90), 32, (4, 2), (16, 32, "tma"), batch=2, lists=4, causal=True),
-    Case((45, 70), (24, 40), (2, 1), (32, 16, "pointers"), lists=2, causal=True),
-    Case((50, 100), 16, (4, 2), (32, 64, "pointers"), lists=2, bits=True),
-    Case((64, 64), 64, (2, 2), (64, 32, "pointers"), lists=2, head_dim=48),
-    Case((64, 64), 64, (2, 2), (64, 32, "tma"), lists=2, head_dim=48),
-    Case((1, 130), (1, 16), (8, 2), (16, 16, "tma"), batch=3, lists=2),
-    Case((40, 40), 16, (4, 1), (64, 16, "tma"), lists=1, causal=True),
-    Case((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
+    Small((60, 90), 32, (4, 2), (16, 32, "tma"), batch=2, lists=4, causal=True),
+    Small((45, 70), (24, 40), (2, 1), (32, 16, "pointers"), lists=2, causal=True),
+    Small((50, 100), 16, (4, 2), (32, 64, "pointers"), lists=2, bits=True),
+    Small((64, 64), 64, (2, 2), (64, 32, "pointers"), lists=2, head_dim=48),
+    Small((64, 64), 64, (2, 2), (64, 32, "tma"), lists=2, head_dim=48),
+    Small((1, 130), (1, 16), (8, 2), (16, 16, "tma"), batch=3, lists=2),
+    Small((40, 40), 16, (4, 1), (64, 16, "tma"), lists=1, causal=True),
+    Small((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
 ]
-PATHS = sampled(product(CASES, [torch.float16, torch.float32]), 0, 5)
+PATHS = sampled((case._replace(dtype=d) for case, d in product(CASES, ("fp16", "fp32"))), 0, 5)
 FEW = [
-    Case((1, 96), (16, 16), (4, 2), (16, 32, "pointers"), batch=2, density=1.0),
-    Case((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
-    Case((3, 90), (16, 16), (4, 1), (16, 32, "pointers"), batch=2, causal=True),
-    Case((16, 50), (16, 16), (2, 2), (16, 16, "tma"), lists=2, bits=True),
+    Small((1, 96), (16, 16), (4, 2), (16, 32, "pointers"), batch=2, density=1.0),
+    Small((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
+    Small((3, 90), (16, 16), (4, 1), (16, 32, "pointers"), batch=2, causal=True),
+    Small((16, 50), (16, 16), (2, 2), (16, 16, "tma"), lists=2, bits=True),
 ]
 
 
-def drawn(case: Case, dtype: torch.dtype) -> tuple[BlockMask, Shape, list[Tensor]]:
-    """Return a mask, its sizes, and q, k and v by head."""
-    torch.manual_seed(0)
-    mask = random_mask(
-        case.tokens,
-        case.block,
-        batch=case.batch,
-        lists=case.lists,
-        causal=case.causal,
-        bits=case.bits,
-        density=case.density,
-    )
-    heads, kv_heads = case.heads
-    name = {torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    shape = Shape(case.batch, *case.tokens, heads, kv_heads, case.head_dim, mask.block, name)
-    sizes = case.tokens + case.tokens[1:]
-    tensors = [
-        torch.randn(case.batch, tokens, count, case.head_dim).to(dtype)
-        for tokens, count in zip(sizes, (heads, kv_heads, kv_heads), strict=True)
-    ]
-    return mask, shape, tensors
-
-
-def flat(x: Tensor) -> Tensor:
-    """Return [batch, tokens, heads, D] as the kernels take it."""
-    return x.flatten(2).flatten(0, 1)
-
-
-def forward(case: Case, mask: BlockMask, shape: Shape, tensors: list[Tensor]) -> Any:
-    """Return O and the LSE of the forward kernel."""
-    rows, keys, path = case.tile
-    shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    config = attention_triton.Config(*packed(rows, shape, shared), shared, keys, 2, 4, path)
-    operands = tuple(flat(x) for x in tensors)
-    scale = case.head_dim**-0.5
-    bound = attention_triton.launch(operands, mask, shape, scale, config)
+def forward(case: Case, mask: BlockMask, operands: Sequence[Tensor]) -> Any:
+    """Return O and the LSE of the forward kernel for q, k and v by head."""
+    (rows, keys, path), shape = case.config, case.shape()
+    shared = shared_heads(mask, *case.heads)
+    config = attention_triton.Config(*packing(rows, shape, shared), shared, keys, 2, 4, path)
+    inputs = [flat(x) for x in operands]
+    bound = attention_triton.launch(inputs, mask, shape, case.head_dim**-0.5, config)
     return bound.program(), bound.outputs[1]
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("case", "dtype"), PATHS)
-def test_o_and_lse_are_right(case: Case, dtype: torch.dtype) -> None:
-    mask, shape, tensors = drawn(case, dtype)
-    o, lse = forward(case, mask, shape, tensors)
-    expected, log_sum = reference(*(x.double() for x in tensors), mask)
-    allowed = 3e-3 if dtype == torch.float16 else 1e-5
+@pytest.mark.parametrize("case", PATHS)
+def test_o_and_lse_are_right(case: Case) -> None:
+    mask, operands = case.mask(), case.operands()[:3]
+    o, lse = forward(case, mask, operands)
+    expected, log_sum = reference(*(x.double() for x in operands), mask)
+    allowed = 3e-3 if case.dtype == "fp16" else 1e-5
     torch.testing.assert_close(o.double(), flat(expected), atol=allowed, rtol=allowed)
-    wanted_lse = log_sum.reshape(lse.shape)
-    torch.testing.assert_close(lse.double(), wanted_lse, atol=allowed, rtol=allowed)
+    log_sum = log_sum.reshape(lse.shape)
+    torch.testing.assert_close(lse.double(), log_sum, atol=allowed, rtol=allowed)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("case", sampled(FEW, 0, 2))
 def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> None:
-    mask, shape, tensors = drawn(case, torch.float32)
-    _, keys, path = case.tile
-    shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    config = attention_split.Config(*packed(16, shape, shared), shared, keys, splits, 2, 4, path)
-    operands = tuple(flat(x) for x in tensors)
-    bound = attention_split.launch(operands, mask, shape, case.head_dim**-0.5, config)
+    mask, shape, operands = case.mask(), case.shape(), case.operands()[:3]
+    _, keys, path = case.config
+    shared = shared_heads(mask, *case.heads)
+    config = attention_split.Config(*packing(16, shape, shared), shared, keys, splits, 2, 4, path)
+    inputs = [flat(x) for x in operands]
+    bound = attention_split.launch(inputs, mask, shape, case.head_dim**-0.5, config)
     run, (_, lse) = bound.program, bound.outputs
     first = run().clone()
     assert torch.equal(first, run())
-    expected, log_sum = reference(*(x.double() for x in tensors), mask)
+    expected, log_sum = reference(*(x.double() for x in operands), mask)
     torch.testing.assert_close(first.double(), flat(expected), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), log_sum.reshape(lse.shape), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("case", "dtype"), PATHS)
-def test_gradients_are_right_and_the_same_twice(case: Case, dtype: torch.dtype) -> None:
-    mask, shape, tensors = drawn(case, dtype)
-    leaves = [x.double().requires_grad_() for x in tensors]
-    o, lse = reference(*leaves, mask)
-    do = torch.randn_like(o).to(dtype)
-    o.backward(do.double())
-    rows, columns, path = case.tile
-    shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    tile = *packed(rows, shape, shared), shared, columns, 2, 4, path
+@pytest.mark.parametrize("case", PATHS)
+def test_gradients_are_right_and_the_same_twice(case: Case) -> None:
+    mask, shape, operands = case.mask(), case.shape(), case.operands()
+    o, lse, expected = gradients(operands, mask)
+    rows, columns, path = case.config
+    shared = shared_heads(mask, *case.heads)
+    tile = *packing(rows, shape, shared), shared, columns, 2, 4, path
     other = path if mask.block[0] % columns == 0 else "pointers"
     config = attention_triton_backward.Config(*tile, rows, columns, 2, 4, other)
-    q, k, v = (flat(x) for x in tensors)
-    given = q, k, v, flat(o.detach().to(dtype)), lse.detach().flatten(0, 1).float(), flat(do)
-    bound = attention_triton_backward.launch(given, mask, shape, case.head_dim**-0.5, config)
+    q, k, v, do = (flat(x) for x in operands)
+    inputs = q, k, v, flat(o.to(q.dtype)), lse.flatten(0, 1).float(), do
+    bound = attention_triton_backward.launch(inputs, mask, shape, case.head_dim**-0.5, config)
     run = bound.program
     first = run().clone()
     assert torch.equal(first, run())
-    expected = torch.cat([x.grad.reshape(-1, case.head_dim) for x in leaves])
-    allowed = 1e-2 if dtype == torch.float16 else 1e-4
-    torch.testing.assert_close(first.double(), expected, atol=allowed, rtol=allowed)
+    rows_of_all = torch.cat([x.reshape(-1, case.head_dim) for x in expected])
+    allowed = 1e-2 if case.dtype == "fp16" else 1e-4
+    torch.testing.assert_close(first.double(), rows_of_all, atol=allowed, rtol=allowed)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("tile", [(32, 16, "pointers"), (32, 16, "tma"), (32, 64, "pointers")])
 def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing(tile: Any) -> None:
-    case = Case((64, 96), 32, (2, 1), tile)
-    mask, shape, tensors = drawn(case, torch.float32)
-    cells = mask.to_dense()
-    cells[:, 1] = 0
-    mask = BlockMask.from_dense(cells, block=32, tokens=[64, 96])
-    clean, _ = forward(case, mask, shape, tensors)
-    for x in tensors[1:]:
+    case = Small((64, 96), 32, (2, 1), tile)
+    mask, operands = without(case.mask(), 1), case.operands()[:3]
+    clean, _ = forward(case, mask, operands)
+    for x in operands[1:]:
         x[:, 32:64] = torch.nan
-    o, _ = forward(case, mask, shape, tensors)
+    o, _ = forward(case, mask, operands)
     assert torch.equal(o, clean)
 
 
 @pytest.mark.interpreted
 def test_the_front_door_runs_these_kernels() -> None:
-    case = Case((40, 56), 16, (2, 1), (16, 16, "tma"), lists=2, head_dim=16)
-    mask, _, tensors = drawn(case, torch.float32)
-    leaves = [x.requires_grad_() for x in tensors]
-    wanted, _ = reference(*leaves, mask)
-    do = torch.randn_like(wanted)
-    expected = torch.autograd.grad(wanted, leaves, do)
+    case = Case((40, 56), 16, (2, 1), lists=2, head_dim=16, dtype="fp32")
+    mask, (*leaves, do) = case.mask(), case.operands()
+    expected, _, grads = gradients((*leaves, do), mask)
+    for x in leaves:
+        x.requires_grad_()
     for _ in range(2):  # the second call uses the plan of the first
         o = sparsebench.attention(*leaves, mask)
-        torch.testing.assert_close(o, wanted, atol=1e-5, rtol=1e-5)
-        for actual, gradient in zip(torch.autograd.grad(o, leaves, do), expected, strict=True):
-            torch.testing.assert_close(actual, gradient, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(o.double(), expected, atol=1e-5, rtol=1e-5)
+        for actual, gradient in zip(torch.autograd.grad(o, leaves, do), grads, strict=True):
+            torch.testing.assert_close(actual.double(), gradient, atol=1e-5, rtol=1e-5)
 
 
 def test_full_blocks_come_before_partial_and_ragged_ones() -> None:
@@ -236,8 +186,8 @@ def test_a_block_has_configurations_that_fit(block: Any, dtype: str, module: Any
 def test_the_front_door_binds_the_kernels_for_hopper(
     exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case((70, 130), 64, (2, 1), (16, 16, "tma"), lists=2, head_dim=64)
-    mask, shape, tensors = drawn(case, torch.float16)
+    case = Case((70, 130), 64, (2, 1), lists=2, head_dim=64)
+    mask, operands = case.mask(), case.operands()[:3]
     launches = []
 
     def bound_by(module: Any, outputs: int) -> Any:
@@ -248,9 +198,9 @@ def test_the_front_door_binds_the_kernels_for_hopper(
             launches.append(module)
             operands = arguments["operands"]
             assert [x.shape[0] for x in operands[:3]] == [70, 130, 130]
-            made = tuple(torch.zeros_like(operands[i]) for i in range(outputs))
-            lse = torch.zeros(shape.heads, shape.q_tokens)
-            return Bound(lambda: None, (), made if outputs == 3 else (made[0], lse))
+            zeros = tuple(torch.zeros_like(operands[i]) for i in range(outputs))
+            lse = torch.zeros(case.heads[0], case.tokens[0])
+            return Bound(lambda: None, (), zeros if outputs == 3 else (zeros[0], lse))
 
         return launch
 
@@ -258,7 +208,7 @@ def test_the_front_door_binds_the_kernels_for_hopper(
         monkeypatch.setattr(module, "unsupported", lambda *_: None)
         monkeypatch.setattr(module, "launch", bound_by(module, outputs))
         monkeypatch.setattr(module, "work_of", lambda *_: None)
-    leaves = [x.requires_grad_() for x in tensors]
+    leaves = [x.requires_grad_() for x in operands]
     torch.use_deterministic_algorithms(exact)
     try:
         sparsebench.attention(*leaves, mask).sum().backward()
@@ -271,21 +221,19 @@ def test_the_front_door_binds_the_kernels_for_hopper(
 @pytest.mark.interpreted
 @pytest.mark.parametrize("module", [attention_triton, attention_split, attention_triton_backward])
 def test_a_kernel_prepares_a_launch_from_the_operands_of_a_problem(module: Any) -> None:
-    case = Case((16, 64), 16, (2, 1), (16, 16, "pointers"), lists=1, causal=True, head_dim=16)
-    mask, _, tensors = drawn(case, torch.float32)
-    leaves = [x.requires_grad_() for x in tensors]
-    o, lse = reference(*leaves, mask)
-    do = torch.randn_like(o)
-    gradients = torch.autograd.grad(o, leaves, do)
+    case = Case((16, 64), 16, (2, 1), causal=True, head_dim=16, dtype="fp32")
+    mask, (q, k, v, do) = case.mask(), case.operands()
+    o, lse, grads = gradients((q, k, v, do), mask)
     fields = {"dtype": "fp32", "m": 16, "heads": 2, "head_dim": 16, "scale": None}
-    given = {name: flat(x.detach()) for name, x in zip("qkv", tensors, strict=True)}
+    activations = {"q": flat(q), "k": flat(k), "v": flat(v)}
     expected = flat(o)
     if module is attention_triton_backward:
-        given |= {"o": flat(o.detach()), "lse": lse.detach().flatten(0, 1), "do": flat(do)}
-        expected = torch.cat([x.reshape(-1, 16) for x in gradients])
+        rest = {"o": flat(o), "lse": lse.flatten(0, 1)}
+        activations |= {name: x.float() for name, x in rest.items()} | {"do": flat(do)}
+        expected = torch.cat([x.reshape(-1, 16) for x in grads])
     problem = Problem(module.KERNEL.op, fields)
-    operands = Operands(problem, {"mask": mask}, given, definition=torch.add)
-    launched = module.KERNEL.prepare(operands)
-    torch.testing.assert_close(launched(), expected.detach(), atol=1e-5, rtol=1e-5)
-    again = replace(operands, pinned=launched.choice)
-    assert module.KERNEL.prepare(again).choice == launched.choice
+    operands = Operands(problem, {"mask": mask}, activations, definition=torch.add)
+    launch = module.KERNEL.prepare(operands)
+    torch.testing.assert_close(launch().double(), expected, atol=1e-5, rtol=1e-5)
+    again = replace(operands, pinned=launch.choice)
+    assert module.KERNEL.prepare(again).choice == launch.choice

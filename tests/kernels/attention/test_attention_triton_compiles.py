@@ -68,22 +68,22 @@ def programs(block: Any, head_dim: int, dtype: str, path: Any, count: int) -> li
     k = torch.zeros(256, 4 * head_dim, dtype=kind)
     shared = shared_heads(mask, 8, 4)
     few, one = replace(shape, q_tokens=1), random_mask((1, 256), block, lists=4, causal=True)
-    made: list[BoundKernel] = []
-    made += [
+    bound: list[BoundKernel] = []
+    bound += [
         attention_triton.launch((q, k, k), mask, shape, 0.1, config).program
         for config in attention_triton.configurations(shape, shared, path)[:count]
     ]
-    made += [
+    bound += [
         attention_split.launch((q[:1], k, k), one, few, 0.1, config).program
         for config in attention_split.configurations(few, shared, path, 132)[:count]
     ]
     lse = torch.zeros(8, 256)
     for config in attention_triton_backward.configurations(shape, shared, path)[:count]:
-        given = q, k, k, q, lse, q
-        program = attention_triton_backward.launch(given, mask, shape, 0.1, config).program
+        operands = q, k, k, q, lse, q
+        program = attention_triton_backward.launch(operands, mask, shape, 0.1, config).program
         assert program.before
-        made += [program.before, replace(program, before=None)]
-    return made
+        bound += [program.before, replace(program, before=None)]
+    return bound
 
 
 @pytest.mark.parametrize(("capability", "block", "head_dim", "dtype"), sampled(CASES, 22))

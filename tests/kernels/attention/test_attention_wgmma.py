@@ -2,7 +2,7 @@
 
 import ctypes
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,45 +16,23 @@ from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of
 from sparsebench.kernels.attention.attention_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import built
-from tests.kernels.attention.cases import random_mask, reference
-from tests.kernels.attention.warpgroups import DTYPES, on_cpu
+from tests.kernels.attention.cases import Case, random_mask, reference
+from tests.kernels.attention.warpgroups import on_cpu
 from tests.kernels.contract import assert_device_refusal, refusal
 from tests.tools.marks import needs_gxx, sampled
 
-FIXED = """
-  auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
-  auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
-  auto *q_full = (u64*)(empty + GROUPS), *q_empty = q_full + GROUPS;
-"""
 RUN = """
-static struct { Maps maps; Lists lists; char* out; float* lse; Sizes sizes; } given;
-static void run() { attend(given.maps, given.lists, given.out, given.lse, given.sizes); }
+static struct { Maps maps; Lists lists; char* out; float* lse; Sizes sizes; } args;
+static void run() { attend(args.maps, args.lists, args.out, args.lse, args.sizes); }
 extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
-  const int width = n[2] * HEAD_DIM, kv_width = n[3] * HEAD_DIM;
-  given.maps.queries[0] = {(char*)at[0], n[0], width, 2 * width, Q_BOX, 64, 128};
-  given.maps.k = {(char*)at[1], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
-  given.maps.v = {(char*)at[2], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
-  given.lists = {(Tile*)at[3], (int*)at[4], (int*)at[5], (unsigned char*)at[6], (int*)at[7], n[4]};
-  given.out = (char*)at[8], given.lse = (float*)at[9];
-  given.sizes = {n[0], n[1], n[2], n[3], scale};
+  args.maps = {boxes(at[1], n[1], n[3], BOX_KEYS), boxes(at[2], n[1], n[3], BOX_KEYS),
+                {boxes(at[0], n[0], n[2], Q_BOX)}};
+  args.lists = {(Tile*)at[3], (int*)at[4], (int*)at[5], (unsigned char*)at[6], (int*)at[7], n[4]};
+  args.out = (char*)at[8], args.lse = (float*)at[9];
+  args.sizes = {n[0], n[1], n[2], n[3], scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
 """
-
-
-class Case(NamedTuple):
-    """Sizes of a mask and heads, and a configuration."""
-
-    tokens: tuple[int, int]
-    block: Any
-    heads: tuple[int, int]
-    config: Config
-    batch: int = 1
-    lists: int = 1
-    causal: bool = False
-    bits: bool = False
-    head_dim: int = 128
-    dtype: str = "fp16"
 
 
 WIDE, TWO = Config(128, 1, 128), Config(64, 2, 64)
@@ -73,34 +51,20 @@ CASES = [
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize("case", sampled(CASES, 0, 1))
 def test_the_threads_attend_on_a_cpu(case: Case, late: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    mask = random_mask(
-        case.tokens,
-        case.block,
-        batch=case.batch,
-        lists=case.lists,
-        causal=case.causal,
-        bits=case.bits,
-    )
-    (heads, kv_heads), (s_q, s_kv), depth = case.heads, case.tokens, case.head_dim
-    shape = Shape(case.batch, s_q, s_kv, heads, kv_heads, depth, mask.block, case.dtype)
-    dtype = DTYPES[case.dtype]
-    q = torch.randn(case.batch, s_q, heads, depth).to(dtype)
-    k, v = (torch.randn(case.batch, s_kv, kv_heads, depth).to(dtype) for _ in range(2))
-    rows = case.config.rows
+    mask, shape, (q, k, v, _), rows = case.mask(), case.shape(), case.operands(), case.config.rows
     tiles = query_tiles(mask, shape, rows, min(span_of(mask.block[0]), rows))
     counters = torch.zeros(2, dtype=torch.int32)
     o = torch.full_like(q, torch.nan)
-    lse = torch.full((case.batch, heads, s_q), torch.nan)
+    lse = torch.full((case.batch, shape.heads, shape.q_tokens), torch.nan)
     constants = (*attention_wgmma.constants_of(case.config, shape, mask), ("LATE", late))
-    run = built(on_cpu("attention_wgmma.cu", FIXED, RUN), constants, tmp_path).call
+    run = built(on_cpu("attention_wgmma.cu", RUN), constants, tmp_path).call
     tensors = q, k, v, tiles, mask.columns, mask.slots, mask.bits, counters, o, lse
     pointers = [None if x is None else x.data_ptr() for x in tensors]
-    sizes = s_q, s_kv, heads, kv_heads, len(tiles)
+    sizes = *case.tokens, *case.heads, len(tiles)
     run(
         *((ctypes.c_void_p * 10)(*pointers), (ctypes.c_int * 5)(*sizes)),
-        *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
-        attention_wgmma.shared_bytes(case.config, depth),
+        *(ctypes.c_float(case.head_dim**-0.5 * LOG2_E), 2),
+        attention_wgmma.shared_bytes(case.config, case.head_dim),
     )
     expected, log_sum = reference(q.double(), k.double(), v.double(), mask)
     allowed = 2e-3 if case.dtype == "fp16" else 2e-2
@@ -111,9 +75,7 @@ def test_the_threads_attend_on_a_cpu(case: Case, late: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
 def test_the_tiles_cover_each_query_of_each_head_once(case: Case) -> None:
-    mask = random_mask(case.tokens, case.block, batch=case.batch, lists=case.lists)
-    shape = Shape(case.batch, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
-    rows = case.config.rows
+    mask, shape, rows = case.mask(), case.shape(), case.config.rows
     span = min(span_of(mask.block[0]), rows)
     covered = torch.zeros(case.batch * case.heads[0], case.tokens[0], dtype=torch.int32)
     for first, count, query, head in query_tiles(mask, shape, rows, span).tolist():
@@ -186,7 +148,5 @@ def test_a_problem_is_refused_by_device_and_fields(
 @by_nvcc
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
 def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
-    mask = random_mask(case.tokens, case.block, causal=case.causal, bits=case.bits)
-    shape = Shape(1, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
-    constants = attention_wgmma.constants_of(case.config, shape, mask)
+    constants = attention_wgmma.constants_of(case.config, case.shape(), case.mask())
     assert_compiles_cleanly("attention_wgmma", constants, tmp_path)

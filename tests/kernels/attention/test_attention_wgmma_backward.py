@@ -2,7 +2,6 @@
 
 import ctypes
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,39 +12,26 @@ from sparsebench.kernels.attention._wgmma_tiles import key_tiles, query_tiles, s
 from sparsebench.kernels.attention.attention_wgmma_backward import Config, padded
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import built
-from tests.kernels.attention.cases import random_mask, reference, without
-from tests.kernels.attention.warpgroups import DTYPES, on_cpu
+from tests.kernels.attention.cases import Case, gradients, without
+from tests.kernels.attention.warpgroups import on_cpu
 from tests.kernels.contract import refusal
 from tests.tools.marks import needs_gxx, sampled
 
-OF_QUERIES = """
-  auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
-  auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
-  auto *q_full = (u64*)(empty + GROUPS), *q_empty = q_full + GROUPS;
-"""
-FIXED = """
-  auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
-  auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
-  auto *kv_full = (u64*)(empty + GROUPS), *kv_empty = kv_full + GROUPS;
-"""
 RUN = """
 static struct {
   Maps maps; Lists lists; Stats stats; Sizes sizes; float* sums; char *dk, *dv;
-} given;
+} args;
 static void run() {
-  differentiate(given.maps, given.lists, given.stats, given.sizes, given.sums, given.dk, given.dv);
+  differentiate(args.maps, args.lists, args.stats, args.sizes, args.sums, args.dk, args.dv);
 }
 extern "C" void call(void** at, const int* n, float scale, float log_scale, int grid, int bytes) {
-  const auto map = [](void* x, int rows, int heads, int box) {
-    return TensorMap{(char*)x, rows, heads * HEAD_DIM, 2 * heads * HEAD_DIM, box, 64, 128};
-  };
-  given.maps = {map(at[0], n[0], n[2], ROWS), map(at[1], n[0], n[2], ROWS),
-                map(at[2], n[1], n[3], KV_ROWS), map(at[3], n[1], n[3], KV_ROWS)};
-  given.lists = {(Tile*)at[4], (int*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8],
+  args.maps = {boxes(at[0], n[0], n[2], ROWS), boxes(at[1], n[0], n[2], ROWS),
+                boxes(at[2], n[1], n[3], KV_ROWS), boxes(at[3], n[1], n[3], KV_ROWS)};
+  args.lists = {(Tile*)at[4], (int*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8],
                  (int*)at[9], n[6], n[7], n[8]};
-  given.stats = {(float*)at[12], (float*)at[13]}, given.sums = (float*)at[14];
-  given.dk = (char*)at[16], given.dv = (char*)at[17];
-  given.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
+  args.stats = {(float*)at[12], (float*)at[13]}, args.sums = (float*)at[14];
+  args.dk = (char*)at[16], args.dv = (char*)at[17];
+  args.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
 """
@@ -53,51 +39,34 @@ RUN_SUMS = """
 static struct {
   const char *o, *d_o; const float* lse; float *lse_2, *delta, *sums; char* dq; int heads;
   Sizes sizes;
-} given;
+} args;
 static void before() {
-  prepare_queries(given.o, given.d_o, given.lse, given.lse_2, given.delta, given.sums, given.sizes,
-                  given.heads);
+  prepare_queries(args.o, args.d_o, args.lse, args.lse_2, args.delta, args.sums, args.sizes,
+                  args.heads);
 }
-static void after() { finish_queries(given.sums, given.dq, given.sizes); }
+static void after() { finish_queries(args.sums, args.dq, args.sizes); }
 extern "C" void call(void** at, const int* n, float scale, int first) {
-  given = {(char*)at[10], (char*)at[1], (float*)at[11], (float*)at[12], (float*)at[13],
+  args = {(char*)at[10], (char*)at[1], (float*)at[11], (float*)at[12], (float*)at[13],
            (float*)at[14], (char*)at[15], n[5] * n[2], {n[0], n[1], n[2], n[3], n[4], scale, 0}};
-  if (first) launch((given.heads * n[4] + 7) / 8, 256, 1, 1024, before);
-  else launch(given.heads * n[4] / ROWS, 128, 1, 1024, after);
+  if (first) launch((args.heads * n[4] + 7) / 8, 256, 1, 1024, before);
+  else launch(args.heads * n[4] / ROWS, 128, 1, 1024, after);
 }
 """
 RUN_QUERIES = """
-static struct { Maps maps; Lists lists; Stats stats; char* out; Sizes sizes; } given;
+static struct { Maps maps; Lists lists; Stats stats; char* out; Sizes sizes; } args;
 static void run() {
-  differentiate_queries(given.maps, given.lists, given.stats, given.out, given.sizes);
+  differentiate_queries(args.maps, args.lists, args.stats, args.out, args.sizes);
 }
 extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
-  const int width = n[2] * HEAD_DIM, kv_width = n[3] * HEAD_DIM;
-  given.maps.k = {(char*)at[3], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
-  given.maps.v = {(char*)at[4], n[1], kv_width, 2 * kv_width, BOX_KEYS, 64, 128};
-  for (int i = 0; i < 3; i++)
-    given.maps.queries[i] = {(char*)at[i], n[0], width, 2 * width, Q_BOX, 64, 128};
-  given.lists = {(Tile*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8], (int*)at[9], n[4]};
-  given.stats = {(float*)at[10], (float*)at[11], (float*)at[12], n[5]};
-  given.out = (char*)at[13], given.sizes = {n[0], n[1], n[2], n[3], scale};
+  args.maps.k = boxes(at[3], n[1], n[3], BOX_KEYS);
+  args.maps.v = boxes(at[4], n[1], n[3], BOX_KEYS);
+  for (int i = 0; i < 3; i++) args.maps.queries[i] = boxes(at[i], n[0], n[2], Q_BOX);
+  args.lists = {(Tile*)at[5], (int*)at[6], (int*)at[7], (unsigned char*)at[8], (int*)at[9], n[4]};
+  args.stats = {(float*)at[10], (float*)at[11], (float*)at[12], n[5]};
+  args.out = (char*)at[13], args.sizes = {n[0], n[1], n[2], n[3], scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
 """
-
-
-class Case(NamedTuple):
-    """Sizes of a mask and heads, and a configuration."""
-
-    tokens: tuple[int, int]
-    block: Any
-    heads: tuple[int, int]
-    config: Config
-    batch: int = 1
-    lists: int = 1
-    causal: bool = False
-    bits: bool = False
-    head_dim: int = 128
-    dtype: str = "fp16"
 
 
 WIDE, TWO = Config(128, 1, True), Config(64, 2, True)
@@ -116,78 +85,65 @@ CASES = [
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize("case", sampled(CASES, 0, 1, 4))
 def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    mask = random_mask(
-        case.tokens,
-        case.block,
-        batch=case.batch,
-        lists=case.lists,
-        causal=case.causal,
-        bits=case.bits,
-    )
+    mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)
-    (heads, kv_heads), (s_q, s_kv), depth = case.heads, case.tokens, case.head_dim
-    shape = Shape(case.batch, s_q, s_kv, heads, kv_heads, depth, mask.block, case.dtype)
-    q, do = (torch.randn(case.batch, s_q, heads, depth).to(DTYPES[case.dtype]) for _ in "qo")
-    k, v = (torch.randn(case.batch, s_kv, kv_heads, depth).to(q.dtype) for _ in "kv")
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    o, lse = reference(leaves[0], leaves[1], leaves[2], mask)
-    o.backward(do.double())
+    q, k, v, do = case.operands()
+    o, lse, expected = gradients((q, k, v, do), mask)
     if not case.bits:  # NaN where no query looks
         for x in (k, v):
             x[:, mask.block[1] : 2 * mask.block[1]] = torch.nan
-    o, lse = o.detach().to(q.dtype).contiguous(), lse.detach().float().contiguous()
+    o, lse = o.to(q.dtype).contiguous(), lse.float().contiguous()
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    rows = padded(s_q)
-    sums = torch.full((case.batch * heads, rows, depth), torch.nan)
-    lse_2 = torch.full((case.batch * heads, rows), torch.inf)
-    delta = torch.zeros(case.batch * heads, rows)
+    heads, rows = case.batch * shape.heads, padded(shape.q_tokens)
+    sums = torch.full((heads, rows, depth), torch.nan)
+    lse_2 = torch.full((heads, rows), torch.inf)
+    delta = torch.zeros(heads, rows)
     counters = torch.zeros(2, dtype=torch.int32)
     transpose, tiles = mask.transpose(), key_tiles(mask, shape, case.config.rows)
     index = tiles, transpose.offsets, transpose.rows, transpose.slots, mask.bits, counters
     tensors = q, do, k, v, *index, o, lse, lse_2, delta, sums, dq, dk, dv
     pointers = [None if x is None else x.data_ptr() for x in tensors]
-    sizes = s_q, s_kv, heads, kv_heads, rows, case.batch, len(tiles), mask.lists, mask.kv_blocks
+    counts = case.batch, len(tiles), mask.lists, mask.kv_blocks
     constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
-    at, counts = (ctypes.c_void_p * 18)(*pointers), (ctypes.c_int * 9)(*sizes)
+    sizes = (ctypes.c_int * 9)(*case.tokens, *case.heads, rows, *counts)
+    at = (ctypes.c_void_p * 18)(*pointers)
     scale = ctypes.c_float(depth**-0.5)
     if case.config.sums:
         macros = ("HEAD_DIM", depth), ("FP16", int(case.dtype == "fp16")), ("LATE", late)
-        text = on_cpu("attention_wgmma_sums.cu", "", RUN_SUMS)
+        text = on_cpu("attention_wgmma_sums.cu", RUN_SUMS)
         around = built(text, macros, tmp_path, "sums").call
-        around(at, counts, scale, 1)
+        around(at, sizes, scale, 1)
     else:
         config = attention_wgmma_backward.of_queries(shape, mask)
         span = min(span_of(mask.block[0]), config.rows)
         of_queries = query_tiles(mask, shape, config.rows, span)
         lists = of_queries, mask.columns, mask.slots, mask.bits, counters
-        given = q, do, o, k, v, *lists, lse, lse_2, delta, dq
-        addresses = [None if x is None else x.data_ptr() for x in given]
+        tensors = q, do, o, k, v, *lists, lse, lse_2, delta, dq
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
         of_walk = *attention_wgmma.constants_of(config, shape, mask, 3), ("LATE", late)
-        text = on_cpu("attention_wgmma_dq.cu", OF_QUERIES, RUN_QUERIES)
-        numbers = *sizes[:4], len(of_queries), rows
+        text = on_cpu("attention_wgmma_dq.cu", RUN_QUERIES)
+        numbers = *case.tokens, *case.heads, len(of_queries), rows
         built(text, of_walk, tmp_path, "queries").call(
             *((ctypes.c_void_p * 14)(*addresses), (ctypes.c_int * 6)(*numbers)),
             *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
             attention_wgmma.shared_bytes(config, depth, 3),
         )
-    text = on_cpu("attention_wgmma_backward.cu", FIXED, RUN)
+    text = on_cpu("attention_wgmma_backward.cu", RUN, "kv")
     built(text, (*constants, ("LATE", late)), tmp_path).call(
-        *(at, counts, scale, ctypes.c_float(depth**-0.5 * LOG2_E), 2),
+        *(at, sizes, scale, ctypes.c_float(depth**-0.5 * LOG2_E), 2),
         attention_wgmma_backward.shared_bytes(case.config, depth),
     )
     if case.config.sums:
-        around(at, counts, scale, 0)
+        around(at, sizes, scale, 0)
     allowed = 1e-2 if case.dtype == "fp16" else 6e-2
-    for actual, leaf in zip((dq, dk, dv), leaves, strict=True):
-        torch.testing.assert_close(actual.double(), leaf.grad, atol=allowed, rtol=allowed)
+    for actual, gradient in zip((dq, dk, dv), expected, strict=True):
+        torch.testing.assert_close(actual.double(), gradient, atol=allowed, rtol=allowed)
     assert counters.tolist() == [0, 0]  # as the next launch needs them
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
 def test_the_tiles_cover_each_key_of_each_kv_head_once(case: Case) -> None:
-    mask = random_mask(case.tokens, case.block, batch=case.batch, lists=case.lists)
-    shape = Shape(case.batch, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
+    mask, shape = case.mask(), case.shape()
     covered = torch.zeros(case.batch * case.heads[1], case.tokens[1], dtype=torch.int32)
     for key, head, block, _ in key_tiles(mask, shape, case.config.rows).tolist():
         covered[head, key : key + case.config.rows] += 1
@@ -222,8 +178,7 @@ def test_small_blocks_are_refused(block: tuple[int, int]) -> None:
 @by_nvcc
 @pytest.mark.parametrize("case", CASES)
 def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
-    mask = random_mask(case.tokens, case.block, causal=case.causal, bits=case.bits)
-    shape = Shape(1, *case.tokens, *case.heads, case.head_dim, mask.block, case.dtype)
+    mask, shape = case.mask(), case.shape()
     constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path)
     if case.config.sums:

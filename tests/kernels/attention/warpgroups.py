@@ -2,29 +2,37 @@
 
 import re
 
-import torch
-
 from tests.tools.paths import cuda_source
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FIXED = """
+  auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
+  auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
+  auto *RESIDENT_full = (u64*)(empty + GROUPS), *RESIDENT_empty = RESIDENT_full + GROUPS;
+"""
+BOXES = """
+static TensorMap boxes(void* from, int tokens, int heads, int rows) {
+  return {(char*)from, tokens, heads * HEAD_DIM, 2 * heads * HEAD_DIM, rows, 64, 128};
+}
+"""
 
 
-def on_cpu(name: str, fixed: str, run: str) -> str:
+def on_cpu(name: str, run: str, resident: str = "q") -> str:
     """Return the text of a kernel with the stand-ins for its headers.
 
-    fixed  places its static shared memory
-    run    launches it
+    run       launches it; `boxes` makes its tensor maps
+    resident  what stays in shared memory beside the ring: the prefix of its barriers
     """
+    fixed = FIXED.replace("RESIDENT", resident)
     device = cuda_source("hopper.cuh")
     start = device.index("__device__ __forceinline__ u64 smem_descriptor")
     descriptor = device[start : device.index("__device__", start + 1)]
     header = cuda_source("warpgroup.cuh")
-    own = header[header.index("template <int WIDTH>") :]  # it has no PTX
+    stores = header[header.index("template <int WIDTH>") :]  # it has no PTX
     walk = re.sub("#pragma once", "", cuda_source("walk.cuh"))
-    text = own + cuda_source(name).replace('#include "walk.cuh"', walk)
+    text = stores + cuda_source(name).replace('#include "walk.cuh"', walk)
     text = re.sub(r"#include .*", "", text)
     text = re.sub(r"extern __shared__.*", "char* const shared = dynamic_shared();", text)
     text = re.sub(r"__shared__ int notes[^;]*;", fixed, text)
     text = re.sub(r"__shared__ u64 full[^;]*;", "", text)
     assert "asm" not in text
-    return '#include "warpgroup_on_cpu.h"\n' + descriptor + text + run
+    return '#include "warpgroup_on_cpu.h"\n' + descriptor + text + BOXES + run

@@ -1,0 +1,117 @@
+"""The sentences above the table of an answer: break-evens, then the winner of each op and pattern.
+
+bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the bound
+  1.12× faster than torch_bsr tuned=True; linear, m = 64, 90 %, 64 × 64 blocks
+  one card, limited by power or heat for 12 % of the time
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from sparsebench.results.analysis import CONTEST
+from sparsebench.results.answer import answers
+from sparsebench.results.contests import in_chain, usual, with_gains
+from sparsebench.results.formatting import (
+    between,
+    blocks_text,
+    conditions,
+    duration,
+    kernel,
+    percent,
+    times,
+)
+from sparsebench.results.statistics import ratio_over
+
+LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
+MOST = 4  # winners
+DEFAULT = "default"  # the kernel of a contender without one: what users of the format get
+LEAST = 0.01  # relative uncertainty that a lead shows
+
+
+def findings(cases: pd.DataFrame) -> list[str]:
+    """Return break-evens and winners, the winner of each op and pattern near LEVEL, in lines."""
+    general = [line for _, lines in answers(cases) for line in lines if ": " not in line]
+    timed = with_gains(cases)
+    if timed.empty:
+        return general
+    first = usual(timed)
+    groups = first[first.side != "dense"].groupby(["op", "pattern"], sort=False)
+    best = [_nearest(group) for _, group in groups]
+    return [*general, *(line for case in best[:MOST] for line in _winner(case, timed))]
+
+
+def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
+    """Write a winner with its interval and share of the bound, and its lead over the next."""
+    isolated, best = best, in_chain(best, timed)
+    contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
+    dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
+    inside = " inside a chain" if best is not isolated else ""
+    words = [f"{who(best)} {duration(best['median_us'])}{inside}"]
+    if pd.notna(best["gain"]) and dense is not None:
+        low, high, half = (best[name] for name in ("low", "high", "half"))
+        ends = between(best["gain"], low, high, half)
+        words.append(ends.replace("×", f"× {dense['name']}", 1))
+    if inside:
+        gain = times(isolated["gain"], isolated["half"])
+        words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
+    if best["of_bound"] > 0:
+        words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
+    place, lead = _place(best), "no other sparse kernel has a time"
+    rest = rivals[rivals.label != best["label"]].sort_values("median_us")
+    users = rest[rest.kernel == DEFAULT]
+    if len(rest):
+        following = dict(rest.iloc[0])
+        ahead = ratio_over(best["blocks"], following["blocks"])  # only the value is shown
+        ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
+        lead = f"{times(ratio, LEAST * ratio)} faster than {who(following)}"
+    if len(users) and users.index[0] != rest.index[0]:
+        lead += f"; users get {who(dict(users.iloc[0]))}, {duration(users.iloc[0]['median_us'])}"
+    where = conditions(best["on_cards"], best["limited"])
+    return [", ".join(words), f"  {lead}; {place}", *([f"  {where}"] if where else [])]
+
+
+def who(case: Mapping[Any, Any]) -> str:
+    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio.
+
+    A contender without a kernel stands for the choice of a layer, and its choice names that kernel.
+    """
+    if case["kernel"] == DEFAULT:
+        ran = json.loads(case.get("choice") or "{}").get("kernel")
+        return f"{ran} (by default)" if ran else DEFAULT
+    chosen, name = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
+    if not chosen or chosen.startswith(str(case["kernel"])):
+        return chosen or name
+    return f"{chosen} (by {case['kernel']})"
+
+
+def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
+    """Return the fastest case at the sparsity nearest to LEVEL."""
+    away = (group.level - LEVEL).abs().fillna(1).round(6)
+    near = group[away == away.min()].assign(haste=-group.median_us)
+    return dict(near.sort_values(["gain", "haste"], na_position="first").iloc[-1])
+
+
+def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
+    """Return the fastest dense case of a contest; None without one."""
+    dense = contest[(contest.side == "dense") & (contest.gain == 1)]
+    return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
+
+
+def _condition(case: Mapping[Any, Any]) -> str:
+    """Describe the sparsity of a case: `90 %, 128 × 128 blocks` or `29 of 5632 units active`."""
+    block = str(case.get("block", ""))
+    parts = [percent(case["level"])] if case["level"] > 0 else []
+    parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
+    if pd.notna(case.get("active")):
+        units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
+        parts.append(f"{case['active']:g} of {units} units active")
+    if pd.notna(case.get("source")):
+        parts.append(str(case["source"]))
+    return ", ".join(parts)
+
+
+def _place(best: Mapping[Any, Any]) -> str:
+    return f"{best['op']}, m = {best['m']}, {_condition(best)}".rstrip(", ")
