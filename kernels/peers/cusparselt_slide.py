@@ -2,12 +2,11 @@
 
     X [m, k]   ── _common/lift.py ──>   X' [m, k']   ── cuSPARSELt ──>   Y = X' W'.T
 
-So does SlideSparse (arXiv 2603.05232), whose kernel lifts X while it quantises it. Its published
-speedups of a product leave this launch out; here each call includes it. The library is called, and
-its algorithms are searched, as for 2:4 (cusparselt.py).
+SlideSparse does the same (arXiv 2603.05232), and lifts X while it quantises it. Its published
+speedups of a product leave the lifting out; here each call includes it. The library's algorithms
+are searched as for 2:4 (cusparselt.py).
 """
 
-import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -18,24 +17,29 @@ from sparsebench.kernels.peers import cusparselt
 
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
-    """Compress W' and choose the fastest way; `search: false` takes the default.
-
-    Raises Unsupported if X is not aligned, or if the library accepts no way.
-    """
-    w, x = operands.weights["w"], operands.activations["x"]
+    """Choose the fastest way; `search: false` takes the library's default. Raises Unsupported."""
+    w = operands.weights["w"]
     assert isinstance(w, Slide)
+    return lifted_launch(operands, w, search)
+
+
+def lifted_launch(operands: Operands, w: Slide, search: bool) -> Launch:
+    """Compress W' and choose the fastest way to multiply it by X'.
+
+    Raises Unsupported if X has no whole pairs of elements, or if the library accepts no way.
+    """
+    x, n = operands.activations["x"], w.shape[0]
     if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
-        raise Unsupported(f"expected rows of pairs of elements, found strides {x.stride()}")
-    lift, n = lifting(x, w), w.shape[0]
+        raise Unsupported(f"expected contiguous rows of pairs, found strides {list(x.stride())}")
+    lift = lifting(x, w)
     lift()
     target = cusparselt.Call(cusparselt.compressed(w.lifted.to_dense()), lift.out, n)
-    fastest, choice, candidates = cusparselt.chosen(
-        target, n, search, operands.pinned, operands.timed
-    )
+    before = operands.pinned, operands.timed
+    fastest, choice, candidates = cusparselt.chosen(target, n, search, *before)
 
     def run() -> Tensor:
         lift()
-        y = torch.empty(fastest.rows, n, dtype=target.output, device=x.device)
+        y = x.new_empty(fastest.rows, n, dtype=target.output)
         fastest.call(y)
         return y[: len(x)]
 

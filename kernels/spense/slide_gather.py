@@ -4,10 +4,6 @@
 
 X' goes through memory: for 6:8 one launch writes 1.5 times the bytes of X, and the other reads
 them. Both launches are timed. slide_wgmma.py lifts X on chip instead.
-
-With weights of kept = group = 4 (formats/slide.py), any matrix goes through the sparse tensor
-cores, at twice the k. No such product can beat a good dense one. If it does, the dense baseline is
-slow: a suite uses it as a null contender.
 """
 
 from collections.abc import Callable
