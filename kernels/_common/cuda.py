@@ -39,7 +39,8 @@ AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+HALVES = torch.float16, torch.bfloat16
+MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 ADDRESSES = 256  # sets of operands for which a plan keeps the arguments, 1 KB each
 COMPILERS = 8  # threads
@@ -246,15 +247,19 @@ def unsupported_before_ampere(device: torch.device, wrong: str | None) -> str | 
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 
-def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+def unsupported_operands(
+    x: Tensor, w: Bsr, transposed: bool, dtypes: tuple[torch.dtype, ...] = HALVES
+) -> str | None:
     """Return why no CUDA kernel of bsr can compute X @ W.T (X @ W if transposed), or None.
 
     TMA has further conditions (`tensor_map`).
     """
     (n, k), values = w.shape, w.values
     depth, width = (n, k) if transposed else (k, n)
-    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
-        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
+    if x.dtype != values.dtype or x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found = f"{x.dtype} and {values.dtype}"
+        return f"expected operands of one dtype of {names}; found {found}"
     if x.dim() != 2 or x.shape[1] != depth:
         return f"expected activations of {depth} columns, found shape {list(x.shape)}"
     if not values.is_contiguous():
@@ -371,7 +376,7 @@ def tensor_map(
     dtype: torch.dtype,
     box: tuple[int, int],
 ) -> bytes:
-    """Return the tensor map of an fp16 or bf16 matrix [height, width], for swizzled boxes.
+    """Return the tensor map of an fp16, bf16 or fp8 matrix [height, width], for swizzled boxes.
 
     box  rows x columns. The swizzle is 32, 64 or 128 bytes, the smallest that a row fits into
          (hopper.cuh). It is also the pitch of rows in shared memory; a shorter row leaves a gap
