@@ -23,6 +23,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
+    MAP_TYPES,
     Arguments,
     BoundKernel,
     Layout,
@@ -189,3 +190,21 @@ def too_large(shape: tuple[int, int], blocks: int, pieces: int, m: int) -> str |
         "expected less than 2^31 tokens and pieces of 16 bytes and at most 2^20 columns, "
         f"found {blocks} blocks, {m} tokens, W of {shape[0]}x{shape[1]}"
     )
+
+
+def unsupported_product(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+    """Return why no CUDA kernel can compute X @ W.T (X @ W if transposed), or None.
+
+    TMA has further conditions (`tensor_map`).
+    """
+    (n, k), values = w.shape, w.values
+    depth, width = (n, k) if transposed else (k, n)
+    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
+        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
+    if x.dim() != 2 or x.shape[1] != depth:
+        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
+    if not values.is_contiguous():
+        return f"expected contiguous blocks, found strides {list(values.stride())}"
+    if width % 8:
+        return f"expected a multiple of 8 columns to write, found {width}"
+    return None

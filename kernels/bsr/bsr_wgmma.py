@@ -34,7 +34,7 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind, kernel_of
+from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind, kernel_of, unsupported_product
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, Groups, groups_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 
@@ -161,7 +161,7 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     width = k if transposed else n
-    if reason := cuda.unsupported_operands(x, w, transposed):
+    if reason := unsupported_product(x, w, transposed):
         return reason
     if r % SIDE or c % SIDE or not r or not c:
         return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
