@@ -39,15 +39,13 @@ from torch.utils import cpp_extension
 
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import (
-    COOPERATIVE,
-    EARLY,
     Arguments,
     ByTorch,
     Loaded,
     Tape,
-    driver,
     taping,
 )
+from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
 from sparsebench.kernels._common.transforms import batched
 
 NAME = "sparsebench_front"
