@@ -107,7 +107,7 @@ class _Launch:
     def __init__(self, program: BoundKernel, place: Mapping[int, int]) -> None:
         self._program, self._args = program, [*program.args]
         self._run: Callable[..., None] | None = None
-        self._raw: _Raw | None = None
+        self._raw: Raw | None = None
         self._rest: list[Any] = []
         found = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
         holes = [
@@ -142,7 +142,7 @@ class _Launch:
             self._rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             self._run = compiled[(*grid, 1, 1)[:3]]
             holes = dict([*self._plain, *self._boxed])
-            self._raw = _Raw.of(compiled, grid, args, holes, tensors[0].device)
+            self._raw = Raw.of(compiled, grid, args, holes, tensors[0].device)
 
     def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
         """Return the boxes at these addresses from a cache: the allocator reuses addresses."""
@@ -157,7 +157,7 @@ class _Launch:
         return boxes
 
 
-class _Raw:
+class Raw:
     """A compiled kernel whose arguments this module packs, which takes 4 µs instead of 20.
 
     The parameters are those of the signature, in order, then two pointers to scratch memory. A
@@ -181,7 +181,7 @@ class _Raw:
         args: Sequence[Any],
         holes: Mapping[int, int],
         device: torch.device,
-    ) -> "_Raw | None":
+    ) -> "Raw | None":
         """Return the launch, or None if Triton's own launcher must make it.
 
         holes  argument -> number of the tensor whose address it takes

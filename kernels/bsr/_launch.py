@@ -96,7 +96,7 @@ class Plan:
         if not self.turned:
             return packed(values, self.source)
         transposed = values.transpose(1, 2).contiguous()
-        on_tape(transposed, copy=TransposedCopy(values, transposed))
+        on_tape(transposed, by_torch=TransposedCopy(values, transposed))
         return packed(transposed, self.source)
 
 

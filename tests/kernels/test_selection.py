@@ -47,6 +47,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(selection, "_FILES", {})
     monkeypatch.setattr(selection, "_SAID", set())
     monkeypatch.setattr(selection, "search", last_is_best)
+    monkeypatch.setattr(selection, "lasting", lambda make, device: make())
     return tmp_path
 
 

@@ -78,12 +78,17 @@ def layers() -> dict[str, Any]:
         "blocks of 16": BlockSparseLinear(512, 256, block=16, sparsity=0.5, bias=False, **bf16),
         "frozen": BlockSparseLinear(512, 256, block=32, sparsity=0.5, **bf16).freeze(),
         "2:4": SpenseLinear.from_dense(dense, bias=torch.randn(256, **bf16)),
-        "bitmap": BitmapLinear.from_dense(dense),
+        "half 2:4": SpenseLinear.from_dense(dense, dense_fraction=0.5),
+        "half 2:4 by columns": SpenseLinear.from_dense(dense, dense_fraction=0.5, split="columns"),
+        "bitmap": BitmapLinear.from_dense(dense, torch.randn(256, **bf16)),
     }
 
 
+LAYERS = "blocks of 64", "blocks of 16", "frozen", "2:4", "half 2:4", "half 2:4 by columns"
+
+
 @hopper
-@pytest.mark.parametrize("name", ["blocks of 64", "blocks of 16", "frozen", "2:4", "bitmap"])
+@pytest.mark.parametrize("name", [*LAYERS, "bitmap"])
 def test_recorded_calls_equal_those_in_python_on_a_gpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +108,21 @@ def test_recorded_calls_equal_those_in_python_on_a_gpu(
             for _ in range(3):
                 assert torch.equal(layer(x), right)
         torch.cuda.synchronize()
+
+
+@hopper
+@pytest.mark.parametrize("name", ["blocks of 16", "frozen", "half 2:4", "bitmap"])
+def test_a_first_call_by_reduce_overhead_leaves_nothing_in_the_pool_of_its_graph_on_a_gpu(
+    name: str,
+) -> None:
+    layer = layers()[name]
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(5, 512, device="cuda").bfloat16()
+            y = compiled(x).clone()
+            torch.testing.assert_close(y, layer.to_dense()(x), rtol=0.02, atol=0.5)
+    torch._dynamo.reset()
 
 
 @hopper
@@ -153,11 +173,8 @@ def trained() -> dict[str, Any]:
     kinds["frozen"].bias.requires_grad_()
     w = Bsr.from_dense(torch.randn(256, 512, device="cuda").bfloat16(), block=32)
     w.values.requires_grad_()
-    found = {
-        name: (kinds[name], [*kinds[name].parameters()])
-        for name in ("blocks of 64", "blocks of 16", "frozen", "2:4")
-    }
-    return {**found, "matmul": (partial(times, w), [w.values])}
+    functions = {name: (kinds[name], [*kinds[name].parameters()]) for name in LAYERS}
+    return {**functions, "matmul": (partial(times, w), [w.values])}
 
 
 def times(w: Bsr, x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +190,7 @@ def gradients(
 
 
 @hopper
-@pytest.mark.parametrize("name", ["blocks of 64", "blocks of 16", "frozen", "2:4", "matmul"])
+@pytest.mark.parametrize("name", [*LAYERS, "matmul"])
 def test_recorded_gradients_equal_those_in_python_on_a_gpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
