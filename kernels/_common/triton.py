@@ -269,18 +269,27 @@ def tensor_of(arg: Any) -> Tensor | None:
     return arg if isinstance(arg, Tensor) else None
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why Triton cannot run the problem here, or None."""
-    if problem["dtype"] == "fp8":
-        return "expected fp16, bf16, fp32 or tf32, found fp8"
+def unsupported(
+    problem: Problem, device: torch.device, least: tuple[int, int] | None = None
+) -> str | None:
+    """Return why Triton cannot run the problem here, or None.
+
+    least  the compute capability from which on the kernel multiplies fp8; None if it never does
+    """
+    dtype, needed = problem["dtype"], (8, 0)
+    if dtype == "fp8":
+        if least is None:
+            return "expected fp16, bf16, fp32 or tf32, found fp8"
+        needed = least
     if device.type == "cpu" and knobs.runtime.interpret:
-        return (
-            "Triton's interpreter multiplies bf16 wrongly" if problem["dtype"] == "bf16" else None
-        )
+        wrong = dtype in ("bf16", "fp8")
+        return f"Triton's interpreter multiplies {dtype} wrongly" if wrong else None
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, found {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"needs compute capability 8.0 or newer, found {major}.{minor}"
+    if (found := torch.cuda.get_device_capability(device)) < needed:
+        at_least, actual = (f"{major}.{minor}" for major, minor in (needed, found))
+        return f"needs compute capability {at_least} or newer, found {actual}"
+    return None
 
 
 def choose_path(path: Path | None, reason: str | None, device: torch.device) -> Path:

@@ -35,7 +35,7 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.tuned_table import Tuned
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.results.record import Problem
 
 LARGEST = 2**31 - 1  # the kernels count in int32
@@ -74,7 +74,7 @@ class Plan:
     @property
     def kind(self) -> torch.dtype:
         """Return the dtype of y."""
-        return OUTPUTS["fp8"] if self.dtype.itemsize == 1 else self.dtype
+        return output_dtype(self.dtype)
 
     @cached_property
     def order(self) -> bytes | None:

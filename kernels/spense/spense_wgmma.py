@@ -59,7 +59,7 @@ from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.spense import _clusters, _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
@@ -241,7 +241,7 @@ def plan(
         tiles=tiles_of(w),
         n=n,
         dtype=w.dtype,
-        kind=OUTPUTS["fp8"] if w.dtype.itemsize == 1 and not activation else w.dtype,
+        kind=w.dtype if activation else output_dtype(w.dtype),
         activation=activation,
     )
 
