@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import lasting
 from sparsebench.kernels._common.search import REASON, search
 from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
 
@@ -144,7 +145,8 @@ class Operator:
             raise RuntimeError(
                 f"{self.problem(call)} is not planned: call it once before capturing a CUDA graph"
             )
-        selected = self.plans[call] = self._choose(call, timed, pinned)
+        choose = partial(self._choose, call, timed, pinned)
+        selected = self.plans[call] = lasting(choose, self.device)
         while len(self.plans) > PLANS:
             self.plans.popitem(last=False)
         return selected

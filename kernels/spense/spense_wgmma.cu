@@ -89,6 +89,7 @@
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
+#include "scales.cuh"
 
 constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: values, metadata
 constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
@@ -145,9 +146,6 @@ struct Weights {
   const char *sparse, *dense;
   int rows, sparse_rows, sparse_columns, dense_row, dense_column, dense_columns;
 };
-
-// For fp8: one scale for each of n features, one for each of m tokens; null for none.
-struct Scales { const float *features, *tokens; int n, m; };
 
 // `k_tiles` k tiles from `k_tile` on, for group `group` of TILE_ROWS rows of tiles and for TOKENS
 // tokens from `token` on (_stream_k.py).
@@ -330,14 +328,14 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 
 #if FP8
 #define OPERANDS "e4m3.e4m3"
-#define MMA_K "k32"
 #define SPARSE_MMA_K "k64"
 #define K_MAJOR ""  // fp8 operands are always K-major
+#define DENSE_WGMMA(N, a, b) WGMMA_E4M3(N, a, b)
 #else
 #define OPERANDS TYPE "." TYPE
-#define MMA_K "k16"
 #define SPARSE_MMA_K "k32"
 #define K_MAJOR ", 0, 0"
+#define DENSE_WGMMA(N, a, b) WGMMA(N, a, b, 0, 0)
 #endif
 #define METADATA_16 "%10"
 #define METADATA_32 "%18"
@@ -352,10 +350,6 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define SUM_112 TENS_TO_29 TEN(3) TEN(4) "%50, %51, %52, %53, %54, %55"
 #define A_AND_B_112 "%56, %57"
 #define D_112 D_96, D4(48), D4(52)
-#define DENSE_WGMMA_(N, a, b)                                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N MMA_K ".f32." OPERANDS " {" SUM_##N "}, "   \
-               A_AND_B_##N ", 1, 1, 1" K_MAJOR ";" : D_##N : "l"(a), "l"(b))
-#define DENSE_WGMMA(N, a, b) DENSE_WGMMA_(N, a, b)
 #define SPARSE_WGMMA_(N, a, b, metadata)                                                          \
   asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_MMA_K ".f32." OPERANDS " {"       \
                SUM_##N "}, " A_AND_B_##N ", " METADATA_##N ", 0, 1, 1, 1" K_MAJOR ";"             \
@@ -450,32 +444,6 @@ __device__ __forceinline__ void mainloop_dense(Accumulators& d, XPipeline& x, WP
   }
   wgmma_wait<0>();
   consumer_release(x, w, in_flight);
-}
-
-// ---- epilogue: scales ----
-
-// Scale the accumulators of 64 features, from `feature` on, and of 8 FRAGMENTS tokens from `token`.
-template <int FRAGMENTS>
-__device__ __forceinline__ void apply_scales(float* d, const Scales& scales, int feature,
-                                             int token) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int low = feature + 16 * warp + lane / 4, even = token + lane % 4 * 2;
-  if (scales.features) {
-    const float of_low = low < scales.n ? scales.features[low] : 0.f;
-    const float of_high = low + 8 < scales.n ? scales.features[low + 8] : 0.f;
-    #pragma unroll
-    for (int i = 0; i < 4 * FRAGMENTS; i += 4)
-      d[i] *= of_low, d[i + 1] *= of_low, d[i + 2] *= of_high, d[i + 3] *= of_high;
-  }
-  if (scales.tokens) {
-    #pragma unroll
-    for (int i = 0; i < FRAGMENTS; i++) {
-      const int at = even + 8 * i;
-      const float of_even = at < scales.m ? scales.tokens[at] : 0.f;
-      const float of_odd = at + 1 < scales.m ? scales.tokens[at + 1] : 0.f;
-      d[4 * i] *= of_even, d[4 * i + 1] *= of_odd, d[4 * i + 2] *= of_even, d[4 * i + 3] *= of_odd;
-    }
-  }
 }
 
 // ---- epilogue: hidden units ----

@@ -18,7 +18,8 @@ use_fast_accum. Accumulators may be scaled by feature and by token before Y is r
 With an `activation`, W holds gate and up of a gated MLP (spense_ffn.py). The launch then writes
 H[m, n / 2] = act(X Wg.T) * (X Wu.T) instead of Y, rounded once to X's dtype. In fp8 that is e4m3,
 which saturates at 448. n must then be a multiple of 16, or of 32 in fp8, so that rows of H have a
-multiple of 16 bytes.
+multiple of 16 bytes. The activation is applied to scaled values. H is linear in U, so the scales
+of up may contain a scale of H; those of the next product then contain its inverse.
 
 If W is a lifted 6:8 matrix (formats/slide.py), the idle warps can lift X on chip (slide_wgmma.py).
 """
@@ -55,11 +56,12 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
+from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.spense import _clusters, _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
@@ -145,18 +147,6 @@ def space() -> list[Config]:
 
 
 @dataclass(frozen=True)
-class Scales:
-    """fp32 factors of fp8 accumulators, one for each feature [n] and each token [m]; None is 1.
-
-    Features are rows of W. The activation is applied to scaled values. H is linear in U, so the
-    scales of up may contain a scale of H; those of the next product then contain its inverse.
-    """
-
-    features: Tensor | None = None
-    tokens: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Plan:
     """A launch without addresses: it depends on shapes, configuration and activation.
 
@@ -193,7 +183,7 @@ def launch(
     x: Tensor,
     w: Spense,
     config: Config,
-    scales: Scales = Scales(),
+    scales: Scales = UNSCALED,
     *,
     activation: str | None = None,
     watchdog: bool = False,
@@ -259,36 +249,31 @@ def plan(
         tiles=tiles_of(w),
         n=n,
         dtype=w.dtype,
-        kind=OUTPUTS["fp8"] if w.dtype.itemsize == 1 and not activation else w.dtype,
+        kind=w.dtype if activation else output_dtype(w.dtype),
         activation=activation,
     )
 
 
-def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKernel:
+def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = UNSCALED) -> BoundKernel:
     """Bind a plan to operands, a new output and a new workspace. Raises Unsupported."""
     expected = plan.x[1], plan.sparse, plan.dense, plan.dtype, plan.dtype
     actual = x.shape[1], w.sparse.shape, w.dense.shape, x.dtype, w.dtype
     if actual != expected or not 0 < x.shape[0] <= plan.x[0]:
         limit = f"expected operands of the plan, up to {plan.x[0]} tokens and {expected}"
         raise Unsupported(f"{limit}; found {x.shape[0]} and {actual}")
-    m, n, factors = len(x), w.shape[0], (scales.features, scales.tokens)
-    for name, scale, size in zip(("features", "tokens"), factors, (n, m), strict=True):
-        if scale is not None and (x.itemsize > 1 or not _fits(scale, size)):
-            expected_scales = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
-            found = f"{scale.dtype} {list(scale.shape)}, {x.dtype}"
-            raise Unsupported(f"expected {expected_scales}; found {found}")
+    m = len(x)
+    scales.require(w.shape[0], m, x.dtype)
     y = x.new_empty((m, plan.y[1]), dtype=plan.kind)
-    tensors: list[Tensor] = [x, w.sparse, w.dense, *(s for s in factors if s is not None)]
+    tensors: list[Tensor] = [x, w.sparse, w.dense, *scales.tensors]
     scratch: list[int] = [0, 0]
     if not plan.config.split:
         sums = x.new_empty(max(plan.workspace, 1), dtype=torch.float32)
         counts = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero after each launch
         tensors += [plan.items, sums, counts]
         scratch = [sums.data_ptr(), counts.data_ptr()]
-    addresses = [0 if scale is None else scale.data_ptr() for scale in factors]
     tiles = w.sparse.data_ptr(), w.dense.data_ptr()
     args = arguments(
-        plan, m, (x.data_ptr(), x.stride(0)), y.data_ptr(), *tiles, *addresses, *scratch
+        plan, m, (x.data_ptr(), x.stride(0)), y.data_ptr(), *tiles, *scales.addresses, *scratch
     )
     return BoundKernel(plan.loaded, args, tuple(tensors), y)
 
@@ -370,10 +355,6 @@ def _map_of(
     return tensor_map(address, (height, width // each), (stride // each, 1), kind, box)
 
 
-def _fits(scales: Tensor, size: int) -> bool:
-    return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
-
-
 def constants_of(
     config: Config,
     dtype: torch.dtype,
@@ -419,7 +400,7 @@ def unsupported_operands(x: Tensor, w: Spense, activation: str | None = None) ->
 def prepare(
     operands: Operands,
     activation: str | None = None,
-    scales: Scales = Scales(),
+    scales: Scales = UNSCALED,
     *,
     tuned: Tuned = True,
 ) -> Launch:

@@ -47,6 +47,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(selection, "_FILES", {})
     monkeypatch.setattr(selection, "_SAID", set())
     monkeypatch.setattr(selection, "search", last_is_best)
+    monkeypatch.setattr(selection, "lasting", lambda make, device: make())
     return tmp_path
 
 
@@ -138,6 +139,32 @@ def test_a_cache_that_cannot_be_written_is_said_once(cache: Path, tmp_path: Path
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert operator().select(1, timed).by == "cache"  # of this process
+
+
+@pytest.mark.parametrize("other", ["GPU", "code"])
+def test_choices_of_another_gpu_or_version_are_not_read(
+    cache: Path, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator().select(1, timed)
+    if other == "GPU":
+        renamed = SimpleNamespace(**{**vars(GPU), "name": "NVIDIA H100 PCIe"})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: renamed)
+    else:
+        monkeypatch.setattr(selection, "_code_of", lambda engines: "0123")
+    assert operator().select(1, timed).by == "search"
+    assert len([*cache.iterdir()]) == 2
+
+
+def test_processes_that_search_at_the_same_time_lose_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = selection.user_file(torch.device("cuda"), ("small",))
+    processes: list[dict[Path, Any]] = [{file: {}}, {file: {}}]  # both read an empty file
+    for files, sizes in zip(processes, ((64,), (64, 128)), strict=True):
+        monkeypatch.setattr(selection, "_FILES", files)
+        assert [operator(m=m).select(1, timed).by for m in sizes] == ["search"] * len(sizes)
+    monkeypatch.setattr(selection, "_FILES", {})
+    assert [operator(m=m).select(1, timed).by for m in (64, 128)] == ["cache"] * 2
 
 
 @pytest.mark.parametrize(("code", "by"), [(None, "package"), ("old", "search")])

@@ -42,6 +42,8 @@ HALVES, FLOATS = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
 DEFAULT_ALONE = {"options": {"search": False}}
 LINEAR, MM = "torch.nn.functional.linear(x, w)", "cusparseSpMM through nvmath"
 FEW_UNITS = {"activation": "relu", "active": 29}
+IN_4_BITS = {"weight_bits": 4}
+TWO_FOUR_IN_4_BITS = {**IN_4_BITS, "pattern": "two_four", "sparsity": 0.5}
 
 ANSWERS: dict[str, list[Answers]] = {
     # Sides of 16, in 8 bits of 32; torch pads tokens in 16 bits, and its users do so in 8.
@@ -87,6 +89,16 @@ ANSWERS: dict[str, list[Answers]] = {
     # No Python front end: a C function of the checkout, for n and k in multiples of 64.
     "spinfer": [Answers("SpMM_SplitK_API_bitmap_v3", ("fp16",), tokens(128, 256))],
     "macko": [Answers("macko_spmv.multiply", ("fp16",), tokens(40, 200, 1))],
+    # Weights in 4 bits; n in multiples of 8 and of 256.
+    "torch_int4": [
+        Answers("aten._weight_int4pack_mm", ("bf16",), tokens(264, 384, 1, 37), fields=IN_4_BITS)
+    ],
+    "marlin": [Answers("marlin.mul", ("fp16",), tokens(256, 384, 1, 37, 130), fields=IN_4_BITS)],
+    "sparse_marlin": [
+        Answers(
+            "marlin.mul_2_4", ("fp16",), tokens(256, 384, 1, 37, 130), fields=TWO_FOUR_IN_4_BITS
+        )
+    ],
     # k 2048, n 5632 and 8192; their kernels take multiples of 256 tokens.
     "twell_authors": [
         Answers("twell.TwELLGatedMLP", ("bf16",), tokens(5632, 2048, 50, 256), fields=FEW_UNITS)
@@ -182,6 +194,7 @@ def test_a_peer_of_the_cpu_has_a_time_where_its_front_end_answers(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # TwELL's kernels refuse a capture
 @pytest.mark.parametrize(("name", "answers"), CASES)
 def test_a_peer_has_a_time_where_its_front_end_answers(name: str, answers: Answers) -> None:
     assert_timed(name, answers, CPU if load_kernel(name).device == "cpu" else CUDA)
