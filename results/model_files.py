@@ -41,6 +41,7 @@ WIDTHS_SCHEMA: Final = "sparsebench/widths@1"
 WHOLE_SCHEMA: Final = "sparsebench/whole@1"
 OUTPUT = "output"  # key of the error of the whole layer's or MLP's output
 DENSE = "dense"  # pattern of a dense training
+LONGER = 1.15  # at most, the time of a dense step over that of a sparse one of equal time
 FORWARD: Final = "forward"
 STEP: Final = "step"
 
@@ -183,7 +184,7 @@ class PatternTrainings:
     """All trainings on one text; every seed has the same models.
 
     Each sparse model has two dense ones: one of equal width, and the narrowest one that has at
-    least as many parameters.
+    least as many parameters. One of the dense models may also take as long for a step.
 
     sha256    of the whole text: the training bytes, then the held-out bytes
     bytes     number of training bytes
@@ -202,16 +203,24 @@ class PatternTrainings:
     trained: Annotated[Sequence[PatternTraining], Field(min_length=1)]
 
     def dense_match(self, sparse: PatternTraining, equal: str) -> PatternTraining | None:
-        """Return the dense training of the same seed and equal `width` or `parameters`.
+        """Return the dense training of the same seed and equal `width`, `parameters` or `time`.
 
-        No dense model has exactly as many parameters; this returns the smallest one that has at
-        least as many, so that dense is never at a disadvantage.
+        No dense model has exactly as many parameters, or takes exactly as long; this returns the
+        smallest one that has at least as many, or takes at least as long (but not LONGER), so that
+        dense is never at a disadvantage. Times are medians over the seeds.
         """
         dense = [one for one in self.trained if one.pattern == DENSE and one.seed == sparse.seed]
         if equal == "width":
             return next((one for one in dense if one.width == sparse.width), None)
+        if equal == "time":
+            ratios = [(self._step_us(one) / self._step_us(sparse), one) for one in dense]
+            near = [(ratio, one) for ratio, one in ratios if 1 <= ratio <= LONGER]
+            return min(near, key=lambda pair: pair[0], default=(0.0, None))[1]
         enough = [one for one in dense if one.parameters >= sparse.parameters]
         return min(enough, key=lambda one: one.parameters, default=None)
+
+    def _step_us(self, training: PatternTraining) -> float:
+        return median(one.step_us for one in self.trained if one.model == training.model)
 
 
 @dataclass(frozen=True)

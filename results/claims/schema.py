@@ -170,7 +170,7 @@ class Test(_Model):
     scope: Literal["kernel", "op", "chain"] = "kernel"
     cache: Literal["cold", "hot"] = "cold"
     measure: Measure | None = None
-    trained: Literal["width", "parameters"] | None = None
+    trained: Literal["width", "parameters", "time"] | None = None
     whole: Literal["forward", "step"] | None = None
     proxy: Text | None = None
 

@@ -477,7 +477,7 @@ def test_pruned_directory_loads_and_generates_the_same_tokens(directory, text, t
     assert (outcome["dense"], outcome["sparsity"]) == (0.5, 0.25)
     assert 0 < outcome["errors"]["output"] < 0.5
     loaded = models.load(directory, torch.device("cpu"))
-    seen, unseen = models.contexts(loaded, text.read_text(), 1)
+    seen, unseen = models.contexts(loaded, text.read_text(), 1024)
     assert printed["loss"] == pytest.approx(models.loss_of(loaded.model, unseen), rel=1e-5)
     pruned = models.prune_model(loaded, Recipe("wanda", 0.5), seen, unseen)
     assert pruned.loss == pytest.approx(outcome["loss"], rel=1e-5)
@@ -491,7 +491,7 @@ def test_pruned_directory_loads_and_generates_the_same_tokens(directory, text, t
 
 def test_mlps_are_pruned_from_outputs_of_pruned_ones(directory, text):
     loaded = models.load(directory, torch.device("cpu"))
-    seen, unseen = models.contexts(loaded, text.read_text(), 1)
+    seen, unseen = models.contexts(loaded, text.read_text(), 1024)
     before = models.loss_of(loaded.model, unseen)
     inputs: dict[str, Tensor] = {}
     with models.restored(loaded):
@@ -515,13 +515,13 @@ def test_held_out_contexts_come_last(directory):
     loaded = models.load(directory, torch.device("cpu"))
     words = "".join(chr(97 + i % 26) for i in range(4 * 1023))
     numbers = loaded.tokenizer(words, add_special_tokens=False)["input_ids"]
-    seen, unseen = models.contexts(loaded, words, 2)
+    seen, unseen = models.contexts(loaded, words, 2048)
     assert (seen.shape, unseen.shape) == ((2, 1024), (1, 1024))
     assert seen[:, 0].tolist() == [2, 2]
     assert seen[1, 1] == numbers[1023]
     assert unseen[0, -1] == numbers[3 * 1023 - 1]
     with pytest.raises(SuiteError, match=r"text: expected at least 3069 tokens.*found 3000"):
-        models.contexts(loaded, words[:3000], 2)
+        models.contexts(loaded, words[:3000], 2048)
 
 
 def test_gguf_file_gives_the_model_that_it_was_written_from(text, tmp_path):

@@ -160,7 +160,7 @@ def _model(
         origin, words = text.name, _read_text(text)
     loaded = models.load(weights, device)
     with models.usable(weights):
-        seen, unseen = models.contexts(loaded, words, tokens // models.CONTEXT)
+        seen, unseen = models.contexts(loaded, words, tokens)
         before = models.loss_of(loaded.model, unseen)
 
     def make(recipe: Recipe) -> _Result:
