@@ -59,7 +59,7 @@ class PruningOutcome:
     sparsity  fraction of all weights that were pruned, 0 to 1
     errors    by part, mean over layers: ||XW^T - XW'^T|| / ||XW^T||; always includes OUTPUT
     loss      of the pruned model, in nats per token; None for a layer
-    pattern   of the pruned features: 2:4, or unstructured
+    pattern   of the pruned features: N:M, unstructured, or the size of the blocks such as 64x64
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -83,6 +83,7 @@ class Pruning:
     calibration  number of tokens that pruning used
     held_out     number of other tokens, over which errors and losses were measured
     loss         of the dense model on the held-out tokens, in nats per token; None for a layer
+    unit         what a token is: a word or a part of it, or a byte
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -95,6 +96,7 @@ class Pruning:
     held_out: int
     loss: FiniteFloat | None
     outcomes: Annotated[Sequence[PruningOutcome], Field(min_length=1)]
+    unit: Literal["token", "byte"] = "token"
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,8 @@ def _model(
 
     outcomes = _outcomes(make, recipes, to, write)
     source = weights.name, models.digest(weights), origin
-    return Pruning(PRUNING_SCHEMA, *source, seen.numel(), unseen.numel(), before, outcomes)
+    counts = seen.numel(), unseen.numel()
+    return Pruning(PRUNING_SCHEMA, *source, *counts, before, outcomes, loaded.unit)
 
 
 def _outcomes(

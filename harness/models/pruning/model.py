@@ -22,7 +22,7 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,11 @@ class Loaded:
         """Return the gated MLPs by name."""
         modules = self.model.named_modules()
         return {name: module for name, module in modules if Gated.of(module) is not None}
+
+    @property
+    def unit(self) -> Literal["token", "byte"]:
+        """Return what a token is; a vocabulary of 256 has the bytes alone."""
+        return "byte" if self.model.config.vocab_size == 256 else "token"
 
 
 @dataclass(frozen=True)
