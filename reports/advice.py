@@ -38,7 +38,7 @@ def table(answer: Answer) -> Table:
     lines: list[list[Cell]] = [
         [
             each.kind,
-            *((gain.text, _style(gain)) for gain in (each.layers, each.step)),
+            *((gain.text, style(gain)) for gain in (each.layers, each.step)),
             f"{significant(each.gigabytes)} GB",
             each.quality,
             each.sure,
@@ -97,7 +97,7 @@ def collected(runs: Iterable[tuple[Run, pd.DataFrame, str]], root: Path) -> Evid
             case "sparsity":
                 trained = validated(file, L1Trainings, SPARSITY_SCHEMA)
                 losses.append(measured_layers.of_l1(trained, ACTIVE, source))
-                costs.append(measured_layers.cost_of_l1(trained, ACTIVE, file.stem, source))
+                costs.append(measured_layers.cost_of_l1(trained, ACTIVE, source))
             case "whole":
                 steps += measured_layers.of_whole(read_whole(file), source.removesuffix(".json"))
     return replace(evidence, steps=steps, losses=losses, costs=costs)
@@ -118,7 +118,8 @@ def _notes(answer: Answer) -> list[str]:
     return [*answer.notes, *rows, *(f"To measure: {command}" for command in commands(answer))]
 
 
-def _style(gain: Gain) -> str:
+def style(gain: Gain) -> str:
+    """Return the style of a gain's cell: good if all of its interval is worth it."""
     if gain.basis == BOUND:
         return "quiet"
     return "good" if gain.low >= WORTH else "bad" if gain.high < 1 else "unsure"

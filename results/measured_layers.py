@@ -214,9 +214,15 @@ def of_l1(trainings: L1Trainings, active: float, source: str) -> Loss:
     return Loss(ACTIVATIONS, 0.0, None, "a small model", text, source)
 
 
-def cost_of_l1(trainings: L1Trainings, active: float, model: str, source: str) -> Cost:
-    """Return the rise of the loss by training `model` with an L1 term, as in `of_l1`."""
+def cost_of_l1(trainings: L1Trainings, active: float, source: str) -> Cost:
+    """Return the rise of the loss by training with an L1 term, as in `of_l1`.
+
+    The name of the model is that of the folder to which results/published/pruning/README.md writes
+    the model without a term.
+    """
     dense, near = _l1_pair(trainings, active)
+    sizes = trainings.settings["sizes"]
+    model = f"python-stdlib-{sizes['layers']}x{sizes['width']}"
     rise = round(near.loss - dense.loss, 4)
     return Cost(ACTIVATIONS, 0.0, model, TRAINED, rise, "byte", trainings.held_out, source)
 
