@@ -28,7 +28,8 @@ from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.answer import badge_text, badges, evidence, headline
+from sparsebench.results.answer import evidence, headline
+from sparsebench.results.badges import badge_text, badges
 from sparsebench.results.contests import empty_launch
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.answer import Badge, badge_text, badges
+from sparsebench.results.badges import Badge, badge_text, badges
 from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
 from sparsebench.results.formatting import (

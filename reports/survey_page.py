@@ -33,7 +33,7 @@ from sparsebench.results.changes import Changes, other_devices
 from sparsebench.results.formatting import capital, duration, listed, significant
 from sparsebench.results.store import without_paths
 
-STEPS = {"doctor": "Check of the machine", "probe": "Check of the kernels", "tune": "Tuning"}
+STEPS = {"doctor": "Check of the machine", "compile": "Compilation", "tune": "Tuning"}
 STEPS |= {"screen": "Look at all problems", "decide": "Verdicts"}
 
 

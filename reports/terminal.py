@@ -22,7 +22,8 @@ from rich.text import Text
 from sparsebench.reports.findings import findings, who
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.analysis import CONTEST, Analysis, break_even, winners
-from sparsebench.results.answer import Badge, answers, badge_text, badges, unfit
+from sparsebench.results.answer import answers
+from sparsebench.results.badges import Badge, badge_text, badges, unfit
 from sparsebench.results.contests import empty_launch, with_gains
 from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import (

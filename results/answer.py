@@ -1,20 +1,17 @@
 """The answer of a run in sentences, for the page, the terminal and the site.
 
-    badges      LOOK: 3 processes · SIMULATED · UNRELIABLE · BUSY MACHINE, each with its reason
     where       bf16 · m 4096 · n × k 4096 × 4096 · against dense (cublas, 163 µs)
     sentences   BSR beats dense with 64 × 64 blocks at 50 % sparsity and above; with 16 × 16 blocks
                 above a level between 50 % and 80 % sparsity.
                 At 90 %: BSR with 128 × 128 blocks, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
 
-Every function is pure: its input is a view (contests.py), the cases or the environment of a run. A
-gain is over the fastest dense contender of the same contest. If dense wins, a sentence says so.
-Only measured levels are named, and nothing is claimed between two of them.
+Every function is pure: its input is a view (contests.py) or the cases of a run. A gain is over the
+fastest dense contender of the same contest. If dense wins, a sentence says so. Only measured levels
+are named, and nothing is claimed between two of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -23,7 +20,6 @@ from sparsebench.results.analysis import CONTEST
 from sparsebench.results.contests import ANY, View, ordered, views
 from sparsebench.results.formatting import (
     FORMATS,
-    amount,
     between,
     blocks_text,
     capital,
@@ -34,26 +30,12 @@ from sparsebench.results.formatting import (
     plain,
     times,
 )
-from sparsebench.results.noise import Noise, Reliability
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST
 
 USUAL = 0.9  # sparsity of a headline, if it was measured
 MOST = 4  # answers of a run, each for its own op or pattern
 EXAMPLES = {"level": (0.5, 0.9), "m": (16, 4096)}  # values to report, if they were measured
-
-
-class Badge(StrEnum):
-    """How much a run can show, in a word."""
-
-    VERDICT = "VERDICT"
-    LOOK = "LOOK"
-    SIMULATED = "SIMULATED"
-    UNRELIABLE = "UNRELIABLE"
-    BUSY = "BUSY MACHINE"
-    UNFINISHED = "NOT FINISHED"
-    EMPTY = "NO TIMES"
 
 
 @dataclass(frozen=True)
@@ -70,53 +52,6 @@ class BreakEven:
     slower: float
     faster: float
     decided: bool
-
-
-def badges(
-    cases: pd.DataFrame,
-    noise: Noise,
-    environment: Mapping[str, Any],
-    state: Mapping[str, Any] = MappingProxyType({}),
-) -> list[tuple[Badge, str]]:
-    """Return the badges of a run with their reasons, the gravest first; `state` is its run.json."""
-    field_text, why = noise.reliability
-    given = []
-    if "sim" in environment:
-        given.append((Badge.SIMULATED, "No GPU ran: these times come from a model of one."))
-    if field_text is Reliability.UNRELIABLE:
-        given.append((Badge.UNRELIABLE, why))
-    if busy := "; ".join(unfit(state)):
-        reason = f"The machine was busy, so do not trust these numbers: {busy}."
-        given.append((Badge.BUSY, reason))
-    if (status := state.get("status", "finished")) != "finished":
-        given.append((Badge.UNFINISHED, f"This run is not finished: its status is {status}."))
-    timed = cases[cases.median_us.notna()]
-    if timed.empty:
-        return [*given, (Badge.EMPTY, "No case of this run has a time.")]
-    count = int(timed.processes.max())
-    if count < FEWEST:
-        need = f"a verdict needs at least {FEWEST}."
-        return [*given, (Badge.LOOK, f"{amount(count, 'process')}: a look, no verdict; {need}")]
-    return [*given, (Badge.VERDICT, f"{amount(count, 'process')}. {why}")]
-
-
-def badge_text(badge: Badge, cases: pd.DataFrame) -> str:
-    """Write a badge: `LOOK: 3 processes`, `SIMULATED`."""
-    if badge not in (Badge.LOOK, Badge.VERDICT):
-        return badge.value
-    most = int(cases[cases.median_us.notna()].processes.max())
-    return f"{badge.value}: {amount(most, 'process')}"
-
-
-def unfit(state: Mapping[str, Any]) -> list[str]:
-    """Return what made the machine unfit before or during the run, from its run.json."""
-    fitness = state.get("fitness", {})
-    return [
-        f"{when} the run {finding['found']} ({finding['check']})"
-        for when in ("before", "during")
-        for finding in fitness.get(when, [])
-        if finding["level"] == "warning"
-    ]
 
 
 def answers(cases: pd.DataFrame) -> list[tuple[str, list[str]]]:

@@ -126,6 +126,39 @@ def start(
     on_failure: OnFailure = ignore_failure,
 ) -> RunningContest:
     """Build the operands; prepare, check and capture every contender, ready to be timed."""
+    contest = _prepared(problem, entries, device, data, options, announce, on_failure)
+    check_all(contest, "before timing")
+    redraw(contest)
+    contest.keep(A)
+    for number, entry in enumerate(entries):
+        if entry.running:
+            with contest.at(entry, "capture"):
+                _capture(entry, device)
+        if entry.timed_call:
+            with contest.at(entry, "check"):
+                for call, spots in _calls(contest, entry):
+                    spots.burst(number, call, partial(synchronize, device))
+                    contest.check_tampering()
+                    _end_if_wrong(entry, spots.verdict(number), "before timing")
+    return contest
+
+
+def compile_ahead(problem: Problem, contenders: list[Contender], device: torch.device) -> None:
+    """Prepare every contender and drop it: what it compiled stays in the caches on disk."""
+    entries = [Entry(Row(Case(problem, contender), Status.OK)) for contender in contenders]
+    _prepared(problem, entries, device).guard.watched.clear()
+
+
+def _prepared(
+    problem: Problem,
+    entries: list[Entry],
+    device: torch.device,
+    data: Path | None = None,
+    options: ContestOptions | None = None,
+    announce: Announce = lambda case, stage: None,
+    on_failure: OnFailure = ignore_failure,
+) -> RunningContest:
+    """Build the operands, and prepare every contender in random order."""
     began, seal = time.perf_counter(), Seal()
     rewritten_modules()  # what is there before any contender runs
     options, op = options or ContestOptions(), load_op(problem.op)
@@ -178,19 +211,6 @@ def start(
         prepare(contest, entry)
         prepare_chain(contest, entry)
     contest.packed.clear()
-    check_all(contest, "before timing")
-    redraw(contest)
-    contest.keep(A)
-    for number, entry in enumerate(entries):
-        if entry.running:
-            with contest.at(entry, "capture"):
-                _capture(entry, device)
-        if entry.timed_call:
-            with contest.at(entry, "check"):
-                for call, spots in _calls(contest, entry):
-                    spots.burst(number, call, partial(synchronize, device))
-                    contest.check_tampering()
-                    _end_if_wrong(entry, spots.verdict(number), "before timing")
     return contest
 
 

@@ -1,9 +1,9 @@
 """Times from earlier runs on one GPU; every estimate is based on them.
 
     run        ceilings, once
-    process    startup and everything else outside contests
-    contest    operands, conversion and checks: median over the NEAR (5) runs whose problems are
-               closest in size
+    process    startup
+    contest    operands, conversion, checks, and everything outside all stages: median over the NEAR
+               (5) runs whose problems are closest in size
     row        capture and timing, likewise
     case       `prepare`: median over the same kernel's NEAR cases closest in size
     kernel     once per process, the extra time of its slowest case, such as compilation
@@ -103,8 +103,6 @@ def times_on(path: Path) -> MeasuredTimes:
 def times(runs: Sequence[Run]) -> MeasuredTimes:
     """Return what things took in these runs of one device."""
     spent = [run.state["spent_s"] for run in runs]
-    apart_s = sum(run.state["seconds"] for run in runs)
-    apart_s -= sum(each.get(name, 0.0) for each in spent for name in (*STAGES, "energy"))
     ceilings_s = sum(each.get("ceilings", 0.0) for each in spent)
     starts = [run.state["flags"]["replicates"] * len(run.state.get("shards", "1")) for run in runs]
     chosen = {run.path: choices_of(run.state) for run in runs}
@@ -127,7 +125,7 @@ def times(runs: Sequence[Run]) -> MeasuredTimes:
         gpu=device_name(runs[0].environment),
         memory_bytes=int((runs[0].environment.get("gpu") or {}).get("memory_bytes", 0)),
         ceilings_s=ceilings_s / len(runs),
-        start_s=max(0.0, apart_s - ceilings_s) / sum(starts),
+        start_s=sum(each["start"] for each in spent) / sum(starts),
         sizes=[_sizes(run) for run in runs],
         first=first,
         later=assumed | later,
@@ -140,7 +138,8 @@ def _sizes(run: Run) -> tuple[float, float, float]:
     problems = {row.case.problem.id: row.case.problem for row in run.rows}.values()
     contests = max(1, run.state["contests"]["done"])
     rows = max(1, sum(row.status is Status.OK for row in (*run.rows, *run.reference)))
-    contest_s = sum(spent.get(stage, 0.0) for stage in CONTEST) / contests
+    elsewhere_s = max(0.0, run.state["seconds"] - sum(spent.values()))
+    contest_s = (sum(spent.get(stage, 0.0) for stage in CONTEST) + elsewhere_s) / contests
     row_s = sum(spent.get(stage, 0.0) for stage in ROW) / rows
     return fmean(map(log_size, problems)), max(LEAST_CONTEST_S, contest_s), row_s
 

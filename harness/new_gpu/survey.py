@@ -1,7 +1,8 @@
 """A survey: what a device is worth for sparse formats, measured within a time budget.
 
     doctor   fitness.json        whether the machine is fit to measure
-    probe    kernels.json        which kernels run here, and why the others do not
+             kernels.json        which kernels run here, and why the others do not (probe.py)
+    compile  caches on disk      the machine code that the screening needs (compile_ahead.py)
     tune     the user's table    configurations for this GPU (run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first
     decide   decide/, decide-2/  the deciding problems (problem_choice.py) in FEWEST to MOST
@@ -22,8 +23,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import ceil
 from pathlib import Path
@@ -38,6 +40,7 @@ from sparsebench.harness.costs.estimates import affordable
 from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.new_gpu.compile_ahead import CompileAhead
 from sparsebench.harness.new_gpu.probe import probe
 from sparsebench.harness.new_gpu.problem_choice import coarse, deciding
 from sparsebench.harness.plan.suite import Contest, read
@@ -47,7 +50,7 @@ from sparsebench.harness.run.tuning import tune
 from sparsebench.harness.shared_runs import shared_folder
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
-from sparsebench.kernels._common import front, tuned_table
+from sparsebench.kernels._common import tuned_table
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
@@ -58,12 +61,12 @@ from sparsebench.results.store import Run, without_paths
 SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores
 SUITE = "core"
-TUNE, SCREEN = 0.2, 0.45  # shares of the time left; deciding has the rest, less PAGE_S
+# Shares of the time left; deciding has the rest, less PAGE_S
+COMPILE, TUNE, SCREEN = 0.1, 0.2, 0.45
 SAFE = 0.9  # share of the time left that is planned; later processes leave out what does not fit
 # Start of a later process over the first one: with enough cores it imports beside the one before.
 AGAIN = 0.25 if len(os.sched_getaffinity(0)) >= 4 else 1.0
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
-FRONT = (sys.executable, "-P", "-c", f"from {front.__name__} import front_type; front_type()")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
 PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
 MOST = 8  # processes of a verdict, if all problems fit; else FEWEST
@@ -88,6 +91,10 @@ class Survey:
     left: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        return not simulated(self.device) and torch.device(self.device).type == "cuda"
 
     def write(self) -> None:
         """Write survey.json."""
@@ -138,39 +145,54 @@ def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
     """Run the remaining steps. Raises Stopped, with the survey's path, if interrupted."""
     end = monotonic() + survey.budget_s - PAGE_S
     survey.write()
-    for name, step in STEPS.items():
-        if name in survey.seconds:
-            continue
-        began = monotonic()
-        survey.left.pop(name, None)
-        try:
-            reason = step(survey, end, progress(name))
-        except KeyboardInterrupt as stop:
-            raise Stopped(survey.path) from stop
-        if reason:
-            survey.left[name] = reason
-        else:
-            survey.seconds[name] = round(monotonic() - began, 1)
-        survey.write()
+    with CompileAhead(survey.device, survey.suite) as ahead:
+        steps: dict[str, Step] = {
+            "doctor": partial(_doctor, ahead),
+            "compile": partial(_compile, ahead),
+            **STEPS,
+        }
+        for name, step in steps.items():
+            if name in survey.seconds:
+                continue
+            began = monotonic()
+            survey.left.pop(name, None)
+            try:
+                reason = step(survey, end, progress(name))
+            except KeyboardInterrupt as stop:
+                raise Stopped(survey.path) from stop
+            if reason:
+                survey.left[name] = reason
+            else:
+                survey.seconds[name] = round(monotonic() - began, 1)
+            survey.write()
     return survey
 
 
-def _doctor(survey: Survey, end: float, progress: Progress) -> str:
-    findings = []
-    if not simulated(survey.device):
-        with nullcontext() if survey.device == "cpu" else _front_compiling():
-            findings = _examined(survey.device)
-    store.write_json(survey.path / "fitness.json", findings)
+Step = Callable[[Survey, float, Progress], str]
+"""A step takes the survey, when to end (a time.monotonic()), and progress; it returns what is left.
+"""
+
+
+def _doctor(ahead: CompileAhead, survey: Survey, end: float, progress: Progress) -> str:
+    """Examine the machine; meanwhile look which kernels run here, and start what compiles them."""
+    if survey.on_gpu:
+        ahead.start()
+    with ThreadPoolExecutor(1) as pool:
+        examined = pool.submit(_examined, survey.device)
+        store.write_json(survey.path / "kernels.json", [asdict(k) for k in probe(survey.device)])
+        store.write_json(survey.path / "fitness.json", examined.result())
     return ""
 
 
-def _front_compiling() -> subprocess.Popen[bytes]:
-    """Start to compile front.cpp, which takes 20 s, while the doctor leaves most cores idle."""
-    return subprocess.Popen(FRONT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _compile(ahead: CompileAhead, survey: Survey, end: float, progress: Progress) -> str:
+    ahead.finish(monotonic() + COMPILE * (end - monotonic()), progress)
+    return ""
 
 
 def _examined(device: str) -> list[dict[str, Any]]:
     """Return the doctor's findings, or one that says why it gave none."""
+    if simulated(device):
+        return []
     try:
         reply = subprocess.run(
             [*DOCTOR, device],
@@ -192,13 +214,8 @@ def _examined(device: str) -> list[dict[str, Any]]:
     return [asdict(Finding(Level.WARNING, "doctor", reason, means))]
 
 
-def _probe(survey: Survey, end: float, progress: Progress) -> str:
-    store.write_json(survey.path / "kernels.json", [asdict(k) for k in probe(survey.device)])
-    return ""
-
-
 def _tune(survey: Survey, end: float, progress: Progress) -> str:
-    if simulated(survey.device) or torch.device(survey.device).type != "cuda":
+    if not survey.on_gpu:
         return ""
     if table := _packaged(torch.device(survey.device)):
         survey.notes["tune"] = f"{table}: nothing was tuned"
@@ -353,7 +370,7 @@ def _measured(
     coarse_ranks = {} if searched else coarse(_problems(survey))  # references come first
     options = RunOptions(
         progress=progress,
-        searched=searched.rows if searched else (),
+        searched=[*searched.rows, *searched.reference] if searched else (),
         until=until,
         rank=lambda contest: coarse_ranks.get(contest.problem.id, -1),
     )
@@ -371,9 +388,7 @@ def _measured(
     return ""
 
 
-STEPS: dict[str, Callable[[Survey, float, Progress], str]] = {
-    "doctor": _doctor,
-    "probe": _probe,
+STEPS: dict[str, Step] = {
     "tune": _tune,
     "screen": _screen,
     "decide": _decide,

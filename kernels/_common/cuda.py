@@ -12,7 +12,7 @@ need a fence before its first use.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,8 +29,16 @@ from torch import Tensor
 
 from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
-from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.cubins import cached
+from sparsebench.kernels._common.driver import (
+    CLUSTER_DIMENSION,
+    LaunchAttribute,
+    LaunchConfig,
+    driver,
+    launch_config,
+    require_success,
+    set_device,
+)
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
@@ -39,7 +47,8 @@ AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+HALVES = torch.float16, torch.bfloat16
+MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 ADDRESSES = 256  # sets of operands for which a plan keeps the arguments, 1 KB each
 COMPILERS = 8  # threads
@@ -69,29 +78,6 @@ class Layout:
         return self._pointers(*[base + start for start in self._starts]), memory
 
 
-class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: its number, and a value of 64 bytes, of which three words are used."""
-
-    _fields_ = [
-        *(("number", ctypes.c_int), ("padding", ctypes.c_int)),
-        *(("words", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)),
-    ]
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig: grid, block, shared memory, stream and attributes."""
-
-    _fields_ = [
-        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
-        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
-        *(("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p)),
-        *(("attributes", ctypes.POINTER(LaunchAttribute)), ("number", ctypes.c_uint)),
-    ]
-
-
-COOPERATIVE, CLUSTER_DIMENSION, EARLY = 2, 4, 6  # CUlaunchAttributeID
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A kernel that is loaded on a device, and its grid.
@@ -116,10 +102,10 @@ class Loaded:
 
         Calls the driver directly, because CuPy's launch and torch's Stream objects take longer.
         """
-        _set_device()(self.device)  # a new thread has no context
+        set_device()(self.device)  # a new thread has no context
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # as inductor and Triton do
         sizes = self.grid, self.threads, self.shared_bytes, stream
-        config = _launch_config(*sizes, self.together, self.early)
+        config = launch_config(*sizes, self.together, self.early)
         # The driver copies the arguments before it returns.
         if result := driver().cuLaunchKernelEx(config, self.kernel.ptr, args[0], None):
             require_success(result, f"launch of {self.grid} CTAs of {self.threads}")
@@ -131,15 +117,17 @@ class Loaded:
 class Tape:
     """What a thread launches and allocates while `taping` (front.py).
 
-    launches  kernels with their arguments, and copies of transposed blocks, in order
+    launches  kernels with their arguments, and what torch itself computes, in order
     outputs   tensors that the launches write, the result last
+    views     parts of outputs whose addresses the launches take, each with its output
     owners    of the other memory that the launches read
     complete  every kernel of the call is on the tape
     dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
-    launches: "list[tuple[Loaded, Arguments] | TransposedCopy]" = field(default_factory=list)
+    launches: "list[tuple[Loaded, Arguments] | ByTorch]" = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
     complete: bool = True
     dense: Tensor | None = None
@@ -150,6 +138,17 @@ class TransposedCopy(NamedTuple):
 
     blocks: Tensor
     result: Tensor
+
+
+class MatrixProduct(NamedTuple):
+    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k]."""
+
+    a: Tensor
+    b: Tensor
+    result: Tensor
+
+
+ByTorch = TransposedCopy | MatrixProduct
 
 
 class _Thread(local):
@@ -175,14 +174,17 @@ def on_tape(
     owners: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
-    copy: TransposedCopy | None = None,
+    by_torch: ByTorch | None = None,
+    view: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
     tape.dense = dense
-    if copy is not None:
-        tape.launches.append(copy)
+    if by_torch is not None:
+        tape.launches.append(by_torch)
+    if view is not None:
+        tape.views.append(view)
     if output is not None:
         tape.outputs.append(output)
     tape.owners += owners
@@ -244,24 +246,6 @@ def unsupported_before_ampere(device: torch.device, wrong: str | None) -> str | 
     if reason := unsupported_device(device, AMPERE, newer=True) or wrong:
         return reason
     return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
-
-
-def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Return why no CUDA kernel of bsr can compute X @ W.T (X @ W if transposed), or None.
-
-    TMA has further conditions (`tensor_map`).
-    """
-    (n, k), values = w.shape, w.values
-    depth, width = (n, k) if transposed else (k, n)
-    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
-        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
-    if x.dim() != 2 or x.shape[1] != depth:
-        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
-    if not values.is_contiguous():
-        return f"expected contiguous blocks, found strides {list(values.stride())}"
-    if width % 8:
-        return f"expected a multiple of 8 columns to write, found {width}"
-    return None
 
 
 def target_of(device: torch.device) -> str:
@@ -371,7 +355,7 @@ def tensor_map(
     dtype: torch.dtype,
     box: tuple[int, int],
 ) -> bytes:
-    """Return the tensor map of an fp16 or bf16 matrix [height, width], for swizzled boxes.
+    """Return the tensor map of an fp16, bf16 or fp8 matrix [height, width], for swizzled boxes.
 
     box  rows x columns. The swizzle is 32, 64 or 128 bytes, the smallest that a row fits into
          (hopper.cuh). It is also the pitch of rows in shared memory; a shorter row leaves a gap
@@ -423,39 +407,3 @@ def encoded_map(
 def pitch(row_bytes: int) -> int:
     """Return the bytes between rows of a box in shared memory."""
     return next(swizzle for swizzle in SWIZZLES if swizzle >= row_bytes)
-
-
-@cache
-def _set_device() -> Callable[[int], None]:
-    from cupy.cuda import runtime
-
-    set_device: Callable[[int], None] = runtime.setDevice
-    return set_device
-
-
-@lru_cache(4096)
-def _launch_config(
-    grid: int, threads: int, shared_bytes: int, stream: int, together: bool, early: bool
-) -> Any:
-    """Return a pointer to a LaunchConfig; to make one takes 2 µs."""
-    chosen = [number for number, on in ((COOPERATIVE, together), (EARLY, early)) if on]
-    attributes = (LaunchAttribute * 2)(*[LaunchAttribute(number, 0, (1,)) for number in chosen])
-    shape = grid, 1, 1, threads, 1, 1, shared_bytes
-    first = ctypes.cast(attributes, ctypes.POINTER(LaunchAttribute))
-    return ctypes.byref(LaunchConfig(*shape, stream, first, len(chosen)))
-
-
-@cache
-def driver() -> ctypes.CDLL:
-    """Return CUDA's driver."""
-    library, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p
-    library.cuLaunchKernelEx.argtypes = pointer, pointer, pointer, pointer
-    return library
-
-
-def require_success(result: int, what: str) -> None:
-    """Raise RuntimeError unless the driver's call succeeded."""
-    if result:
-        error = ctypes.c_char_p()
-        driver().cuGetErrorName(result, ctypes.byref(error))
-        raise RuntimeError(f"{what}: {(error.value or b'?').decode()}")

@@ -33,7 +33,8 @@ at::Tensor handle_of(Front* front) {
 
 Front* front_of(const at::Tensor& handle) { return static_cast<Front*>(handle.data_ptr()); }
 
-// Computes dX and dW, which are undefined where not needed. Returns false if no entry is for dy.
+// Computes dX and dW, which are undefined where not needed. Returns false if no entry is for dy, or
+// if the weight is not as the recordings read it.
 bool replay(Front* front, at::Tensor dy, const at::Tensor& x, const at::Tensor& values,
             bool for_x, bool for_values, at::Tensor& dx, at::Tensor& dw) {
   Layout layout;
@@ -44,8 +45,8 @@ bool replay(Front* front, at::Tensor dy, const at::Tensor& x, const at::Tensor& 
     if (reinterpret_cast<uintptr_t>(dy.data_ptr()) % 16) dy = dy.clone();
   }
   Place place;
-  if (!place_of(dy, place) || captures(place.stream)) return false;
-  const Inputs of_x{dy, values}, of_values{dy, x};
+  if (!place_of(dy, place) || captures(place.stream) || !contents_hold(front)) return false;
+  const Inputs of_x = values.defined() ? Inputs{dy, values} : Inputs{dy}, of_values{dy, x};
   const auto entry_x = for_x ? front->entries[DGRAD].find(of_x, place) : nullptr;
   const auto entry_values = for_values ? front->entries[WGRAD].find(of_values, place) : nullptr;
   if ((for_x && !entry_x) || (for_values && !entry_values)) return false;
@@ -219,8 +220,11 @@ bool parse_step(PyObject* tuple, Step& step) {
     step.parameters.push_back(PyLong_AsUnsignedLong(PyList_GetItem(parameters, i)));
   for (Py_ssize_t i = 0; i < PyList_Size(patches); i++) {
     Patch patch;
-    if (!PyArg_ParseTuple(PyList_GetItem(patches, i), "iI", &patch.operand, &patch.offset))
+    long long start;
+    if (!PyArg_ParseTuple(PyList_GetItem(patches, i), "iLI", &patch.operand, &start,
+                          &patch.offset))
       return false;
+    patch.start = start;
     step.patches.push_back(patch);
   }
   if (step.image.size() <= IMAGE_BYTES && step.parameters.size() <= PARAMETERS) return true;

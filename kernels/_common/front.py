@@ -39,15 +39,13 @@ from torch.utils import cpp_extension
 
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import (
-    COOPERATIVE,
-    EARLY,
     Arguments,
+    ByTorch,
     Loaded,
     Tape,
-    TransposedCopy,
-    driver,
     taping,
 )
+from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
 from sparsebench.kernels._common.transforms import batched
 
 NAME = "sparsebench_front"
@@ -222,28 +220,36 @@ def _steps(
     None if the launches do not explain all of the call.
     """
     operands = [*inputs, *tape.outputs]
-    places = {t.data_ptr(): i for i, t in enumerate(operands)}
-    complete = tape.complete and len(places) == len(operands) and bool(tape.launches)
+    numbers = {t.data_ptr(): i for i, t in enumerate(operands)}
+    complete = tape.complete and len(numbers) == len(operands) and bool(tape.launches)
     if not complete or tape.outputs[-1].data_ptr() != y.data_ptr():
         return None
+    places = {address: (number, 0) for address, number in numbers.items()}
+    for view, whole in tape.views:
+        start = whole.data_ptr()
+        places[view.data_ptr()] = numbers[start], view.data_ptr() - start
     steps = [_step(launch, places) for launch in tape.launches]
-    patched = {operand for *_, patches in steps for operand, _ in patches}
+    patched = {operand for *_, patches in steps for operand, *_ in patches}
     rest = [i for i in range(len(operands)) if i not in patched]
     return (steps, rest) if set(rest) <= {*fixed} else None
 
 
 def _step(
-    launch: tuple[Loaded, Arguments] | TransposedCopy, places: Mapping[int, int]
+    launch: tuple[Loaded, Arguments] | ByTorch, places: Mapping[int, tuple[int, int]]
 ) -> tuple[Any, ...]:
-    """Return a launch, and where the addresses of operands are in the bytes of its arguments."""
-    if isinstance(launch, TransposedCopy):
-        patches = [(places[t.data_ptr()], 0) for t in launch]
+    """Return a launch, and its patches.
+
+    places  address -> number of an operand, and bytes from its start
+    patch   both, and where the address is in the bytes of the arguments
+    """
+    if isinstance(launch, ByTorch):
+        patches = [(*places[t.data_ptr()], 0) for t in launch]
         return 0, 0, 0, 0, [], b"", [], patches
     loaded, (pointers, memory) = launch
     image, base = bytes(memory), ctypes.addressof(memory)
     parameters = [pointer - base for pointer in pointers]
     words = ((at, *struct.unpack_from("Q", image, at)) for at in range(0, len(image) - 7, WORD))
-    patches = [(places[word], at) for at, word in words if word and word in places]
+    patches = [(*places[word], at) for at, word in words if word and word in places]
     attributes = [n for n, on in ((COOPERATIVE, loaded.together), (EARLY, loaded.early)) if on]
     shape = loaded.grid, loaded.threads, loaded.shared_bytes
     return loaded.kernel.ptr, *shape, attributes, image, parameters, patches
@@ -262,11 +268,16 @@ def front_type() -> Any:
 @cache
 def _compiled_type() -> Any:
     try:
-        module = _load(_built())
+        file = _built()
+        try:
+            module = _load(file)
+        except ImportError:  # a damaged file
+            file.unlink()
+            module = _load(_built())
     except (OSError, subprocess.SubprocessError, ImportError) as error:
         reason = str(getattr(error, "stderr", "") or error).strip().splitlines()[:1]
         warnings.warn(
-            f"front.cpp is not compiled, so calls of layers take 15 to 30 µs longer: {reason}",
+            f"layers are called in Python, which takes 15 to 30 µs longer: no front.cpp: {reason}",
             stacklevel=2,
         )
         return None

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.kernels._common.cuda import driver, require_success
+from sparsebench.kernels._common.driver import driver, require_success
 
 LIMIT_S = 1.0  # a host that shares its core needs up to 0.2 s for the samples of one hold
 TRIALS, TRIAL_S = 3, 0.1  # number and limit of the holds that find out whether launches block

@@ -21,6 +21,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.driver import driver, require_success
 from sparsebench.kernels.attention._shapes import Shape
 
 SECTION_BYTES = 24 << 20  # the L2 cache of an H100 has 50 MB
@@ -97,10 +98,10 @@ def tensor_map(x: Tensor, batch: int, rows: int) -> bytes:
     place = -(-ctypes.addressof(space) // cuda.MAP_ALIGNMENT) * cuda.MAP_ALIGNMENT
     sizes, steps = (ctypes.c_uint64 * 3)(width, tokens, batch), (ctypes.c_uint64 * 2)
     box, every = (ctypes.c_uint32 * 3)(INNER, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
-    result = cuda.driver().cuTensorMapEncodeTiled(
+    result = driver().cuTensorMapEncodeTiled(
         *(ctypes.c_void_p(place), cuda.MAP_TYPES[x.dtype], 3, ctypes.c_void_p(x.data_ptr())),
         *(sizes, steps(row, row * tokens), box, every),
         *(0, cuda.SWIZZLES[128], cuda.L2_PROMOTION_128B, 0),
     )
-    cuda.require_success(result, f"cuTensorMapEncodeTiled, {[batch, tokens, width]} by {rows}")
+    require_success(result, f"cuTensorMapEncodeTiled, {[batch, tokens, width]} by {rows}")
     return ctypes.string_at(place, cuda.MAP_BYTES)

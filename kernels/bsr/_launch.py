@@ -23,6 +23,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
+    HALVES,
     Arguments,
     BoundKernel,
     Layout,
@@ -32,8 +33,9 @@ from sparsebench.kernels._common.cuda import (
     on_tape,
     target_of,
 )
+from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.tuned_table import Tuned
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.results.record import Problem
 
 LARGEST = 2**31 - 1  # the kernels count in int32
@@ -47,8 +49,8 @@ class Plan:
     """A launch without operands: it depends only on pattern, tokens and configuration.
 
     lists      on the device: steps and items, or steps and the rows of each group
-    arguments  (tokens, address of x, strides of x, address of W's values, address of y)
-               -> arguments
+    arguments  (tokens, address of x, strides of x, address of W's values, address of y, and in fp8
+               the addresses of the scales) -> arguments
     tokens     most tokens of x
     depth      columns of x: k, or n if transposed
     blocks     [blocks, r, c]
@@ -60,7 +62,7 @@ class Plan:
 
     loaded: Loaded
     lists: tuple[Tensor, ...]
-    arguments: Callable[[int, int, tuple[int, ...], int, int], Arguments]
+    arguments: Callable[..., Arguments]
     tokens: int
     depth: int
     blocks: tuple[int, int, int]
@@ -68,6 +70,11 @@ class Plan:
     dtype: torch.dtype
     source: Tensor | None = None
     turned: bool = False
+
+    @property
+    def kind(self) -> torch.dtype:
+        """Return the dtype of y."""
+        return output_dtype(self.dtype)
 
     @cached_property
     def order(self) -> bytes | None:
@@ -89,7 +96,7 @@ class Plan:
         if not self.turned:
             return packed(values, self.source)
         transposed = values.transpose(1, 2).contiguous()
-        on_tape(transposed, copy=TransposedCopy(values, transposed))
+        on_tape(transposed, by_torch=TransposedCopy(values, transposed))
         return packed(transposed, self.source)
 
 
@@ -108,7 +115,7 @@ class Product:
     def run(self, x: Tensor, w: Tensor) -> Tensor:
         """Multiply by the blocks, packed if there is `pack`; a graph keeps the plan alive."""
         plan, m = self.plan, x.shape[0]
-        y = x.new_empty((m, plan.width))
+        y = x.new_empty((m, plan.width), dtype=plan.kind)
         addresses = x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
         plan.loaded.enqueue(plan.arguments(m, *addresses))
         on_tape(y, owners=(plan, w))
@@ -117,16 +124,18 @@ class Product:
         return y
 
 
-def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
+def bind(plan: Plan, x: Tensor, values: Tensor, scales: Scales = UNSCALED) -> BoundKernel:
     """Return a plan's kernel on these operands, with a new output. Raises Unsupported."""
     m, expected = x.shape[0], (plan.depth, plan.blocks, plan.dtype, plan.dtype)
     actual = x.shape[1], values.shape, x.dtype, values.dtype
     if actual != expected or m > plan.tokens or not values.is_contiguous():
         limit = f"planned for {plan.tokens} tokens and {expected}, contiguous blocks"
         raise Unsupported(f"{limit}; found {m} tokens and {actual}")
-    w, y = plan.pack(values), x.new_empty(m, plan.width)
-    args = plan.arguments(m, x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
-    return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
+    scales.require(plan.width, m, plan.dtype)
+    w, y = plan.pack(values), x.new_empty((m, plan.width), dtype=plan.kind)
+    addresses = x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
+    args = plan.arguments(m, *addresses, *(scales.addresses if scales.tensors else ()))
+    return BoundKernel(plan.loaded, args, (x, w, *scales.tensors, *plan.lists), y)
 
 
 def packed(blocks: Tensor, source: Tensor) -> Tensor:
@@ -189,3 +198,25 @@ def too_large(shape: tuple[int, int], blocks: int, pieces: int, m: int) -> str |
         "expected less than 2^31 tokens and pieces of 16 bytes and at most 2^20 columns, "
         f"found {blocks} blocks, {m} tokens, W of {shape[0]}x{shape[1]}"
     )
+
+
+def unsupported_product(
+    x: Tensor, w: Bsr, transposed: bool, dtypes: tuple[torch.dtype, ...] = HALVES
+) -> str | None:
+    """Return why no CUDA kernel can compute X @ W.T (X @ W if transposed), or None.
+
+    TMA has further conditions (`tensor_map`).
+    """
+    (n, k), values = w.shape, w.values
+    depth, width = (n, k) if transposed else (k, n)
+    if x.dtype != values.dtype or x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found = f"{x.dtype} and {values.dtype}"
+        return f"expected operands of one dtype of {names}; found {found}"
+    if x.dim() != 2 or x.shape[1] != depth:
+        return f"expected activations of {depth} columns, found shape {list(x.shape)}"
+    if not values.is_contiguous():
+        return f"expected contiguous blocks, found strides {list(values.stride())}"
+    if width % 8:
+        return f"expected a multiple of 8 columns to write, found {width}"
+    return None

@@ -34,7 +34,7 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large
+from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large, unsupported_product
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -181,7 +181,7 @@ def constants_of(
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
-    if reason := cuda.unsupported_operands(x, w, transposed):
+    if reason := unsupported_product(x, w, transposed):
         return reason
     if (r, c) != (8, 8) and (r % BLOCKS[0] or c % BLOCKS[0]):
         return f"expected blocks of 8x8 or of multiples of 16, found {r}x{c}"

@@ -35,7 +35,7 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large
+from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large, unsupported_product
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -329,7 +329,7 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     depth = n if transposed else k
-    if reason := cuda.unsupported_operands(x, w, transposed):
+    if reason := unsupported_product(x, w, transposed):
         return reason
     if not depth_of(r) or not depth_of(c):
         return f"expected sides of blocks that a multiple of 8 from 16 to 64 divides, found {r}x{c}"

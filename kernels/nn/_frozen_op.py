@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.capture import is_capturing, keep, lasting
 from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket, configured
 from sparsebench.kernels._kernel import DTYPES
@@ -79,7 +79,7 @@ def dense_copy(w: Bitmap) -> Tensor:
     """Return the dense copy of a bitmap, which the first call makes."""
     plans = plans_of(w)
     if plans.dense is None:
-        plans.dense = w.to_dense()
+        plans.dense = lasting(w.to_dense, w.records.device)
     if is_capturing(plans.dense):
         keep(plans.dense)
     return plans.dense

@@ -21,7 +21,7 @@ A call that cannot run, or whose gradient cannot, raises Unsupported with the re
 product is computed. No other kernel takes its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.cuda import HOPPER
-from sparsebench.kernels._common.front import Guard, recorded
+from sparsebench.kernels._common.front import Guard, recorded, rows_of
 from sparsebench.kernels._common.transforms import transformed, watched
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -145,6 +145,25 @@ def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
     if not x.is_cuda or not _frozen_op.is_planned(x.shape[0], w):
         return _frozen_op.multiply(x, w)
     return _recorded(x, w, partial(_frozen_op.multiply, x, w))
+
+
+def of_layer(
+    front: Any, x: Tensor, w: Bitmap, bias: Tensor | None, guards: Sequence[Guard]
+) -> tuple[Tensor, Any]:
+    """Return X @ W.T and the bias, and a Front for later calls of the layer that holds them.
+
+    front   what this function returned for the layer before, or None
+    guards  of the layer's tensors
+    """
+    layout = x.dtype, x.device, x.dim() > 0 and x.shape[-1]
+    plain = x.is_cuda and layout == (w.dtype, w.records.device, w.shape[1])
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias))
+    if plain and not (training or _is_traced() or torch.is_autocast_enabled(x.device.type)):
+        rows = rows_of(x)
+        if _bsr_autograd.readable(rows) is rows and _frozen_op.is_planned(rows.shape[0], w):
+            return recorded(front, x, partial(_frozen_op.multiply, rows, w), guards, bias=bias)
+    y = matmul(x, w)
+    return y if bias is None else y + bias, front
 
 
 def _recorded(x: Tensor, w: Format, run: Callable[[], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A gated MLP for training with few active hidden units: it computes and stores only those.
+"""A gated MLP with few active hidden units: training computes and stores only those.
 
     G = X @ Wg.T     Y = (act(G) * (X @ Wu.T)) @ Wd.T     L1 = mean over tokens of sum |act(G) * U|
 
@@ -26,6 +26,9 @@ unpredictable moment, so neither the bits nor the memory of a step would be repr
     GPU of compute capability 8.0 and newer    Triton (twell/_autograd.py); sizes are multiples of 8
     CPU                                        dense products in torch, as a reference
 
+Without gradients, a call takes the fastest layer of the TwELL family (_sparse_mlp_op.py), which the
+first call for a number of tokens searches for, with its X.
+
 If X or dY is not finite, an inactive unit counts as zero; in dense products it may give NaN.
 The L1 term is that of Cetin et al., arXiv 2603.23198, as in their code: not divided by the number
 of units. Their published coefficient, 2e-5, applies to the mean of this term over layers.
@@ -38,11 +41,14 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
-from sparsebench.kernels._common.transforms import batched, transformed
+from sparsebench.kernels._common.selection import Operator
+from sparsebench.kernels._common.transforms import batched, transformed, watched
+from sparsebench.kernels.nn._sparse_mlp_op import eager, inference, operator_of
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.twell._autograd import (
     SHARE,
     dense_forward,
+    plain,
     product,
     require_one_kind,
 )
@@ -94,12 +100,12 @@ class SparseGatedMLP(nn.Module):
     slots           for active units per token on average; by default a 64th of all units
     sparse          True: calls compute and store only active units; False: they do as dense layers
                     do. A CUDA graph keeps the value of its capture; torch.compile compiles both
-    active          int32 on the layer's device: active units per token in the last call, on
-                    average, rounded up. Above `slots` a sparse call was dense, and slower
+    active          int32 on the layer's device: active units per token in the last call with
+                    gradients, on average, rounded up. Above `slots` it was dense, and slower
 
-    Y and the gradients equal those of dense layers for any number of active units. Calls through
-    torch.func do not update `active`. A state dict of three nn.Linear loads, too, and transposes
-    `down.weight`. Raises FormatError.
+    Y and the gradients equal those of dense layers for any number of active units. Sparse calls
+    without gradients, and calls through torch.func, do not update `active`. A state dict of three
+    nn.Linear loads, too, and transposes `down.weight`. Raises FormatError.
     """
 
     def __init__(
@@ -165,19 +171,27 @@ class SparseGatedMLP(nn.Module):
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, *weights = (t.to(dtype) for t in (x, *weights))
-        wg, wu, wd_t = weights
         flat, squared = x.reshape(-1, k), self.activation == "relu2"
+        require_one_kind(flat, *weights)
+        if self.sparse and not l1 and flat.is_cuda and not _watched_by_gradients(flat, *weights):
+            run = inference if watched() else eager
+            return batched(run(plain(flat), *map(plain, weights), squared, self.slots), x)
         tokens = max(1, flat.shape[0])
         if self.sparse:
-            y, norms, offsets = product(flat, wg, wu, wd_t, squared, self.slots)
+            y, norms, offsets = product(flat, *weights, squared, self.slots)
             count = offsets[-1]
         else:
-            require_one_kind(flat, wg, wu, wd_t)
-            y, norms, count = dense_forward(flat, wg, wu, wd_t, squared, l1)
+            y, norms, count = dense_forward(flat, *weights, squared, l1)
         if not transformed():
             self.active.copy_(count // -tokens).neg_()  # rounded up
         y = batched(y, x)
         return (y, norms.sum() / tokens) if l1 else y
+
+    @property
+    def operator(self) -> Operator:
+        """Return the plans of calls without gradients."""
+        weight, squared = self.gate.weight, self.activation == "relu2"
+        return operator_of(*weight.shape, weight.dtype, squared, self.slots, weight.device)
 
     def adapt(self) -> bool:
         """Set `sparse` to what is faster for the number of active units of the last call.
@@ -192,3 +206,8 @@ class SparseGatedMLP(nn.Module):
         """Return the activation, the slots and `sparse`."""
         slots = f"slots={self.slots} of {self.hidden_features}"
         return f"activation={self.activation}, {slots}, sparse={self.sparse}"
+
+
+def _watched_by_gradients(*operands: Tensor) -> bool:
+    """Return whether autograd or torch.func must see a call with these operands."""
+    return transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in operands))

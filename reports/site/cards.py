@@ -20,8 +20,6 @@ import pandas as pd
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.analysis import CONTEST, Analysis
 from sparsebench.results.answer import (
-    Badge,
-    badges,
     evidence,
     field_text,
     headline,
@@ -31,6 +29,7 @@ from sparsebench.results.answer import (
     variants,
     where,
 )
+from sparsebench.results.badges import Badge, badges
 from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim

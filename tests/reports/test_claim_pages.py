@@ -12,7 +12,7 @@ from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries
-from sparsebench.reports.site import publish as site
+from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
 from sparsebench.results.claims.cells import Cell
@@ -151,7 +151,9 @@ def test_losses_are_drawn_against_speed_for_the_same_dense_fraction() -> None:
 def test_a_site_judges_claims_by_its_runs_and_links_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site, "build", lambda *given, **more: None)  # of a report, which is slow
+    monkeypatch.setattr(
+        run_folder, "build", lambda *given, **more: None
+    )  # of a report, which is slow
     asked = evidence(chosen(["twell-2026-training", "macko-2025"])).planned()
     publish([STEP], tmp_path / "site", Site(claims=asked), lambda run: None)
     assert 'href="claims/index.html"' in (tmp_path / "site" / "index.html").read_text()

@@ -16,8 +16,7 @@ from sparsebench._writing import locked_folder
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands.publish import address
 from sparsebench.reports.build import Surrounding
-from sparsebench.reports.site import grids
-from sparsebench.reports.site import publish as sites
+from sparsebench.reports.site import grids, run_folder
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
@@ -52,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy of the site, to which runs are added without reports, which are slow."""
-    monkeypatch.setattr(sites, "build", lambda *given, **more: None)
+    monkeypatch.setattr(run_folder, "build", lambda *given, **more: None)
     return shutil.copytree(site, tmp_path / "site")
 
 
@@ -183,7 +182,7 @@ def test_an_earlier_version_of_a_run_keeps_its_page_and_its_place_in_the_history
     def build(run: object, file: Path, surrounding: Surrounding, **more: object) -> None:
         evidence[file.parent.name] = surrounding.evidence
 
-    monkeypatch.setattr(sites, "build", build)
+    monkeypatch.setattr(run_folder, "build", build)
     assert "No case was measured by two verdicts" in (copy / "history.html").read_text()
     later = copied(tmp_path / "later" / "ffn-step", commit="1" * 40)
     state = json.loads((later / "run.json").read_text())
@@ -286,7 +285,9 @@ def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU is timed with warm caches; here it ran the suite of a GPU and a simulation."""
-    monkeypatch.setattr(sites, "build", lambda *given, **more: None)  # of a report, which is slow
+    monkeypatch.setattr(
+        run_folder, "build", lambda *given, **more: None
+    )  # of a report, which is slow
     homes = "cpu/quick-cpu", "sim/quick-sim", "nvidia-h200/quick"
     cpu, simulated, gpu = (PUBLISHED / home for home in homes)
     publish([cpu, simulated], tmp_path / "site", Site(), unchecked)

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.answer import Badge, badges, break_evens, sentences, variants, where
+from sparsebench.results.answer import break_evens, sentences, variants, where
+from sparsebench.results.badges import Badge, badges
 from sparsebench.results.contests import View, views
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run

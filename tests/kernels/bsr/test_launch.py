@@ -57,7 +57,7 @@ def driver(monkeypatch) -> Iterator[Driver]:
     driver = Driver()
     properties = SimpleNamespace(multi_processor_count=5)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
-    monkeypatch.setattr(cuda, "_set_device", lambda: lambda device: None)
+    monkeypatch.setattr(cuda, "set_device", lambda: lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(cuda, "load", lambda *args: (SimpleNamespace(ptr=1), "code"))

@@ -1,0 +1,203 @@
+"""The folder of a run in a site: a redacted bundle with its report, its card and its downloads.
+
+DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yaml, ...
+                   removed.json     what is not in it (results/bundle.py)
+                   name.txt         the name of the folder that the run came from
+                   index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
+                   summary.json     its card            picture.png    for links to it
+"""
+
+import gzip
+import json
+import re
+import shutil
+import tarfile
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sparsebench._writing import replacing, write_file
+from sparsebench.errors import ResultError
+from sparsebench.reports.build import build, frames_of
+from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, Place, card
+from sparsebench.reports.site.pages import Site, around, safe
+from sparsebench.reports.site.preview import preview
+from sparsebench.results import bundle, store
+from sparsebench.results.bundle import Removed
+from sparsebench.results.frame import to_csv, to_parquet
+from sparsebench.results.provenance import device_name
+
+NAME = "name.txt"
+DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
+PAGES = ("formats", "kernels", "badges", "claims", "compare")  # folders of a site without runs
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run of the site in `to`."""
+
+    to: Path
+    path: Path
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return _json(self.path, "environment.json")
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        return _json(self.path, "run.json")
+
+    @cached_property
+    def removed(self) -> Removed:
+        return bundle.read_removed(self.path)
+
+    @property
+    def gpu(self) -> str:
+        return device_name(self.environment)
+
+    @property
+    def address(self) -> str:
+        return self.path.relative_to(self.to).as_posix()
+
+    @property
+    def origin(self) -> str:
+        """Return the digest of the run as it was measured."""
+        return self.removed.of
+
+    @property
+    def slug(self) -> str:
+        """Return the permanent name of the run."""
+        return bundle.link_name(self.gpu, str(self.state["suite"]), self.origin)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder that it was published from; "" if that is private."""
+        file = self.path / NAME
+        return file.read_text("utf-8").strip() if file.exists() else ""
+
+    @property
+    def source(self) -> str:
+        """Return the origin of the run that this one was made from; "" if there is none."""
+        made_from = (self.state[role] for role in ROLES if self.state.get(role))
+        return next((str(run["manifest_sha256"]) for run in made_from), "")
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Return what the versions of a run share."""
+        only = self.state["flags"]["only"]
+        return self.gpu, self.state["suite"], only, self.name or self.slug
+
+    @property
+    def card(self) -> Card:
+        """Read the card of the run; raises ResultError if it has another schema."""
+        file = self.path / "summary.json"
+        try:
+            data = json.loads(file.read_text("utf-8"))
+            if data["schema"] == SCHEMA:
+                return Card(**data)
+            problem = f"schema {data['schema']}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = repr(error)
+        raise ResultError(f"{file}: expected a card of schema {SCHEMA}, found {problem}")
+
+
+@dataclass(frozen=True)
+class Related:
+    """The addresses of the source and of the newest version of a run, and runs that confirm it."""
+
+    source: str
+    newer: str
+    confirming: list[RunFolder]
+
+
+def run_folders(to: Path) -> dict[str, RunFolder]:
+    """Return the runs of a site by slug."""
+    runs = [RunFolder(to, file.parent) for file in to.glob(f"*/*/{bundle.REMOVED}")]
+    return dict(sorted((run.slug, run) for run in runs))
+
+
+def slug_of(run: Path) -> str:
+    """Return the slug of a bundle that is not in the site."""
+    identity = bundle.identity(run)
+    environment, state = (
+        json.loads(bundle.content(run, name)) for name in ("environment.json", "run.json")
+    )
+    return bundle.link_name(device_name(environment), str(state["suite"]), identity)
+
+
+def add(run: Path, to: Path) -> None:
+    """Copy a bundle without private names and paths into the site, whole or not at all."""
+    fresh = RunFolder(to, to / ".new")
+    shutil.rmtree(fresh.path, ignore_errors=True)
+    fresh.path.mkdir()
+    bundle.redact(run, fresh.path)
+    write_file(fresh.path / NAME, _public_name(run))
+    move(fresh, fresh.name or str(fresh.state["suite"]))
+
+
+def move(run: RunFolder, name: str) -> None:
+    """Move a run to GPU/NAME, with a number if another run has that address."""
+    home = re.sub(r"[^a-z0-9]+", "-", run.gpu.lower().replace("nvidia", "")).strip("-")[:40]
+    home = f"gpu-{home}" if home in ("", "runs", *PAGES) else home
+    folder = run.to / home / safe(name)
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000))
+    free = next(path for path in (folder, *numbered) if not path.exists())
+    free.parent.mkdir(exist_ok=True)
+    run.path.rename(free)
+
+
+def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
+    """Write the report, the card, the picture and the downloads of a run."""
+    folder, related = work
+    path, run = folder.path, store.read(folder.path)
+    frames = frames_of(run)
+    identity = bundle.identity(path)
+    place = Place(folder.address, folder.slug, identity, folder.origin, folder.name)
+    run_card = card(frames, place, site.claims)
+    write_file(path / "summary.json", json.dumps(run_card.to_json()) + "\n")
+    to_csv(frames.rows, path / "rows.csv")
+    if find_spec("pyarrow"):
+        to_parquet(frames.rows, path / "rows.parquet")
+    _pack(path)
+    preview(run_card, path / "picture.png")
+    downloads = [name for name in DOWNLOADS if (path / name).exists()]
+    others = [other.card for other in related.confirming]
+    beside = around(
+        run_card, site, folder.removed, downloads, others, related.source, related.newer
+    )
+    build(run, path / "index.html", surrounding=beside, frames=frames)
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((folder / name).read_text("utf-8"))
+    return data
+
+
+def _public_name(run: Path) -> str:
+    """Return the name of a run's folder; "" if it contains the name of a user or a host."""
+    texts = [bundle.content(run, name).decode() for name in ("environment.json", "run.json")]
+    names = [name for text in texts for name in bundle.HOME.findall(text)]
+    names += [name for text in texts for *_, name in bundle.FIELD.findall(text)]
+    called = run.resolve().name
+    private = [name for name in names if len(name) >= bundle.SHORTEST]
+    return "" if any(name.lower() in called.lower() for name in private) else called
+
+
+def _pack(folder: Path) -> None:
+    """Write bundle.tar.gz; the same bundle gives the same bytes."""
+    names = [f"{bundle.ROWS}.gz" if n == bundle.ROWS else n for n in bundle.verify(folder)]
+
+    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+        return entry
+
+    with (
+        replacing(folder / "bundle.tar.gz") as fresh,
+        fresh.open("wb") as file,
+        gzip.GzipFile("", "wb", 6, file, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w") as archive,
+    ):
+        for name in [bundle.MANIFEST, bundle.REMOVED, *names]:
+            archive.add(folder / name, f"{folder.name}/{name}", filter=plain)
