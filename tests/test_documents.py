@@ -14,6 +14,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.cvse import Cvse
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.int4 import Int4
+from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import SparseGatedMLP
@@ -149,6 +150,7 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
             "bitmap": Bitmap.from_dense(some),
             "csr": Csr.from_dense(some),
             "spense": Spense.from_dense(torch.where(two_four, dense, 0).contiguous()),
+            "slide": Slide.from_dense(torch.where(two_four, dense, 0).contiguous()),
             "twell": Twell.from_dense(some),
             "cvse": Cvse.from_dense(some),
             "active_csr": ActiveCsr.from_dense(some),

@@ -268,11 +268,16 @@ def front_type() -> Any:
 @cache
 def _compiled_type() -> Any:
     try:
-        module = _load(_built())
+        file = _built()
+        try:
+            module = _load(file)
+        except ImportError:  # a damaged file
+            file.unlink()
+            module = _load(_built())
     except (OSError, subprocess.SubprocessError, ImportError) as error:
         reason = str(getattr(error, "stderr", "") or error).strip().splitlines()[:1]
         warnings.warn(
-            f"front.cpp is not compiled, so calls of layers take 15 to 30 µs longer: {reason}",
+            f"layers are called in Python, which takes 15 to 30 µs longer: no front.cpp: {reason}",
             stacklevel=2,
         )
         return None
