@@ -14,7 +14,14 @@ import torch
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_kernel, load_op, names
-from sparsebench.kernels.peers import _authors, _cusparse, _cusparselt, stk, twell_authors
+from sparsebench.kernels.peers import (
+    _authors,
+    _cusparse,
+    _cusparselt,
+    cutlass_sparse,
+    stk,
+    twell_authors,
+)
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -51,6 +58,11 @@ ANSWERS: dict[str, list[Answers]] = {
         Answers(f"{LINEAR}, semi-structured", HALVES, tokens(256, 512), **DEFAULT_ALONE),
         Answers(f"{LINEAR}, semi-structured", HALVES, tokens(48, 80, 50), **DEFAULT_ALONE),
         Answers("torch._scaled_mm(w, x.t())", ("fp8",), tokens(96, 96), **DEFAULT_ALONE),
+    ],
+    # Multiples of 16 bytes of what is kept of a row, and of Y's rows.
+    "cutlass_sparse": [
+        Answers("GemmUniversalAdapter", HALVES, tokens(72, 80, 3, 50)),
+        Answers("GemmUniversalAdapter", ("fp8",), tokens(72, 96, 3)),
     ],
     # Square blocks of any size that divide W, and any number of tokens.
     "torch_bsr": [
@@ -117,7 +129,7 @@ ANSWERS: dict[str, list[Answers]] = {
     "torch_dense": [Answers("torch.nn.functional.linear", FLOATS, tokens(13, 11, 7))],
 }
 WITHOUT_A_FRONT_END = {
-    *("cusparselt_hybrid", "decoder_dense", "ffn_dense_triton", "reference"),
+    *("cusparselt_dense", "cusparselt_hybrid", "decoder_dense", "ffn_dense_triton", "reference"),
     *("torch_decoded", "torch_twell", "torch_wgrad"),
 }
 """Programs of this repository: no other front end answers for them."""
@@ -178,6 +190,8 @@ def test_no_peer_refuses_what_its_front_end_answers(
     monkeypatch.setattr(_cusparselt, "library", lambda: None)
     monkeypatch.setattr(_cusparse, "find_spec", lambda package: True)
     monkeypatch.setattr(twell_authors, "find_spec", lambda package: True)
+    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda package: True)
+    monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
     monkeypatch.setattr(stk, "unavailable", lambda: None)
     monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
     monkeypatch.setattr(_authors, "not_built", lambda *names: None)
