@@ -24,7 +24,7 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, expand, read
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, covers, matches
 from sparsebench.results.claims.planned import PlannedClaim
@@ -118,8 +118,7 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     sides = [(dense, dense_bytes), (sparse, sparse_bytes)]
     if ceilings is None:
         return max(sides[0][0] / sides[1][0], sides[0][1] / sides[1][1])
-    width = fields.get("n", fields.get("vocab", fields.get("q_width", 0)))
-    out = fields.get("queries", problem["m"]) * width * OUTPUTS[dtype].itemsize
+    out = op.output_bytes(problem, nonzeros)
     times = [ceilings.bound(dtype, *side, out, "cold") for side in sides]
     dense_us, sparse_us = (max(ceilings.launch_us, t[0]) if t else 0.0 for t in times)
     return dense_us / sparse_us if sparse_us else most(problem)

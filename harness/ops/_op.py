@@ -161,6 +161,17 @@ class Op:
             for name, operand in self.operands.items()
         )
 
+    def output_bytes(self, problem: Problem, nonzeros: Mapping[str, int]) -> int:
+        """Return the bytes of the output: the fewest without weights, less the activations."""
+        sizes, dtype = self.sizes(problem.fields), problem["dtype"]
+        absent = dict.fromkeys((name for name in self.weights if name != self.pattern), 0)
+        taken = sum(
+            prod(sizes[size] for size in operand.shape) * operand.dtypes[dtype].itemsize
+            for operand in (self.operands[name] for name in self.activations)
+        )
+        itemsize = DTYPES[dtype].itemsize
+        return self.fewest_bytes(problem, {**nonzeros, **absent}, itemsize) - taken
+
     def rounds(self, dtype: str) -> bool:
         """Return whether a kernel may round activations to the dtype, because they are wider."""
         return any(self.operands[n].dtypes[dtype] != DTYPES[dtype] for n in self.activations)

@@ -140,11 +140,6 @@ def _work(problem: Problem) -> Work:
     full = op.elements(problem)
     part = {name: 1 - level_of(op, problem.fields, name) for name in op.weights}
     nonzeros = {name: round(part.get(name, 1) * count) for name, count in full.items()}
-    written = {
-        name: 0 if name in part and name != op.pattern else nonzeros[name] for name in nonzeros
-    }
-    stored = {name: o.dtypes[problem["dtype"]].itemsize for name, o in op.operands.items()}
-    taken = sum(stored[name] * size[name] for name in op.activations)
     nnz = sum(nonzeros[name] for name in op.weights)
     return Work(
         sparsity=1 - nnz / sum(full[name] for name in op.weights),
@@ -154,7 +149,7 @@ def _work(problem: Problem) -> Work:
         fewest_bytes=op.fewest_bytes(problem, nonzeros, itemsize),
         dense_bytes=itemsize * sum(size[name] for name in op.weights),
         sparse_bytes=itemsize * sum(round(part[name] * size[name]) for name in op.weights),
-        output_bytes=op.fewest_bytes(problem, written, itemsize) - taken,
+        output_bytes=op.output_bytes(problem, nonzeros),
     )
 
 

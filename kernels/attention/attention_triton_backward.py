@@ -115,7 +115,6 @@ def launch(
     scale: float,
     config: Config,
     lists: tuple[Lists, Lists] | None = None,
-    out: Tensor | None = None,
 ) -> Bound[BoundKernel]:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
@@ -126,7 +125,7 @@ def launch(
     q, k, v, o, do = (by_head(operands[i], shape) for i in (0, 1, 2, 3, 5))
     rows, transposed = lists or (lists_of(mask), transposed_lists_of(mask, shape.kv_heads))
     q_rows, kv_rows = (x.numel() // shape.head_dim for x in (q, k))
-    out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim) if out is None else out
+    out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim)
     dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
     delta = torch.empty_like(lse)
     tile, keys = (config.q_tokens, config.q_pack), (config.q_keys, 1)

@@ -166,12 +166,13 @@ def launch(
     scale: float,
     config: Config,
     work: Work | None = None,
-    out: Tensor | None = None,
+    separate: bool = False,
 ) -> Bound[Gradients]:
     """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
 
     operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
     work      work_of(mask, shape, config) if it exists already
+    separate  the three share no memory, and `program.out` is dQ
 
     Raises Unsupported.
     """
@@ -179,8 +180,13 @@ def launch(
     device, rows = q.device, padded(shape.q_tokens)
     heads, depth = shape.batch * shape.heads, shape.head_dim
     q_rows, kv_rows = (x.numel() // depth for x in (q, k))
-    out = q.new_empty(q_rows + 2 * kv_rows, depth) if out is None else out
-    dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
+    heights = [q_rows, kv_rows, kv_rows]
+    if separate:
+        dq, dk, dv = (q.new_empty(size, depth) for size in heights)
+        out = dq
+    else:
+        out = q.new_empty(sum(heights), depth)
+        dq, dk, dv = out.split(heights)
     tiles, transpose, counters, queries = work or work_of(mask, shape, config)
     lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
     delta = torch.zeros(heads, rows, device=device)
@@ -211,7 +217,7 @@ def launch(
         load_persistent(*names, constants, size, tiles, *layout),
         DIFFERENTIATE(maps, lists, stats, sizes, *addresses),
     )
-    tensors = *operands, *index, *bits, counters, sums, lse_2, delta
+    tensors = *operands, *index, *bits, counters, sums, lse_2, delta, dk, dv
     if config.sums:
         addresses = [x.data_ptr() for x in (o, do, lse, lse_2, delta, sums)]
         ctas = -(-heads * rows // OF_WARPS)

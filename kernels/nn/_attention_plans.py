@@ -166,6 +166,8 @@ class _Wgmma:
         """Order the work of the kernel."""
         self.work = kernel.work_of(owner.mask, call.shape, config)
         rest = {"scale": call.scale, "config": config, "work": self.work}
+        if call.op == "attention_backward":
+            rest["separate"] = True  # torch demands that the results of an operator share no memory
         self.bound = partial(kernel.launch, mask=owner.mask, shape=call.shape, **rest)
 
     def run(self, *operands: Tensor) -> tuple[Tensor, ...]:

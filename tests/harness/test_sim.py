@@ -12,6 +12,7 @@ import pytest
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.sampling import SAMPLES_PER_BLOCK
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
@@ -390,6 +391,16 @@ def test_the_output_size_does_not_depend_on_the_reads(op: str, output: int) -> N
     active = {"activation": "relu", "active": 2.0, "skew": "iid"}
     fields = dense | (active if op in ("ffn", "mlp") else {})
     assert _work(Problem(op, sizes | fields)).output_bytes == 2 * output
+
+
+@pytest.mark.parametrize(
+    ("op", "rows"), [("attention", 2 * 40 * 4), ("attention_backward", 2 * (40 * 4 + 2 * 56 * 2))]
+)
+def test_the_output_size_of_attention_does_not_depend_on_the_mask(op: str, rows: int) -> None:
+    fields = {"m": 40, "context": 56, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    pruned = {"block": 8, "dtype": "bf16", "pattern": "top_k_blocks", "sparsity": 0.3}
+    problem = Problem(op, {**load_op(op).defaults, **fields, **pruned})
+    assert _work(problem).output_bytes == 2 * rows * 16
 
 
 def test_a_weight_gradient_has_the_elements_of_its_pattern() -> None:

@@ -65,7 +65,7 @@ def test_o_and_lse_are_right_in_each_configuration(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_gradients_are_right_in_each_configuration(case: Case, deterministic: bool) -> None:
     mask, shape, (q, k, v, do), (o, lse, *grads) = problem(case)
-    operands = q, k, v, o.to(q.dtype).view(q.shape), lse.float(), do
+    operands = q, k, v, o.to(q.dtype).reshape(q.shape), lse.float(), do
     for config in attention_wgmma_backward.configurations(shape, deterministic=deterministic):
         scale = case.head_dim**-0.5
         program, _, outputs = attention_wgmma_backward.launch(operands, mask, shape, scale, config)
