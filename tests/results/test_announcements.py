@@ -47,7 +47,8 @@ def test_the_readme_has_the_verdicts_of_the_published_runs() -> None:
 
 def test_site_shows_verdicts_if_it_has_all_claims() -> None:
     verdicts = {
-        name: [Verdict(name, "NVIDIA H200", Word.PARTLY, Basis.KERNEL_PROXY, "a look")] for name in CLAIMS
+        name: [Verdict(name, "NVIDIA H200", Word.PARTLY, Basis.KERNEL_PROXY, "two cells")]
+        for name in CLAIMS
     }
     assert len(for_site(verdicts)) == len(ANNOUNCEMENTS)
     assert "openai-2017-cublas.yaml): partly on H200" in markdown(verdicts)
