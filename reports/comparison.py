@@ -23,6 +23,7 @@ from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import labels
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.changes import Changes, changes, mean
 from sparsebench.results.formatting import (
     amount,
@@ -34,7 +35,6 @@ from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
 
 LINES = 30
 FACTS_SHOWN = 8
@@ -232,21 +232,20 @@ def _notes(result: Compared) -> list[str]:
 
 def _runs(result: Compared) -> list[str]:
     return [
-        f"{side.name}: {_about(run, *badges)}."
-        for side in result.sides
-        for run, *badges in zip(side.runs, side.analyses, strict=True)
+        f"{side.name}: {_about(analysis)}." for side in result.sides for analysis in side.analyses
     ]
 
 
-def _about(run: Run, analysis: Any) -> str:
+def _about(analysis: Analysis) -> str:
     """Describe a run: its path, device, card, commit, date and badges."""
+    run = analysis.run
     facts = flat(run.environment)
     cards = sorted({short_card(row.device) for row in run.rows if row.device.startswith("GPU-")})
     words = [str(run.path), facts.get("gpu.name") or facts.get("cpu.name") or ""]
     words += [f"card {listed(cards)}"] if cards else []
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
-    words += [text for _, text in labels(run, analysis.cases, analysis.noise)]
+    words += [text for _, text in labels(analysis)]
     return ", ".join(filter(None, words))
 
 

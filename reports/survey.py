@@ -107,10 +107,11 @@ def _problems(by_run: Mapping[str, Frames]) -> pd.DataFrame:
     seen: set[str] = set()
     for run, frames in by_run.items():
         cases = frames.cases[~frames.cases.problem_id.isin(seen)]
+        timed = with_gains(cases)
         sparse = cases[cases["format"] != "dense"].drop_duplicates("problem_id")
         if sparse.empty:
             continue
-        lines = contests(cases) if len(with_gains(cases)) else sparse.assign(best_gain=np.nan)
+        lines = contests(timed) if len(timed) else sparse.assign(best_gain=np.nan)
         untimed = sparse[~sparse.problem_id.isin(lines.problem_id)]
         lines = pd.concat([lines, untimed[untimed.columns.intersection(lines.columns)]])
         lines = pd.concat([with_shapes(group) for _, group in lines.groupby("op", sort=False)])

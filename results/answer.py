@@ -16,8 +16,8 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.analysis import CONTEST
-from sparsebench.results.contests import ANY, View, ordered, views
+from sparsebench.results.cases import CONTEST
+from sparsebench.results.contests import ANY, View, ordered
 from sparsebench.results.formatting import (
     FORMATS,
     between,
@@ -54,13 +54,13 @@ class BreakEven:
     decided: bool
 
 
-def answers(cases: pd.DataFrame) -> list[tuple[str, list[str]]]:
+def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
     """Return `where` and `sentences` of the first view of each op and pattern, at most MOST.
 
     Views without a sparse time are left out, unless there are no others.
     """
     first: dict[tuple[str, ...], View] = {}
-    for view in views(cases):
+    for view in views:
         first.setdefault(tuple(view.choice.get(name, "") for name in ("op", "pattern")), view)
     sparse = [view for view in first.values() if view.cells.best_median_us.notna().any()]
     return [(where(view), sentences(view)) for view in (sparse or [*first.values()])[:MOST]]

@@ -195,14 +195,14 @@ def failing(changes: Changes, limit: float) -> pd.DataFrame:
 
 
 def other_devices(
-    surveyed: Sequence[tuple[Run, Analysis]], paths: Iterable[Path]
+    surveyed: Sequence[Analysis], paths: Iterable[Path]
 ) -> tuple[list[Changes], list[str]]:
     """Return the changes from a survey to other devices, and a line for each refused bundle.
 
-    `surveyed` are the runs of the survey and their analyses. Only cases that the survey has are
-    read from the bundles below `paths`.
+    `surveyed` are the runs of the survey. Only cases that the survey has are read from the bundles
+    below `paths`.
     """
-    here = side(*(r for r, _ in surveyed), name="here", analyses=[known for _, known in surveyed])
+    here = Side("here", surveyed)
     problems = {row.case.problem.id for run in here.runs for row in run.rows}
     cases = {row.case.id for run in here.runs for row in run.rows}
     ours = {run.path.resolve() for run in here.runs}

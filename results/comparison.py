@@ -38,7 +38,7 @@ import pandas as pd
 import scipy
 
 from sparsebench.errors import ResultError
-from sparsebench.results.analysis import compared
+from sparsebench.results.cases import compared
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes

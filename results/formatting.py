@@ -4,7 +4,7 @@
     29.31 µs, 90 %, a, b and c
 
 No ratio shows a digit that its measurement does not support. The uncertainty of a speedup is a
-column of the cases (analysis.py) and of the contests (contests.py). It is rounded up to one digit,
+column of the cases (cases.py) and of the contests (contests.py). It is rounded up to one digit,
 and the value is rounded to the same decimal place.
 """
 

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import scipy
 
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
 LEAST = 0.005  # the lowest floor
@@ -113,11 +113,10 @@ def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
     """Return one line per A/A pair of these frames; see Noise."""
     by_pair: dict[Hashable, dict[int, dict[str, Any]]] = {}
     for table in tables:
-        for line in table[table.aa_log.notna()].to_dict("records"):
+        for line in records(table[table.aa_log.notna()]):
             pair = line["reference"], line["case_id"], line["scope"], line["cache"]
-            named = {str(name): value for name, value in line.items()}
-            problem = {"problem": _problem(named, fields(table))}
-            by_pair.setdefault(pair, {})[line["replicate"]] = named | problem
+            problem = {"problem": _problem(line, fields(table))}
+            by_pair.setdefault(pair, {})[line["replicate"]] = line | problem
     lines = pd.DataFrame([_pair(list(p.values())) for p in by_pair.values()], columns=PAIR)
     lines = lines.astype({"median_us": "float64", "different": "boolean"})
     return lines.assign(**{"class": classes(lines)})

@@ -32,7 +32,8 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
-from sparsebench.results.analysis import analyse, compared
+from sparsebench.results.analysis import analyse
+from sparsebench.results.cases import compared
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import conditions
 from sparsebench.results.frame import fields

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.analysis import Analysis, chose_dense
+from sparsebench.results.analysis import Analysis
+from sparsebench.results.cases import chose_dense
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.formatting import between, blocks_text, percent, plain, significant
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
-from sparsebench.results.provenance import Choices, choices_of, device_name
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.store import Run
@@ -115,9 +116,9 @@ class Cell:
         return cls(**{**data, **tuples})
 
 
-def cells(test: Test, problems: Collection[str], run: Run, analysis: Analysis) -> list[Cell]:
+def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cell]:
     """Return the cells of a test in a run; `problems` are the ids of its problems."""
-    cases = analysis.cases
+    run, cases = analysis.run, analysis.cases
     here = cases[cases.problem_id.isin(list(problems)) & ~cases.twin.astype(bool)]
     if run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
         here = here[(here.scope == test.scope) & (here.cache == test.cache)]
@@ -135,7 +136,7 @@ def cells(test: Test, problems: Collection[str], run: Run, analysis: Analysis) -
             test=test.name,
             problem=str(problem),
             run=run.path.name,
-            device=device_name(run.environment),
+            device=analysis.device,
             fields={n: v for n, v in named.items() if v is not None},
             simulated=run.state["flags"]["device"].partition(":")[0] == "sim",
             confirms="confirms" in run.state,
