@@ -85,7 +85,9 @@ def compared(sides: Sequence[Side]) -> Compared:
 def parts(result: Compared) -> list[Part]:
     """Return everything that is shown, in order."""
     shown_parts: list[Part] = [Paragraph(text, "warning") for text in _warning(result)]
-    shown_parts += [Paragraph(text, "result") for other in result.others for text in _told(other)]
+    shown_parts += [
+        Paragraph(text, "result") for other in result.others for text in _sentences(other)
+    ]
     shown_parts.append(Paragraph(f"Problems: {problems(result.others)}."))
     shown_parts += [grid(other) for other in result.others if not other.same_device]
     shown_parts.append(cases(result.others))
@@ -138,9 +140,9 @@ def to_json(result: Compared) -> dict[str, Any]:
             name: {
                 **other.counts,
                 "same_device": other.same_device,
-                "geometric_mean": _known(mean(other.contenders.ratio)),
-                "times_mean": _known(mean(other.contenders.time)),
-                "baselines_mean": _known(mean(other.cases[other.cases.is_baseline].time)),
+                "geometric_mean": _finite(mean(other.contenders.ratio)),
+                "times_mean": _finite(mean(other.contenders.time)),
+                "baselines_mean": _finite(mean(other.cases[other.cases.is_baseline].time)),
                 "cases": json.loads(other.cases.drop(columns=dropped).to_json(orient="records")),
             }
             for name, other in zip(names[1:], result.others, strict=True)
@@ -159,7 +161,7 @@ def _warning(result: Compared) -> list[str]:
     return [text]
 
 
-def _told(other: Changes) -> list[str]:
+def _sentences(other: Changes) -> list[str]:
     """Write the result against the first side, in up to three sentences."""
     a, b, counts = other.a.name, other.b.name, other.counts
     of_cases = amount(len(other.contenders), "case")
@@ -257,5 +259,5 @@ def _telemetry(side: Side) -> bool:
     return any(row.telemetry for run in side.runs for row in run.rows)
 
 
-def _known(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     return None if np.isnan(value) else value

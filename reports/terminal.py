@@ -255,12 +255,12 @@ def results(analysis: Analysis) -> Table:
     columns += ["accuracy"]
     lines = [line + [""] * (len(columns) - len(line)) for line in lines]
     used = [n for i, n in enumerate(columns) if any(_text(x[i]) not in EMPTY for x in lines)]
-    kept = [[line[columns.index(name)] for name in used] for line in lines]
+    cells = [[line[columns.index(name)] for name in used] for line in lines]
     kinds = " and ".join(sorted({str(kind) for kind in timed.interval.dropna()}))
     title = "; ".join(filter(None, [*titles, kinds]))
     words = {"problem", "format", "kernel", "outcome", "accuracy"}
     spare = ("outcome", "of bound", "dense", "format")
-    return Table(title=title, columns=used, lines=kept, words=words, spare=spare)
+    return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
 
 
 def _problem(line: Mapping[Any, Any], varying: Sequence[str]) -> str:

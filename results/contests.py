@@ -314,8 +314,8 @@ def _cells(lines: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFram
     narrow = narrow[narrow.x.notna()].sort_values("gain_", kind="stable", na_position="first")
     place = ["x", "y", *gains[1:]]
     groups = narrow.groupby([*place, "block"], sort=False, dropna=False)
-    counts, known = groups.x.transform("size"), groups.gain_.transform("count")
-    median = (counts - known + (known - 1) // 2).clip(upper=counts - 1)
+    counts, timed = groups.x.transform("size"), groups.gain_.transform("count")
+    median = (counts - timed + (timed - 1) // 2).clip(upper=counts - 1)
     middle = narrow[groups.cumcount() == median]
     best = middle.groupby(place, sort=False, dropna=False).tail(1)
     cells = lines.loc[best.index].assign(x=best.x, y=best.y, count=counts.reindex(best.index))

@@ -111,8 +111,8 @@ class Layer:
         if self.way == DENSE:
             return 1.0
         if self.way == TWO_FOUR:
-            kept = 0.5 + 0.125 / self.element
-            return 1 - 2 * self.sparsity * (1 - kept)
+            share = 0.5 + 0.125 / self.element
+            return 1 - 2 * self.sparsity * (1 - share)
         if self.way == ACTIVATIONS:
             return (1 + 2 * (1 - (1 - self.active / self.n) ** self.m)) / 3
         extra = {ANYWHERE: 1 / (8 * self.element), CSR: 4 / self.element * (1 - self.sparsity)}

@@ -132,9 +132,9 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     if len(paths) == len(set(texts)):
         runs = [store.read(paths[text]) for text in texts]
         return [side(r, name=n) for r, n in zip(runs, named_apart(runs), strict=True)]
-    known = [_Candidate.read(path) for path in bundles(among)]
+    candidates = [_Candidate.read(path) for path in bundles(among)]
     chosen = {
-        text: [_Candidate.read(paths[text])] if text in paths else _matches(text, known)
+        text: [_Candidate.read(paths[text])] if text in paths else _matches(text, candidates)
         for text in texts
     }
     if twice := [text for text in texts if texts.count(text) > 1]:
@@ -191,8 +191,8 @@ class _Candidate:
         return ""
 
 
-def _matches(text: str, known: Sequence[_Candidate]) -> list[_Candidate]:
-    runs = [each for each in known if not each.simulated]
+def _matches(text: str, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    runs = [each for each in candidates if not each.simulated]
     for word in text.lower().split("@"):
         identities = {each.identity(word) for each in runs} - {""}
         if not identities:

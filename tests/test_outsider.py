@@ -103,7 +103,7 @@ GRID = {  # the titles of the cells of a site's index
 
 @pytest.mark.exhaustive
 def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
-    names = "quick", "sparsity-4096", "spense-two-four"
+    names = "quick", "spense-two-four"
     shown = [PUBLISHED / "nvidia-h200" / name for name in names]
     done = sparsebench("publish", *shown, "--out", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -109,7 +109,7 @@ def _resumed(
     before = stopped.state["flags"]
     data = data or (Path(before["data"]) if before.get("data") else None)
     device = named(device or before["device"])
-    flags = Flags.recorded(stopped.state, device=device, data=data, timeout_s=timeout_s)
+    flags = Flags.from_state(stopped.state, device=device, data=data, timeout_s=timeout_s)
     return _measured(own_suite(stopped, data), flags, debug, resume=run)
 
 

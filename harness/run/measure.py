@@ -44,7 +44,7 @@ from sparsebench.harness.run.worker_process import require_plan
 from sparsebench.results import bundle, provenance, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.files import utf8
-from sparsebench.results.formatting import rounded
+from sparsebench.results.formatting import number
 from sparsebench.results.frame import logs_over
 from sparsebench.results.record import Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
@@ -350,6 +350,6 @@ def leader(rows: Sequence[Row]) -> str:
         return ""
     logs = [float(np.median(logs_over(row, over))) for row in timed]
     best, base = timed[logs.index(max(logs))].case.contender, over.case.contender
-    ratio = f"{best.kernel} {rounded(exp(max(logs)))}× faster than {base.kernel}"
+    ratio = f"{best.kernel} {number(exp(max(logs)))}× faster than {base.kernel}"
     result = f"{base.kernel} is the fastest" if best is base else ratio
     return f"{describe(over.case.problem)}: {result}"

@@ -175,7 +175,7 @@ def again(
     suite = own_suite(run, data)
     require_planned(run, suite)
     require_plan(device, planned(suite, device))
-    flags = Flags.recorded(run.state, device=device, data=data, **changed)
+    flags = Flags.from_state(run.state, device=device, data=data, **changed)
     here = about_device(device, data)["environment"]
     same_kind = device_name(here) == device_name(run.environment)
     pinned = pinned_by_process([*run.reference, *run.rows]) if inherit and same_kind else ()

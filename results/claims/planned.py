@@ -55,9 +55,9 @@ class PlannedClaim:
             )
         ]
 
-    def verdicts(self, known: Sequence[Cell]) -> list[Verdict]:
+    def verdicts(self, measured: Sequence[Cell]) -> list[Verdict]:
         """Return the verdicts on its cells, one per device, or one without a device."""
-        return judge(self.name, self.claim, known, self.problems, self.refused)
+        return judge(self.name, self.claim, measured, self.problems, self.refused)
 
 
 def problems(claims: Iterable[PlannedClaim]) -> set[str]:

@@ -180,8 +180,8 @@ class Test(_Model):
         if self.unit != metric.unit:
             raise ValueError(f"unit {metric.unit} of {self.metric}, not {self.unit}")
         if (self.at_least is None) == (self.at_most is None):
-            found = "both" if self.at_least is not None else "neither"
-            raise ValueError(f"a threshold, at_least or at_most, not {found}")
+            actual = "both" if self.at_least is not None else "neither"
+            raise ValueError(f"a threshold, at_least or at_most, not {actual}")
         self._agree_on_files()
         if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
             raise ValueError("over with a speedup that is typical or for_all")
@@ -204,9 +204,9 @@ class Test(_Model):
             raise ValueError("trained, for a metric of the loss")
         if self.of_file and (self.measure or (self.trained and self.whole)):
             raise ValueError("one of measure, trained and whole, not two")
-        kind, known = ("training", OF_TRAINING) if self.trained else ("a whole model", OF_WHOLE)
-        if self.of_file and self.metric not in known:
-            raise ValueError(f"a metric of {kind}, {' or '.join(known)}, not {self.metric}")
+        kind, metrics = ("training", OF_TRAINING) if self.trained else ("a whole model", OF_WHOLE)
+        if self.of_file and self.metric not in metrics:
+            raise ValueError(f"a metric of {kind}, {' or '.join(metrics)}, not {self.metric}")
         fields = FIELDS_OF_TRAINING if self.trained else ()
         if self.of_file and (lost := [name for name in self.at if name not in fields]):
             expected = ", ".join(fields) or "none"
@@ -354,9 +354,9 @@ def _message(error: ValidationError, root: yaml.Node) -> str:
         return f"{line}: expected a value, found none"
     if first["type"] == "extra_forbidden":
         return f"{line}: unknown key{did_you_mean(str(path[-1]), _KEYS)}"
-    wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    found = "" if first["type"] == "value_error" else f"; found {str(first['input'])[:60]!r}"
-    return f"{line}: expected {wanted}{found}"
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    actual = "" if first["type"] == "value_error" else f"; found {str(first['input'])[:60]!r}"
+    return f"{line}: expected {expected}{actual}"
 
 
 _KEYS = [
