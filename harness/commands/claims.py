@@ -185,6 +185,9 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for pages and badges.")] = None,
     data: opt.Data = None,
     losses: Losses = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Folder with CSV files of the authors, to show their rows.")
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
@@ -195,10 +198,12 @@ def report(
     if as_json:
         print_json(to_json(result))
     else:
-        _show(result, _pruning(losses, result, "cpu"), out)
+        _show(result, _pruning(losses, result, "cpu"), out, tables)
 
 
-def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> None:
+def _show(
+    result: "Evidence", pruning: "Pruning | None", out: Path | None, tables: Path | None = None
+) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
     from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import judged
@@ -206,7 +211,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
     wide().print(judged(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
-    pages = entries(result.planned(), result.cells, pruning)
+    pages = entries(result.planned(), result.cells, pruning, tables)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)

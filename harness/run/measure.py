@@ -219,8 +219,8 @@ def _created(
 ) -> Path:
     state = record.at("running", Counts(), {})
     named = Path("runs") / f"{record.since:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
-    for number in count(1):
-        path = out or named.with_name(f"{named.name}-{number}" if number > 1 else named.name)
+    for attempt in count(1):
+        path = out or named.with_name(f"{named.name}-{attempt}" if attempt > 1 else named.name)
         try:
             store.create(path, suite.text, environment, state)
             break

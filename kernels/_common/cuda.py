@@ -117,15 +117,17 @@ class Loaded:
 class Tape:
     """What a thread launches and allocates while `taping` (front.py).
 
-    launches  kernels with their arguments, and copies of transposed blocks, in order
+    launches  kernels with their arguments, and what torch itself computes, in order
     outputs   tensors that the launches write, the result last
+    views     parts of outputs whose addresses the launches take, each with its output
     owners    of the other memory that the launches read
     complete  every kernel of the call is on the tape
     dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
-    launches: "list[tuple[Loaded, Arguments] | TransposedCopy]" = field(default_factory=list)
+    launches: "list[tuple[Loaded, Arguments] | ByTorch]" = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
     complete: bool = True
     dense: Tensor | None = None
@@ -136,6 +138,21 @@ class TransposedCopy(NamedTuple):
 
     blocks: Tensor
     result: Tensor
+
+
+class MatrixProduct(NamedTuple):
+    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k].
+
+    fixed  `b` is a weight: no new tensor, but the same one in every call
+    """
+
+    a: Tensor
+    b: Tensor
+    result: Tensor
+    fixed: bool = False
+
+
+ByTorch = TransposedCopy | MatrixProduct
 
 
 class _Thread(local):
@@ -161,14 +178,17 @@ def on_tape(
     owners: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
-    copy: TransposedCopy | None = None,
+    by_torch: ByTorch | None = None,
+    view: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
     tape.dense = dense
-    if copy is not None:
-        tape.launches.append(copy)
+    if by_torch is not None:
+        tape.launches.append(by_torch)
+    if view is not None:
+        tape.views.append(view)
     if output is not None:
         tape.outputs.append(output)
     tape.owners += owners

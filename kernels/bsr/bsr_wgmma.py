@@ -37,7 +37,7 @@ from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
+from sparsebench.kernels._kernel import Launch, Operands, output_dtype
 from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind, kernel_of, unsupported_product
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, Groups, groups_of, span_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
@@ -135,7 +135,7 @@ def plan(
     (n, k), (blocks, r, c), dtype = w.shape, w.values.shape, w.values.dtype
     depth, width = (n, k) if transposed else (k, n)
     rows = max(blocks, 1) * r, c  # a tensor map needs a row
-    fp8, kind = dtype.itemsize == 1, OUTPUTS["fp8"] if dtype.itemsize == 1 else dtype
+    fp8, kind = dtype.itemsize == 1, output_dtype(dtype)
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(

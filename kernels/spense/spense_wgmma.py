@@ -20,6 +20,8 @@ H[m, n / 2] = act(X Wg.T) * (X Wu.T) instead of Y, rounded once to X's dtype. In
 which saturates at 448. n must then be a multiple of 16, or of 32 in fp8, so that rows of H have a
 multiple of 16 bytes. The activation is applied to scaled values. H is linear in U, so the scales
 of up may contain a scale of H; those of the next product then contain its inverse.
+
+If W is a lifted 6:8 matrix (formats/slide.py), the idle warps can lift X on chip (slide_wgmma.py).
 """
 
 import struct
@@ -59,7 +61,7 @@ from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.spense import _clusters, _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
@@ -74,6 +76,7 @@ STORE_TOKENS = 16  # tokens of Y that one TMA store writes
 ARGUMENTS = Layout("384s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 SPLIT_ARGUMENTS = Layout("384s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
 CLUSTERS_FIRST = range(33, 129)  # tokens for which clusters are timed first
+UNIT = 3  # tiles of a lifted 6:8 matrix that have whole windows: four boxes of X, two of middles
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
 
 
@@ -203,13 +206,17 @@ def plan(
     activation: str | None = None,
     watchdog: bool = False,
     device: torch.device | None = None,
+    lifted_from: int | None = None,
 ) -> Plan:
     """Schedule the work and upload the list. Reads only the shapes and the dtype of W.
 
-    The caller checks the operands first (`unsupported_operands`). `device` is W's by default.
+    device       by default that of W
+    lifted_from  columns of X, if W is a lifted 6:8 matrix and the kernel lifts X
+
+    The caller checks the operands first (`unsupported_operands`).
     """
-    device, (n, k) = device or w.sparse.device, w.shape
-    constants = constants_of(config, w.dtype, activation)
+    device, (n, k), lifts = device or w.sparse.device, w.shape, lifted_from is not None
+    constants = constants_of(config, w.dtype, activation, windows=lifts)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     launched = kernel, code, device.index
@@ -223,7 +230,8 @@ def plan(
     else:
         workers = multiprocessors(device) // config.cluster
         sizes = m, config.tokens, config.cluster, workers
-        work = schedule(w, *sizes, rows_of_cta=config.warpgroups)
+        unit = UNIT if lifts else 1
+        work = schedule(w, *sizes, rows_of_cta=config.warpgroups, unit=unit)
         items, first, slots, counters = work.items, work.first, work.slots, work.counters
         loaded = Loaded(*launched, workers * config.cluster, *shared, together=True)
     tile_rows = config.warpgroups * config.cluster
@@ -234,14 +242,14 @@ def plan(
         first=first,
         workspace=slots * tile_rows * ROWS * config.tokens,
         counters=counters * tile_rows,
-        x=(m, k),
+        x=(m, lifted_from or k),
         y=(m, n // 2 if activation else n),
         sparse=tuple(w.sparse.shape),
         dense=tuple(w.dense.shape),
         tiles=tiles_of(w),
         n=n,
         dtype=w.dtype,
-        kind=OUTPUTS["fp8"] if w.dtype.itemsize == 1 and not activation else w.dtype,
+        kind=w.dtype if activation else output_dtype(w.dtype),
         activation=activation,
     )
 
@@ -347,14 +355,21 @@ def _map_of(
     return tensor_map(address, (height, width // each), (stride // each, 1), kind, box)
 
 
-def constants_of(config: Config, dtype: torch.dtype, activation: str | None = None) -> Constants:
-    """Return the macros of spense_wgmma.cu."""
+def constants_of(
+    config: Config,
+    dtype: torch.dtype,
+    activation: str | None = None,
+    *,
+    windows: bool = False,
+) -> Constants:
+    """Return the macros of spense_wgmma.cu; with `windows`, the kernel lifts X."""
     return (
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
         ("AHEAD", config.ahead),
         ("WARPGROUPS", config.warpgroups),
         ("SPLIT", config.split),
+        ("WINDOWS", int(windows)),
         ("FP8", int(dtype == torch.float8_e4m3fn)),
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
