@@ -50,8 +50,11 @@ def query_tiles(mask: BlockMask, shape: Shape, rows: int, span: int) -> Tensor:
     return _sorted(columns, count, head, section)
 
 
-def key_tiles(mask: BlockMask, shape: Shape, rows: int) -> Tensor:
-    """Return int32 [tiles, 4]: first key, KV head of all sequences, block of keys, blocks."""
+def key_tiles(mask: BlockMask, shape: Shape, rows: int, *, sums: bool) -> Tensor:
+    """Return int32 [tiles, 4]: first key, KV head of all sequences, block of keys, blocks.
+
+    sums  a tile adds to fp32 sums of dQ in memory
+    """
     device = mask.offsets.device
     offsets = mask.transpose().offsets
     counts = offsets.diff().view(-1, mask.kv_blocks)
@@ -63,7 +66,8 @@ def key_tiles(mask: BlockMask, shape: Shape, rows: int) -> Tensor:
     block = start // mask.block[1]
     count = total[:, block]
     columns = start.expand_as(count), kv_head[:, None].expand_as(count), block.expand_as(count)
-    bytes_of_group = group * shape.q_tokens * shape.head_dim * (2 * shape.itemsize + 4)  # and sums
+    bytes_of_element = 2 * shape.itemsize + 4 * sums  # of Q, dO and the sums
+    bytes_of_group = group * shape.q_tokens * shape.head_dim * bytes_of_element
     section = max(1, SECTION_BYTES // bytes_of_group)
     return _sorted((*columns, count), count, kv_head, section)
 

@@ -10,7 +10,9 @@ There are two ways:
 
 `sums` computes S and dP once. Its sums come in the order in which CTAs finish, so two calls may
 differ in the last bits. `twice` computes them in both kernels, 14 D operations for each allowed
-element instead of 10, and gives the same bits each time; the option `deterministic` chooses it.
+element instead of 10, and gives the same bits each time. `prepare` tries both, or with the option
+`deterministic` only `twice`. It is the default if query heads share a KV head, because the sums of
+a whole group do not stay in the L2 cache.
 attention_wgmma_backward.cu, attention_wgmma_sums.cu and attention_wgmma_dq.cu are the kernels. They
 support blocks of a multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
 """
@@ -42,6 +44,7 @@ from sparsebench.kernels.attention.attention_wgmma import (
 )
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
 from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
+from sparsebench.kernels.attention.attention_wgmma import constants_of as constants_of_walk
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
@@ -93,7 +96,10 @@ def configurations(shape: Shape, *, deterministic: bool = False) -> list[Config]
             f"expected blocks of a multiple of 64 queries and keys, found {list(shape.block)}"
         )
     tiles = [(128, 1), (64, 2)] if shape.block[1] % 128 == 0 else [(64, 2)]
-    return [Config(*tile, sums=not deterministic) for tile in tiles]
+    ways = [False] if deterministic else [True, False]
+    if shape.heads > shape.kv_heads:
+        ways.reverse()
+    return [Config(*tile, sums=sums) for sums in ways for tile in tiles]
 
 
 def ds_bytes(config: Config, head_dim: int) -> int:
@@ -123,7 +129,7 @@ class Work(NamedTuple):
 
 def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     """Transpose the lists and sort the tiles; launches that share them must not overlap."""
-    tiles = key_tiles(mask, shape, config.rows)
+    tiles = key_tiles(mask, shape, config.rows, sums=config.sums)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
     queries = None if config.sums else query_work(mask, shape, of_queries(shape, mask))
     return Work(tiles, mask.transpose(), counters, queries)
@@ -246,6 +252,9 @@ def prepare(operands: Operands, *, deterministic: bool = False, tuned: Tuned = T
     name = "attention_wgmma_backward"
     configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
     cuda.compile_ahead(name, [constants_of(config, shape, mask) for config in configs])
+    if not all(config.sums for config in configs):
+        of_rows = of_queries(shape, mask)
+        cuda.compile_ahead("attention_wgmma_dq", [constants_of_walk(of_rows, shape, mask, 3)])
     candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
     return fastest_launch(configs, candidates, by, operands.device)
 

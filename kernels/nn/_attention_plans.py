@@ -11,8 +11,8 @@
     CPU          torch, with every element of the mask: a reference for small masks
 
 selection.py chooses the fastest in a search, or else the first one in this list. Under
-torch.use_deterministic_algorithms the backward kernel is Triton's, which always gives the same
-bits. Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after
+torch.use_deterministic_algorithms only configurations are offered that give the same bits each
+time. Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after
 the other on the device, as they do on one stream, because some kernels keep counters.
 """
 
@@ -132,8 +132,7 @@ def engines_of(call: Call, device: torch.device) -> list[str]:
         return ["attention_split", "attention_triton"]
     backward = "_backward" if call.op == "attention_backward" else ""
     names = [f"attention_wgmma{backward}", f"attention_triton{backward}"]
-    inexact = backward and call.exact
-    if inexact or KERNELS[names[0]].unsupported(call.problem, device):
+    if KERNELS[names[0]].unsupported(call.problem, device):
         return names[1:]
     return names
 
@@ -152,7 +151,8 @@ def _offered(
         product, sizes = _Triton, (shape, shared, path)
         if name == "attention_split":
             sizes += (multiprocessors(device),)
-    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes)
+    options = {"deterministic": True} if call.exact and product is _Wgmma else {}
+    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes, **options)
     for config in configs[:OFFERED]:
         yield Candidate(name, config, partial(product, kernel, call, owner, config))
 

@@ -99,7 +99,8 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
     lse_2 = torch.full((heads, rows), torch.inf)
     delta = torch.zeros(heads, rows)
     counters = torch.zeros(2, dtype=torch.int32)
-    transpose, tiles = mask.transpose(), key_tiles(mask, shape, case.config.rows)
+    transpose = mask.transpose()
+    tiles = key_tiles(mask, shape, case.config.rows, sums=case.config.sums)
     index = tiles, transpose.offsets, transpose.rows, transpose.slots, mask.bits, counters
     tensors = q, do, k, v, *index, o, lse, lse_2, delta, sums, dq, dk, dv
     pointers = [None if x is None else x.data_ptr() for x in tensors]
@@ -145,7 +146,8 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
 def test_the_tiles_cover_each_key_of_each_kv_head_once(case: Case) -> None:
     mask, shape = case.mask(), case.shape()
     covered = torch.zeros(case.batch * case.heads[1], case.tokens[1], dtype=torch.int32)
-    for key, head, block, _ in key_tiles(mask, shape, case.config.rows).tolist():
+    tiles = key_tiles(mask, shape, case.config.rows, sums=case.config.sums)
+    for key, head, block, _ in tiles.tolist():
         covered[head, key : key + case.config.rows] += 1
         assert key // mask.block[1] == block
     assert covered.eq(1).all()
@@ -162,11 +164,13 @@ def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(
         assert attention_wgmma_backward.shared_bytes(config, head_dim) <= 227 * 1024 - 1024
 
 
-def test_deterministic_gradients_are_not_sums_in_memory() -> None:
-    shape = Shape(1, 256, 256, 2, 1, 64, (128, 128), "bf16")
-    configs = attention_wgmma_backward.configurations(shape, deterministic=True)
-    assert configs
-    assert not any(config.sums for config in configs)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gradients_are_sums_in_memory_by_default_unless_heads_share_a_key_head(heads: int) -> None:
+    shape = Shape(1, 256, 256, heads, 1, 64, (128, 128), "bf16")
+    ways = attention_wgmma_backward.configurations(shape)
+    assert [config.sums for config in ways] == [heads == 1] * 2 + [heads == 2] * 2
+    exact = attention_wgmma_backward.configurations(shape, deterministic=True)
+    assert [config.sums for config in exact] == [False] * 2
 
 
 @pytest.mark.parametrize("block", [(32, 64), (64, 96)])
