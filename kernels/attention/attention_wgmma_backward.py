@@ -14,7 +14,9 @@ element instead of 10, and gives the same bits each time. `prepare` tries both, 
 `deterministic` only `twice`. It is the default if query heads share a KV head, because the sums of
 a whole group do not stay in the L2 cache.
 attention_wgmma_backward.cu, attention_wgmma_sums.cu and attention_wgmma_dq.cu are the kernels. They
-support blocks of a multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
+support head_dim 64 and 128, fp16 and bf16, and blocks of a multiple of 64 queries and 64 keys.
+`twice` also supports blocks of 16 and 32, if the forward kernel supports that many queries, and if
+blocks of fewer than 64 keys have no bits.
 """
 
 from collections.abc import Sequence
@@ -26,14 +28,20 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.block_mask import BlockMask, Transposed
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, table_sizes, task_of
-from sparsebench.kernels.attention._wgmma_tiles import key_tiles, span_of, tensor_map
+from sparsebench.kernels.attention._wgmma_tiles import (
+    KeyLists,
+    key_lists,
+    key_tiles,
+    span_of,
+    tensor_map,
+)
 from sparsebench.kernels.attention.attention_wgmma import (
     ALIGNMENT,
     MOST_BYTES,
@@ -44,10 +52,12 @@ from sparsebench.kernels.attention.attention_wgmma import (
 )
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
 from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
+from sparsebench.kernels.attention.attention_wgmma import configurations as query_configurations
 from sparsebench.kernels.attention.attention_wgmma import constants_of as constants_of_walk
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
+SMALL = 16, 32  # sides of blocks of which a step or a tile has several
 OF_CTA, OF_WARPS = 256, 8  # threads of a CTA of prepare_queries, and its queries
 PREPARE = cuda.Layout(*"PPPPPP", "28s", "i")  # o, do, lse, LSE for exp2, delta, dQ's sums, Sizes
 DIFFERENTIATE = cuda.Layout("512s", "64s", "16s", "28s4x", *"PPP")  # Maps, Lists, Stats, Sizes, dQ
@@ -89,14 +99,22 @@ class Gradients:
         return " ".join(dict.fromkeys(loaded.code for loaded, _ in self.kernels))
 
 
-def configurations(shape: Shape, *, deterministic: bool = False) -> list[Config]:
-    """Return the configurations to try, the default first. Raises Unsupported."""
-    if shape.block[0] % ROWS or shape.block[1] % ROWS:
+def configurations(shape: Shape, shared: int, *, deterministic: bool = False) -> list[Config]:
+    """Return the configurations to try, the default first. Raises Unsupported.
+
+    shared  query heads that share a list and a KV head
+    """
+    if any(side % ROWS and side not in SMALL for side in shape.block):
         raise Unsupported(
-            f"expected blocks of a multiple of 64 queries and keys, found {list(shape.block)}"
+            f"expected blocks of 16, 32 or a multiple of 64 queries and keys, "
+            f"found {list(shape.block)}"
         )
-    tiles = [(128, 1), (64, 2)] if shape.block[1] % 128 == 0 else [(64, 2)]
-    ways = [False] if deterministic else [True, False]
+    small = min(shape.block) < ROWS
+    if small:
+        query_configurations(shape, shared)  # raises Unsupported
+    wide = shape.block[1] % 128 == 0 and not small
+    tiles = [(128, 1), (64, 2)] if wide else [(64, 2)]
+    ways = [False] if deterministic or small else [True, False]
     if shape.heads > shape.kv_heads:
         ways.reverse()
     return [Config(*tile, sums=sums) for sums in ways for tile in tiles]
@@ -116,23 +134,29 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
 
 
 class Work(NamedTuple):
-    """A mask prepared for a launch: its transpose, tiles of keys and, if needed, tiles of queries.
+    """A mask prepared for a launch: tiles of keys, their lists and, if needed, tiles of queries.
 
     counters  zero between launches
     """
 
     tiles: Tensor
-    transpose: Transposed
+    lists: KeyLists
     counters: Tensor
     queries: QueryWork | None
 
 
 def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
-    """Transpose the lists and sort the tiles; launches that share them must not overlap."""
-    tiles = key_tiles(mask, shape, config.rows, sums=config.sums)
+    """Transpose the lists and sort the tiles; launches that share them must not overlap.
+
+    Raises Unsupported.
+    """
+    if mask.bits is not None and mask.block[1] < ROWS:
+        raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
+    lists = key_lists(mask)
+    tiles = key_tiles(lists, mask, shape, config.rows, sums=config.sums)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
     queries = None if config.sums else query_work(mask, shape, of_queries(shape, mask))
-    return Work(tiles, mask.transpose(), counters, queries)
+    return Work(tiles, lists, counters, queries)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -193,18 +217,17 @@ def launch(
     else:
         out = q.new_empty(sum(heights), depth)
         dq, dk, dv = out.split(heights)
-    tiles, transpose, counters, queries = work or work_of(mask, shape, config)
+    tiles, transposed, counters, queries = work or work_of(mask, shape, config)
     lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
     delta = torch.zeros(heads, rows, device=device)
     sums = torch.empty(heads if config.sums else 0, rows, depth, device=device)
-    maps = b"".join(tensor_map(x, shape.batch, ROWS) for x in (q, do))
+    maps = b"".join(tensor_map(x, shape.batch, min(ROWS, shape.block[0])) for x in (q, do))
     maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
-    bits = () if mask.bits is None or transpose.slots is None else (transpose.slots, mask.bits)
-    index = tiles, transpose.offsets, transpose.rows
+    bits = () if mask.bits is None or transposed.slots is None else (transposed.slots, mask.bits)
+    index = tiles, transposed.offsets, transposed.rows
     pointers = [x.data_ptr() for x in (*index, *bits)] + [0] * (2 - len(bits))
-    lists = pack(
-        "PPPPPPiii4x", *pointers, counters.data_ptr(), len(tiles), mask.lists, mask.kv_blocks
-    )
+    blocks = transposed.present.shape[1]
+    lists = pack("PPPPPPiii4x", *pointers, counters.data_ptr(), len(tiles), mask.lists, blocks)
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, rows
     sizes = pack("iiiiiff", *counts, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
@@ -246,8 +269,9 @@ def prepare(operands: Operands, *, deterministic: bool = False, tuned: Tuned = T
 
     `deterministic` demands the same bits in each call. Raises Unsupported.
     """
-    tensors, mask, shape, _, scale = task_of(operands)
-    sizes, searched = table_sizes(shape, mask), configurations(shape, deterministic=deterministic)
+    tensors, mask, shape, shared, scale = task_of(operands)
+    searched = configurations(shape, shared, deterministic=deterministic)
+    sizes = table_sizes(shape, mask)
     fixed = {"sums": False} if deterministic else {}
     name = "attention_wgmma_backward"
     configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)

@@ -145,7 +145,7 @@ def _offered(
     shared = shared_heads(owner.mask, shape.heads, shape.kv_heads)
     if name.startswith("attention_wgmma"):
         product: Any = _Wgmma
-        sizes: tuple[Any, ...] = (shape, shared) if call.op == "attention" else (shape,)
+        sizes: tuple[Any, ...] = (shape, shared)
     else:
         path = choose_path(None, unsupported_row(shape.head_dim, shape.itemsize), device)
         product, sizes = _Triton, (shape, shared, path)
