@@ -97,11 +97,10 @@ def key_lists(mask: BlockMask) -> KeyLists:
     return KeyLists(INNER, offsets, rows, None, present.view(count, blocks))
 
 
-def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int, *, sums: bool) -> Tensor:
+def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tensor:
     """Return int32 [tiles, 4]: first key, KV head of all sequences, block of `lists`, present.
 
     present  which of the joined blocks some query selects, one bit each
-    sums     a tile adds to fp32 sums of dQ in memory
     """
     device = mask.offsets.device
     blocks = ceil(shape.kv_tokens / lists.side)
@@ -116,8 +115,7 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int, *, sums
     of_lists = lists.present[_lists(mask, shape, head)].view(-1, group, blocks)
     present = reduce(torch.bitwise_or, of_lists.unbind(1))[:, block]
     columns = start.expand_as(count), kv_head[:, None].expand_as(count), block.expand_as(count)
-    bytes_of_element = 2 * shape.itemsize + 4 * sums  # of Q, dO and the sums
-    bytes_of_group = group * shape.q_tokens * shape.head_dim * bytes_of_element
+    bytes_of_group = 2 * group * shape.q_tokens * shape.head_dim * shape.itemsize  # Q and dO
     section = max(1, SECTION_BYTES // bytes_of_group)
     return _sorted((*columns, present), count, kv_head, section)
 

@@ -1,22 +1,16 @@
 """Gradients of block-sparse attention in CUDA C++ for Hopper: dQ, dK and dV, one below the other.
 
-There are two ways:
+    differentiate_queries   dQ of a tile of queries; delta = sum(dO O), and the LSE for exp2
+    differentiate           dK and dV of a tile of keys
 
-    sums   prepare_queries   delta = sum(dO O) of each query; LSE for exp2; dQ's sums set to zero
-           differentiate     dK and dV of a tile of keys; adds to dQ's sums, in fp32, in L2
-           finish_queries    dQ = scale times its sums, in the dtype of Q
-    twice  differentiate_queries   dQ of a tile of queries; delta, LSE for exp2
-           differentiate           dK and dV of a tile of keys
+Both compute S and dP, which takes 14 D operations for each allowed element instead of 10. In return
+no sum is added up in memory, so the same operands give the same bits. attention_wgmma_dq.cu and
+attention_wgmma_backward.cu are the kernels. They support
 
-`sums` computes S and dP once. Its sums come in the order in which CTAs finish, so two calls may
-differ in the last bits. `twice` computes them in both kernels, 14 D operations for each allowed
-element instead of 10, and gives the same bits each time. `prepare` tries both, or with the option
-`deterministic` only `twice`. It is the default if query heads share a KV head, because the sums of
-a whole group do not stay in the L2 cache.
-attention_wgmma_backward.cu, attention_wgmma_sums.cu and attention_wgmma_dq.cu are the kernels. They
-support head_dim 64 and 128, fp16 and bf16, and blocks of a multiple of 64 queries and 64 keys.
-`twice` also supports blocks of 16 and 32, if the forward kernel supports that many queries, and if
-blocks of fewer than 64 keys have no bits.
+    head_dim   64 and 128, fp16 or bf16
+    queries    blocks of a multiple of 64, or of 16 or 32 as attention_wgmma does
+    keys       blocks of a multiple of 64, or of 16 or 32 without bits. Small blocks are joined to
+               blocks of 64, whose list is the union of theirs
 """
 
 from collections.abc import Sequence
@@ -45,7 +39,6 @@ from sparsebench.kernels.attention._wgmma_tiles import (
 from sparsebench.kernels.attention.attention_wgmma import (
     ALIGNMENT,
     MOST_BYTES,
-    WARPGROUP,
     load_persistent,
     unsupported,
     walk,
@@ -53,35 +46,29 @@ from sparsebench.kernels.attention.attention_wgmma import (
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
 from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
 from sparsebench.kernels.attention.attention_wgmma import configurations as query_configurations
-from sparsebench.kernels.attention.attention_wgmma import constants_of as constants_of_walk
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 SMALL = 16, 32  # sides of blocks of which a step or a tile has several
-OF_CTA, OF_WARPS = 256, 8  # threads of a CTA of prepare_queries, and its queries
-PREPARE = cuda.Layout(*"PPPPPP", "28s", "i")  # o, do, lse, LSE for exp2, delta, dQ's sums, Sizes
-DIFFERENTIATE = cuda.Layout("512s", "64s", "16s", "28s4x", *"PPP")  # Maps, Lists, Stats, Sizes, dQ
-FINISH = cuda.Layout(*"PP", "28s")  # dQ's sums, dQ, Sizes
+KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", *"PP")  # Maps, Lists, Stats, Sizes, dK, dV
 QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernels.
+    """One way to run the kernel of dK and dV.
 
-    rows   of keys in a tile of dK and dV: 64 for each warpgroup
+    rows   of keys in a tile: 64 for each warpgroup
     tiles  that a CTA works on at the same time
-    sums   dQ by sums in L2, else by a kernel of its own
     """
 
     rows: int
     tiles: int
-    sums: bool
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The three kernels and their arguments: each call computes `out`, in the same buffer."""
+    """Both kernels and their arguments: each call computes `out`, in the same buffer."""
 
     kernels: tuple[tuple[cuda.Loaded, cuda.Arguments], ...]
     tensors: tuple[Tensor, ...]
@@ -99,7 +86,7 @@ class Gradients:
         return " ".join(dict.fromkeys(loaded.code for loaded, _ in self.kernels))
 
 
-def configurations(shape: Shape, shared: int, *, deterministic: bool = False) -> list[Config]:
+def configurations(shape: Shape, shared: int) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
@@ -109,21 +96,9 @@ def configurations(shape: Shape, shared: int, *, deterministic: bool = False) ->
             f"expected blocks of 16, 32 or a multiple of 64 queries and keys, "
             f"found {list(shape.block)}"
         )
-    small = min(shape.block) < ROWS
-    if small:
-        query_configurations(shape, shared)  # raises Unsupported
-    wide = shape.block[1] % 128 == 0 and not small
-    tiles = [(128, 1), (64, 2)] if wide else [(64, 2)]
-    ways = [False] if deterministic or small else [True, False]
-    if shape.heads > shape.kv_heads:
-        ways.reverse()
-    return [Config(*tile, sums=sums) for sums in ways for tile in tiles]
-
-
-def ds_bytes(config: Config, head_dim: int) -> int:
-    """Return the shared memory of dS; two warpgroups that share it alternate two buffers."""
-    buffers = 2 if config.rows == 128 and head_dim == 128 else 1
-    return config.rows * ROWS * 2 * buffers if config.sums else 0
+    query_configurations(shape, shared)  # raises Unsupported
+    wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
+    return [Config(128, 1), Config(64, 2)] if wide else [Config(64, 2)]
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
@@ -134,7 +109,7 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
 
 
 class Work(NamedTuple):
-    """A mask prepared for a launch: tiles of keys, their lists and, if needed, tiles of queries.
+    """A mask prepared for a launch: tiles of keys, their lists, and tiles of queries.
 
     counters  zero between launches
     """
@@ -142,7 +117,7 @@ class Work(NamedTuple):
     tiles: Tensor
     lists: KeyLists
     counters: Tensor
-    queries: QueryWork | None
+    queries: QueryWork
 
 
 def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
@@ -153,28 +128,27 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     if mask.bits is not None and mask.block[1] < ROWS:
         raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
     lists = key_lists(mask)
-    tiles = key_tiles(lists, mask, shape, config.rows, sums=config.sums)
+    tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    queries = None if config.sums else query_work(mask, shape, of_queries(shape, mask))
-    return Work(tiles, lists, counters, queries)
+    return Work(tiles, lists, counters, query_work(mask, shape, of_queries(shape, mask)))
 
 
 def slots_of(config: Config, head_dim: int) -> int:
     """Return the slots of the ring of Q and dO: what the shared memory has room for, at most 8."""
     row = head_dim * 2
-    fixed = 2 * config.rows * row + ds_bytes(config, head_dim)
+    fixed = 2 * config.rows * row
     return min(8, (MOST_BYTES // config.tiles - fixed) // (ROWS * row + 8 * ROWS))
 
 
 def shared_bytes(config: Config, head_dim: int) -> int:
     """Return the shared memory of a CTA."""
     slots, row = slots_of(config, head_dim), head_dim * 2
-    tile = 2 * config.rows * row + ds_bytes(config, head_dim) + slots * (ROWS * row + 8 * ROWS)
+    tile = 2 * config.rows * row + slots * (ROWS * row + 8 * ROWS)
     return ALIGNMENT + config.tiles * tile
 
 
 def padded(queries: int) -> int:
-    """Return the rows of a head's sums: whole steps, and one step without a query."""
+    """Return the rows of a head's LSE and delta: whole steps, and one step without a query."""
     return (-(-queries // ROWS) + 1) * ROWS
 
 
@@ -183,7 +157,7 @@ def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constant
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
-        *(("SLOTS", slots_of(config, shape.head_dim)), ("SUMS", int(config.sums))),
+        ("SLOTS", slots_of(config, shape.head_dim)),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )
@@ -220,7 +194,6 @@ def launch(
     tiles, transposed, counters, queries = work or work_of(mask, shape, config)
     lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
     delta = torch.zeros(heads, rows, device=device)
-    sums = torch.empty(heads if config.sums else 0, rows, depth, device=device)
     maps = b"".join(tensor_map(x, shape.batch, min(ROWS, shape.block[0])) for x in (q, do))
     maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
     bits = () if mask.bits is None or transposed.slots is None else (transposed.slots, mask.bits)
@@ -231,54 +204,26 @@ def launch(
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, rows
     sizes = pack("iiiiiff", *counts, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
+    names = "attention_wgmma_backward", "differentiate"
     constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
-
-    def kernel(
-        function: str, args: cuda.Arguments, grid: int, threads: int
-    ) -> tuple[cuda.Loaded, cuda.Arguments]:
-        macros = ("HEAD_DIM", depth), ("FP16", int(shape.dtype == "fp16"))
-        loaded = cuda.load("attention_wgmma_sums", function, macros, 0, device)
-        return cuda.Loaded(*loaded, device.index, grid, threads, 0), args
-
-    names, layout = ("attention_wgmma_backward", "differentiate"), (config.tiles, config.rows)
-    addresses = [x.data_ptr() for x in (sums, dk, dv)]
-    by_keys = (
-        load_persistent(*names, constants, size, tiles, *layout),
-        DIFFERENTIATE(maps, lists, stats, sizes, *addresses),
-    )
-    tensors = *operands, *index, *bits, counters, sums, lse_2, delta, dk, dv
-    if config.sums:
-        addresses = [x.data_ptr() for x in (o, do, lse, lse_2, delta, sums)]
-        ctas = -(-heads * rows // OF_WARPS)
-        before = kernel("prepare_queries", PREPARE(*addresses, sizes, heads), ctas, OF_CTA)
-        finish = FINISH(sums.data_ptr(), dq.data_ptr(), sizes)
-        after = kernel("finish_queries", finish, heads * rows // ROWS, WARPGROUP)
-        program = Gradients((before, by_keys, after), tensors, out)
-        return Bound(program, tuple(operands), (dq, dk, dv))
-    assert queries is not None
+    by_keys = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
+    of_keys = KEYS(maps, lists, stats, sizes, dk.data_ptr(), dv.data_ptr())
     names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
     call = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
     row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
     args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
-    program = Gradients(((call.loaded, args), by_keys), (*tensors, *call.tensors), out)
+    tensors = *operands, *index, *bits, *call.tensors, counters, lse_2, delta, dk, dv
+    program = Gradients(((call.loaded, args), (by_keys, of_keys)), tensors, out)
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 
-def prepare(operands: Operands, *, deterministic: bool = False, tuned: Tuned = True) -> Launch:
-    """Transpose the lists; take a table's configuration, or compile and time up to four.
-
-    `deterministic` demands the same bits in each call. Raises Unsupported.
-    """
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Transpose the lists; take a table's configuration, or compile and time up to two."""
     tensors, mask, shape, shared, scale = task_of(operands)
-    searched = configurations(shape, shared, deterministic=deterministic)
-    sizes = table_sizes(shape, mask)
-    fixed = {"sums": False} if deterministic else {}
+    searched, sizes = configurations(shape, shared), table_sizes(shape, mask)
     name = "attention_wgmma_backward"
-    configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
+    configs, by = choose(name, Config, operands, sizes, tuned, searched)
     cuda.compile_ahead(name, [constants_of(config, shape, mask) for config in configs])
-    if not all(config.sums for config in configs):
-        of_rows = of_queries(shape, mask)
-        cuda.compile_ahead("attention_wgmma_dq", [constants_of_walk(of_rows, shape, mask, 3)])
     candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
     return fastest_launch(configs, candidates, by, operands.device)
 

@@ -10,10 +10,10 @@
       forward    attention_split, attention_triton
     CPU          torch, with every element of the mask: a reference for small masks
 
-selection.py chooses the fastest in a search, or else the first one in this list. Under
-torch.use_deterministic_algorithms only configurations are offered that give the same bits each
-time. Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after
-the other on the device, as they do on one stream, because some kernels keep counters.
+selection.py chooses the fastest in a search, or else the first one in this list. All of them give
+the same bits each time. Plans are made for a mask and the sizes of q, k and v. Calls of one plan
+must run one after the other on the device, as they do on one stream, because some kernels keep
+counters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,15 +59,11 @@ ENGINES = tuple(KERNELS)
 
 
 class Call(NamedTuple):
-    """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan.
-
-    exact  the same operands must give the same bits
-    """
+    """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan."""
 
     op: Literal["attention", "attention_backward"]
     shape: Shape
     scale: float
-    exact: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -110,7 +106,6 @@ def operator_of(mask: BlockMask) -> Operator:
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         density = float(f"{sizes['density']:.2g}")
         kinds = {"causal": mask.causal, "bits": mask.bits is not None, "lists": mask.lists}
-        kinds["exact"] = call.exact
         return {"op": call.op, **heads, **kinds, **sizes, "density": density}
 
     def offer(call: Call, choice: Mapping[str, Any] | None) -> list[Iterator[Candidate]]:
@@ -151,8 +146,7 @@ def _offered(
         product, sizes = _Triton, (shape, shared, path)
         if name == "attention_split":
             sizes += (multiprocessors(device),)
-    options = {"deterministic": True} if call.exact and product is _Wgmma else {}
-    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes, **options)
+    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes)
     for config in configs[:OFFERED]:
         yield Candidate(name, config, partial(product, kernel, call, owner, config))
 
