@@ -4,6 +4,7 @@ A format file defines one frozen dataclass and sets FORMAT to it. The harness fi
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -39,6 +40,11 @@ class Format(ABC):
     @abstractmethod
     def arrays(self) -> dict[str, Tensor]:
         """Return every array that a kernel reads, by name. Their sizes are the stored bytes."""
+
+    @classmethod
+    def examples(cls) -> Sequence[Tensor]:
+        """Return matrices for the checks of this contract; the default holds any 2:4 matrix."""
+        return ()
 
     def sample(self, dense: Tensor) -> Self:
         """Return the elements of another matrix at the positions that this one stores.

@@ -154,6 +154,11 @@ OUTPUTS = DTYPES | {"fp8": torch.bfloat16}
 """The torch dtype of a problem's output, by the same names."""
 
 
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a product whose operands have this dtype: bf16 for fp8."""
+    return OUTPUTS["fp8"] if dtype == DTYPES["fp8"] else dtype
+
+
 def unit_scale(columns: int) -> float:
     """Return the power of two nearest to 1 / sqrt(columns). It keeps such sums near 1.
 

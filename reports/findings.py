@@ -53,7 +53,8 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     if pd.notna(best["gain"]) and dense is not None:
         low, high, half = (best[name] for name in ("low", "high", "half"))
         ends = between(best["gain"], low, high, half)
-        words.append(ends.replace("×", f"× {dense['name']}", 1))
+        name = who(dense) if dense["kernel"] == DEFAULT else dense["name"]
+        words.append(ends.replace("×", f"× {name}", 1))
     if inside:
         gain = times(isolated["gain"], isolated["half"])
         words.append(f"isolated {duration(isolated['median_us'])}, {gain}")

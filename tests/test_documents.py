@@ -13,6 +13,8 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.cvse import Cvse
 from sparsebench.formats.dense import Dense
+from sparsebench.formats.int4 import Int4
+from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import SparseGatedMLP
@@ -148,9 +150,11 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
             "bitmap": Bitmap.from_dense(some),
             "csr": Csr.from_dense(some),
             "spense": Spense.from_dense(torch.where(two_four, dense, 0).contiguous()),
+            "slide": Slide.from_dense(torch.where(two_four, dense, 0).contiguous()),
             "twell": Twell.from_dense(some),
             "cvse": Cvse.from_dense(some),
             "active_csr": ActiveCsr.from_dense(some),
+            "int4": Int4.from_dense(some.sign()),
         }
         bytes_of = {name: 100 * f.stored_bytes / 2**21 for name, f in packed.items()}
         said = {row[0]: float(row[1 + column]) for row in percents}

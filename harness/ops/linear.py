@@ -7,26 +7,50 @@ m tokens, n output features, k input features; W is the sparse operand.
 A model in fp8 has one scale per token and one per output channel, and multiplies the finished sums
 by both. Here the scales are 1 and left out, because they do not depend on the format. cuSPARSELt
 0.8 takes no scale per channel on Hopper, so with scales its time would include a second kernel.
+
+    weight_bits: 4   W has values of 4 bits, so that kernels of quantised weights can take part
+
+Each group of 128 weights of a row is rounded to multiples, -8 to 7 times, of one scale of 4 bits of
+mantissa. All products of a multiple and a scale are exact in 16 bits. Every contender multiplies
+these weights, whatever bits it stores them in, and is checked against them. No weight that is
+kept becomes zero.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
 from sparsebench.kernels._kernel import OUTPUTS
 from sparsebench.results.record import Problem
 
+GROUP = 128  # weights per scale
+STEPS, MOST = 7, 8  # multiples of the scale: of the largest weight, and of any
+CUT = 2**20 - 1  # bits of a mantissa of fp32 that a scale does not have
+
 
 class LinearFields(Fields):
-    """A problem of this op."""
+    """A problem of this op or of a related one."""
 
     m: PositiveInt
     n: PositiveInt
     k: PositiveInt
+
+
+class WeightFields(LinearFields):
+    """A problem of this op; `weight_bits` is the bits of the weights' values, None the dtype's."""
+
+    weight_bits: Literal[4] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.weight_bits and self.dtype == "fp8":
+            raise ValueError("weight_bits: expected a dtype of 16 or 32 bits, not fp8")
+        return self
 
 
 class GradientFields(LinearFields):
@@ -60,15 +84,35 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of W's non-zeros, X and Y."""
     m, n, k = problem["m"], problem["n"], problem["k"]
-    return int(itemsize * (nnz["w"] + m * k) + OUTPUTS[problem["dtype"]].itemsize * m * n)
+    weights = nnz["w"] * (_bits(problem) or 8 * itemsize) // 8
+    return int(weights + itemsize * m * k + OUTPUTS[problem["dtype"]].itemsize * m * n)
+
+
+def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
+    """Round the weights to 4 bits if the problem has `weight_bits`."""
+    if name == "w" and _bits(problem):
+        n, k = operand.shape
+        groups = pad(operand.float(), (0, -k % GROUP)).view(n, -1, GROUP)
+        bits = (groups.abs().amax(2, keepdim=True) / STEPS).view(torch.int32)
+        scales = (bits + CUT & ~CUT).view(torch.float32)  # rounded up
+        multiples = (groups / scales).nan_to_num(0).round().clamp(-MOST, MOST - 1)
+        multiples = torch.where(multiples == 0, groups.sign(), multiples)
+        operand.copy_((multiples * scales).view(n, -1)[:, :k])
+
+
+def _bits(problem: Problem) -> int | None:
+    """Return the bits of a weight's value if they are fewer than its dtype's."""
+    bits: int | None = problem.fields.get("weight_bits")
+    return bits
 
 
 OP = Op(
-    fields=LinearFields,
+    fields=WeightFields,
     operands={"w": Operand("weight", ("n", "k")), "x": Operand("activation", ("m", "k"))},
     definition=definition,
     spread=spread,
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    adjust=adjust,
 )

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from sparsebench.harness.patterns._hybrid import dense_fraction, front
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
-from sparsebench.harness.patterns.two_four import rule as two_four
+from sparsebench.harness.patterns.two_four import PATTERN as TWO_FOUR
 
 
 def rule(weight: Weight) -> Rule:
     """Choose within each four of the upper rows."""
     n, k = weight.n, weight.k
-    return replace(two_four(weight), front=lambda sparsity: (front(n, sparsity), k))
+    return replace(TWO_FOUR.rule(weight), front=lambda sparsity: (front(n, sparsity), k))
 
 
 PATTERN = Pattern(rule, lambda fields: {**dense_fraction(fields), "split": "rows"})

@@ -23,11 +23,11 @@ def format_checks(
     """Return the contract of a format, sentence by sentence.
 
     `name` is the format's name in a suite. The format must hold every one of `examples`, matrices
-    [rows, columns]. Without any, it must hold a 256 x 256 matrix with 2 non-zeros in each 4 of a
-    row, and may refuse others; a format of masks holds ones there. `params` are those of
-    from_dense.
+    [rows, columns], or of its own. Without any, it must hold a 256 x 256 matrix with 2 non-zeros in
+    each 4 of a row, and may refuse others; a format of masks holds ones there. `params` are those
+    of from_dense.
     """
-    matrices = [example.to(device) for example in examples]
+    matrices = [example.to(device) for example in examples or load_format(name).examples()]
     must = matrices or [two_of_four((256, 256)).to(device)]
     may = matrices or [m.to(device) for s in SHAPES for m in (two_of_four(s), matrix(s, 0.05))]
     if load_format(name).operand == "masks" and not matrices:

@@ -13,8 +13,8 @@ from sparsebench.harness.inputs.grid import Grid
 from sparsebench.harness.patterns._mask import derived, level, mask
 from sparsebench.harness.testing.contract import Check, checker, expect
 
-FIELDS = {"n": 120, "k": 200, "block": [12, 20]}  # blocks that divide both
-LEVELS = 0.0, 0.25, 0.375, 0.5, 0.7, 0.72, 0.75, 0.8, 0.9, 0.95
+FIELDS = {"n": 120, "k": 240, "block": [12, 24]}  # blocks that divide both
+LEVELS = 0.0, 0.25, 1 / 3, 0.375, 0.5, 0.7, 0.72, 0.75, 0.8, 0.9, 0.95
 CPU = torch.device("cpu")
 
 Levels = Callable[[], list[dict[str, Any]]]

@@ -11,16 +11,20 @@ so the destructor is sem_post of the C library. Instances and clones of a graph 
 too, as does a graph that still runs. Needs a driver of CUDA 12.3 or newer.
 
 Callers of `capturing` keep the owners themselves; `keep` then does nothing.
+
+Memory that outlives a call must not belong to a graph. While torch.compile(mode="reduce-overhead")
+warms up, everything that its thread allocates does, so `lasting` allocates in another thread.
 Source: CUDA C++ Programming Guide, "CUDA User Objects"; CUDA driver API, cuGraphRetainUserObject.
 """
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from threading import local
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +34,7 @@ ASYNCHRONOUS = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor is not awa
 MOVED = 1  # CU_GRAPH_USER_OBJECT_MOVE: our reference becomes the graph's
 SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
 
+T = TypeVar("T")
 _KEPT: dict[tuple[int, int], tuple[Any, Any]] = {}  # by capture and id of owner: owner, semaphore
 
 
@@ -65,6 +70,24 @@ def capturing(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]
 def is_capturing(x: Tensor) -> bool:
     """Return whether the current stream of X's device is captured into a graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def lasting(make: Callable[[], T], device: torch.device) -> T:
+    """Return make(), none of whose memory belongs to a pool that this thread allocates from.
+
+    Another thread makes it, without a gradient, on this thread's stream of the device.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> T:
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+            stream.query()  # a new thread has no context until it calls CUDA's runtime
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def keep(owner: object) -> None:

@@ -47,7 +47,8 @@ AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+HALVES = torch.float16, torch.bfloat16
+MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 ADDRESSES = 256  # sets of operands for which a plan keeps the arguments, 1 KB each
 COMPILERS = 8  # threads
@@ -116,15 +117,17 @@ class Loaded:
 class Tape:
     """What a thread launches and allocates while `taping` (front.py).
 
-    launches  kernels with their arguments, and copies of transposed blocks, in order
+    launches  kernels with their arguments, and what torch itself computes, in order
     outputs   tensors that the launches write, the result last
+    views     parts of outputs whose addresses the launches take, each with its output
     owners    of the other memory that the launches read
     complete  every kernel of the call is on the tape
     dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
-    launches: "list[tuple[Loaded, Arguments] | TransposedCopy]" = field(default_factory=list)
+    launches: "list[tuple[Loaded, Arguments] | ByTorch]" = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
     complete: bool = True
     dense: Tensor | None = None
@@ -135,6 +138,21 @@ class TransposedCopy(NamedTuple):
 
     blocks: Tensor
     result: Tensor
+
+
+class MatrixProduct(NamedTuple):
+    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k].
+
+    fixed  `b` is a weight: no new tensor, but the same one in every call
+    """
+
+    a: Tensor
+    b: Tensor
+    result: Tensor
+    fixed: bool = False
+
+
+ByTorch = TransposedCopy | MatrixProduct
 
 
 class _Thread(local):
@@ -160,14 +178,17 @@ def on_tape(
     owners: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
-    copy: TransposedCopy | None = None,
+    by_torch: ByTorch | None = None,
+    view: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
     tape.dense = dense
-    if copy is not None:
-        tape.launches.append(copy)
+    if by_torch is not None:
+        tape.launches.append(by_torch)
+    if view is not None:
+        tape.views.append(view)
     if output is not None:
         tape.outputs.append(output)
     tape.owners += owners
@@ -338,7 +359,7 @@ def tensor_map(
     dtype: torch.dtype,
     box: tuple[int, int],
 ) -> bytes:
-    """Return the tensor map of an fp16 or bf16 matrix [height, width], for swizzled boxes.
+    """Return the tensor map of an fp16, bf16 or fp8 matrix [height, width], for swizzled boxes.
 
     box  rows x columns. The swizzle is 32, 64 or 128 bytes, the smallest that a row fits into
          (hopper.cuh). It is also the pitch of rows in shared memory; a shorter row leaves a gap

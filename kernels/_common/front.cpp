@@ -33,7 +33,8 @@ at::Tensor handle_of(Front* front) {
 
 Front* front_of(const at::Tensor& handle) { return static_cast<Front*>(handle.data_ptr()); }
 
-// Computes dX and dW, which are undefined where not needed. Returns false if no entry is for dy.
+// Computes dX and dW, which are undefined where not needed. Returns false if no entry is for dy, or
+// if the weight is not as the recordings read it.
 bool replay(Front* front, at::Tensor dy, const at::Tensor& x, const at::Tensor& values,
             bool for_x, bool for_values, at::Tensor& dx, at::Tensor& dw) {
   Layout layout;
@@ -44,8 +45,8 @@ bool replay(Front* front, at::Tensor dy, const at::Tensor& x, const at::Tensor& 
     if (reinterpret_cast<uintptr_t>(dy.data_ptr()) % 16) dy = dy.clone();
   }
   Place place;
-  if (!place_of(dy, place) || captures(place.stream)) return false;
-  const Inputs of_x{dy, values}, of_values{dy, x};
+  if (!place_of(dy, place) || captures(place.stream) || !contents_hold(front)) return false;
+  const Inputs of_x = values.defined() ? Inputs{dy, values} : Inputs{dy}, of_values{dy, x};
   const auto entry_x = for_x ? front->entries[DGRAD].find(of_x, place) : nullptr;
   const auto entry_values = for_values ? front->entries[WGRAD].find(of_values, place) : nullptr;
   if ((for_x && !entry_x) || (for_values && !entry_values)) return false;
@@ -175,7 +176,7 @@ PyObject* front_guard(PyObject* object, PyObject* args) {
   int content;
   if (!PyArg_ParseTuple(args, "OOOp", &dict, &name, &tensor, &content)) return nullptr;
   Guard guard{dict == Py_None ? nullptr : dict, name, tensor, {}, nullptr, -1, false};
-  if (tensor != Py_None) {
+  if (THPVariable_Check(tensor)) {
     guard.tensor = THPVariable_Unpack(tensor);
     guard.address = guard.tensor.data_ptr();
     guard.requires_grad = guard.tensor.requires_grad();
@@ -204,12 +205,14 @@ PyObject* front_differentiate(PyObject* object, PyObject* args) {
 
 bool parse_step(PyObject* tuple, Step& step) {
   unsigned long long function;
-  PyObject *attributes, *parameters, *patches;
+  PyObject *attributes, *parameters, *patches, *weight;
   const char* image;
   Py_ssize_t bytes;
-  if (!PyArg_ParseTuple(tuple, "KIIIOy#OO", &function, &step.grid, &step.threads,
-                        &step.shared_bytes, &attributes, &image, &bytes, &parameters, &patches))
+  if (!PyArg_ParseTuple(tuple, "KIIIOy#OOO", &function, &step.grid, &step.threads,
+                        &step.shared_bytes, &attributes, &image, &bytes, &parameters, &patches,
+                        &weight))
     return false;
+  if (weight != Py_None) step.weight = THPVariable_Unpack(weight);
   step.function = reinterpret_cast<void*>(function);
   step.image.assign(image, image + bytes);
   for (Py_ssize_t i = 0; i < PyList_Size(attributes); i++)
@@ -219,8 +222,11 @@ bool parse_step(PyObject* tuple, Step& step) {
     step.parameters.push_back(PyLong_AsUnsignedLong(PyList_GetItem(parameters, i)));
   for (Py_ssize_t i = 0; i < PyList_Size(patches); i++) {
     Patch patch;
-    if (!PyArg_ParseTuple(PyList_GetItem(patches, i), "iI", &patch.operand, &patch.offset))
+    long long start;
+    if (!PyArg_ParseTuple(PyList_GetItem(patches, i), "iLI", &patch.operand, &start,
+                          &patch.offset))
       return false;
+    patch.start = start;
     step.patches.push_back(patch);
   }
   if (step.image.size() <= IMAGE_BYTES && step.parameters.size() <= PARAMETERS) return true;
@@ -232,7 +238,8 @@ bool parse_step(PyObject* tuple, Step& step) {
 // a call with these inputs on this stream. Returns false if kernels cannot read their layout.
 //   outputs  [tensor, ...]: tensors that the steps write, of which sizes and dtype are taken
 //   fixed    numbers of inputs that no step reads: the entry is for their addresses alone
-//   steps    [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
+//   steps    [(function, grid, threads, shared_bytes, attributes, image, parameters, patches,
+//            weight or None)]
 PyObject* front_add(PyObject* object, PyObject* args) {
   HANDLE_TH_ERRORS
   Front* self = reinterpret_cast<Front*>(object);

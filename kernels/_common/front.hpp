@@ -18,6 +18,7 @@
 #include <ATen/ops/copy_ops.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear_ops.h>
+#include <ATen/ops/mm_ops.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -118,9 +119,10 @@ void release(PyObject* object) {
 }
 
 using Inputs = std::vector<at::Tensor>;
-struct Patch { int operand; uint32_t offset; };
+struct Patch { int operand; int64_t start; uint32_t offset; };  // start: bytes into the operand
 struct Step {
-  void* function;  // nullptr: the second operand of `patches` becomes the transposed first one
+  void* function;  // nullptr: torch computes the last operand of `patches` from those before it
+  at::Tensor weight;  // and from this one, if it is defined
   uint32_t grid, threads, shared_bytes;
   std::vector<Attribute> attributes;
   std::vector<char> image;
@@ -183,16 +185,29 @@ class Entries {
   std::vector<std::shared_ptr<Entry>> entries_;
 };
 
-void launch(const Step& step, const std::vector<at::Tensor>& operands, void* stream) {
-  if (!step.function) {
-    at::Tensor to = operands[step.patches[1].operand];
-    at::_ops::copy_::call(to, operands[step.patches[0].operand].transpose(1, 2), false);
-    return;
+at::Tensor as_matrix(const at::Tensor& t) { return t.dim() == 2 ? t : t.view({-1, t.size(-1)}); }
+
+// The blocks of one operand transposed, or the product of two operands, or of one and a weight.
+void compute_by_torch(const Step& step, const std::vector<at::Tensor>& operands) {
+  const auto operand = [&](size_t i) { return operands[step.patches[i].operand]; };
+  at::Tensor to = operand(step.patches.size() - 1);
+  if (step.weight.defined()) {
+    to = as_matrix(to);
+    at::_ops::mm_out::call(as_matrix(operand(0)), step.weight, to);
+  } else if (step.patches.size() == 2) {
+    at::_ops::copy_::call(to, operand(0).transpose(1, 2), false);
+  } else {
+    to = as_matrix(to);
+    at::_ops::mm_out::call(as_matrix(operand(0)), operand(1), to);
   }
+}
+
+void launch(const Step& step, const std::vector<at::Tensor>& operands, void* stream) {
+  if (!step.function) return compute_by_torch(step, operands);
   alignas(64) char image[IMAGE_BYTES];
   std::memcpy(image, step.image.data(), step.image.size());
   for (const Patch& patch : step.patches) {
-    const void* address = operands[patch.operand].data_ptr();
+    const void* address = static_cast<char*>(operands[patch.operand].data_ptr()) + patch.start;
     std::memcpy(image + patch.offset, &address, sizeof address);
   }
   void* parameters[PARAMETERS];
@@ -213,9 +228,11 @@ std::optional<at::Tensor> optional(const at::Tensor& t) {
 at::Tensor run(const Entry& entry, const Inputs& inputs, bool rows) {
   const c10::AutoGradMode no_gradient(false);
   const at::Tensor& x = inputs[0];
-  if (entry.dense.defined())
-    return at::_ops::linear::call(
-        x, entry.dense, optional(entry.bias));
+  if (entry.dense.defined()) {
+    at::Tensor y = at::_ops::linear::call(x, entry.dense, std::nullopt);
+    if (entry.bias.defined()) at::_ops::add__Tensor::call(y, entry.bias, 1);
+    return y;
+  }
   std::vector<at::Tensor> operands;
   operands.reserve(inputs.size() + entry.outputs.size());
   operands.insert(operands.end(), inputs.begin(), inputs.end());
@@ -274,6 +291,17 @@ bool guards_hold(Front* self) {
     if (t.data_ptr() != guard.address || t.requires_grad() != guard.requires_grad) return false;
     if (guard.version >= 0 && static_cast<int64_t>(t._version()) != guard.version) return false;
     if (has_forward_gradient(t)) return false;
+  }
+  return true;
+}
+
+// Whether nothing that the recordings read was written or moved; it does not look into dicts.
+bool contents_hold(Front* self) {
+  for (auto& guard : *self->guards) {
+    const at::Tensor& t = guard.tensor;
+    if (!t.defined() || guard.version < 0) continue;
+    if (t.data_ptr() != guard.address || static_cast<int64_t>(t._version()) != guard.version)
+      return false;
   }
   return true;
 }

@@ -264,6 +264,11 @@ __device__ __forceinline__ void quad_transpose(u32 (&words)[4]) {
                A_AND_B_##N ", 1, 1, 1, " TEXT(a_trans) ", " TEXT(b_trans) ";"           \
                : D_##N : "l"(a), "l"(b))
 #define WGMMA(N, a, b, a_trans, b_trans) WGMMA_(N, a, b, a_trans, b_trans)
+// The same for fp8: 32 of k, both operands K-major.
+#define WGMMA_E4M3_(N, a, b)                                                                   \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" SUM_##N "}, "      \
+               A_AND_B_##N ", 1, 1, 1;" : D_##N : "l"(a), "l"(b))
+#define WGMMA_E4M3(N, a, b) WGMMA_E4M3_(N, a, b)
 
 // Return the shared memory descriptor of a swizzled tile with rows of 128, 64 or 32 bytes. Its
 // fields count in 16 bytes. SBO, the stride to the next 8 rows, is 8 * row_bytes.

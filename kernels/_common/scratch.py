@@ -8,12 +8,19 @@ So no call allocates or zeroes memory. A kernel leaves its counters as it found 
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.capture import captured_into, is_capturing, keep, sweep
+from sparsebench.kernels._common.capture import (
+    captured_into,
+    is_capturing,
+    keep,
+    lasting,
+    sweep,
+)
 
 SLOTS, COUNTERS = 256, 2048  # graphs and streams at a time; int32 of each: 2 MB
 
@@ -69,7 +76,8 @@ def workspace(x: Tensor, count: int) -> Tensor | None:
     place = x.device.index, _stream(x)
     made = _WORKSPACES.get(place)
     if made is None or made.shape[0] < count:
-        made = _WORKSPACES[place] = x.new_empty(count, dtype=torch.float32)
+        new = partial(torch.empty, count, dtype=torch.float32, device=x.device)
+        made = _WORKSPACES[place] = lasting(new, x.device)
     return made
 
 
@@ -80,7 +88,8 @@ def counters(x: Tensor, count: int) -> Tensor | None:
     graph = captured_into() if is_capturing(x) else None
     arena = _ARENAS.get(x.device.index)
     if arena is None and graph is None:
-        zeros = torch.zeros(SLOTS, COUNTERS, dtype=torch.int32, device=x.device)
+        new = partial(torch.zeros, SLOTS, COUNTERS, dtype=torch.int32, device=x.device)
+        zeros = lasting(new, x.device)
         torch.cuda.synchronize(x.device)  # other streams may use it from now on
         arena = _ARENAS[x.device.index] = _Arena(zeros)
     row = None

@@ -97,7 +97,7 @@ class Template:
         for launch in self._launches:
             launch(tensors, addresses)
         results = [tensors[i] for i in self._results]
-        on_tape(buffers[-1], owners=(self,), complete=len(buffers) == 1)
+        on_tape(*buffers[-1:], owners=(self,), complete=len(buffers) <= 1)
         return results
 
 
@@ -107,7 +107,7 @@ class _Launch:
     def __init__(self, program: BoundKernel, place: Mapping[int, int]) -> None:
         self._program, self._args = program, [*program.args]
         self._run: Callable[..., None] | None = None
-        self._raw: _Raw | None = None
+        self._raw: Raw | None = None
         self._rest: list[Any] = []
         found = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
         holes = [
@@ -142,7 +142,7 @@ class _Launch:
             self._rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             self._run = compiled[(*grid, 1, 1)[:3]]
             holes = dict([*self._plain, *self._boxed])
-            self._raw = _Raw.of(compiled, grid, args, holes, tensors[0].device)
+            self._raw = Raw.of(compiled, grid, args, holes, tensors[0].device)
 
     def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
         """Return the boxes at these addresses from a cache: the allocator reuses addresses."""
@@ -157,7 +157,7 @@ class _Launch:
         return boxes
 
 
-class _Raw:
+class Raw:
     """A compiled kernel whose arguments this module packs, which takes 4 µs instead of 20.
 
     The parameters are those of the signature, in order, then two pointers to scratch memory. A
@@ -181,7 +181,7 @@ class _Raw:
         args: Sequence[Any],
         holes: Mapping[int, int],
         device: torch.device,
-    ) -> "_Raw | None":
+    ) -> "Raw | None":
         """Return the launch, or None if Triton's own launcher must make it.
 
         holes  argument -> number of the tensor whose address it takes
@@ -191,7 +191,7 @@ class _Raw:
         signature = [*compiled.src.signature.values()]
         scratch = ("global_scratch_size", "profile_scratch_size")
         special = [getattr(metadata, name, 0) for name in (*scratch, "launch_cooperative_grid")]
-        special += [getattr(metadata, "launch_pdl", False), getattr(metadata, "num_ctas", 1) != 1]
+        special.append(getattr(metadata, "num_ctas", 1) != 1)
         described = [*(getattr(metadata, "tensordesc_meta", None) or ())]
         if any(special) or len(grid) > 1 or device.type != "cuda":
             return None
@@ -219,7 +219,9 @@ class _Raw:
         formats += ["P", "P"]
         parts.append(partial(_constant, 0, 0))
         threads, kernel = 32 * metadata.num_warps, SimpleNamespace(ptr=compiled.function)
-        loaded = Loaded(kernel, "", device.index, grid[0], threads, metadata.shared)
+        early = bool(getattr(metadata, "launch_pdl", False))
+        sizes = grid[0], threads, metadata.shared
+        loaded = Loaded(kernel, "", device.index, *sizes, early=early)
         return cls(loaded, formats, lambda at: [value for part in parts for value in part(at)])
 
 
@@ -269,18 +271,27 @@ def tensor_of(arg: Any) -> Tensor | None:
     return arg if isinstance(arg, Tensor) else None
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why Triton cannot run the problem here, or None."""
-    if problem["dtype"] == "fp8":
-        return "expected fp16, bf16, fp32 or tf32, found fp8"
+def unsupported(
+    problem: Problem, device: torch.device, least: tuple[int, int] | None = None
+) -> str | None:
+    """Return why Triton cannot run the problem here, or None.
+
+    least  the compute capability from which on the kernel multiplies fp8; None if it never does
+    """
+    dtype, needed = problem["dtype"], (8, 0)
+    if dtype == "fp8":
+        if least is None:
+            return "expected fp16, bf16, fp32 or tf32, found fp8"
+        needed = least
     if device.type == "cpu" and knobs.runtime.interpret:
-        return (
-            "Triton's interpreter multiplies bf16 wrongly" if problem["dtype"] == "bf16" else None
-        )
+        wrong = dtype in ("bf16", "fp8")
+        return f"Triton's interpreter multiplies {dtype} wrongly" if wrong else None
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, found {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"needs compute capability 8.0 or newer, found {major}.{minor}"
+    if (found := torch.cuda.get_device_capability(device)) < needed:
+        at_least, actual = (f"{major}.{minor}" for major, minor in (needed, found))
+        return f"needs compute capability {at_least} or newer, found {actual}"
+    return None
 
 
 def choose_path(path: Path | None, reason: str | None, device: torch.device) -> Path:

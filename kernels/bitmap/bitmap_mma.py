@@ -37,7 +37,7 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.results.record import Problem
 
 MOST_TOKENS = 256
@@ -127,7 +127,7 @@ class Product:
     def __init__(self, w: Bitmap, config: Config, device: torch.device) -> None:
         """Load the kernel, and keep the arguments for the addresses used last."""
         self.w, self.config, self.device, self.room = w, config, device, w.room
-        self.kind = OUTPUTS["fp8"] if w.dtype.itemsize == 1 else w.dtype
+        self.kind = output_dtype(w.dtype)
         self.workers = min(at_once(config.split, device), -(-w.shape[0] // ROWS))
         self.arguments = lru_cache(ADDRESSES)(self._arguments)
         self.loaded = lru_cache(ADDRESSES)(self._loaded)

@@ -23,7 +23,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
-    MAP_TYPES,
+    HALVES,
     Arguments,
     BoundKernel,
     Layout,
@@ -33,12 +33,12 @@ from sparsebench.kernels._common.cuda import (
     on_tape,
     target_of,
 )
+from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.tuned_table import Tuned
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.results.record import Problem
 
 LARGEST = 2**31 - 1  # the kernels count in int32
-PIECE_BYTES = 16
 PACK_THREADS, PACK_PIECES = 256, 4  # of a CTA; pieces of a thread (pack.cu)
 PACK_ARGUMENTS = Layout(*"PPPi")
 
@@ -48,20 +48,21 @@ class Plan:
     """A launch without operands: it depends only on pattern, tokens and configuration.
 
     lists      on the device: steps and items, or steps and the rows of each group
-    arguments  (tokens, address of x, strides of x, address of W's values, address of y)
-               -> arguments
+    arguments  (tokens, address of x, strides of x, address of W's values, address of y, and in fp8
+               the addresses of the scales) -> arguments
     tokens     most tokens of x
     depth      columns of x: k, or n if transposed
     blocks     [blocks, r, c]
     width      columns of y: n, or k if transposed
-    source     int32, on the device: the position in the blocks of each 16-byte piece of the packed
-               W, or -1 for zeros; None if the kernel reads the blocks as stored
+    source     int32, on the device: the position in the blocks of each piece of the packed W, or
+               -1 for zeros; None if the kernel reads the blocks as stored
     turned     `source` counts the pieces of transposed blocks
+    piece      elements of a piece
     """
 
     loaded: Loaded
     lists: tuple[Tensor, ...]
-    arguments: Callable[[int, int, tuple[int, ...], int, int], Arguments]
+    arguments: Callable[..., Arguments]
     tokens: int
     depth: int
     blocks: tuple[int, int, int]
@@ -69,6 +70,12 @@ class Plan:
     dtype: torch.dtype
     source: Tensor | None = None
     turned: bool = False
+    piece: int = 8
+
+    @property
+    def kind(self) -> torch.dtype:
+        """Return the dtype of y."""
+        return output_dtype(self.dtype)
 
     @cached_property
     def order(self) -> bytes | None:
@@ -88,10 +95,10 @@ class Plan:
             on_tape(complete=self.blocks[0] > 0)
             return values if self.blocks[0] else values.new_zeros(1, *self.blocks[1:])
         if not self.turned:
-            return packed(values, self.source)
+            return packed(values, self.source, self.piece)
         transposed = values.transpose(1, 2).contiguous()
-        on_tape(transposed, copy=TransposedCopy(values, transposed))
-        return packed(transposed, self.source)
+        on_tape(transposed, by_torch=TransposedCopy(values, transposed))
+        return packed(transposed, self.source, self.piece)
 
 
 class Product:
@@ -109,7 +116,7 @@ class Product:
     def run(self, x: Tensor, w: Tensor) -> Tensor:
         """Multiply by the blocks, packed if there is `pack`; a graph keeps the plan alive."""
         plan, m = self.plan, x.shape[0]
-        y = x.new_empty((m, plan.width))
+        y = x.new_empty((m, plan.width), dtype=plan.kind)
         addresses = x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
         plan.loaded.enqueue(plan.arguments(m, *addresses))
         on_tape(y, owners=(plan, w))
@@ -118,40 +125,45 @@ class Product:
         return y
 
 
-def bind(plan: Plan, x: Tensor, values: Tensor) -> BoundKernel:
+def bind(plan: Plan, x: Tensor, values: Tensor, scales: Scales = UNSCALED) -> BoundKernel:
     """Return a plan's kernel on these operands, with a new output. Raises Unsupported."""
     m, expected = x.shape[0], (plan.depth, plan.blocks, plan.dtype, plan.dtype)
     actual = x.shape[1], values.shape, x.dtype, values.dtype
     if actual != expected or m > plan.tokens or not values.is_contiguous():
         limit = f"planned for {plan.tokens} tokens and {expected}, contiguous blocks"
         raise Unsupported(f"{limit}; found {m} tokens and {actual}")
-    w, y = plan.pack(values), x.new_empty(m, plan.width)
-    args = plan.arguments(m, x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr())
-    return BoundKernel(plan.loaded, args, (x, w, *plan.lists), y)
+    scales.require(plan.width, m, plan.dtype)
+    w, y = plan.pack(values), x.new_empty((m, plan.width), dtype=plan.kind)
+    addresses = x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
+    args = plan.arguments(m, *addresses, *(scales.addresses if scales.tensors else ()))
+    return BoundKernel(plan.loaded, args, (x, w, *scales.tensors, *plan.lists), y)
 
 
-def packed(blocks: Tensor, source: Tensor) -> Tensor:
-    """Return the pieces of 16 bytes of blocks [blocks, r, c] in the order of `source`: [pieces, 8].
+def packed(blocks: Tensor, source: Tensor, size: int = 8) -> Tensor:
+    """Return the pieces of blocks [blocks, r, c] in the order of `source`: [pieces, size].
 
     A piece -1 is zeros. Without blocks, return one block of zeros.
     """
     if not blocks.shape[0]:
         on_tape(complete=False)
         return blocks.new_zeros(1, *blocks.shape[1:])
-    pieces, size = source.shape[0], PIECE_BYTES // blocks.itemsize
+    pieces = source.shape[0]
     if not blocks.is_cuda:  # the reference of pack.cu
         return blocks.view(-1, size)[source.clamp(0)].masked_fill_(source[:, None] < 0, 0)
     out = blocks.new_empty((pieces, size))
-    loaded, arguments = _pack_kernel(blocks.device, pieces)
+    loaded, arguments = _pack_kernel(blocks.device, pieces, size * blocks.itemsize)
     loaded.enqueue(arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr()))
     on_tape(out)
     return out
 
 
 @lru_cache(256)
-def _pack_kernel(device: torch.device, pieces: int) -> tuple[Loaded, Callable[..., Arguments]]:
+def _pack_kernel(
+    device: torch.device, pieces: int, piece_bytes: int
+) -> tuple[Loaded, Callable[..., Arguments]]:
     """Return pack.cu for so many pieces, and its arguments by the addresses, which it keeps."""
-    kernel, code = load("pack", "gather_pieces", (), 0, device, target_of(device))
+    constants = (("PIECE_BYTES", piece_bytes),)
+    kernel, code = load("pack", "gather_pieces", constants, 0, device, target_of(device))
     grid = -(-pieces // (PACK_THREADS * PACK_PIECES))
     arguments = lru_cache(ADDRESSES)(lambda *addresses: PACK_ARGUMENTS(*addresses, pieces))
     return Loaded(kernel, code, device.index, grid, PACK_THREADS, 0), arguments
@@ -192,15 +204,19 @@ def too_large(shape: tuple[int, int], blocks: int, pieces: int, m: int) -> str |
     )
 
 
-def unsupported_product(x: Tensor, w: Bsr, transposed: bool) -> str | None:
+def unsupported_product(
+    x: Tensor, w: Bsr, transposed: bool, dtypes: tuple[torch.dtype, ...] = HALVES
+) -> str | None:
     """Return why no CUDA kernel can compute X @ W.T (X @ W if transposed), or None.
 
     TMA has further conditions (`tensor_map`).
     """
     (n, k), values = w.shape, w.values
     depth, width = (n, k) if transposed else (k, n)
-    if x.dtype != values.dtype or x.dtype not in MAP_TYPES:
-        return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
+    if x.dtype != values.dtype or x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found = f"{x.dtype} and {values.dtype}"
+        return f"expected operands of one dtype of {names}; found {found}"
     if x.dim() != 2 or x.shape[1] != depth:
         return f"expected activations of {depth} columns, found shape {list(x.shape)}"
     if not values.is_contiguous():

@@ -2,7 +2,7 @@
 
     slice   64 rows of W (for dX, 64 columns); its 64 x 64 tiles lie in one block row
     group   two slices, the halves, which share the X tile of each step; the second may be missing
-    step    64 columns of X: the X tile, and a tile of W for one half or for both
+    step    `span_of` columns of X: the X tile, and a tile of W for one half or for both
 
         columns touched     slice a   0 . 2 3 . .        steps of the group (a, b)
                             slice b   . . 2 3 . 5        0: a   2: a b   3: a b   5: b
@@ -24,7 +24,7 @@ from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.work_list import Ints
 
-SIDE = 64  # of a tile of W: the height of wgmma, and a row of 128 bytes
+SIDE = 64  # rows of a tile of W, the height of wgmma; in 16 bits also its columns
 NO_SLICE = 0xFFFF
 READ_AHEAD = 32  # steps past the end, which producers read but do not use
 
@@ -44,9 +44,15 @@ class Groups:
     steps: Ints
 
 
+def span_of(w: Bsr) -> int:
+    """Return the columns of a step: 64, or 128 in fp8 if the blocks allow it."""
+    wide = 2 * SIDE
+    return wide if w.values.itemsize == 1 and w.block[1] % wide == 0 else SIDE
+
+
 def groups_of(w: Bsr, transposed: bool = False) -> Groups:
     """Pair the slices of W [n, k], or those of its transpose. Raises FormatError."""
-    tiles = _tiles(w, transposed)
+    span, tiles = span_of(w), _tiles(w, transposed)
     pairs = _pairs(tiles)
     group, half = np.zeros(tiles.slices, np.int64), np.zeros(tiles.slices, np.int64)
     for side in (0, 1):
@@ -59,7 +65,7 @@ def groups_of(w: Bsr, transposed: bool = False) -> Groups:
     step, of = step[: len(tiles.owner)], half[tiles.owner]
     rows, columns = np.full((len(union), 2), -1), np.zeros((len(union), 2), np.int64)
     rows[step, of], columns[step, of] = tiles.row, tiles.column
-    loads_x = np.where((rows >= 0).any(1), union % tiles.places * SIDE, -1)
+    loads_x = np.where((rows >= 0).any(1), union % tiles.places * span, -1)
     steps = np.zeros((len(union) + READ_AHEAD, 4), np.int32)
     steps[: len(union)] = np.column_stack([loads_x, rows, packed(columns)])
     first = np.searchsorted(union // tiles.places, np.arange(len(pairs) + 1))
@@ -74,9 +80,9 @@ def packed(pairs: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """W's stored 64 x 64 tiles, [tiles] each.
+    """W's stored tiles of 64 rows and `span_of` columns, [tiles] each.
 
-    owner, place    its slice, and the 64 columns of X that it multiplies
+    owner, place    its slice, and the columns of X that it multiplies
     row, column     its position in the stored blocks, stacked [blocks * r, c]
     slices, places  their numbers in W
     height          slices in a block row
@@ -94,12 +100,13 @@ class _Tiles:
 def _tiles(w: Bsr, transposed: bool) -> _Tiles:
     block_rows, block_columns = checked(w)
     (n, k), (r, c) = w.shape, w.block
-    block, i, j = np.ix_(range(len(block_rows)), range(r // SIDE), range(c // SIDE))
-    row, column = np.broadcast_arrays(block * r + i * SIDE, j * SIDE)
-    down, across = block_rows[block] * (r // SIDE) + i, block_columns[block] * (c // SIDE) + j
+    span = span_of(w)
+    block, i, j = np.ix_(range(len(block_rows)), range(r // SIDE), range(c // span))
+    row, column = np.broadcast_arrays(block * r + i * SIDE, j * span)
+    down, across = block_rows[block] * (r // SIDE) + i, block_columns[block] * (c // span) + j
     owner, place = np.broadcast_arrays(*((across, down) if transposed else (down, across)))
     sizes, height = ((k, n), c) if transposed else ((n, k), r)
-    slices, places = (-(-size // SIDE) for size in sizes)
+    slices, places = -(-sizes[0] // SIDE), -(-sizes[1] // span)
     kept = (owner < slices) & (place < places)  # tiles of an edge block outside W are dropped
     return _Tiles(
         *(owner[kept], place[kept], row[kept], column[kept]), slices, places, height // SIDE

@@ -186,7 +186,7 @@ def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
     """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     step = cuda.TMA_ALIGNMENT // x.itemsize
-    if x.dtype != values.dtype or x.dtype not in cuda.MAP_TYPES:
+    if x.dtype != values.dtype or x.dtype not in cuda.HALVES:
         return f"expected fp16 or bf16 operands of one dtype, found {x.dtype} and {values.dtype}"
     if x.dim() != 2 or x.shape[1] != k:
         return f"expected activations of {k} columns, found shape {list(x.shape)}"

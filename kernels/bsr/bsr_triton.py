@@ -16,9 +16,12 @@ of the group touches are not read, so a NaN there does not reach Y.
 
 The next block column is loaded one step ahead into a register: loaded in the same step, it would
 take every second pipeline stage. Long block rows start first, so that none runs alone at the end.
+
+In fp8 (e4m3) Y is bf16, and blocks are wider than 16 columns.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.triton import (
@@ -58,7 +62,7 @@ from sparsebench.kernels._common.tuned_table import (
     loads,
     multiprocessors,
 )
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.bsr._triton_shapes import (
     BY_POINTERS,
     FP32,
@@ -67,6 +71,8 @@ from sparsebench.kernels.bsr._triton_shapes import (
     Shape,
 )
 
+FP8_DEPTH = 32  # of one fp8 product on tensor cores
+FP8_CAPABILITY = 8, 9  # from which on Triton has e4m3
 TILES = 4  # tile sizes that a long search times, each in up to eight variants
 
 
@@ -210,7 +216,7 @@ def launch(x: Tensor, w: Bsr, config: Config, packed: Packed | None = None) -> B
     """Return the kernel of Y [m, n]; `packed` is pack(w, config) if it exists already."""
     packed = packed or pack(w, config)
     (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
-    y = x.new_empty(m, n)
+    y = x.new_empty((m, n), dtype=output_dtype(x.dtype))
     _, height, width = packed.values.shape
     token_tiles = triton.cdiv(m, config.tokens)
     row_tiles = len(packed.order) * (height // config.features)
@@ -279,6 +285,8 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     """
     x, w = operands.activations["x"], operands.weights["w"]
     assert isinstance(w, Bsr)
+    if reason := unsupported_blocks(w):
+        raise Unsupported(reason)
     path = choose_path(path, unsupported_by_tma(x, w), x.device)
     m, size = len(x), x.element_size()
     sizes = blocked(m, *w.shape, operands.problem["dtype"], w.block, len(w.values))
@@ -298,7 +306,16 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
     return fastest_launch(configs, candidates, by, x.device, COMPILE_THREADS)
 
 
-KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported, tunes=True)
+def unsupported_blocks(w: Bsr) -> str | None:
+    """Return why tensor cores cannot multiply these blocks, or None."""
+    if w.values.itemsize == 1 and whole_tile(w.block[1]) < FP8_DEPTH:
+        return f"expected blocks of more than {FP8_DEPTH // 2} columns in fp8, found {w.block[1]}"
+    return None
+
+
+KERNEL = Kernel(
+    "linear", "bsr", "cuda", prepare, partial(unsupported, least=FP8_CAPABILITY), tunes=True
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

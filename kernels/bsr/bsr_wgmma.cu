@@ -1,7 +1,7 @@
 // Y[m, n] = X[m, k] @ W[n, k].T for W in blocks of 64 and more, by wgmma and TMA (Hopper). With
 // TRANSPOSED: dX[m, k] = dY[m, n] @ W[n, k] over the same blocks.
 //
-//   work item: 128 features x TOKENS tokens of Y      step: 64 of k
+//   work item: 128 features x TOKENS tokens of Y      step: ROW_BYTES of k
 //
 //      W, two slices of 64 rows          X.T                        Y.T
 //        k0   k1   k2                  +---------+                +---------+
@@ -35,11 +35,17 @@
 //   rows of tokens, and TMA copies them to Y. Two buffers alternate, and the producers run ahead
 //   meanwhile.
 //
-// Tiles have rows of 128 bytes (64 elements) and the 128-byte swizzle (hopper.cuh), so there are no
-// bank conflicts. TMA reads zeros outside a matrix and does not write there. The next 16 of k are
-// 32 bytes further in a row (K-major). With TRANSPOSED, the tile [64 of n x 64 of k] is MN-major
-// (imm-trans-a), and the next 16 of n are 16 rows, or 2048 bytes, further. SBO is 1024 bytes in
-// both cases.
+// Tiles of W and X have rows of ROW_BYTES and the swizzle of that width (hopper.cuh), so there are no
+// bank conflicts. TMA reads zeros outside a matrix and does not write there. In 16 bits ROW_BYTES is
+// 128, or 64 of k. The next 16 of k are 32 bytes further in a row (K-major). With TRANSPOSED, the
+// tile [64 of n x 64 of k] is MN-major (imm-trans-a), and the next 16 of n are 16 rows, or 2048
+// bytes, further. SBO is 1024 bytes in both cases.
+//
+// With FP8, operands are e4m3, which wgmma reads K-major only, and Y is bf16. An instruction still
+// takes 32 bytes of k. ROW_BYTES is 128 if blocks are a multiple of 128 columns wide, else 64: a row
+// of TMA then takes half as long. Tensor cores sum e4m3 in fewer bits than fp32, like cuBLAS with
+// use_fast_accum. The epilogue multiplies by a scale for each feature and each token, if there are
+// any.
 //
 // Cost of a step, TOKENS = 256:
 //    products  2 x 64 x 256 x 64 multiply-adds, 4.2 MFLOP: 700 ns of an SM at the 790 TFLOP/s that
@@ -63,16 +69,17 @@
 //  - Items are assigned by length (_wgmma_schedule.py). A fixed order, in which CTA 0 always got
 //    the longest, cost 12 %.
 //
-// Macros: TOKENS=256|128|64 CLUSTER=1|2 TRANSPOSED=0|1, the other constants of
-// bsr_wgmma.constants_of, and hopper.cuh's. Source: PTX ISA 9.0, wgmma, mbarrier,
+// Macros: TOKENS=256|128|64 CLUSTER=1|2 TRANSPOSED=0|1 FP8=0|1 ROW_BYTES=128|64, the other constants
+// of bsr_wgmma.constants_of, and hopper.cuh's. Source: PTX ISA 9.0, wgmma, mbarrier,
 // cp.async.bulk.tensor.
 
 #include "hopper.cuh"
+#include "scales.cuh"
 
-constexpr int ROW_BYTES = 128;
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SIDE * ROW_BYTES;
-constexpr int STAGE_BYTES = X_BYTES + 2 * W_BYTES, STAGES = RING_BYTES / STAGE_BYTES;  // 4, 6, 8
-constexpr int CHUNKS = TOKENS / SIDE, CHUNK_BYTES = SIDE * ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
+constexpr int STAGE_BYTES = X_BYTES + 2 * W_BYTES, STAGES = RING_BYTES / STAGE_BYTES;  // 4 to 16
+constexpr int Y_ROW_BYTES = 128;  // of a chunk: 64 features in 16 bits
+constexpr int CHUNKS = TOKENS / SIDE, CHUNK_BYTES = SIDE * Y_ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
 constexpr unsigned short ALL = (1 << CLUSTER) - 1;  // mask of CTAs
 enum { HALF_0 = 1, HALF_1 = 2, LAST = 4, END = 8 };  // flags of a note
 
@@ -102,12 +109,17 @@ __device__ __forceinline__ Note ld_shared(u32 from) {
   return note;
 }
 
+#if FP8
+#define MULTIPLY(a, b) WGMMA_E4M3(TOKENS, a, b)
+#else
+#define MULTIPLY(a, b) WGMMA(TOKENS, a, b, TRANSPOSED, 0)
+#endif
 __device__ __forceinline__ void wgmma_tile(float (&d)[TOKENS / 2], u32 w, u32 x) {
   constexpr int A_STEP = (TRANSPOSED ? 16 * ROW_BYTES : 32) >> 4, B_STEP = 32 >> 4;
-  const u64 a = smem_descriptor(w), b = smem_descriptor(x);
+  const u64 a = smem_descriptor(w, ROW_BYTES), b = smem_descriptor(x, ROW_BYTES);
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < SIDE / 16; i++) WGMMA(TOKENS, a + i * A_STEP, b + i * B_STEP, TRANSPOSED, 0);
+  for (int i = 0; i < ROW_BYTES / 32; i++) MULTIPLY(a + i * A_STEP, b + i * B_STEP);
   wgmma_commit();
 }
 
@@ -254,7 +266,7 @@ __device__ __forceinline__ void epilogue(const float (&d)[TOKENS / 2], const Ten
     warpgroup_sync(half + 1);
     #pragma unroll
     for (int i = 0; i < SIDE / 16; i++)
-      stmatrix_x4_trans(at + buffer + i * 16 * ROW_BYTES, d + 8 * (c * (SIDE / 16) + i));
+      stmatrix_x4_trans(at + buffer + i * 16 * Y_ROW_BYTES, d + 8 * (c * (SIDE / 16) + i));
     fence_proxy_async();
     warpgroup_sync(half + 1);
     if (leader) {
@@ -271,7 +283,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 multiply_blocks(const __grid_constant__ Maps maps, const __grid_constant__ First first,
-                const Step* steps, const Item* items, int m) {
+                const Step* steps, const Item* items, int m
+#if FP8
+                , const __grid_constant__ Scales scales
+#endif
+) {
   launch_dependent_grids();
   extern __shared__ char shared[];
   __shared__ Note notes[STAGES];
@@ -299,6 +315,9 @@ multiply_blocks(const __grid_constant__ Maps maps, const __grid_constant__ First
     for (;;) {
       const Note note = mainloop(d, pipe, group);
       if (note.flags & END) break;
+#if FP8
+      apply_scales<TOKENS / 8>(d, scales, of_half(note.slices, group) * SIDE, note.token);
+#endif
       epilogue(d, &maps.y, out, note, group);
     }
     if (threadIdx.x % 128 == 0) tma_store_wait();

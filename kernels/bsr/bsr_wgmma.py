@@ -5,16 +5,19 @@ warpgroups share each X tile. _wgmma_pairs.py decides which 64 rows of W go toge
 _wgmma_schedule.py assigns the work to CTAs. This file chooses a configuration and launches. It
 supports
 
-    blocks    multiples of 64 rows and 64 columns, fp16 or bf16; edge blocks may extend beyond W,
-              and block rows may be empty
-    sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
+    blocks    multiples of 64 rows and 64 columns, fp16, bf16 or fp8 (e4m3); edge blocks may extend
+              beyond W, and block rows may be empty
+    sizes     n a multiple of 8; k of 8, or of 16 in fp8 (TMA's rows of 16 bytes); any m
     X         rows of any stride that is a multiple of 16 bytes
+
+In fp8, Y is bf16. The tensor cores sum in fewer bits than fp32, like torch._scaled_mm with
+use_fast_accum. Sums may be scaled by feature and by token before they are rounded.
 
 It is slow for few tokens: a block row is not split along k, so n = 4096 and m = 64 make 32 items
 for 132 SMs. It is also slow for single long rows (_wgmma_schedule.py).
 
-`DGRAD` is the same kernel over the transposed pattern: the host transposes the index, and wgmma
-reads a tile of W MN-major. No value is copied.
+`DGRAD` is the same kernel over the transposed pattern, in 16 bits: the host transposes the index,
+and wgmma reads a tile of W MN-major. No value is copied.
 
     W, stored by block rows      what an item multiplies: block columns
       ## .. ##                     ##        ..  ##
@@ -22,7 +25,7 @@ reads a tile of W MN-major. No value is copied.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -30,12 +33,13 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels._kernel import Launch, Operands, output_dtype
 from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind, kernel_of, unsupported_product
-from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, Groups, groups_of
+from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, Groups, groups_of, span_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 
 TOKENS = 256, 128, 64
@@ -46,6 +50,8 @@ RING_BYTES = 192 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
 # Maps of x, w, y and the last tile of x; First; steps, items, m.
 ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi")
+FP8_ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi", "PPii")  # and Scales
+DTYPES = *cuda.HALVES, torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ def launch(
     w: Bsr,
     config: Config,
     groups: Groups | None = None,
+    scales: Scales = UNSCALED,
     *,
     transposed: bool = False,
     watchdog: bool = False,
@@ -99,7 +106,7 @@ def launch(
     if reason := unsupported_operands(x, w, transposed):
         raise Unsupported(reason)
     planned = plan(w, len(x), config, groups, transposed=transposed, watchdog=watchdog)
-    return bind(planned, x, w.values)
+    return bind(planned, x, w.values, scales)
 
 
 def plan(
@@ -120,38 +127,45 @@ def plan(
     workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
     work = schedule(groups, m, config.tokens * config.cluster, workers)
     lists = tuple(torch.from_numpy(a).to(device) for a in (groups.steps, work.items))
-    first = work.first
-    constants = constants_of(config, w.values.dtype, transposed)
+    first, span = work.first, span_of(w)
+    constants = constants_of(config, w.values.dtype, transposed, span)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
     grid = (len(work.starts) - 1) * config.cluster
     (n, k), (blocks, r, c), dtype = w.shape, w.values.shape, w.values.dtype
     depth, width = (n, k) if transposed else (k, n)
     rows = max(blocks, 1) * r, c  # a tensor map needs a row
+    fp8, kind = dtype.itemsize == 1, output_dtype(dtype)
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
-        tokens: int, x: int, strides: tuple[int, int], values: int, y: int
+        tokens: int, x: int, strides: tuple[int, int], values: int, y: int, *scales: int
     ) -> cuda.Arguments:
-        x_map = cuda.tensor_map(x, (tokens, depth), strides, dtype, (config.tokens, SIDE))
-        w_map = cuda.tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, SIDE))
-        y_map = cuda.tensor_map(y, (tokens, width), (width, 1), dtype, (SIDE, SIDE))
-        box = tokens % config.tokens or config.tokens, SIDE
+        x_map = cuda.tensor_map(x, (tokens, depth), strides, dtype, (config.tokens, span))
+        w_map = cuda.tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, span))
+        y_map = cuda.tensor_map(y, (tokens, width), (width, 1), kind, (SIDE, SIDE))
+        box = tokens % config.tokens or config.tokens, span
         tail = cuda.tensor_map(x, (tokens, depth), strides, dtype, box)
-        addresses = [a.data_ptr() for a in lists]
-        return ARGUMENTS(x_map + w_map + y_map + tail, first, *addresses, tokens)
+        maps, (steps, items) = x_map + w_map + y_map + tail, (a.data_ptr() for a in lists)
+        if not fp8:
+            return ARGUMENTS(maps, first, steps, items, tokens)
+        return FP8_ARGUMENTS(maps, first, steps, items, tokens, *(scales or (0, 0)), width, tokens)
 
     loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
     return Plan(loaded, lists, arguments, m, depth, (blocks, r, c), width, dtype)
 
 
-def constants_of(config: Config, dtype: torch.dtype, transposed: bool) -> cuda.Constants:
-    """Return the macros of bsr_wgmma.cu."""
+def constants_of(
+    config: Config, dtype: torch.dtype, transposed: bool, span: int = SIDE
+) -> cuda.Constants:
+    """Return the macros of bsr_wgmma.cu; `span` columns of X are a step."""
     return (
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
         ("TRANSPOSED", int(transposed)),
         ("FP16", int(dtype == torch.float16)),
+        ("FP8", int(dtype.itemsize == 1)),
+        ("ROW_BYTES", span * dtype.itemsize),
         *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
         *(("SIDE", SIDE), ("NO_SLICE", NO_SLICE)),
     )
@@ -161,7 +175,7 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     width = k if transposed else n
-    if reason := unsupported_product(x, w, transposed):
+    if reason := unsupported_product(x, w, transposed, cuda.HALVES if transposed else DTYPES):
         return reason
     if r % SIDE or c % SIDE or not r or not c:
         return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
@@ -182,13 +196,16 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
     name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
     searched = space() if tuned == "wide" else configurations(len(x), w.shape[int(transposed)])
     configs, by = choose(name, Config, operands, sizes, tuned, searched)
-    constants = [constants_of(each, w.values.dtype, transposed) for each in configs]
+    kind, span = w.values.dtype, span_of(w)
+    constants = [constants_of(each, kind, transposed, span) for each in configs]
     cuda.compile_ahead("bsr_wgmma", constants)
     candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
 
 
-KERNEL = kernel_of("linear", prepare, cuda.unsupported_on_hopper)
+KERNEL = kernel_of(
+    "linear", prepare, partial(cuda.unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
+)
 
 DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
 """Input gradient in CUDA C++ for Hopper: dX = dY @ W; wgmma reads the stored blocks MN-major."""

@@ -35,6 +35,7 @@ from sparsebench.kernels._common.front import (
     rows_of,
 )
 from sparsebench.kernels._common.transforms import batched, one_by_one, transformed, watched
+from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
 from sparsebench.kernels.nn._bsr_plans import Call
 
@@ -86,7 +87,7 @@ def _run(
         if type(operand) not in PLAIN and is_traceable_wrapper_subclass(operand):
             raise Unsupported(f"expected a torch.Tensor with an address, found {type(operand)}")
     if not call.m or not out[0]:
-        return a.new_zeros(out)
+        return a.new_zeros(out, dtype=output_dtype(a.dtype))
     a = readable(a)
     with nullcontext() if _is_current(device) else torch.cuda.device(device):
         if front is None or not pattern.is_planned(call):
@@ -149,7 +150,7 @@ def wgrad(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: in
 
 @linear.register_fake
 def _(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
-    return x.new_empty(x.shape[0], n)
+    return x.new_empty((x.shape[0], n), dtype=output_dtype(x.dtype))
 
 
 @dgrad.register_fake

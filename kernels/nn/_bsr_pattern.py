@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.capture import is_capturing, keep, lasting
 from sparsebench.kernels._common.selection import Product, Selected, bucket
 from sparsebench.kernels.nn import _bsr_plans
 from sparsebench.kernels.nn._bsr_plans import Call
@@ -51,8 +51,12 @@ class Pattern:
         devices = sorted({str(offsets.device), str(columns.device)})
         if len(devices) > 1:
             raise Unsupported(f"expected one device, found {', '.join(devices)}")
-        with torch.inference_mode(False):
-            self.offsets, self.columns = offsets.clone(), columns.clone()
+
+        def copies() -> tuple[Tensor, Tensor]:
+            with torch.inference_mode(False):
+                return offsets.clone(), columns.clone()
+
+        self.offsets, self.columns = lasting(copies, columns.device)
         self.originals = offsets.detach(), columns.detach()  # keeps their addresses taken
         self.stamp, self.frozen, self.device = stamp, False, columns.device
         self.calls = randrange(COMPARE_EVERY)  # so that layers compare at different steps
@@ -145,7 +149,8 @@ class Packs:
             self.by_order.clear()
             self.source, self.version = values.detach(), values._version
         if (packed := self.by_order.get(product.order)) is None:
-            packed = self.by_order[product.order] = product.pack(values)
+            pack = partial(product.pack, values)
+            packed = self.by_order[product.order] = lasting(pack, values.device)
             if len(self.by_order) > PACKED:
                 self.by_order.popitem(last=False)
         if is_capturing(packed):

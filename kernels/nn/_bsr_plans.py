@@ -3,10 +3,11 @@
     GPU of compute capability 9.0, fp16 or bf16, n and k multiples of 8
       Y and dX   bsr_wgmma       blocks of multiples of 64, as stored
                  bsr_small       blocks of 16 and 32, packed; larger ones cut, up to 256 tokens
-                 bsr_strips      sides that a multiple of 8 from 16 to 64 or 80 divides, packed
+                 bsr_strips      even sides from 10 on, packed
                  bsr_triton      powers of two from 16, as stored, below MANY tokens
       dW         bsr_wgrad       blocks that tiles of 40 to 64 divide
                  bsr_wgrad_small multiples of 8
+      fp8        Y alone: bsr_wgmma and bsr_triton
     other GPUs, other blocks and sizes, and TRITON_INTERPRET=1
                  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU          dense products in torch, as a reference
@@ -43,6 +44,7 @@ from sparsebench.kernels._common.triton import (
     unsupported,
 )
 from sparsebench.kernels._common.tuned_table import blocked, multiprocessors
+from sparsebench.kernels._kernel import DTYPES, output_dtype
 from sparsebench.kernels.bsr import (
     _launch,
     bsr_small,
@@ -54,10 +56,12 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad,
     bsr_wgrad_small,
 )
+from sparsebench.kernels.bsr._strip_tiles import depth_of, height_of
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
 from sparsebench.results.record import Problem
 
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
+FP8 = DTYPES["fp8"]
+NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 ENGINES = (
     *("bsr_small", "bsr_strips", "bsr_triton", "bsr_triton_dgrad", "bsr_triton_wgrad"),
     *("bsr_wgmma", "bsr_wgrad", "bsr_wgrad_small"),
@@ -130,21 +134,26 @@ def operator_of(offsets: Tensor, columns: Tensor) -> Operator:
 def engines_of(call: Call, device: torch.device) -> list[str]:
     """Return the kernels that may run a call, the likeliest first. Raises Unsupported."""
     if call.dtype not in NAMES:
-        raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {call.dtype}")
+        raise Unsupported(f"expected {', '.join(NAMES.values())} on a GPU, found {call.dtype}")
+    if call.dtype == FP8 and call.op != "linear":
+        raise Unsupported("expected no gradient of fp8 operands, found one")
     problem = Problem(call.op, {"dtype": NAMES[call.dtype]})
     triton = "bsr_triton" + {"linear": "", "dgrad": "_dgrad", "wgrad": "_wgrad"}[call.op]
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
-    hopper = hopper and call.dtype != torch.float32 and not any(size % 8 for size in call.shape)
+    step = 16 // call.dtype.itemsize  # elements of a row that TMA reads
+    hopper = hopper and call.dtype != torch.float32
+    hopper = hopper and not (call.shape[0] % 8 or call.shape[1] % step)
     engines = _hopper_engines(call) if hopper else []
     if engines:
-        if reason := unsupported_on_hopper(problem, device):
+        if reason := unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8")):
             raise Unsupported(reason)
         stored = all(side >= 16 and not side & (side - 1) for side in call.block)
         few = call.m < MANY and call.op != "wgrad"
-        first = call.live and call.m <= FEW and min(call.block) >= SIDE
+        unpacked = call.live or call.dtype == FP8
+        first = unpacked and call.m <= FEW and min(call.block) >= SIDE
         more = [triton] if stored and few else []
         return [*more, *engines] if first else [*engines, *more]
-    if reason := unsupported(problem, device):
+    if reason := unsupported(problem, device, least=bsr_triton.FP8_CAPABILITY):
         raise Unsupported(reason)
     return [triton]
 
@@ -157,8 +166,10 @@ def _hopper_engines(call: Call) -> list[str]:
             return []
         return ["bsr_wgrad", "bsr_wgrad_small"]
     large = r % SIDE == 0 and c % SIDE == 0
+    if call.dtype == FP8:
+        return ["bsr_wgmma"] if large else []
     depth, height = (r, c) if call.transposed else (c, r)
-    strips = bool(bsr_strips.depth_of(depth) and bsr_strips.height_of(height))
+    strips = bool(depth_of(depth) and height_of(height))
     cut = r % 16 == 0 and c % 16 == 0 and call.m <= bsr_small.CUT_TOKENS
     small = (r, c) in ((16, 16), (32, 32)) or cut or (r, c) == (8, 8)
     fit = {"bsr_wgmma": large, "bsr_small": small, "bsr_strips": strips}
@@ -229,6 +240,8 @@ def _triton(
     """Yield the configurations of a Triton kernel."""
     (x, dy), size, device = _activations(call), call.dtype.itemsize, w.columns.device
     if engine == "bsr_triton":
+        if reason := bsr_triton.unsupported_blocks(w):
+            raise Unsupported(reason)
         path = choose_path(None, bsr_triton.unsupported_by_tma(x, w), device)
         configs: list[Any] = bsr_triton.configurations(call.m, w.block, size, path)
         stored = [c for c in configs if bsr_triton.packed_block(w.block, c) == w.block]
@@ -357,4 +370,6 @@ class _Dense:
             if self.op == "wgrad":
                 return self.pattern.sample(a.T @ b).values
             w = replace(self.pattern, values=b).to_dense()
+            if a.dtype == FP8:
+                return (a.float() @ w.float().T).to(output_dtype(FP8))
             return a @ (w.T if self.op == "linear" else w)

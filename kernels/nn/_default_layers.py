@@ -3,7 +3,7 @@
 ffn, mlp   2:4              SpenseGatedMLP: gate, up and act in one launch, and down
            blocks, others   a product for each weight, and act in torch, as in a Hugging Face
                             model after `sparsify_`
-           few active units SparseGatedMLP, after `adapt` (ffn only)
+           few active units SparseGatedMLP (ffn only)
 decoder    the step of dense/_decoder.py, whose pruned products run the kernels and the
            configurations that the layers choose. A step has fixed buffers, as in a CUDA graph,
            so plans are bound to them instead of being called
@@ -62,11 +62,14 @@ def layer(operands: Operands, select: Select) -> Launch:
         mlp = SparseGatedMLP.from_dense(*weights, activation=operands.problem["activation"])
     except FormatError as error:
         raise Unsupported(str(error)) from error
-    x = operands.activations["x"]
+    x, pinned = operands.activations["x"], operands.pinned
     call = _frozen(mlp, x)
-    call()
-    choice = {"kernel": "SparseGatedMLP", "sparse": mlp.adapt()}
-    return Launch(call, choice)
+    if not x.is_cuda:
+        return Launch(call, {"kernel": "torch"})
+    operator, m = mlp.operator, bucket(len(x))
+    ws = [mlp.gate.weight, mlp.up.weight, mlp.down.weight_t]
+    selected = operator.select(m, lambda product: partial(product.run, x, *ws), pinned)
+    return Launch(call, selected.row, selected.product.code, selected.lines)
 
 
 def _frozen(mlp: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:

@@ -24,7 +24,15 @@ from torch.nn.functional import gelu, relu, silu
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._common.front import Derivative, Guard, recorded, rows_of
+from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
+from sparsebench.kernels._common.front import (
+    DGRAD,
+    Derivative,
+    Guard,
+    record,
+    recorded,
+    rows_of,
+)
 from sparsebench.kernels._common.selection import Candidate, Operator, Product, bucket, configured
 from sparsebench.kernels._common.transforms import batched, transformed, watched
 from sparsebench.kernels.nn._bsr_autograd import readable
@@ -158,8 +166,12 @@ def _derivative(sparse: Tensor, dense: Tensor, layout: Layout, bias: Tensor | No
         if (sparse._version, dense._version) != versions:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         rows = None if x is None else rows_of(x)
-        product = dgrad if torch.is_grad_enabled() or watched() else _dgrad
-        return batched(product(rows_of(dy), rows, sparse, dense, *layout), dy), None
+        operands = readable(rows_of(dy)), rows, sparse, dense, *layout
+        if torch.is_grad_enabled() or watched():
+            dx = dgrad(*operands)
+        else:
+            dx = record(front, DGRAD, [operands[0]], partial(_dgrad, *operands))
+        return batched(dx, dy), None
 
     return Derivative(run, bias=bias, keeps_x=layout[-1] is not None)
 
@@ -235,7 +247,10 @@ def _dgrad(
         packed = Spense((n, k), dy.dtype, (rows, columns), sparse, dense)
         w = packed.to_dense() if dy.device.type == "cpu" else written_out(packed)
         if activation is None or x is None:
-            return dy @ w
+            dx = dy @ w
+            on_tape(dx, owners=(sparse, dense), by_torch=MatrixProduct(dy, w, dx))
+            return dx
+        on_tape(complete=False)
         gate, up = (x @ w.T).unflatten(1, (-1, 2, TURN)).unbind(2)  # in the order of `interleaved`
         dh = dy.unflatten(1, (-1, TURN))
         dg = DERIVATIVES[activation](dh * up, gate)

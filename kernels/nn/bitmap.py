@@ -10,7 +10,7 @@ X has a gradient, from the dense copy. X has the dtype of W, which cannot change
 """
 
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
+from sparsebench.kernels._common.front import Guard
 from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn import _bitmap_op
 from sparsebench.kernels.nn._frozen_op import NAMES
@@ -30,7 +31,9 @@ from sparsebench.kernels.nn._packed import (
     require_layout,
 )
 from sparsebench.kernels.nn._weight import PackedWeight
-from sparsebench.kernels.nn.matmul import matmul
+from sparsebench.kernels.nn.matmul import of_layer
+
+BUFFERS = "records", "offsets"
 
 
 class BitmapLinear(nn.Linear):
@@ -44,6 +47,7 @@ class BitmapLinear(nn.Linear):
     records: Tensor
     offsets: Tensor
     bias: nn.Parameter | None  # type: ignore[assignment]
+    _front: Any = None  # calls without Python (front.py)
 
     def __init__(
         self,
@@ -124,8 +128,18 @@ class BitmapLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
-        y = self._traced(x) if watched() else matmul(x, self.bitmap)
-        return y if self.bias is None else y + self.bias
+        if not torch.compiler.is_compiling() and self._front is not None:
+            fast: Tensor | None = self._front(x)
+            if fast is not None:
+                return fast
+        bias = self.bias
+        if watched():
+            y = self._traced(x)
+            return y if bias is None else y + bias
+        guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
+        guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), content=False))
+        y, self._front = of_layer(self._front, x, self.bitmap, bias, guards)
+        return y
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return X @ W.T by the operator, after the checks that a trace can make."""

@@ -21,7 +21,7 @@ A call that cannot run, or whose gradient cannot, raises Unsupported with the re
 product is computed. No other kernel takes its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.cuda import HOPPER
-from sparsebench.kernels._common.front import Guard, recorded
+from sparsebench.kernels._common.front import Derivative, Guard, recorded, rows_of
 from sparsebench.kernels._common.transforms import transformed, watched
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -145,6 +145,44 @@ def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
     if not x.is_cuda or not _frozen_op.is_planned(x.shape[0], w):
         return _frozen_op.multiply(x, w)
     return _recorded(x, w, partial(_frozen_op.multiply, x, w))
+
+
+def of_layer(
+    front: Any, x: Tensor, w: Bitmap, bias: Tensor | None, guards: Sequence[Guard]
+) -> tuple[Tensor, Any]:
+    """Return X @ W.T and the bias, and a Front for later calls of the layer that holds them.
+
+    front   what this function returned for the layer before, or None
+    guards  of the layer's tensors
+    """
+
+    def in_python() -> Tensor:
+        y = matmul(x, w)
+        return y if bias is None else y + bias
+
+    layout = x.dtype, x.device, x.dim() > 0 and x.shape[-1]
+    plain = x.is_cuda and layout == (w.dtype, w.records.device, w.shape[1])
+    if not plain or _is_traced() or torch.is_autocast_enabled(x.device.type):
+        return in_python(), front
+    rows = rows_of(x)
+    if not rows.shape[0] or _bsr_autograd.readable(rows) is not rows:
+        return in_python(), front
+    with_bias = bias is not None and bias.requires_grad
+    training = torch.is_grad_enabled() and (x.requires_grad or with_bias)
+    planned = _frozen_op.is_planned(rows.shape[0], w)
+    if training and not planned:
+        with torch.no_grad():
+            _frozen_op.multiply(rows, w)  # the path in Python multiplies by the dense copy
+    return recorded(
+        front,
+        x,
+        partial(_frozen_op.multiply, rows, w),
+        guards,
+        planned=planned,
+        bias=bias,
+        derivative=Derivative(_frozen_op.derivative_of(w), bias=bias),
+        differentiated=in_python if training else None,
+    )
 
 
 def _recorded(x: Tensor, w: Format, run: Callable[[], Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -101,15 +101,20 @@ def built_library(folder: Path, build: Callable[[], Any]) -> Any:
 def prebuilt(name: str, marker: str, variable: str = "") -> Path | None:
     """Return the library NAME.so that the authors' own code has built, or None.
 
-    It is the file that the environment variable names, or one in the folder `build` beside the
-    marker's file in a checkout, or in torch's folder of extensions.
+    It is the file that the environment variable names, or one in the folder `build` of a checkout
+    or beside the marker's file in it, or in torch's folder of extensions, or an installed module.
     """
     if named := os.environ.get(variable):
         return Path(named) if Path(named).is_file() else None
     folder, extensions = checkout(marker), build_root().parent
-    places = [(folder / marker).parent.glob(f"build/*/{name}.so")] if folder else []
-    places += [extensions.glob(f"{name}/{name}.so"), extensions.glob(f"*/{name}/{name}.so")]
-    return next((file for place in places for file in sorted(place)), None)
+    file_name = f"{name}.*so"  # setuptools adds Python's version
+    roots = [(folder / marker).parent, folder] if folder else []
+    places = [root.glob(f"build/*/{file_name}") for root in roots]
+    places += [extensions.glob(f"{name}/{file_name}"), extensions.glob(f"*/{name}/{file_name}")]
+    if file := next((file for place in places for file in sorted(place)), None):
+        return file
+    module = find_spec(name)
+    return Path(module.origin) if module and module.origin else None
 
 
 def not_built(name: str, marker: str, loader: str, variable: str = "") -> str | None:
@@ -119,7 +124,7 @@ def not_built(name: str, marker: str, loader: str, variable: str = "") -> str | 
     if named := os.environ.get(variable):
         return f"needs the authors' {name}.so; found no file {named}, which {variable} names"
     places = [f"${variable}"] if variable else []
-    where = ", ".join([*places, "--peers DIR", str(build_root().parent)])
+    where = ", ".join([*places, "--peers DIR", str(build_root().parent), "installed packages"])
     return f"needs the authors' {name}.so, which their {loader} builds; found none in {where}"
 
 
@@ -143,19 +148,21 @@ def imported_extension(name: str, file: Path) -> Any:
     return sys.modules[name]
 
 
-def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
-    """Build kernels/peers/NAME.cu with headers of a checkout, and load it. Raises Unsupported.
+def library(name: str, version: str, target: str, *flags: str) -> ctypes.CDLL:
+    """Build kernels/peers/NAME.cu with nvcc and these flags, and load it. Raises Unsupported.
 
-    The library is stored beside torch's extensions, under the digest of all its sources.
+    The library is stored beside torch's extensions, under the digest of the file, of the `version`
+    of the headers that it includes, and of the macros in the flags.
     """
     source = Path(__file__).with_name(f"{name}.cu")
-    sources = source.read_bytes() + f"{digest(folder)} {target}".encode()
+    macros = "".join(flag for flag in flags if flag.startswith("-D"))
+    sources = source.read_bytes() + f"{version} {target}{macros}".encode()
     file = build_root() / f"{name}-{hashlib.sha256(sources).hexdigest()[:16]}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as fresh:
             fresh_file = Path(fresh) / file.name
-            command = *NVCC, f"-arch={target}", "-I", folder, source, "-o", fresh_file
+            command = *NVCC, f"-arch={target}", *flags, source, "-o", fresh_file
             try:
                 built = subprocess.run(
                     command, capture_output=True, check=False, encoding="utf-8", errors="replace"

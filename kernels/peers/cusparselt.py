@@ -49,7 +49,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.search import Search, finalists, part_of, search
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.dense.cublas import unsupported_fp8
 from sparsebench.kernels.peers import _cusparselt
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Order, Plan
@@ -129,7 +129,7 @@ class Call:
     @property
     def output(self) -> torch.dtype:
         """Return the dtype of Y: bf16 for fp8."""
-        return OUTPUTS["fp8"] if self.x.dtype == DTYPES["fp8"] else self.x.dtype
+        return output_dtype(self.x.dtype)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -80,14 +80,17 @@ def schedule(
     *,
     rows_of_cta: int = 2,
     interleaved: bool = True,
+    unit: int = 1,
 ) -> Schedule:
     """Assign every k tile of every group and tile of `tokens` of m tokens.
 
-    Groups have rows of tiles in their order, or `interleaved` (`interleaved_rows`).
+    interleaved  groups have rows of tiles as in `interleaved_rows`, or in their order
+    unit         items start and end at multiples of as many k tiles, which W has
     """
     rows = -(-w.shape[0] // ROWS)
     order = interleaved_rows(rows, w.sparse.shape[0]) if interleaved else np.arange(rows)
-    of_groups = _costs(w, tokens, (cluster, rows_of_cta), order)
+    of_tiles = _costs(w, tokens, (cluster, rows_of_cta), order)
+    of_groups: Floats = of_tiles.reshape(len(of_tiles), -1, unit).sum(2)
     group, token = _order(len(of_groups), -(-m // tokens))
     costs, memory = of_groups[group], _memory_time(w)
     ways = _stream_k(costs, workers), _split_k(costs, workers)
@@ -99,7 +102,8 @@ def schedule(
     cut = (parts > 1).astype(int)
     slot, counter = _before(parts * cut)[item], _before(cut)[item]
     part = np.arange(len(item)) - _before(parts)[item]
-    columns = group[item], token[item] * tokens, first, count, part, parts[item], slot, counter
+    k_tiles = first * unit, count * unit
+    columns = group[item], token[item] * tokens, *k_tiles, part, parts[item], slot, counter
     listed = np.argsort(pieces.owner, kind="stable")
     items = np.zeros((len(item) + READ_AHEAD, 8), np.int32)
     items[: len(item)] = np.column_stack(columns)[listed]

@@ -14,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.triton import TMA_ALIGNMENT as ALIGNMENT
+from sparsebench.kernels._common.triton import Raw
 
 ROWS: tl.constexpr = tl.constexpr(64)  # of a tile
 COLUMNS: tl.constexpr = tl.constexpr(128)
@@ -25,19 +28,33 @@ def written_out(w: Spense) -> Tensor:
     """Return W [n, k], fp16 or bf16. Enqueues on the current stream, in two launches at most."""
     (n, k), (rows, columns) = w.shape, w.sparse_shape
     out = torch.empty(n, k, dtype=w.dtype, device=w.sparse.device)
+    on_tape(out)
     rest = out[:, columns:] if columns < k else out[rows:]
     for tiles, part, is_sparse in ((w.sparse, out[:rows, :columns], True), (w.dense, rest, False)):
         if part.numel():
+            on_tape(view=(part, out))
             launch(tiles, part, is_sparse)
     return out
 
 
+_LAUNCHES: dict[tuple[Any, ...], Raw | None] = {}
+
+
 def launch(tiles: Tensor, part: Tensor, is_sparse: bool) -> None:
     """Write tiles uint8 [row tiles, column tiles, bytes] into a part of W."""
+    addresses = tiles.data_ptr(), tiles.data_ptr(), part.data_ptr()
+    aligned = all(address % ALIGNMENT == 0 for address in addresses)
+    key = tiles.shape, part.shape, part.stride(0), is_sparse, tiles.device, aligned
+    if raw := _LAUNCHES.get(key):
+        raw(addresses)
+        return
+    on_tape(complete=False)
     down, across = tiles.shape[:2]
-    bits: Any = part.view(torch.int16)
-    sizes = (*part.shape, part.stride(0), across)
-    _write[(down * across,)](tiles.view(torch.int16), tiles, bits, *sizes, SPARSE=is_sparse)
+    matrices = tiles.view(torch.int16), tiles, part.view(torch.int16)
+    args, grid = (*matrices, *part.shape, part.stride(0), across), (down * across,)
+    compiled = _write[grid](*args, SPARSE=is_sparse)
+    if compiled:  # None if interpreted
+        _LAUNCHES[key] = Raw.of(compiled, grid, args, {0: 0, 1: 1, 2: 2}, tiles.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

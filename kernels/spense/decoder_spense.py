@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
+from sparsebench.kernels._common.scales import Scales
 from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -22,7 +23,7 @@ from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.kernels.spense._operands import weight_of
-from sparsebench.kernels.spense.spense_wgmma import Config, Scales
+from sparsebench.kernels.spense.spense_wgmma import Config
 from sparsebench.results.record import Problem
 
 

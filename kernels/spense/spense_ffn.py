@@ -27,12 +27,12 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import quantised, scale_of
+from sparsebench.kernels._common.scales import Scales
 from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._operands import weight_of
-from sparsebench.kernels.spense.spense_wgmma import Scales
 
 TURN = 8  # rows of gate, then of up; a thread has two of its warp's 16 rows, 8 apart
 

@@ -73,24 +73,31 @@
 // serialises the wgmma: warning C7513.) So each half of a tile has its own registers, which are
 // loaded again only after the wgmma that read their old contents are done.
 //
+// With WINDOWS, W is a lifted 6:8 matrix (formats/slide.py) and X is not lifted. The warps that
+// otherwise do nothing make every third box of X from the two boxes before it. Work items start and
+// end at multiples of UNIT tiles, so that these three boxes are in one item ("middle boxes" below).
+//
 // At most AHEAD tiles of W are in flight for a warpgroup. If all stages that fit were used, 20 MB
 // would be in flight at a time, and some SMs would get their tiles much later than others. With 4
 // to 5 tiles the kernel is 6 % faster.
 //
 // Macros from spense_wgmma.py: TOKENS=16..128 by 16|256, CLUSTER=1|2, AHEAD=2..., WARPGROUPS=1|2|3,
-// SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), FP8=0|1, FP16=0|1
+// SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), WINDOWS=0|1, FP8=0|1, FP16=0|1
 // (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, and the constants that both
 // files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES, VALUE_BYTES, STORE_TOKENS, WORKERS. With
 // WATCHDOG=1 a kernel that hangs ends and reports where.
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
 #include "hopper.cuh"
+#include "scales.cuh"
 
 constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: values, metadata
 constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
 constexpr int BOX_COLUMNS = ROW_BYTES / 2;  // the tensor map counts in 16 bits
 constexpr int TILE_ROWS = WARPGROUPS * CLUSTER;  // of W in a work item: one for each warpgroup
 constexpr bool GATED = ACTIVATION != 0;
+constexpr int UNIT = WINDOWS ? 3 : 1;  // tiles of W: items start at multiples of it
+constexpr int EXPANDERS = WARPGROUPS < 3 ? 3 - WARPGROUPS : 1;  // warps that make middle boxes
 
 // The epilogue writes EPI_TOKENS tokens at a time to shared memory, and TMA STORE_TOKENS of them.
 constexpr int EPI_ROW_BYTES = !GATED ? ROW_BYTES : FP8 ? 32 : 64;  // of a token, by a warpgroup
@@ -116,7 +123,7 @@ constexpr int X_STAGES =
     at_most(2 * AHEAD, (STAGES_BYTES - W_STAGES * WARPGROUPS * W_BYTES) / X_BYTES);
 
 // Registers of a thread. All start with LAUNCHED; then producers give some to consumers.
-constexpr int LAUNCHED = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 56;
+constexpr int LAUNCHED = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = WINDOWS ? 72 : 56;
 constexpr int CONSUMER_REGISTERS = at_most(
     240, (LAUNCHED * THREADS - 128 * PRODUCER_REGISTERS) / (128 * WARPGROUPS) / 8 * 8);
 
@@ -139,9 +146,6 @@ struct Weights {
   const char *sparse, *dense;
   int rows, sparse_rows, sparse_columns, dense_row, dense_column, dense_columns;
 };
-
-// For fp8: one scale for each of n features, one for each of m tokens; null for none.
-struct Scales { const float *features, *tokens; int n, m; };
 
 // `k_tiles` k tiles from `k_tile` on, for group `group` of TILE_ROWS rows of tiles and for TOKENS
 // tokens from `token` on (_stream_k.py).
@@ -206,11 +210,15 @@ __device__ __forceinline__ void produce_x(const Maps& maps, const WorkTile& tile
   const int bytes = min(max(m - tile.token, 0), TOKENS) * ROW_BYTES;  // of all CTAs
   const TensorMap* x = here < LOADED ? &maps.tail : &maps.x;
   for (int box = 2 * tile.k_tile; box < 2 * (tile.k_tile + tile.k_tiles); box++) {
+    if (WINDOWS && box % 3 == 2) {  // a middle box
+      pipeline.advance();
+      continue;
+    }
     const u32 to = pipeline.buffer() + rank * LOADED * ROW_BYTES;
     pipeline.producer_acquire();
     mbarrier_arrive_expect_tx(pipeline.full_barrier(), bytes);
     if (here > 0) {
-      const int column = box * BOX_COLUMNS;
+      const int column = (WINDOWS ? box - box / 3 : box) * BOX_COLUMNS;
       if (CLUSTER == 1) tma_load(to, x, column, token, pipeline.full_barrier());
       else tma_load_multicast(MULTICAST, to, x, column, token, pipeline.full_barrier());
     }
@@ -239,18 +247,95 @@ __device__ __forceinline__ void produce_w(const Weights& w, const WorkTile& tile
                              2 * (tile.k_tiles - sparse));
 }
 
+// ---- WINDOWS: middle boxes ----
+//
+//   Boxes 3 i and 3 i + 1 have 16 pieces of 16 bytes of each token: one group of 8 elements (16
+//   bits) or two (8 bits). Box 3 i + 2 has the middle four elements of each group, so two pieces
+//   make one:
+//
+//      box 3 i                                    box 3 i + 1
+//      |a b c d e f g h|i j k l m n o p|...       |...         16 bits
+//          \_____/         \_____/
+//      |c d e f k l m n|...                       box 3 i + 2, its first piece
+//
+//   The eight lanes of a row read both pieces in an order in which they lie in different banks.
+
+static_assert(!WINDOWS || WARPGROUPS < 3, "no warp is left to make middle boxes");
+
+__device__ __forceinline__ uint4 ld_shared_uint4(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_shared_uint4(u32 at, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ uint2 middle_of(const uint4& piece) {
+  if (FP8)
+    return uint2{__byte_perm(piece.x, piece.y, 0x5432), __byte_perm(piece.z, piece.w, 0x5432)};
+  return uint2{piece.y, piece.z};
+}
+// Write a middle box. Eight threads write a row; all arguments are the addresses of boxes.
+__device__ __forceinline__ void expand_box(u32 low, u32 high, u32 middle) {
+  const int thread = threadIdx.x % 128 - 32 * (WARPGROUPS + 1);
+  const int piece = thread % 8, late = piece / 4;
+  const u32 from = late ? high : low;
+  #pragma unroll 4
+  for (int row = thread / 8; row < TOKENS; row += 4 * EXPANDERS) {
+    const u32 first = row * ROW_BYTES + (((2 * piece + late) % 8 ^ row % 8) << 4);
+    const uint2 a = middle_of(ld_shared_uint4(from + first));
+    const uint2 b = middle_of(ld_shared_uint4(from + (first ^ 1 << 4)));
+    const uint2 even = late ? b : a, odd = late ? a : b;
+    st_shared_uint4(middle + row * ROW_BYTES + ((piece ^ row % 8) << 4),
+                    uint4{even.x, even.y, odd.x, odd.y});
+  }
+}
+__device__ __forceinline__ void expanders_sync() {
+  asm volatile("bar.sync %0, %1;" :: "n"(WARPGROUPS + 1), "n"(32 * EXPANDERS) : "memory");
+}
+// Write the middle boxes of an item. `pipeline` is in the phase of a consumer.
+__device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
+  const int thread = threadIdx.x % 128 - 32 * (WARPGROUPS + 1);
+  for (int i = 0; i < 2 * k_tiles; i += 3) {
+    int stages[3];
+    u32 boxes[2];
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+      pipeline.consumer_wait();
+      stages[j] = pipeline.stage;
+      boxes[j] = pipeline.buffer();
+      pipeline.advance();
+    }
+    stages[2] = pipeline.stage;
+    mbarrier_wait(pipeline.empty_barrier(pipeline.stage), pipeline.phase ^ 1, "an empty stage");
+    expand_box(boxes[0], boxes[1], pipeline.buffer());
+    fence_proxy_async();
+    expanders_sync();
+    if (thread == 0) mbarrier_arrive(pipeline.full_barrier());
+    #pragma unroll
+    for (int j = 0; j < 3; j++) {
+      if (CLUSTER == 1 && thread == 0) mbarrier_arrive(pipeline.empty_barrier(stages[j]));
+      if (CLUSTER > 1 && thread < CLUSTER)
+        mbarrier_arrive_cluster(pipeline.empty_barrier(stages[j]), thread);
+    }
+    pipeline.advance();
+  }
+}
+
 // ---- wgmma ----
 
 #if FP8
 #define OPERANDS "e4m3.e4m3"
-#define MMA_K "k32"
 #define SPARSE_MMA_K "k64"
 #define K_MAJOR ""  // fp8 operands are always K-major
+#define DENSE_WGMMA(N, a, b) WGMMA_E4M3(N, a, b)
 #else
 #define OPERANDS TYPE "." TYPE
-#define MMA_K "k16"
 #define SPARSE_MMA_K "k32"
 #define K_MAJOR ", 0, 0"
+#define DENSE_WGMMA(N, a, b) WGMMA(N, a, b, 0, 0)
 #endif
 #define METADATA_16 "%10"
 #define METADATA_32 "%18"
@@ -265,10 +350,6 @@ __device__ __forceinline__ void produce_w(const Weights& w, const WorkTile& tile
 #define SUM_112 TENS_TO_29 TEN(3) TEN(4) "%50, %51, %52, %53, %54, %55"
 #define A_AND_B_112 "%56, %57"
 #define D_112 D_96, D4(48), D4(52)
-#define DENSE_WGMMA_(N, a, b)                                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N MMA_K ".f32." OPERANDS " {" SUM_##N "}, "   \
-               A_AND_B_##N ", 1, 1, 1" K_MAJOR ";" : D_##N : "l"(a), "l"(b))
-#define DENSE_WGMMA(N, a, b) DENSE_WGMMA_(N, a, b)
 #define SPARSE_WGMMA_(N, a, b, metadata)                                                          \
   asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_MMA_K ".f32." OPERANDS " {"       \
                SUM_##N "}, " A_AND_B_##N ", " METADATA_##N ", 0, 1, 1, 1" K_MAJOR ";"             \
@@ -311,7 +392,7 @@ __device__ __forceinline__ void fence_metadata(const uint2& v) {
 struct InFlight { int x, w; };  // stages that the wgmma in flight read; -1 for none
 
 // Release both stages. The empty barrier of X counts one arrival of each warpgroup of each CTA that
-// receives the box. The empty barrier of W counts one of each warp.
+// receives the box, and with WINDOWS one of the expanders of each. That of W counts one of each warp.
 __device__ __forceinline__ void consumer_release(const XPipeline& x, const WPipeline& w,
                                                  InFlight done) {
   const int thread = threadIdx.x % 128;
@@ -363,32 +444,6 @@ __device__ __forceinline__ void mainloop_dense(Accumulators& d, XPipeline& x, WP
   }
   wgmma_wait<0>();
   consumer_release(x, w, in_flight);
-}
-
-// ---- epilogue: scales ----
-
-// Scale the accumulators of 64 features, from `feature` on, and of 8 FRAGMENTS tokens from `token`.
-template <int FRAGMENTS>
-__device__ __forceinline__ void apply_scales(float* d, const Scales& scales, int feature,
-                                             int token) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int low = feature + 16 * warp + lane / 4, even = token + lane % 4 * 2;
-  if (scales.features) {
-    const float of_low = low < scales.n ? scales.features[low] : 0.f;
-    const float of_high = low + 8 < scales.n ? scales.features[low + 8] : 0.f;
-    #pragma unroll
-    for (int i = 0; i < 4 * FRAGMENTS; i += 4)
-      d[i] *= of_low, d[i + 1] *= of_low, d[i + 2] *= of_high, d[i + 3] *= of_high;
-  }
-  if (scales.tokens) {
-    #pragma unroll
-    for (int i = 0; i < FRAGMENTS; i++) {
-      const int at = even + 8 * i;
-      const float of_even = at < scales.m ? scales.tokens[at] : 0.f;
-      const float of_odd = at + 1 < scales.m ? scales.tokens[at + 1] : 0.f;
-      d[4 * i] *= of_even, d[4 * i + 1] *= of_odd, d[4 * i + 2] *= of_even, d[4 * i + 3] *= of_odd;
-    }
-  }
 }
 
 // ---- epilogue: hidden units ----
@@ -679,7 +734,7 @@ __device__ __forceinline__ void mainloop(Accumulators& d, XPipeline& x, WPipelin
   mainloop_dense(d, x, pipeline, 2 * dense);
 }
 __device__ __forceinline__ void init_barriers(u32 stages) {
-  XPipeline{stages}.init_barriers(WARPGROUPS * CLUSTER);
+  XPipeline{stages}.init_barriers((WARPGROUPS + WINDOWS) * CLUSTER);
   for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++)
     WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END}.init_barriers(4);  // warps
 }
@@ -729,14 +784,18 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   __syncthreads();
   if (SPLIT > 1) cluster_arrive_relaxed();  // its mbarriers are initialised
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
-  const int begin = items.k_tiles * part / SPLIT, end = items.k_tiles * (part + 1) / SPLIT;
+  const int units = items.k_tiles / UNIT;
+  const int begin = units * part / SPLIT * UNIT, end = units * (part + 1) / SPLIT * UNIT;
   const WorkTile tile{item / items.token_tiles, item % items.token_tiles * TOKENS, begin,
                       end - begin};
   // Producers start one phase ahead: in the first round all stages are empty.
   XPipeline x{stages, role == WARPGROUPS, 0};
   if (role == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x % 32 == 0) {
+    if (WINDOWS && warp > WARPGROUPS) {
+      x.phase = 0;  // of a consumer
+      expand_x(x, tile.k_tiles);
+    } else if (threadIdx.x % 32 == 0) {
       WPipeline w_pipeline = w_pipeline_of(stages, warp - 1, true);
       if (warp == 0) produce_x(maps, tile, x, 0, scales.m);
       else if (warp <= WARPGROUPS) produce_w(w, tile, w_pipeline, warp - 1);
@@ -789,7 +848,10 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   XPipeline x{stages, role == WARPGROUPS, 0};
   if (role == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x % 32 == 0) {
+    if (WINDOWS && warp > WARPGROUPS) {
+      x.phase = 0;  // of a consumer
+      for (int i = begin; i < end; i++) expand_x(x, items[i].tile.k_tiles);
+    } else if (threadIdx.x % 32 == 0) {
       WPipeline w_pipeline = w_pipeline_of(stages, warp - 1, true);
       WorkTile next = first.items[worker];
       for (int i = begin; i < end; i++) {

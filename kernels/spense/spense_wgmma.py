@@ -18,7 +18,10 @@ use_fast_accum. Accumulators may be scaled by feature and by token before Y is r
 With an `activation`, W holds gate and up of a gated MLP (spense_ffn.py). The launch then writes
 H[m, n / 2] = act(X Wg.T) * (X Wu.T) instead of Y, rounded once to X's dtype. In fp8 that is e4m3,
 which saturates at 448. n must then be a multiple of 16, or of 32 in fp8, so that rows of H have a
-multiple of 16 bytes.
+multiple of 16 bytes. The activation is applied to scaled values. H is linear in U, so the scales
+of up may contain a scale of H; those of the next product then contain its inverse.
+
+If W is a lifted 6:8 matrix (formats/slide.py), the idle warps can lift X on chip (slide_wgmma.py).
 """
 
 import struct
@@ -53,11 +56,12 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
     unsupported_on_hopper,
 )
+from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.spense import _clusters, _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
@@ -72,6 +76,7 @@ STORE_TOKENS = 16  # tokens of Y that one TMA store writes
 ARGUMENTS = Layout("384s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 SPLIT_ARGUMENTS = Layout("384s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
 CLUSTERS_FIRST = range(33, 129)  # tokens for which clusters are timed first
+UNIT = 3  # tiles of a lifted 6:8 matrix that have whole windows: four boxes of X, two of middles
 ACTIVATIONS = None, "silu", "relu", "relu2", "gelu_tanh"  # in the order of the kernel's ACTIVATION
 
 
@@ -142,18 +147,6 @@ def space() -> list[Config]:
 
 
 @dataclass(frozen=True)
-class Scales:
-    """fp32 factors of fp8 accumulators, one for each feature [n] and each token [m]; None is 1.
-
-    Features are rows of W. The activation is applied to scaled values. H is linear in U, so the
-    scales of up may contain a scale of H; those of the next product then contain its inverse.
-    """
-
-    features: Tensor | None = None
-    tokens: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Plan:
     """A launch without addresses: it depends on shapes, configuration and activation.
 
@@ -190,7 +183,7 @@ def launch(
     x: Tensor,
     w: Spense,
     config: Config,
-    scales: Scales = Scales(),
+    scales: Scales = UNSCALED,
     *,
     activation: str | None = None,
     watchdog: bool = False,
@@ -213,13 +206,17 @@ def plan(
     activation: str | None = None,
     watchdog: bool = False,
     device: torch.device | None = None,
+    lifted_from: int | None = None,
 ) -> Plan:
     """Schedule the work and upload the list. Reads only the shapes and the dtype of W.
 
-    The caller checks the operands first (`unsupported_operands`). `device` is W's by default.
+    device       by default that of W
+    lifted_from  columns of X, if W is a lifted 6:8 matrix and the kernel lifts X
+
+    The caller checks the operands first (`unsupported_operands`).
     """
-    device, (n, k) = device or w.sparse.device, w.shape
-    constants = constants_of(config, w.dtype, activation)
+    device, (n, k), lifts = device or w.sparse.device, w.shape, lifted_from is not None
+    constants = constants_of(config, w.dtype, activation, windows=lifts)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     launched = kernel, code, device.index
@@ -233,7 +230,8 @@ def plan(
     else:
         workers = multiprocessors(device) // config.cluster
         sizes = m, config.tokens, config.cluster, workers
-        work = schedule(w, *sizes, rows_of_cta=config.warpgroups)
+        unit = UNIT if lifts else 1
+        work = schedule(w, *sizes, rows_of_cta=config.warpgroups, unit=unit)
         items, first, slots, counters = work.items, work.first, work.slots, work.counters
         loaded = Loaded(*launched, workers * config.cluster, *shared, together=True)
     tile_rows = config.warpgroups * config.cluster
@@ -244,43 +242,38 @@ def plan(
         first=first,
         workspace=slots * tile_rows * ROWS * config.tokens,
         counters=counters * tile_rows,
-        x=(m, k),
+        x=(m, lifted_from or k),
         y=(m, n // 2 if activation else n),
         sparse=tuple(w.sparse.shape),
         dense=tuple(w.dense.shape),
         tiles=tiles_of(w),
         n=n,
         dtype=w.dtype,
-        kind=OUTPUTS["fp8"] if w.dtype.itemsize == 1 and not activation else w.dtype,
+        kind=w.dtype if activation else output_dtype(w.dtype),
         activation=activation,
     )
 
 
-def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = Scales()) -> BoundKernel:
+def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = UNSCALED) -> BoundKernel:
     """Bind a plan to operands, a new output and a new workspace. Raises Unsupported."""
     expected = plan.x[1], plan.sparse, plan.dense, plan.dtype, plan.dtype
     actual = x.shape[1], w.sparse.shape, w.dense.shape, x.dtype, w.dtype
     if actual != expected or not 0 < x.shape[0] <= plan.x[0]:
         limit = f"expected operands of the plan, up to {plan.x[0]} tokens and {expected}"
         raise Unsupported(f"{limit}; found {x.shape[0]} and {actual}")
-    m, n, factors = len(x), w.shape[0], (scales.features, scales.tokens)
-    for name, scale, size in zip(("features", "tokens"), factors, (n, m), strict=True):
-        if scale is not None and (x.itemsize > 1 or not _fits(scale, size)):
-            expected_scales = f"{size} contiguous fp32 scales of {name}, with fp8 operands"
-            found = f"{scale.dtype} {list(scale.shape)}, {x.dtype}"
-            raise Unsupported(f"expected {expected_scales}; found {found}")
+    m = len(x)
+    scales.require(w.shape[0], m, x.dtype)
     y = x.new_empty((m, plan.y[1]), dtype=plan.kind)
-    tensors: list[Tensor] = [x, w.sparse, w.dense, *(s for s in factors if s is not None)]
+    tensors: list[Tensor] = [x, w.sparse, w.dense, *scales.tensors]
     scratch: list[int] = [0, 0]
     if not plan.config.split:
         sums = x.new_empty(max(plan.workspace, 1), dtype=torch.float32)
         counts = x.new_zeros(max(plan.counters, 1), dtype=torch.int32)  # zero after each launch
         tensors += [plan.items, sums, counts]
         scratch = [sums.data_ptr(), counts.data_ptr()]
-    addresses = [0 if scale is None else scale.data_ptr() for scale in factors]
     tiles = w.sparse.data_ptr(), w.dense.data_ptr()
     args = arguments(
-        plan, m, (x.data_ptr(), x.stride(0)), y.data_ptr(), *tiles, *addresses, *scratch
+        plan, m, (x.data_ptr(), x.stride(0)), y.data_ptr(), *tiles, *scales.addresses, *scratch
     )
     return BoundKernel(plan.loaded, args, tuple(tensors), y)
 
@@ -362,18 +355,21 @@ def _map_of(
     return tensor_map(address, (height, width // each), (stride // each, 1), kind, box)
 
 
-def _fits(scales: Tensor, size: int) -> bool:
-    return scales.dtype == torch.float32 and scales.shape == (size,) and scales.is_contiguous()
-
-
-def constants_of(config: Config, dtype: torch.dtype, activation: str | None = None) -> Constants:
-    """Return the macros of spense_wgmma.cu."""
+def constants_of(
+    config: Config,
+    dtype: torch.dtype,
+    activation: str | None = None,
+    *,
+    windows: bool = False,
+) -> Constants:
+    """Return the macros of spense_wgmma.cu; with `windows`, the kernel lifts X."""
     return (
         ("TOKENS", config.tokens),
         ("CLUSTER", config.cluster),
         ("AHEAD", config.ahead),
         ("WARPGROUPS", config.warpgroups),
         ("SPLIT", config.split),
+        ("WINDOWS", int(windows)),
         ("FP8", int(dtype == torch.float8_e4m3fn)),
         ("FP16", int(dtype == torch.float16)),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
@@ -404,7 +400,7 @@ def unsupported_operands(x: Tensor, w: Spense, activation: str | None = None) ->
 def prepare(
     operands: Operands,
     activation: str | None = None,
-    scales: Scales = Scales(),
+    scales: Scales = UNSCALED,
     *,
     tuned: Tuned = True,
 ) -> Launch:

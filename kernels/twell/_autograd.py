@@ -45,13 +45,13 @@ def _forward(
         sizes = [[*w.shape] for w in (wg, wu, wd_t)]
         raise Unsupported(f"expected three weights [n, {x.shape[1]}], found {sizes}")
     (m, k), n = x.shape, wg.shape[0]
-    if not _on_kernels(x):
+    if not on_kernels(x):
         with torch.autocast(x.device.type, enabled=False):
             y, norms, active = dense_forward(x, wg, wu, wd_t, squared, True)
         offsets, *packed = (torch.zeros_like(t) for t in _packed_like(x, n, slots))
         offsets[-1] = active
         return y, norms, offsets, *packed  # type: ignore[return-value]  # nine
-    x, wg, wu, wd_t = _plain(x), _plain(wg), _plain(wu), _plain(wd_t)
+    x, wg, wu, wd_t = plain(x), plain(wg), plain(wu), plain(wd_t)
     plan, g = _forward_plan(m, n, k, x.dtype, x.device, squared, slots), x.new_empty(m, n)
     with torch.cuda.device_of(x):
         torch.mm(x, wg.t(), out=g)  # autocast does not touch calls with out=
@@ -70,12 +70,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dX [m, k], dWg, dWu and dWd.T [n, k]. Raises Unsupported."""
     require_one_kind(dy, x, wg, wu, wd_t)
-    if not _on_kernels(x):
+    if not on_kernels(x):
         with torch.autocast(x.device.type, enabled=False):
             return _dense_backward(dy, dnorms, x, (wg, wu, wd_t), squared)
     (m, k), n, capacity = x.shape, wg.shape[0], packed[1].shape[0]
     sparse, dense = _backward_plan(m, n, k, x.dtype, x.device, squared, capacity)
-    inputs = [_plain(t) for t in (dy, dnorms, x, wg, wu, wd_t, *packed)]
+    inputs = [plain(t) for t in (dy, dnorms, x, wg, wu, wd_t, *packed)]
     with torch.cuda.device_of(x):
         out = sparse(*inputs)
         dense(*inputs, *out)
@@ -181,7 +181,7 @@ def _forward_plan(
 
     Raises Unsupported.
     """
-    _require_kernels(m, n, k, dtype, device)
+    require_kernels(m, n, k, dtype, device)
     x, y, wu, wd_t, g = _shaped(dtype, (m, k), (m, k), (n, k), (n, k), (m, n))
     (norms,) = _shaped(torch.float32, (m,))
     listing, active = _index.listing(g, m * slots)
@@ -204,7 +204,7 @@ def _backward_plan(
     results. The second needs more memory, and runs when the first has freed its own. Raises
     Unsupported.
     """
-    _require_kernels(m, n, k, dtype, device)
+    require_kernels(m, n, k, dtype, device)
     dy, x, dx = _shaped(dtype, *[(m, k)] * 3)
     wg, wu, wd_t, dwg, dwu, dwd_t = _shaped(dtype, *[(n, k)] * 6)
     (dnorms,) = _shaped(torch.float32, (m,))
@@ -230,7 +230,7 @@ def _shaped(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
 
 
-def _require_kernels(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+def require_kernels(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise Unsupported if the kernels cannot compute the call."""
     if dtype not in NAMES:
         raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {dtype}")
@@ -270,14 +270,14 @@ def require_one_kind(*tensors: Tensor) -> None:
             raise Unsupported(f"expected operands of one {field}, found {' and '.join(values)}")
 
 
-def _plain(t: Tensor) -> Tensor:
+def plain(t: Tensor) -> Tensor:
     """Return the tensor, copied only if it is not contiguous or not aligned for TMA."""
     if t.is_contiguous() and not t.data_ptr() % TMA_ALIGNMENT:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def _on_kernels(x: Tensor) -> bool:
+def on_kernels(x: Tensor) -> bool:
     """Return whether Triton computes this call, and not torch's reference."""
     return bool(len(x)) and (x.device.type != "cpu" or knobs.runtime.interpret)
 

@@ -23,7 +23,9 @@ An inactive unit counts as zero even if X is not finite; dense products make it 
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +36,17 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    MatrixProduct,
     clusters_at_once,
     compile_ahead,
     load,
+    on_tape,
 )
+from sparsebench.kernels._common.scratch import counters
+from sparsebench.kernels._common.triton import Template
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.dense._gemm import Product, fastest_way
+from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import _remainder, _twell_gate
 from sparsebench.kernels.twell._layer import Layer
 from sparsebench.kernels.twell._remainder import GROUP
@@ -55,6 +61,7 @@ L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200
 # x, g, wu, wd transposed, y, left, heavy; m, n, limit; words; gates of the lists
 ARGUMENTS = Layout(*"PPPPPPPiiiPP")
 LISTS = 3  # per CTA, as in ffn_sparse.cu
+PLANS = 64  # cached, one per number of tokens
 
 
 def split_of(m: int, at_once: Callable[[int], int]) -> int:
@@ -175,11 +182,11 @@ def prepare(
         g, words = gates.dense, gates.words
     else:
         g, words = layer.x.new_empty(m, n), None
-        gates = fastest_way(Product(layer.x, layer.gate.t(), g), pinned)
+        gates = _gemm.fastest_way(_gemm.Product(layer.x, layer.gate.t(), g), pinned)
     rest, limit = _remainder.rest_of(m, multiprocessors(device), device), limit_of(m, n)
-    x, up, wd, y = layer.x, layer.up, layer.wd, layer.y
+    x, up, wd_t, y = layer.x, layer.up, layer.wd_t, layer.y
     sparse = launch(
-        *(x, g, up, layer.wd_t, y, rest),
+        *(x, g, up, wd_t, y, rest),
         split=split,
         limit=limit,
         squared=squared,
@@ -188,7 +195,7 @@ def prepare(
         alone=alone,
     )
     # If G is in tiles, `sparse` writes it as a matrix for the groups that it leaves.
-    products = [] if alone else _remainder.products(x, g, up, wd, y, rest, squared=squared)
+    products = [] if alone else _remainder.products(x, g, up, wd_t, y, rest, squared=squared)
     steps: list[Callable[[], object]] = [gates, sparse, *products]
 
     def run() -> Tensor:
@@ -198,3 +205,93 @@ def prepare(
 
     choice = {"gate": gates.choice, "split": split} | ({} if alone else {"limit": limit})
     return Launch(run, choice, sparse.code, gates.candidates)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Whether the layer has no dense fallback, and what writes the gate: torch, or TwELL's kernel.
+
+    cluster  CTAs of twell_gate.cu that share boxes of W; 0 if torch writes G as a matrix
+    """
+
+    alone: bool = False
+    cluster: int = 0
+
+
+class Product:
+    """The gated layer for any number of tokens to call (selection.Product). Raises Unsupported."""
+
+    pack = order = None
+
+    def __init__(
+        self,
+        tokens: int,
+        n: int,
+        k: int,
+        config: Config,
+        *,
+        squared: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Compile for this number of tokens; fewer may need another kernel of ffn_sparse.cu."""
+        if config.alone and tokens > MOST_ALONE:
+            raise Unsupported(f"expected at most {MOST_ALONE} tokens, found {tokens}")
+        self.config, self.squared = config, squared
+        self.tiles = Tiles() if config.cluster else None
+        self.programs = multiprocessors(device)
+        self.split = cache(partial(self._split, k=k, device=device))
+        self.remainder = lru_cache(PLANS)(partial(_remainder_of, n=n, k=k, dtype=dtype))
+        split = self.split(-(-tokens // GROUP))
+        constants = constants_of(k, split, squared, True, dtype, self.tiles, config.alone)
+        most = ALONE_BYTES if config.alone else SHARED_BYTES
+        self.code = load("ffn_sparse", "up_and_down", constants, most, device)[1]
+
+    def _split(self, groups: int, k: int, device: torch.device) -> int:
+        alone = self.config.alone
+        split = split_of(GROUP * groups, partial(clusters, k=k, device=device, alone=alone))
+        return max(split, 2) if alone else split
+
+    def run(self, x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor) -> Tensor:
+        """Compute Y; the caller checks the operands, which are those of `launch`."""
+        (m, _), n, alone = x.shape, len(wg), self.config.alone
+        words = None
+        if self.tiles:
+            gate = _twell_gate.launch(x, wg, self.tiles, _twell_gate.Config(self.config.cluster))
+            gate()
+            g, words = gate.dense, gate.words
+            on_tape(words)
+        else:
+            g = torch.mm(x, wg.t())
+            on_tape(by_torch=MatrixProduct(x, wg.t(), g, fixed=True))
+        y, groups = x.new_empty(x.shape), -(-m // GROUP)
+        left, heavy = counters(x, 3), x.new_empty(groups, dtype=torch.int32)
+        assert left is not None
+        options: dict[str, Any] = {"squared": self.squared, "alone": alone}
+        options |= {"words": words, "tiles": self.tiles}
+        rest = _remainder.Rest(left, heavy, self.programs)
+        split, limit = self.split(groups), limit_of(m, n)
+        sparse = launch(x, g, wu, wd_t, y, rest, split=split, limit=limit, **options)
+        sparse()
+        if self.tiles:
+            on_tape(sparse.tensors[-1])
+        if not alone:
+            template = self.remainder(m, programs=self.programs, squared=self.squared)
+            template(x, g, wu, wd_t, y, left, heavy)
+        on_tape(g)
+        on_tape(heavy)
+        on_tape(y, owners=(self, wg, wu, wd_t, left))
+        return y
+
+
+def _remainder_of(
+    m: int, n: int, k: int, dtype: torch.dtype, programs: int, squared: bool
+) -> Template:
+    """Return the dense products of X, G, Wu, Wd.T, Y, the counts and the groups that are left."""
+    x, y, g, wu, wd_t = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape in ((m, k), (m, k), (m, n), (n, k), (n, k))
+    )
+    rest = _remainder.rest_of(m, programs, torch.device("meta"))
+    products = _remainder.products(x, g, wu, wd_t, y, rest, squared=squared)
+    return Template(products, (x, g, wu, wd_t, y, rest.left, rest.heavy), (y,))

@@ -23,7 +23,7 @@ ALIGNMENT = 16  # bytes, of an asynchronous copy
 
 @dataclass(frozen=True)
 class Layer:
-    """x and y [m, k]; gate, up and wd_t [n, k]; wd [k, n]; all contiguous, fp16 or bf16.
+    """x and y [m, k]; gate, up and wd_t [n, k]; all contiguous, fp16 or bf16.
 
     `up` is None in a layer without a gate. `squared` means that act is relu2, not relu. `y` is the
     output buffer.
@@ -32,7 +32,6 @@ class Layer:
     x: Tensor
     gate: Tensor
     up: Tensor | None
-    wd: Tensor
     wd_t: Tensor
     y: Tensor
     squared: bool
@@ -54,10 +53,10 @@ def layer_of(operands: Operands) -> Layer:
         if not matrix.is_contiguous() or matrix.data_ptr() % ALIGNMENT:
             actual = f"strides {list(matrix.stride())} at {matrix.data_ptr() % ALIGNMENT} modulo 16"
             raise Unsupported(f"{name}: expected a contiguous matrix at 16 bytes, found {actual}")
-    wd, gated = values["wd"], operands.problem.op == "ffn"
+    wd_t, gated = values["wd"].t().contiguous(), operands.problem.op == "ffn"
     gate, up = (values["wg"], values["wu"]) if gated else (values["wu"], None)
     squared = operands.problem["activation"] == "relu2"
-    return Layer(x, gate, up, wd, wd.t().contiguous(), torch.empty_like(x), squared)
+    return Layer(x, gate, up, wd_t, torch.empty_like(x), squared)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

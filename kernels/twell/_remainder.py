@@ -39,8 +39,8 @@ Kind = Literal["gated", "plain", "activated"]
 """The result of a product:
 
     gated        out = act(out) * (X W.T)
-    plain        out = X W.T
-    activated    out = act(X) W.T
+    plain        out = X W
+    activated    out = act(X) W
 """
 
 
@@ -61,29 +61,30 @@ def rest_of(m: int, programs: int, device: torch.device) -> Rest:
 
 
 def products(
-    x: Tensor, g: Tensor, wu: Tensor | None, wd: Tensor, y: Tensor, rest: Rest, *, squared: bool
+    x: Tensor, g: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, rest: Rest, *, squared: bool
 ) -> list[BoundKernel]:
     """Return the kernels of H, which overwrites the gates g [m, n], and of Y; relu2 if `squared`.
 
-    Without wu, H is act(g), which the product of Y computes as it loads g.
+    wu and wd_t [n, k]. Without wu, H is act(g), which the product of Y computes as it loads g.
     """
     if wu is None:
-        return [_program(g, wd, y, rest, "activated", squared)]
+        return [_program(g, wd_t, y, rest, "activated", squared)]
     up = _program(x, wu, g, rest, "gated", squared)
-    return [up, _program(g, wd, y, rest, "plain", squared)]
+    return [up, _program(g, wd_t, y, rest, "plain", squared)]
 
 
 def _program(
     x: Tensor, w: Tensor, out: Tensor, rest: Rest, kind: Kind, squared: bool
 ) -> BoundKernel:
-    (m, k), n = x.shape, len(w)
+    (m, k), n = x.shape, out.shape[1]
     tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
     features = 128 if m > 1024 else 64 if m > 64 else 32
     warps = 8 if features == 128 else 4
     early = x.device.type != "cpu"
     sides = {"TOKENS": tokens, "FEATURES": features, "DEPTH": DEPTH, "GROUP": GROUP, "BAND": BAND}
     flags = {"STAGES": STAGES, "KIND": kind, "SQUARED": squared, "EARLY": early}
-    boxes = box(x, tokens, DEPTH, "tma"), box(w, features, DEPTH, "tma")
+    sides_of_w = (features, DEPTH) if kind == "gated" else (DEPTH, features)  # wu, or wd_t
+    boxes = box(x, tokens, DEPTH, "tma"), box(w, *sides_of_w, "tma")
     args = (x, *boxes, out, rest.heavy, rest.left, m, n, k)
     constants = {**sides, **flags, **options(warps, "pointers"), "launch_pdl": early}
     return BoundKernel(_multiply, (rest.programs,), args, constants, out)
@@ -100,10 +101,20 @@ def _add(x, w, total, KIND: tl.constexpr, SQUARED: tl.constexpr):  # type: ignor
     # act(X) is the second operand. As the first, in registers, Triton 3.6 overwrites it before it
     # is read if loads are pipelined.
     if KIND == "activated":
-        total = tl.dot(w, _act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
+        total = tl.dot(w.T, _act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
+    elif KIND == "plain":
+        total = tl.dot(x, w, total)
     else:
         total = tl.dot(x, w.T, total)
     return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load(w, feature, depth, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    if KIND == "gated":
+        return w.load([feature, depth])
+    else:  # noqa: RET505 (Triton needs both branches)  the transpose of Wd
+        return w.load([depth, feature])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -157,13 +168,13 @@ def _multiply(  # type: ignore[no-untyped-def]
             if whole:
                 for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
                     x_tile = boxes.load([token, depth])
-                    w_tile = w.load([feature, depth])
+                    w_tile = _load(w, feature, depth, KIND)
                     total = _add(x_tile, w_tile, total, KIND, SQUARED)
             else:
                 for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
                     inside = (lanes < k - depth)[None, :]
                     x_tile = tl.load(x + rows * k + (depth + lanes)[None, :], there & inside, 0.0)
-                    w_tile = w.load([feature, depth])
+                    w_tile = _load(w, feature, depth, KIND)
                     total = _add(x_tile, w_tile, total, KIND, SQUARED)
 
             if KIND == "activated":

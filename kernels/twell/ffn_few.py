@@ -16,6 +16,7 @@ X is read by loads or by bulk copies. From COPIES_FROM tokens on, `prepare` time
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +32,9 @@ from sparsebench.kernels._common.cuda import (
     clusters_at_once,
     compile_ahead,
     load,
+    on_tape,
 )
+from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.twell import _layer
@@ -47,6 +50,14 @@ COPIES_FROM, MOST_COPIED_N = 33, 16384  # tokens; with more units, X has no room
 
 XBy = Literal["loads", "copies"]
 """How X reaches the registers: by loads of 16 bytes, or by bulk copies through shared memory."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How X reaches the registers."""
+
+    x_by: XBy
+
 
 # x, wg, wu, wd transposed, y, h, words, counters; m
 ARGUMENTS = Layout(*"PPPPPPPPi")
@@ -158,6 +169,50 @@ def launch(
     counts = x.new_zeros(2, dtype=torch.int32)  # the kernel resets both to zero
     tensors = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
     return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in tensors), m), tensors, y)
+
+
+class Product:
+    """The layer for up to `tokens` to call: a new Y of X and of these weights (selection.Product).
+
+    Raises Unsupported.
+    """
+
+    pack = order = None
+
+    def __init__(
+        self,
+        tokens: int,
+        n: int,
+        k: int,
+        config: Config,
+        *,
+        squared: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Compile for the sizes."""
+        if reason := unsupported_sizes(tokens, n, k):
+            raise Unsupported(reason)
+        shape = self.tokens, ctas, clusters = shape_of(
+            tokens, k, partial(clusters_of, device=device)
+        )
+        self.n, self.words = n, words_of(n, clusters)
+        constants = constants_of(n, k, shape, squared, True, dtype, config.x_by)
+        kernel, self.code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
+        sizes = ctas * clusters, 32 * WARPS, SHARED_BYTES
+        self.loaded = Loaded(kernel, self.code, device.index, *sizes, together=True)
+
+    def run(self, x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor) -> Tensor:
+        """Compute Y; the caller checks the operands, which are those of `launch`."""
+        y, h = x.new_empty(x.shape), x.new_empty(self.n, self.tokens)
+        zeros = counters(x, 2 + 2 * self.words)  # the words have 64 bits each; the counts follow
+        assert zeros is not None
+        counts = zeros.data_ptr() + 8 * self.words
+        tensors = x, wg, wu, wd_t, y, h, zeros
+        self.loaded.enqueue(ARGUMENTS(*(t.data_ptr() for t in tensors), counts, len(x)))
+        on_tape(h)
+        on_tape(y, owners=(self, wg, wu, wd_t, zeros))
+        return y
 
 
 def prepare(operands: Operands) -> Launch:

@@ -4,13 +4,13 @@
 
     sparsify_(model, BlockSparse(block=64, sparsity=0.9))
 
-Where transformers is installed, importing this module also lets `from_pretrained` restore what
-`save_pretrained` wrote of a sparse model, and registers the attention implementation "sparsebench".
+If a program also imports transformers, before or after this module, `from_pretrained` restores
+what `save_pretrained` wrote of a sparse model, and there is an attention implementation
+"sparsebench".
 """
 
-from importlib.util import find_spec
-
 from sparsebench.harness.models import attention
+from sparsebench.harness.models.after_import import after_import
 from sparsebench.harness.models.pruning.checkpoint import register
 from sparsebench.harness.models.pruning.sparsify import (
     BlockSparse,
@@ -42,6 +42,5 @@ __all__ = [
     "sparsify_",
 ]
 
-if find_spec("transformers"):
-    register()
-    attention.register()
+after_import("transformers.modeling_utils", register)
+after_import("transformers.modeling_utils", attention.register)

@@ -146,6 +146,8 @@ BAD_PARAMS = [
     ("bsr", {"block": [4.0, 4]}),
     *(("spense", {"dense_fraction": part}) for part in ["a", None, float("nan"), 2, -0.1]),
     ("spense", {"split": 3}),
+    *(("slide", {"kept": kept}) for kept in (5, 8, "6", 6.0, True, None)),
+    *(("slide", {"kept": group - 2, "group": group}) for group in (2, 7)),
     *(("twell", {name: value}) for name in ("tile", "capacity") for value in (0, "x", 1.5, True)),
     *(("cvse", {"height": height}) for height in (0, "8", 2.5, True, None)),
 ]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
+from time import sleep
 from typing import Any
 
 import pytest
@@ -156,7 +157,8 @@ def test_a_hold_ends_by_itself_and_gives_up() -> None:
         began.record()
         with clock.hold():
             torch.cuda.synchronize()  # waits for the hold, which waits for the end of this block
-            late = clock.sample(lambda: x.add_(1)).late
+            # The host sleeps, because a GPU that others use reaches `begin` late itself.
+            late = clock.sample(lambda: (x.add_(1), sleep(0.1))).late
         torch.cuda.synchronize()
         assert late
         ended = torch.cuda.Event(enable_timing=True)

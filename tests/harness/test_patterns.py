@@ -16,7 +16,7 @@ from sparsebench.harness.patterns._mask import _pattern as load_pattern
 from sparsebench.harness.patterns._mask import level, mask
 from sparsebench.harness.patterns._pattern import Weight
 from sparsebench.harness.patterns.video_window import places
-from sparsebench.harness.testing.patterns import CPU, chosen, hashed
+from sparsebench.harness.testing.patterns import CPU, FIELDS, LEVELS, chosen, hashed
 from sparsebench.testing import Check, pattern_checks
 
 IN_BLOCKS = ["blocks", "balanced_blocks", "banded", "block_diagonal"]
@@ -45,11 +45,14 @@ def test_every_pattern_keeps_its_contract(check: Check) -> None:
 
 @pytest.mark.parametrize("pattern", modules("harness.patterns"))
 def test_every_pattern_has_a_level_that_it_meets_exactly(pattern: str) -> None:
-    levels = {"dense": 0.0, "two_four": 0.5, "small_world": 0.7, "scale_free": 0.72}
-    levels |= {"strided": 0.2, "fixed": 0.4}
-    sparsity = (levels | dict.fromkeys([*SPENSE, "spense_hidden"], 0.25)).get(pattern, 0.8)
-    spec = fields(pattern, 120, 200, sparsity, [12, 20])
-    assert level(spec) == sparsity
+    exact = []
+    for sparsity in LEVELS:
+        try:
+            nearest = level({"pattern": pattern, **FIELDS, "sparsity": sparsity})
+        except SuiteError:
+            continue
+        exact.append(level({"pattern": pattern, **FIELDS, "sparsity": nearest}) == nearest)
+    assert any(exact)
 
 
 @pytest.mark.parametrize("pattern", IN_BLOCKS)
@@ -94,6 +97,8 @@ NEAREST = [
 ]
 REFUSED = [
     *((name, 4, 6, 0.5, 1, "multiple of 4, found 6") for name in ("two_four", *SPENSE)),
+    ("six_eight", 4, 12, 0.25, 1, "multiple of 8, found 12"),
+    ("four_six", 4, 8, 0.5, 1, "multiple of 6, found 8"),
     *((name, 64, 64, 0.5, [8, 16], "found 8x4") for name in GRAPHS),
     *((name, 64, 64, 0.5, 32, "found 2x2") for name in GRAPHS),
     ("block", 8, 8, 0.5, 1, r"\(did you mean blocks\?\)"),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import sparsebench
 from sparsebench.formats.bsr import Bsr
-from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
+from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseGatedMLP, SpenseLinear
 
 BLOCKS = 128, 64, 32, 16
 ROUNDS, CALLS, WARM = 7, 40, 12
@@ -71,6 +71,32 @@ def layers_of(size: int, sparsity: float) -> dict[str, Callable[[Tensor], Tensor
     }
 
 
+class DenseMLP(nn.Module):
+    """Y = (silu(X @ Wg.T) * (X @ Wu.T)) @ Wd.T, with frozen 2:4 weights."""
+
+    def __init__(self, size: int, hidden: int) -> None:
+        """Prune random weights to 2:4."""
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.gate, self.up = (nn.Linear(size, hidden, **options) for _ in range(2))
+        self.down = nn.Linear(hidden, size, **options)
+        for linear in (self.gate, self.up, self.down):
+            linear.weight.requires_grad_(False)
+            linear.weight.view(-1, 4)[:, 2:] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return Y, as large as X."""
+        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+def mlps_of(size: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return a dense gated MLP, and the same one in 2:4."""
+    dense = DenseMLP(size, 2 * size)
+    weights = (each.weight for each in (dense.gate, dense.up, dense.down))
+    return {"dense MLP": dense, "2:4 MLP": SpenseGatedMLP.from_dense(*weights, dense=0)}
+
+
 def training(layer: Callable[[Tensor], Tensor], x: Tensor) -> Call:
     """Return a call of forward and backward."""
 
@@ -101,15 +127,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512])
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    layers = layers_of(arguments.size, arguments.sparsity)
+    layers, mlps = layers_of(arguments.size, arguments.sparsity), mlps_of(arguments.size)
     print(torch.cuda.get_device_name(), torch.__version__)
     for tokens in arguments.tokens:
         x = torch.randn(tokens, arguments.size, device="cuda", dtype=torch.bfloat16)
         with torch.no_grad():
-            _show("call", tokens, in_turn({n: partial(f, x) for n, f in layers.items()}))
+            for group in (layers, mlps):
+                _show("call", tokens, in_turn({n: partial(f, x) for n, f in group.items()}))
         target = torch.randn_like(x)
         x.requires_grad_()
-        _show("training", tokens, in_turn({n: training(f, x) for n, f in layers.items()}))
+        for group in (layers, mlps):
+            _show("training", tokens, in_turn({n: training(f, x) for n, f in group.items()}))
         trained = {
             n: f
             for n, f in layers.items()
@@ -119,7 +147,7 @@ def main() -> None:
 
 
 def _show(what: str, tokens: int, times: dict[str, tuple[float, float]]) -> None:
-    dense = times["nn.Linear"][1]
+    _, dense = next(iter(times.values()))
     cells = [f"{n} {h:.1f} {w:.1f} {dense / w:.2f}" for n, (h, w) in times.items()]
     print(f"{what}, {tokens} tokens: {'; '.join(cells)}", flush=True)
 

@@ -6,8 +6,8 @@
 
 transformers looks up a class by `quant_method`. Before loading, that class replaces the dense
 layers by the listed ones on the meta device; after loading, it checks for missing tensors and
-invalid indices. `register` registers the class; `import sparsebench.nn` calls it if transformers is
-installed. `model.dequantize()` restores dense layers with the names that Hugging Face uses.
+invalid indices. `register` registers the class; sparsebench.nn calls it as soon as transformers is
+imported. `model.dequantize()` restores dense layers with the names that Hugging Face uses.
 """
 
 import sys

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.kernels._kernel import DTYPES
+from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
+from sparsebench.kernels._common.scales import UNSCALED, Scales
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 
 Shape = tuple[int, int, int, tuple[int, int] | int, float]
 """m, n, k, block, part of the blocks that is stored."""
@@ -65,12 +66,18 @@ def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, Tensor]:
     return moved(w, dtype), (dy if transposed else x).cuda().to(DTYPES[dtype])
 
 
-def assert_right(y: Tensor, x: Tensor, w: Bsr, transposed: bool, what: Any) -> None:
+def assert_right(
+    y: Tensor, x: Tensor, w: Bsr, transposed: bool, what: Any, scales: Scales = UNSCALED
+) -> None:
     """Check X @ W.T, or X @ W if transposed, as the harness does."""
-    dense = w.to_dense().double()
+    dense, left = replace(w, values=w.values.double()).to_dense(), x.double()
     right = dense if transposed else dense.T
-    spread = (x.double().square() @ right.square()).sqrt()
-    expected = Expected(x.double() @ right, spread, x.dtype, max(w.shape))
+    right = right if scales.features is None else right * scales.features
+    left = left if scales.tokens is None else left * scales.tokens[:, None]
+    spread = (left.square() @ right.square()).sqrt()
+    fp8 = x.dtype == DTYPES["fp8"]
+    dtype, sums = (OUTPUTS["fp8"], FP8) if fp8 else (x.dtype, FP32)
+    expected = Expected(left @ right, spread, dtype, max(w.shape), sums=sums)
     assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
 
 

@@ -12,6 +12,7 @@ from sparsebench.kernels._common.triton import precision_of
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from sparsebench.results.record import Problem
+from tests.kernels.bsr.examples import assert_right, on_gpu
 
 KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad]
 
@@ -128,3 +129,36 @@ def test_every_configuration_is_right_on_a_gpu(m, block, dtype):
                 stored,
             )
     assert not [line for line in found if line[0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "reason"),
+    [("fp8", (8, 9), None), ("fp8", (8, 6), "8.9 or newer"), ("bf16", (7, 5), "8.0 or newer")],
+)
+def test_fp8_needs_a_capability_with_it(dtype, capability, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    problem, device = Problem("linear", {"dtype": dtype}), torch.device("cuda")
+    found = bsr_triton.KERNEL.unsupported(problem, device)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("width", "fits"), [(8, False), (16, False), (24, True), (64, True)])
+def test_fp8_needs_blocks_wider_than_16(width, fits):
+    w = Bsr.from_dense(torch.ones(64, 192).to(DTYPES["fp8"]), block=[64, width])
+    assert (bsr_triton.unsupported_blocks(w) is None) == fits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [32, 64, 128, (48, 24)], ids=str)
+@pytest.mark.parametrize("m", [5, 33, 300, 1500])
+def test_fp8_is_right_in_every_configuration_on_a_gpu(m, block):
+    if torch.cuda.get_device_capability() < bsr_triton.FP8_CAPABILITY:
+        pytest.skip("needs e4m3")
+    w, x = on_gpu((m, 528, 784, block, 0.3), "fp8", transposed=False)
+    for path in ("tma", "pointers"):
+        if path == "tma" and bsr_triton.unsupported_by_tma(x, w):
+            continue
+        for config in bsr_triton.configurations(m, w.block, 1, path):
+            program = bsr_triton.launch(x, w, config)
+            program.out.fill_(float("nan"))
+            assert_right(program(), x, w, False, config)

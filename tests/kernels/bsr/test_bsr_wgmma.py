@@ -1,6 +1,7 @@
 """bsr_wgmma: its groups, its schedule and its work lists, emulated in NumPy."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -11,16 +12,20 @@ import torch
 from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.scales import Scales
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import bsr_wgmma
-from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of
+from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of, span_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 from sparsebench.kernels.bsr.bsr_wgmma import Config
 from sparsebench.results.record import Problem
+from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, WGMMA
-from tests.kernels.bsr.examples import example
-from tests.kernels.contract import refusal
+from tests.kernels.bsr.examples import assert_right, example, on_gpu
+from tests.kernels.contract import captured, refusal
 from tests.tools.marks import crossed, needs_cupy
+
+HALF, E4M3 = torch.float16, torch.float8_e4m3fn
 
 
 def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
@@ -33,21 +38,24 @@ def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
     return Bsr(shape, torch.from_numpy(offsets), torch.from_numpy(columns), values)
 
 
-def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
+def emulated(
+    w: Bsr, x: torch.Tensor, config: Config, transposed: bool, dtype: torch.dtype = torch.float16
+) -> np.ndarray:
     """Emulate the device with the lists; assert that no element is written twice."""
-    groups = groups_of(w, transposed)
+    typed = replace(w, values=w.values.to(dtype))
+    groups, span = groups_of(typed, transposed), span_of(typed)
     both = config.tokens * config.cluster
     plan = schedule(groups, len(x), both, workers=5)
     blocks = w.values.reshape(-1, w.block[1]).numpy()
-    padded = np.pad(x.numpy(), ((0, both), (0, 64)))  # what a tile has outside of X is zero
+    padded = np.pad(x.numpy(), ((0, both), (0, span)))  # what a tile has outside of X is zero
     y = np.full((len(x), w.shape[1] if transposed else w.shape[0]), np.nan, np.float32)
     for (first, count, token, slices), half in product(plan.items[: plan.starts[-1]], (0, 1)):
         total = np.zeros((64, both), np.float32)
         for step in groups.steps[first : first + count]:
             row, column = step[1 + half], int(step[3]) >> 16 * half & 0xFFFF
             if row >= 0:
-                tile = blocks[row : row + 64, column : column + 64]
-                x_tile = padded[token : token + both, step[0] : step[0] + 64]
+                tile = blocks[row : row + 64, column : column + span]
+                x_tile = padded[token : token + both, step[0] : step[0] + span]
                 total += (tile.T if transposed else tile) @ x_tile.T
         at = (int(slices) >> 16 * half & 0xFFFF) * 64
         out = y[token : token + both, at : at + 64]
@@ -67,6 +75,20 @@ def test_the_lists_give_the_product_and_write_every_element_once(shape, transpos
     expected = dy.numpy() @ dense if transposed else x.numpy() @ dense.T
     found = emulated(w, dy if transposed else x, config, transposed)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES["bsr_wgmma fp8"], ids=str)
+def test_the_lists_of_fp8_give_the_product(shape):
+    w, x, _ = example(shape)
+    found = emulated(w, x, Config(64, 2), transposed=False, dtype=E4M3)
+    np.testing.assert_allclose(found, x.numpy() @ w.to_dense().numpy().T, rtol=1e-4, atol=1e-3)
+
+
+def test_a_step_of_fp8_is_a_row_of_128_bytes_where_blocks_allow_it():
+    for width, in_fp8 in ((64, 64), (128, 128), (192, 64), (256, 128)):
+        w = bsr_of([[1]], (64, width))
+        assert span_of(replace(w, values=w.values.to(E4M3))) == in_fp8
+        assert span_of(replace(w, values=w.values.half())) == 64
 
 
 def test_a_group_steps_through_the_columns_that_either_slice_touches():
@@ -194,6 +216,57 @@ def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
 @pytest.mark.parametrize(("m", "width", "tokens"), [(256, 14336, 128), (1024, 8192, 256)])
 def test_the_smaller_tile_comes_first_if_there_are_few_items(m, width, tokens):
     assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
+
+
+def test_fp8_has_no_input_gradient_and_no_scales_in_16_bits():
+    w, dy = replace(bsr16(), values=bsr16().values.to(E4M3)), torch.zeros(4, 64).to(E4M3)
+    assert "dtype of float16, bfloat16; found torch.float8" in refused(dy, w, bsr_wgmma.DGRAD)
+    for features, dtype in ((64, HALF), (63, E4M3)):
+        message = refusal(partial(Scales(torch.ones(features)).require, 64, 4, dtype))
+        assert "64 contiguous fp32 scales of features, with fp8 operands" in message
+
+
+@needs_cupy
+@hopper
+@pytest.mark.parametrize("config", WGMMA, ids=str)
+def test_fp8_is_right_with_and_without_scales_on_a_gpu(config: Config):
+    for shape in (*SHAPES["bsr_wgmma fp8"], (1000, 1536, 1280, (128, 128), 0.3)):
+        w, x = on_gpu(shape, "fp8", transposed=False)
+        random = [torch.rand(size, device="cuda") + 0.5 for size in (w.shape[0], len(x))]
+        for features, tokens in product((random[0], None), (random[1], None)):
+            scales = Scales(features, tokens)
+            program = bsr_wgmma.launch(x, w, config, scales=scales, watchdog=features is None)
+            for _ in range(2):
+                program.out.fill_(float("nan"))
+                program()
+            assert program.out.dtype == torch.bfloat16
+            assert_right(program.out, x, w, False, shape, scales)
+
+
+@needs_cupy
+@hopper
+@pytest.mark.parametrize("block", [64, 128])
+def test_a_nan_of_fp8_stays_out_of_the_rows_that_do_not_touch_its_column(block: int):
+    dense = torch.ones(2 * block, 4 * block, device="cuda").to(E4M3)
+    dense.view(torch.uint8)[:block, block : 2 * block] = 0
+    x = torch.ones(300, 4 * block, device="cuda").to(E4M3)
+    x.view(torch.uint8)[:, 2 * block - 1] = 0x7F
+    y = bsr_wgmma.launch(x, Bsr.from_dense(dense, block=block), Config(128, 1))()
+    assert y[:, :block].isfinite().all()
+    assert y[:, block:].isnan().all()
+
+
+@needs_cupy
+@hopper
+def test_a_prepared_launch_of_fp8_is_captured_and_reads_rewritten_activations():
+    w, x = on_gpu((1000, 1536, 1280, 128, 0.2), "fp8", transposed=False)
+    wide = torch.zeros(1000, 1344, device="cuda").to(E4M3)[:, :1280]  # a gap between rows
+    operands = Operands(Problem("linear", {"dtype": "fp8"}), {"w": w}, {"x": wide}, torch.matmul)
+    launch, y, graph = captured(bsr_wgmma.KERNEL.prepare, operands)
+    wide.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_right(y, x, w, False, launch.choice)
 
 
 @needs_cupy

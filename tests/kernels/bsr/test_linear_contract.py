@@ -15,9 +15,9 @@ import torch
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.cuda import BoundKernel
-from sparsebench.kernels._kernel import Kernel, Operands
+from sparsebench.kernels._kernel import DTYPES, Kernel, Operands
 from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
-from sparsebench.kernels.bsr.bsr_strips import tiles_of
+from sparsebench.kernels.bsr._strip_tiles import tiles_of
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, needs_hopper
 from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA
@@ -69,6 +69,8 @@ def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
     else:
         for transposed, dtype in product((False, True), (HALF, BF16)):
             yield module.constants_of(config, dtype, transposed)
+        for span in (64, 128):
+            yield module.constants_of(config, DTYPES["fp8"], False, span)
 
 
 COMPILED = [

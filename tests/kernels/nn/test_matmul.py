@@ -21,8 +21,10 @@ from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.nn import _frozen_op
 from sparsebench.kernels.nn import _named_kernel as module
+from sparsebench.kernels.nn._bsr_plans import Call, engines_of
 from sparsebench.kernels.peers import scipy_csr
 from tests.compiling.nvcc import hopper
+from tests.kernels.bsr.examples import assert_right, on_gpu
 
 N, K = 96, 64
 BY_KERNEL: list[tuple[Any, str | None]] = [
@@ -235,6 +237,31 @@ def test_torch_compile_accepts_matmul() -> None:
     w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
     compiled = torch.compile(lambda x: sparsebench.matmul(x, w).relu(), backend="eager")
     torch.testing.assert_close(compiled(x), sparsebench.matmul(x, w).relu())
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_blocks_of_fp8_give_bf16_and_have_no_gradient() -> None:
+    dense, x = weight().to(E4M3), torch.randn(5, K).to(E4M3)
+    w = Bsr.from_dense(dense, block=16)
+    right = (x.float() @ dense.float().T).bfloat16()
+    assert torch.equal(sparsebench.matmul(x, w), right)
+    assert sparsebench.matmul(x[:0], w).dtype == torch.bfloat16
+    compiled = torch.compile(lambda x: sparsebench.matmul(x, w), backend="eager")
+    assert torch.equal(compiled(x), right)
+    call = Call("dgrad", 5, (N, K), (64, 64), E4M3)
+    with pytest.raises(Unsupported, match="gradient"):
+        engines_of(call, torch.device("cuda"))
+
+
+@hopper
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("m", [1, 50, 600])
+def test_blocks_of_fp8_are_multiplied_on_a_gpu(m: int, block: int) -> None:
+    w, x = on_gpu((m, 520, 784, block, 0.3), "fp8", transposed=False)
+    for _ in range(3):  # planned, recorded, and without Python
+        assert_right(sparsebench.matmul(x, w), x, w, False, block)
 
 
 @pytest.mark.gpu

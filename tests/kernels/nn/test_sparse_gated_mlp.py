@@ -12,6 +12,7 @@ from torch.nn.functional import linear, relu
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.harness.bench.correctness import Expected, check
+from sparsebench.kernels._common.selection import bucket
 from sparsebench.kernels.nn import SparseGatedMLP
 from sparsebench.kernels.nn import sparse_gated_mlp as module
 from sparsebench.kernels.twell import _autograd, _index
@@ -565,6 +566,58 @@ def test_a_gpu_accepts_operands_at_any_address(slots) -> None:
         leaves = [inputs, *mlp.parameters()]
         results = torch.autograd.grad([y, l1], leaves, [dy, l1.new_tensor(0.5)])
         assert all(map(torch.equal, (y, l1, *results), expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(5632, 2048), (1000, 520)])
+@pytest.mark.parametrize("m", [1, 7, 16, 33, 64, 65, 200, 512, 513, 1500])
+def test_every_way_to_call_without_gradients_is_correct_on_a_gpu(m: int, n: int, k: int) -> None:
+    mlp, x = on_gpu(m, n, k, 60, 2.5, "bfloat16" if k == 2048 else "float16", activation="relu2")
+    weights, planned = (mlp.gate.weight, mlp.up.weight, mlp.down.weight_t), bucket(m)
+    ways = [c for engine in mlp.operator.offer(planned, None) for c in engine]
+    names = {way.kernel for way in ways}
+    hopper = torch.cuda.get_device_capability(GPU) == (9, 0)
+    assert {"ffn_step_sparse", "dense"} <= names
+    assert ("ffn_sparse" in names, "ffn_few" in names) == (hopper, hopper and planned <= 64)
+    with torch.no_grad():
+        reference = Dense(mlp, torch.float64)(x.double())
+        expected = Expected(reference, next(spreads(mlp, x, 0)), x.dtype, max(n, k))
+        for way in ways:
+            run = way.plan().run
+            poison()
+            y = run(x, *weights)
+            verdict = check(y, expected)
+            assert verdict.reason is None, f"{way.choice}: {verdict.reason}"
+            poison()
+            assert torch.equal(run(x, *weights), y), way.choice
+        assert check(mlp(x), expected).reason is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [16, 200, 1500])
+def test_recorded_calls_see_writes_and_new_modules_on_a_gpu(m: int) -> None:
+    mlp, x = on_gpu(m, 5632, 2048, 60, 2.5, "bfloat16")
+
+    def assert_right() -> None:
+        expected = Dense(mlp, torch.float64)(x.double())
+        for _ in range(4):
+            poison()
+            verdict = check(mlp(x), Expected(expected, next(spreads(mlp, x, 0)), x.dtype, 5632))
+            assert verdict.reason is None, verdict.reason
+
+    with torch.no_grad():
+        assert_right()
+        assert mlp._fronts
+        mlp.up.weight.mul_(2)
+        assert_right()
+        mlp.gate = copy.deepcopy(mlp.gate)
+        mlp.gate.weight[:, 1] += 1
+        assert_right()
+        mlp.activation, mlp.slots = "relu2", 30
+        assert_right()
+        assert torch.equal(copy.deepcopy(mlp)(x), mlp(x))
+    y = mlp(x)
+    assert y.requires_grad  # with gradients, the layer trains
 
 
 @pytest.mark.gpu

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats.dense import Dense
+from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
@@ -24,7 +26,13 @@ from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
 from sparsebench.kernels._common.search import FINALISTS, MOST_LINES, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
-from sparsebench.kernels.peers import _cusparselt, cusparselt, cusparselt_hybrid
+from sparsebench.kernels.peers import (
+    _cusparselt,
+    cusparselt,
+    cusparselt_dense,
+    cusparselt_hybrid,
+    cusparselt_slide,
+)
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Plan
 from sparsebench.results.record import Problem
 from tests.emulation.cusparselt_on_cpu import ALGORITHMS, OnCpu
@@ -467,3 +475,23 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
         y.fill_(float("nan"))
         graph.replay()
         assert_right(y, operands)
+
+
+# ---- lifted weights ----
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("dtype", "m"), [("fp16", 3), ("fp8", 32)])
+@pytest.mark.parametrize("module", [cusparselt_slide, cusparselt_dense])
+def test_lifted_weights_multiply_lifted_activations(
+    library: OnCpu, monkeypatch: pytest.MonkeyPatch, module: ModuleType, m: int, dtype: str
+) -> None:
+    pick(monkeypatch, cusparselt, 0)
+    operands = operands_of(dtype, m=m)
+    w = torch.randn(N, K // 8, 8).where(torch.rand(N, K // 8, 8).argsort(-1) < 6, 0).flatten(1)
+    stored = Slide if module is cusparselt_slide else Dense
+    operands = replace(operands, weights={"w": stored.from_dense(w.to(DTYPES[dtype]))})
+    launch = module.prepare(operands)
+    for _ in range(2):
+        assert_right(launch(), operands)
+        operands.activations["x"].copy_(operands.activations["x"].float().flip(0))

@@ -14,7 +14,14 @@ import torch
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_kernel, load_op, names
-from sparsebench.kernels.peers import _authors, _cusparse, _cusparselt, stk, twell_authors
+from sparsebench.kernels.peers import (
+    _authors,
+    _cusparse,
+    _cusparselt,
+    cutlass_sparse,
+    stk,
+    twell_authors,
+)
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -42,6 +49,8 @@ HALVES, FLOATS = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
 DEFAULT_ALONE = {"options": {"search": False}}
 LINEAR, MM = "torch.nn.functional.linear(x, w)", "cusparseSpMM through nvmath"
 FEW_UNITS = {"activation": "relu", "active": 29}
+IN_4_BITS = {"weight_bits": 4}
+TWO_FOUR_IN_4_BITS = {**IN_4_BITS, "pattern": "two_four", "sparsity": 0.5}
 
 ANSWERS: dict[str, list[Answers]] = {
     # Sides of 16, in 8 bits of 32; torch pads tokens in 16 bits, and its users do so in 8.
@@ -49,6 +58,11 @@ ANSWERS: dict[str, list[Answers]] = {
         Answers(f"{LINEAR}, semi-structured", HALVES, tokens(256, 512), **DEFAULT_ALONE),
         Answers(f"{LINEAR}, semi-structured", HALVES, tokens(48, 80, 50), **DEFAULT_ALONE),
         Answers("torch._scaled_mm(w, x.t())", ("fp8",), tokens(96, 96), **DEFAULT_ALONE),
+    ],
+    # Multiples of 16 bytes of what is kept of a row, and of Y's rows.
+    "cutlass_sparse": [
+        Answers("GemmUniversalAdapter", HALVES, tokens(72, 80, 3, 50)),
+        Answers("GemmUniversalAdapter", ("fp8",), tokens(72, 96, 3)),
     ],
     # Square blocks of any size that divide W, and any number of tokens.
     "torch_bsr": [
@@ -71,7 +85,8 @@ ANSWERS: dict[str, list[Answers]] = {
     "stk_wgrad": [Answers("stk.ops.sdd", (*HALVES, "tf32"), tokens(256, 384, 32, 100), 128)],
     "cusparse_csr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37))],
     "cusparse_csr_dgrad": [Answers(MM, FLOATS, tokens(96, 200, 37))],
-    "cusparse_csr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37))],
+    # NOT_SUPPORTED for CSR in bf16.
+    "cusparse_csr_wgrad": [Answers("cusparseSDDMM", ("fp16", "fp32"), tokens(96, 200, 37))],
     # Square blocks; the library multiplies fp32 Blocked-ELL in TF32.
     "cusparse_bsr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37), block) for block in (5, 32)],
     "cusparse_bsr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37), 32)],
@@ -87,6 +102,16 @@ ANSWERS: dict[str, list[Answers]] = {
     # No Python front end: a C function of the checkout, for n and k in multiples of 64.
     "spinfer": [Answers("SpMM_SplitK_API_bitmap_v3", ("fp16",), tokens(128, 256))],
     "macko": [Answers("macko_spmv.multiply", ("fp16",), tokens(40, 200, 1))],
+    # Weights in 4 bits; n in multiples of 8 and of 256.
+    "torch_int4": [
+        Answers("aten._weight_int4pack_mm", ("bf16",), tokens(264, 384, 1, 37), fields=IN_4_BITS)
+    ],
+    "marlin": [Answers("marlin.mul", ("fp16",), tokens(256, 384, 1, 37, 130), fields=IN_4_BITS)],
+    "sparse_marlin": [
+        Answers(
+            "marlin.mul_2_4", ("fp16",), tokens(256, 384, 1, 37, 130), fields=TWO_FOUR_IN_4_BITS
+        )
+    ],
     # k 2048, n 5632 and 8192; their kernels take multiples of 256 tokens.
     "twell_authors": [
         Answers("twell.TwELLGatedMLP", ("bf16",), tokens(5632, 2048, 50, 256), fields=FEW_UNITS)
@@ -105,7 +130,14 @@ ANSWERS: dict[str, list[Answers]] = {
     "torch_dense": [Answers("torch.nn.functional.linear", FLOATS, tokens(13, 11, 7))],
 }
 WITHOUT_A_FRONT_END = {
-    *("cusparselt_hybrid", "decoder_dense", "ffn_dense_triton", "reference"),
+    *(
+        "cusparselt_dense",
+        "cusparselt_hybrid",
+        "cusparselt_slide",
+        "decoder_dense",
+        "ffn_dense_triton",
+        "reference",
+    ),
     *("torch_decoded", "torch_twell", "torch_wgrad"),
 }
 """Programs of this repository: no other front end answers for them."""
@@ -166,6 +198,8 @@ def test_no_peer_refuses_what_its_front_end_answers(
     monkeypatch.setattr(_cusparselt, "library", lambda: None)
     monkeypatch.setattr(_cusparse, "find_spec", lambda package: True)
     monkeypatch.setattr(twell_authors, "find_spec", lambda package: True)
+    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda package: True)
+    monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
     monkeypatch.setattr(stk, "unavailable", lambda: None)
     monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
     monkeypatch.setattr(_authors, "not_built", lambda *names: None)
@@ -182,6 +216,7 @@ def test_a_peer_of_the_cpu_has_a_time_where_its_front_end_answers(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # TwELL's kernels refuse a capture
 @pytest.mark.parametrize(("name", "answers"), CASES)
 def test_a_peer_has_a_time_where_its_front_end_answers(name: str, answers: Answers) -> None:
     assert_timed(name, answers, CPU if load_kernel(name).device == "cpu" else CUDA)

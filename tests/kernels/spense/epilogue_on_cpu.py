@@ -82,7 +82,7 @@ class Case:
 
 
 EPILOGUE = (  # from its first function to the first one that follows it
-    "template <int FRAGMENTS>\n__device__ __forceinline__ void apply_scales(",
+    "// ---- epilogue: hidden units ----",
     "__device__ __forceinline__ void zero(",
 )
 
@@ -98,6 +98,7 @@ def on_cpu(own: str, constants: Any, folder: Path) -> Any:
     parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
     parts += "using Accumulators = float[TOKENS / 2];\n"
     parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
+    parts += cuda_source("scales.cuh").replace("#pragma once", "")
     parts += section(kernel, *EPILOGUE)
     source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
     return built(source + own.replace(KERNEL, without_ptx(parts)), constants, folder)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.scales import Scales
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
-from sparsebench.kernels.spense.spense_wgmma import Config, Scales
+from sparsebench.kernels.spense.spense_wgmma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.kernels.contract import captured, refusal

@@ -23,9 +23,10 @@ from sparsebench.formats.spense import DTYPES as PACKED
 from sparsebench.formats.spense import VALUE_BYTES, Spense
 from sparsebench.harness.bench.correctness import FP8, Expected, check
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.scales import Scales
 from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
-from sparsebench.kernels.spense.spense_wgmma import Config, Scales
+from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, Shape, example, on_gpu
 from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS

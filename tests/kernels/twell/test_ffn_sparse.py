@@ -317,7 +317,7 @@ def test_interpreted_dense_products_write_the_groups_left(m, heavy, gated, dtype
     rest.left[2] = 5
     rest.left[0], rest.heavy[: len(heavy)] = len(heavy), torch.tensor(heavy, dtype=torch.int32)
     up = wu if gated else None
-    for program in _remainder.products(x, g, up, wd, y, rest, squared=squared):
+    for program in _remainder.products(x, g, up, wd.T.contiguous(), y, rest, squared=squared):
         program()
 
     gate, up = gates.double().relu(), x.double() @ wu.double().T if gated else 1
@@ -379,8 +379,8 @@ def test_the_dense_products_compile_for_any_number_of_tokens(m: int) -> None:
     n, k = 5632, 2048
     rest = _remainder.rest_of(m, 132, torch.device("meta"))
     for wu in (empty(n, k), None):
-        x, g, wd, y = empty(m, k), empty(m, n), empty(k, n), empty(m, k)
-        for program in _remainder.products(x, g, wu, wd, y, rest, squared=m == 300):
+        x, g, wd_t, y = empty(m, k), empty(m, n), empty(n, k), empty(m, k)
+        for program in _remainder.products(x, g, wu, wd_t, y, rest, squared=m == 300):
             assert_triton_compiles(program)
 
 

@@ -37,9 +37,9 @@ def layer(m: int, n: int, k: int, kind: torch.dtype, squared: bool, gated: bool)
     x.copy_(torch.randn(m, k, device="cuda"))
     x[:, 0] = 1
     wg, wu = (torch.randn(n, k, device="cuda").mul_(k**-0.5).to(kind) for _ in range(2))
-    wd = torch.randn(k, n, device="cuda").mul_(n**-0.5).to(kind)
+    wd_t = torch.randn(n, k, device="cuda").mul_(n**-0.5).to(kind)
     up = wu if gated else None
-    return Layer(x, wg, up, wd, wd.t().contiguous(), torch.empty_like(x), squared)
+    return Layer(x, wg, up, wd_t, torch.empty_like(x), squared)
 
 
 def activate(layer: Layer, fraction: float) -> None:
@@ -70,7 +70,7 @@ def bound(layer: Layer, way: Way) -> Callable[[], Tensor]:
 
 def assert_correct(y: Tensor, layer: Layer) -> None:
     """Compare Y with the definition in fp64."""
-    x, wd = layer.x.double(), layer.wd.double()
+    x, wd = layer.x.double(), layer.wd_t.double().T
     gate = (x @ layer.gate.double().T).to(y.dtype).double().relu()
     h = gate.square() if layer.squared else gate
     h = h if layer.up is None else h * (x @ layer.up.double().T)

@@ -1,0 +1,133 @@
+"""A SparseGatedMLP without gradients: it runs the fastest layer of the TwELL family.
+
+    Y [m, k] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T          act is relu or relu2
+
+    ffn_few          one launch, up to 64 tokens
+    ffn_sparse       groups of eight tokens; the gate by torch, or as TwELL words
+    ffn_step_sparse  the forward pass of training, in Triton; also for GPUs before Hopper
+    dense            three products in torch
+
+A plan reads the weights as they are, so writes to them need no new plan. It depends on the number
+of active units, which a search learns from X; `slots` stands for it in the lists of choices.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket
+from sparsebench.kernels.twell import _grouped, _layer, ffn_few
+from sparsebench.kernels.twell._autograd import NAMES, gated_mlp, require_kernels
+from sparsebench.kernels.twell._twell_gate import configurations
+from sparsebench.results.record import Problem
+
+ENGINES = "ffn_few", "ffn_sparse", "ffn_twell", "ffn_step_sparse", "dense"
+
+
+class InTorch:
+    """The layer by an operator that is not of one size: training's, or dense products."""
+
+    code = pack = order = None
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        """Take the function of X and the three weights."""
+        self._run = run
+
+    def run(self, *operands: Tensor) -> Tensor:
+        """Return Y."""
+        on_tape(complete=False)
+        return self._run(*operands)
+
+
+def eager(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int) -> Tensor:
+    """Return Y [m, k]; X [m, k], Wg, Wu and Wd.T [n, k] are contiguous. Raises Unsupported."""
+    if not x.shape[0]:
+        return x.new_empty(x.shape)
+    operands = x, wg, wu, wd_t
+    operator, m = operator_of(*wg.shape, x.dtype, squared, slots, x.device), bucket(x.shape[0])
+    with torch.cuda.device_of(x):
+        selected = operator.plans.get(m)
+        if selected is None:
+            selected = operator.select(m, lambda product: partial(product.run, *operands))
+        return selected.product.run(*operands)
+
+
+inference = torch.library.custom_op(
+    "sparsebench::sparse_gated_mlp_inference", eager, mutates_args=()
+)
+
+
+@inference.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@lru_cache(256)
+def operator_of(
+    n: int, k: int, dtype: torch.dtype, squared: bool, slots: int, device: torch.device
+) -> Operator:
+    """Return the plans of all layers of these sizes, by number of tokens (selection.bucket)."""
+    kinds: dict[str, Any] = {"squared": squared, "dtype": dtype, "device": device}
+    activation = "relu2" if squared else "relu"
+
+    def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
+        engines = [_on_hopper(m), _training(m), _dense()]
+        if not choice:
+            return engines
+        return [[c for engine in engines for c in engine if c.choice.items() <= choice.items()]]
+
+    def _on_hopper(m: int) -> list[Candidate]:
+        sizes: dict[str, Any] = {
+            "m": m,
+            "n": n,
+            "k": k,
+            "dtype": NAMES[dtype],
+            "activation": activation,
+        }
+        if _layer.unsupported(Problem("ffn", sizes), device):
+            return []
+        few = [ffn_few.Config(way) for way in ffn_few.ways_of(m, n)]
+        whole = [_grouped.Config(alone=True)] if m <= _grouped.MOST_ALONE else []
+        whole.append(_grouped.Config())
+        words = [_grouped.Config(cluster=gate.cluster) for gate in configurations()]
+        kernels: dict[str, tuple[Any, Sequence[Any]]] = {
+            "ffn_few": (ffn_few.Product, few if m <= ffn_few.MOST_TOKENS else []),
+            "ffn_sparse": (_grouped.Product, whole),
+            "ffn_twell": (_grouped.Product, words),
+        }
+        return [
+            Candidate(name, config, partial(product, m, n, k, config, **kinds))
+            for name, (product, configs) in kernels.items()
+            for config in configs
+        ]
+
+    def _training(m: int) -> Iterable[Candidate]:
+        require_kernels(m, n, k, dtype, device)
+
+        def run(*operands: Tensor) -> Tensor:
+            y: Tensor = gated_mlp(*operands, squared, slots)[0]
+            return y
+
+        yield Candidate("ffn_step_sparse", NoConfig(), partial(InTorch, run))
+
+    def _dense() -> list[Candidate]:
+        def run(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor) -> Tensor:
+            gate = relu(x @ wg.t())
+            return (gate.square() if squared else gate) * (x @ wu.t()) @ wd_t
+
+        return [Candidate("dense", NoConfig(), partial(InTorch, run))]
+
+    def problem(m: int) -> dict[str, Any]:
+        density = float(f"{slots / n:.2g}")
+        fields = {"op": "twell.ffn", "dtype": NAMES[dtype], "activation": activation}
+        return {**fields, "m": m, "n": n, "k": k, "density": density}
+
+    if dtype not in NAMES:
+        raise Unsupported(f"expected fp16, bf16 or fp32 on a GPU, found {dtype}")
+    return Operator(ENGINES, offer, problem, device)

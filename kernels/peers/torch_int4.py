@@ -1,0 +1,76 @@
+"""Dense weights in 4 bits by torch: its product of bf16 activations and packed int4 weights.
+
+    Y [m, n] = X [m, k] @ ((code - 8) * scale).T        one scale for each 128 weights of a row
+
+This is the kernel that torchao deploys for weights in int4 ("tinygemm"), called directly. It
+converts 4 bits to bf16 in registers and multiplies by mma.sync. The packing interleaves 2, 4 or 8
+tiles of 16 columns, which is searched. Zeros of W are stored and multiplied like other weights.
+
+    needs   an NVIDIA GPU, compute capability 8.0 or newer
+    dtype   bf16 activations, fp32 accumulation
+    sizes   n a multiple of 8; k of 16 times the tiles and of the group
+
+Source: torch.ops.aten._weight_int4pack_mm, pytorch/aten/src/ATen/native/cuda/int4mm.cu.
+"""
+
+from functools import partial
+
+import torch
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.int4 import Int4
+from sparsebench.kernels._common.cuda import AMPERE, unsupported_device
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.results.record import Problem
+
+BITS = 4
+INNER_K_TILES = 8, 4, 2
+TILE, ROWS, GROUPS = 16, 8, (32, 64, 128, 256)
+
+
+def prepare(operands: Operands) -> Launch:
+    """Pack the weights in each way, and choose the fastest. Raises Unsupported for other groups."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Int4)
+    k, group = w.shape[1], w.group
+    if group not in GROUPS or k % group:
+        raise Unsupported(
+            f"expected k a multiple of the group, one of {GROUPS}; found {k}, {group}"
+        )
+    tiles = [tiles for tiles in INNER_K_TILES if k % (tiles * TILE) == 0]
+    if operands.pinned:
+        tiles = [int(operands.pinned["inner_k_tiles"])]
+    scales = w.scales.t().contiguous()
+    scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), 2)
+    product = torch.ops.aten._weight_int4pack_mm
+    pack = torch.ops.aten._convert_weight_to_int4pack
+    calls = [partial(product, x, pack(w.codes, t), group, scales_and_zeros) for t in tiles]
+    result = search(calls, operands.device)
+    choices = [{"inner_k_tiles": t} for t in tiles]
+    choice = {**choices[result.best], "weight_bits": BITS}
+    return Launch(calls[result.best], choice, candidates=result.lines(choices))
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why torch's product cannot run here, or None."""
+    if reason := unsupported_device(device, AMPERE, newer=True):
+        return reason
+    if problem["dtype"] != "bf16":
+        return f"expected bf16, found {problem['dtype']}"
+    if reason := unsupported_bits(problem):
+        return reason
+    n, k = problem["n"], problem["k"]
+    if n % ROWS or k % (min(INNER_K_TILES) * TILE):
+        return f"expected n a multiple of 8 and k of 32, found {n} and {k}"
+    return None
+
+
+def unsupported_bits(problem: Problem) -> str | None:
+    """Return that a problem's weights have other values than those of 4 bits, or None."""
+    if problem.fields.get("weight_bits") == BITS:
+        return None
+    return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {problem['dtype']}"
+
+
+KERNEL = Kernel("linear", "int4", "cuda", prepare, unsupported)

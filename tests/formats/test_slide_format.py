@@ -1,0 +1,97 @@
+"""Slide: every (2N - 2):2N matrix round-trips, and its lifted matrix multiplies the columns."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.errors import FormatError
+from sparsebench.formats.slide import Slide
+from sparsebench.formats.spense import DTYPES
+from sparsebench.harness.testing.formats import bits
+
+KINDS = [(2, 4), (4, 6), (6, 8), (8, 10), (4, 4)]
+SPECIAL = torch.tensor([-0.0, float("nan"), 1.0, -2.5, 0.0])
+
+
+def pruned(values: Tensor, kept: int, group: int) -> Tensor:
+    """Return the values where a random `kept` of each group are kept, and +0.0 elsewhere."""
+    n, k = values.shape
+    keep = torch.rand(n, -(-k // group), group).argsort(-1) < kept
+    return values.where(keep.flatten(1)[:, :k], 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.tuples(st.integers(1, 100), st.integers(1, 700)),
+    st.sampled_from(DTYPES),
+    st.sampled_from(KINDS),
+    st.integers(0, 2**20),
+)
+def test_every_matrix_round_trips(
+    shape: tuple[int, int], dtype: torch.dtype, kind: tuple[int, int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    dense = pruned(SPECIAL[torch.randint(len(SPECIAL), shape)], *kind).to(dtype)
+    packed = Slide.from_dense(dense, kept=kind[0], group=kind[1])
+    assert torch.equal(bits(packed.to_dense()), bits(dense))
+
+
+@pytest.mark.parametrize(("kept", "group"), KINDS)
+def test_every_choice_of_the_elements_of_a_group_fits(kept: int, group: int) -> None:
+    subsets = [*combinations(range(group), kept)]
+    dense = torch.zeros(len(subsets), group)
+    for row, subset in enumerate(subsets):
+        dense[row, list(subset)] = torch.arange(1.0, kept + 1)
+    packed = Slide.from_dense(dense.half(), kept=kept, group=group)
+    assert torch.equal(packed.to_dense().float(), dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kept", "group"), KINDS)
+def test_the_lifted_matrix_multiplies_the_lifted_columns(
+    kept: int, group: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    w = pruned(torch.randint(-3, 4, (40, 700)).float(), kept, group)
+    packed, x = Slide.from_dense(w.to(dtype), kept=kept, group=group), torch.randn(3, 700).double()
+    columns = packed.columns
+    lifted = pad(x, (0, int(columns.max()) + 1 - 700))[:, columns]
+    product = lifted @ packed.lifted.to_dense().double().T
+    torch.testing.assert_close(product, x @ w.double().T)
+
+
+def test_a_block_of_six_of_eight_is_x_and_then_the_middles_of_its_groups() -> None:
+    packed = Slide.from_dense(torch.zeros(1, 256).half())
+    first = packed.columns[:192].tolist()
+    assert first[:128] == [*range(128)]
+    assert first[128:136] == [2, 3, 4, 5, 10, 11, 12, 13]
+    assert packed.lifted.shape == (1, 384)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "share"),
+    [
+        ((6, 8), torch.bfloat16, 1.5 * 0.5625),
+        ((6, 8), torch.float8_e4m3fn, 1.5 * 0.625),
+        ((2, 4), torch.bfloat16, 0.5625),
+        ((4, 4), torch.bfloat16, 2 * 0.5625),
+    ],
+)
+def test_whole_tiles_take_the_bytes_of_the_docstring(
+    kind: tuple[int, int], dtype: torch.dtype, share: float
+) -> None:
+    dense = torch.zeros(128, 1024).to(dtype)
+    packed = Slide.from_dense(dense, kept=kind[0], group=kind[1])
+    assert packed.stored_bytes == share * dense.numel() * dense.element_size()
+
+
+def test_a_full_group_is_named() -> None:
+    dense = torch.zeros(3, 24).half()
+    dense[2, 8:15] = 1
+    with pytest.raises(FormatError, match=r"found 7 in row 2, group 1 \(columns 8 to 15\)"):
+        Slide.from_dense(dense)

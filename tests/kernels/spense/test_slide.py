@@ -1,0 +1,257 @@
+"""Kernels of slide weights: the launch that lifts X, middle boxes, work lists, and products."""
+
+import ctypes
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import BITS
+from sparsebench.formats.slide import Slide, columns_of
+from sparsebench.formats.spense import DTYPES as STORED
+from sparsebench.formats.spense import Spense
+from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
+from sparsebench.kernels._common.lift import lifting
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Operands
+from sparsebench.kernels.peers import cusparselt_slide
+from sparsebench.kernels.spense import slide_gather, slide_wgmma, spense_wgmma
+from sparsebench.kernels.spense._stream_k import schedule
+from sparsebench.kernels.spense.spense_wgmma import UNIT, Config
+from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
+from tests.emulation.cuda_on_cpu import built
+from tests.kernels.contract import captured, refusal
+from tests.kernels.spense.examples import CUOBJDUMP
+from tests.kernels.spense.test_spense_wgmma import assert_metadata_stays
+from tests.tools.marks import crossed, needs_gxx, sampled
+from tests.tools.paths import cuda_source
+
+KINDS = (6, 8), (4, 6), (8, 10), (4, 4)
+# m, n, k: one tile; edges on all sides; many k tiles; more tokens than a tile has.
+SHAPES = [(1, 8, 16), (20, 200, 528), (33, 320, 1280), (300, 456, 784)]
+
+
+def pruned(n: int, k: int, kept: int, group: int, device: str = "cpu") -> Tensor:
+    """Return small integers, at most `kept` in each group; one row is empty, one has all it can."""
+    keep = torch.rand(n, -(-k // group), group, device=device).argsort(-1) < kept
+    w = torch.randint(-3, 4, (n, k), device=device).float() * keep.flatten(1)[:, :k]
+    w[n // 2] = 0
+    w[-1] = torch.where(keep.flatten(1)[-1, :k], 2.0, 0.0)
+    return w
+
+
+def example(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kind: tuple[int, int] = KINDS[0],
+    device: str = "cpu",
+) -> tuple[Tensor, Slide]:
+    m, n, k = shape
+    torch.manual_seed(m + n + k)
+    w = pruned(n, k, *kind, device).to(dtype)
+    x = torch.randint(-3, 4, (m, k), device=device).to(dtype)
+    return x, Slide.from_dense(w, kept=kind[0], group=kind[1])
+
+
+# ---- the launch that lifts X ----
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("kind", "dtype"), crossed(KINDS, STORED), ids=str)
+def test_x_is_lifted_to_the_columns_of_the_format(
+    kind: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for shape in SHAPES[:2]:
+        x, w = example(shape, dtype, kind)
+        wide = torch.zeros(len(x), x.shape[1] + 64, dtype=dtype)[:, : x.shape[1]]
+        wide.copy_(x)
+        lift = lifting(wide, w)
+        lift.out.view(torch.uint8).fill_(0x7F)  # NaN
+        beyond = int(w.columns.max()) + 1 - x.shape[1]
+        padded = torch.nn.functional.pad(x.float(), (0, beyond))
+        assert torch.equal(lift().float(), padded[:, w.columns])
+
+
+# ---- middle boxes ----
+
+
+def swizzled(rows: Tensor) -> Tensor:
+    """Return bytes [rows, 128] as TMA writes them: piece p of row r at p ^ r % 8."""
+    place = torch.arange(8) ^ torch.arange(len(rows))[:, None] % 8
+    return rows.unflatten(1, (8, 16)).gather(1, place[..., None].expand(-1, -1, 16)).flatten(1)
+
+
+@needs_gxx
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("config", [Config(16, 1, 4), Config(48, 1, 4, 1, 2)], ids=str)
+def test_the_idle_warps_write_the_columns_of_odd_windows(
+    config: Config, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    columns = 2 * 128 // dtype.itemsize
+    x = torch.randn(config.tokens, columns).to(dtype)
+    boxes = [swizzled(half.contiguous().view(torch.uint8)) for half in x.chunk(2, 1)]
+    shared = torch.cat([*boxes, torch.zeros_like(boxes[0])]).contiguous()
+    library = built(EXPANDERS, spense_wgmma.constants_of(config, dtype, windows=True), tmp_path)
+    library.run(ctypes.c_void_p(shared.data_ptr()))
+    lifted_columns = columns_of(columns, 6, 8, dtype.itemsize)[columns : columns * 3 // 2]
+    expected = x.view(BITS[dtype.itemsize])[:, lifted_columns].contiguous().view(torch.uint8)
+    assert torch.equal(shared[2 * config.tokens :], swizzled(expected))
+
+
+KERNEL = cuda_source("spense_wgmma.cu")
+EXPANDERS = """
+#include <cstring>
+typedef unsigned int u32;
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct { int x; } threadIdx;
+char* memory;
+u32 __byte_perm(u32 a, u32 b, u32 places) {
+  u32 result = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 place = places >> 4 * i & 7;
+    result |= ((place < 4 ? a : b) >> place % 4 * 8 & 255) << 8 * i;
+  }
+  return result;
+}
+uint4 ld_shared_uint4(u32 at) { uint4 v; memcpy(&v, memory + at, 16); return v; }
+void st_shared_uint4(u32 at, const uint4& v) { memcpy(memory + at, &v, 16); }
+#define __device__
+#define __forceinline__ inline
+constexpr int EXPANDERS = WARPGROUPS < 3 ? 3 - WARPGROUPS : 1;
+MIDDLE_BOXES
+extern "C" void run(char* boxes) {
+  memory = boxes;
+  const u32 box = TOKENS * ROW_BYTES;
+  for (threadIdx.x = 32 * (WARPGROUPS + 1); threadIdx.x < 128; threadIdx.x++)
+    expand_box(0, box, 2 * box);
+}
+""".replace(
+    "MIDDLE_BOXES",
+    KERNEL[KERNEL.index("__device__ __forceinline__ uint2 middle_of") :].split(
+        "__device__ __forceinline__ void expanders_sync"
+    )[0],
+)
+
+
+# ---- work lists ----
+
+
+@pytest.mark.parametrize("m", [16, 300, 5000])
+@pytest.mark.parametrize("shape", [(5120, 30), (51200, 48), (640, 3)], ids=str)
+def test_items_start_and_end_at_whole_units(shape: tuple[int, int], m: int) -> None:
+    n, k_tiles = shape
+    tiles = torch.empty((-(-n // 64), k_tiles, 9216), device="meta")
+    nothing = torch.empty((0, k_tiles, 16384), device="meta")
+    w = Spense((n, 128 * k_tiles), torch.bfloat16, (n, 128 * k_tiles), tiles, nothing)
+    work = schedule(w, m, 128, 1, 132, unit=UNIT)
+    items = work.items[: work.starts[-1]]
+    assert not (items[:, 2:4] % UNIT).any()
+    done = np.zeros((-(-n // 128), -(-m // 128), k_tiles), int)
+    for group, token, first, count, *_ in items:
+        done[group, token // 128, first : first + count] += 1
+    assert (done == 1).all()
+
+
+# ---- what they refuse, and machine code ----
+
+
+def refused(kernel: ModuleType, x: Tensor, w: Slide) -> str:
+    operands = Operands(Problem("linear", {"dtype": "fp16"}), {"w": w}, {"x": x}, torch.matmul)
+    return refusal(lambda: kernel.prepare(operands))
+
+
+@pytest.mark.parametrize("kernel", [slide_gather, slide_wgmma])
+def test_operands_that_it_cannot_read_are_unsupported(kernel: ModuleType) -> None:
+    x, w = example((4, 64, 256), torch.float16)
+    assert "found torch.bfloat16 and torch.float16" in refused(kernel, x.bfloat16(), w)
+    assert "found shape [4, 128]" in refused(kernel, x[:, :128], w)
+    assert "found strides [1, 4]" in refused(kernel, x.T.contiguous().T, w)
+    assert "found 252 and 64" in refused(kernel, *example((4, 64, 252), torch.float16))
+
+
+def test_only_six_of_eight_is_lifted_on_chip() -> None:
+    assert "found 4 of 6" in refused(slide_wgmma, *example((4, 64, 240), torch.float16, (4, 6)))
+
+
+CONFIGS = [Config(256, 2, 4), Config(16, 1, 4), Config(64, 2, 5), Config(256, 1, 4)]
+CONFIGS += [Config(48, 1, 4, 1, 2), Config(112, 1, 4, 2, 2), Config(128, 1, 4, 2, 5)]
+CONFIGS += [Config(128, 2, 4), Config(32, 1, 6), Config(16, 1, 4, 1, 8), Config(80, 2, 4, 1)]
+
+
+@by_nvcc
+@pytest.mark.parametrize(
+    ("config", "dtype"), sampled([*product(CONFIGS, [STORED[1], STORED[2]])]), ids=str
+)
+def test_it_compiles_without_a_spill_or_a_serialised_product(
+    config: Config, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    constants = spense_wgmma.constants_of(config, dtype, windows=True)
+    look = assert_metadata_stays if CUOBJDUMP.exists() else None
+    assert_compiles_cleanly("spense_wgmma", constants, tmp_path, look=look)
+
+
+# ---- on a GPU ----
+
+LARGE = [(300, 1536, 1280), (513, 1000, 2064), (64, 12800, 640), (16, 640, 6400), (37, 4096, 4096)]
+EVERY_KERNEL = [slide_gather, slide_wgmma, cusparselt_slide]
+
+
+def on_gpu(shape: tuple[int, int, int], dtype: str, kind: tuple[int, int]) -> tuple[Tensor, Slide]:
+    """Return normal deviates, whose sums are rounded; fresh ones each time."""
+    m, n, k = shape
+    w = pruned(n, k, *kind, "cuda")
+    w = (w * (torch.rand_like(w) + 0.5)).to(DTYPES[dtype])
+    x = torch.randn(m, k, device="cuda").to(DTYPES[dtype])
+    return x, Slide.from_dense(w, kept=kind[0], group=kind[1])
+
+
+def assert_right(y: Any, x: Tensor, w: Slide, what: Any) -> None:
+    right = w.to_dense().double().T
+    spread = (x.double().square() @ right.square()).sqrt()
+    sums = FP8 if x.itemsize == 1 else FP32
+    expected = Expected(x.double() @ right, spread, y.dtype, w.shape[1], sums=sums)
+    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_products_are_right_and_the_same_at_each_launch(config: Config, dtype: str) -> None:
+    kinds = {slide_gather: KINDS, slide_wgmma: KINDS[:1]}
+    for kernel, shape in product(kinds, [*LARGE, *SHAPES]):
+        for kind in kinds[kernel] if shape == LARGE[1] else KINDS[:1]:
+            x, w = on_gpu(shape, dtype, kind)
+            for watchdog in (False, True)[: 1 + (kernel is slide_wgmma)]:
+                program, outputs = kernel.launch(x, w, config, watchdog=watchdog), []
+                for _ in range(3):
+                    program.out.fill_(float("nan"))
+                    outputs.append(program().clone())
+                torch.cuda.synchronize()
+                assert_right(outputs[0], x, w, (kernel.__name__, shape, kind))
+                assert all(torch.equal(y, outputs[0]) for y in outputs), (kernel, shape)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
+@pytest.mark.parametrize("m", [1, 16, 77, 300])
+def test_a_captured_launch_reads_rewritten_activations(
+    kernel: ModuleType, dtype: str, m: int
+) -> None:
+    x, w = on_gpu((m, 1024, 2048), dtype, KINDS[0])
+    wide = torch.zeros(len(x), x.shape[1] + 256, device="cuda").to(x.dtype)[:, : x.shape[1]]
+    problem = Problem("linear", {"dtype": dtype, "n": 1024, "k": 2048, "m": m})
+    operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
+    launch, y, graph = captured(kernel.prepare, operands)
+    wide.copy_(x)
+    assert isinstance(y, Tensor)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert y.dtype == OUTPUTS[dtype]
+    assert_right(y, x, w, launch.choice)
