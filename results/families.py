@@ -23,6 +23,9 @@ OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
 OF_MASKS = {"block_mask"}
 """Formats that store which blocks an op computes, and no values."""
 
+QUANTISED = {"int4"}
+"""Formats that store weights in fewer bits, and zeros like other weights."""
+
 
 @cache
 def family(kernel: str) -> str:
