@@ -15,6 +15,7 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.cases import CONTEST
 from sparsebench.results.contests import in_chain, usual
+from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import (
     between,
     blocks_text,
@@ -28,7 +29,6 @@ from sparsebench.results.statistics import ratio_over
 
 LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
 MOST = 4  # winners
-DEFAULT = "default"  # the kernel of a contender without one: what users of the format get
 LEAST = 0.01  # relative uncertainty that a lead shows
 
 

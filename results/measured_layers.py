@@ -314,6 +314,8 @@ def _way(line: Mapping[str, Any]) -> str:
     kind, pattern, op = line["kind"], line["pattern"], line["op"]
     if kind == "spense":
         return TWO_FOUR
+    if kind == "slide":
+        return SIX_EIGHT if pattern == "six_eight" else ""
     if kind == "bsr" and pattern == "blocks" and LEVELS[0] <= line["level"] <= LEVELS[1]:
         return SIDES.get(str(line["block"]), "")
     if kind == "bitmap" and line["m"] <= BITMAP_TOKENS and line["level"] >= LEVELS[0]:

@@ -55,7 +55,7 @@ SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # the longest verbatim quotation
 OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
-FIELDS_OF_TRAINING = "pattern", "block", "width"
+FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
 
 Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
 Share = Annotated[float, Field(gt=0, le=1)]
