@@ -150,7 +150,7 @@ def test_a_shipped_claim_is_about_training() -> None:
     [
         ({"trained": None}, "expected trained, for a metric of the loss"),
         ({"metric": "of_ideal"}, "expected a metric of training, speedup or memory_saved or"),
-        ({"at": {"m": 4}}, "expected fields of training, some of data, pattern, block, width, not m"),
+        ({"at": {"m": 4}}, "some of data, pattern, block, width, not m"),
         ({"whole": "step"}, "expected one of measure, trained and whole, not two"),
         ({**OF_WHOLE, "at": {"m": 1}}, "expected fields of a whole model, some of none, not m"),
         ({"measure": {"suite": "quick"}}, "expected one of measure, trained and whole, not two"),
