@@ -405,7 +405,7 @@ __device__ __forceinline__ void fence_metadata(const uint2& v) {
 struct InFlight { int x, w; };  // stages that the wgmma in flight read; -1 for none
 
 // Release both stages. The empty barrier of X counts one arrival of each warpgroup of each CTA that
-// receives the box, and with WINDOWS one of the expanders of each. That of W counts one of each warp.
+// receives the box, and one of the expanders of each. That of W counts one arrival of each warp.
 __device__ __forceinline__ void consumer_release(const XPipeline& x, const WPipeline& w,
                                                  InFlight done) {
   const int thread = threadIdx.x % 128;
