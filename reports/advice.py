@@ -38,7 +38,7 @@ def table(answer: Answer) -> Table:
     lines: list[list[Cell]] = [
         [
             each.kind,
-            *((gain.text, _style(gain)) for gain in (each.layers, each.step)),
+            *((gain.text, style(gain)) for gain in (each.layers, each.step)),
             f"{significant(each.gigabytes)} GB",
             each.quality,
             each.sure,
@@ -84,20 +84,23 @@ def sources(answer: Answer) -> list[str]:
 def collected(runs: Iterable[tuple[Run, pd.DataFrame, str]], root: Path) -> Evidence:
     """Return the evidence of published runs, and of the models' files in their folder."""
     evidence = measured_layers.of_runs(runs)
-    steps, losses = [*evidence.steps], [*evidence.losses]
+    steps, losses, costs = [*evidence.steps], [*evidence.losses], [*evidence.costs]
     for file in sorted(root.glob("*/*.json")):
         source = file.relative_to(root).as_posix()
         match file.parent.name:
             case "pruning":
-                losses += measured_layers.of_pruning(read_pruning(file), source)
+                pruning = read_pruning(file)
+                losses += measured_layers.of_pruning(pruning, source)
+                costs += measured_layers.costs_of_pruning(pruning, source)
             case "training":
                 losses += measured_layers.of_trainings(read_widths(file), source)
             case "sparsity":
                 trained = validated(file, L1Trainings, SPARSITY_SCHEMA)
                 losses.append(measured_layers.of_l1(trained, ACTIVE, source))
+                costs.append(measured_layers.cost_of_l1(trained, ACTIVE, source))
             case "whole":
                 steps += measured_layers.of_whole(read_whole(file), source.removesuffix(".json"))
-    return replace(evidence, steps=steps, losses=losses)
+    return replace(evidence, steps=steps, losses=losses, costs=costs)
 
 
 def text_of(evidence: Evidence) -> str:
@@ -115,7 +118,8 @@ def _notes(answer: Answer) -> list[str]:
     return [*answer.notes, *rows, *(f"To measure: {command}" for command in commands(answer))]
 
 
-def _style(gain: Gain) -> str:
+def style(gain: Gain) -> str:
+    """Return the style of a gain's cell: good if all of its interval is worth it."""
     if gain.basis == BOUND:
         return "quiet"
     return "good" if gain.low >= WORTH else "bad" if gain.high < 1 else "unsure"

@@ -3,7 +3,7 @@
     results/published/GPU/RUN ─> results/published/README.md   headline, list of runs, digests
                               ─> results/published/advice.json rows of `sparsebench advise`
                               ─> results/between_cards.json    the variation between cards
-                              ─> README.md                     the text between two marks:
+                              ─> README.md, pruning/README.md  the text between two marks:
 
         <!-- published: figure -->
         <!-- end -->
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.reports import advice
+from sparsebench.reports import advice, costs
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import drawn, picture
@@ -54,7 +54,7 @@ ADVICE = "advice.json"
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
 LEVEL = 0.9  # the sparsity that the caption names
 BLOCK, COLUMNS, LINES = "64", 72, 13  # the terminal example: block size, width and lines
-BLOCKED = ("README.md",)  # pages with blocks between marks
+BLOCKED = ("README.md", f"{HOME}/pruning/README.md")  # pages with blocks between marks
 OPENING = re.compile(r"<!-- published: (\S+) -->\n")
 BLOCK_OF_PAGE = re.compile(r"(<!-- published: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PAGE = """# Published runs
@@ -158,13 +158,15 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
         "terminal": terminal,
     }
     texts = {name: make(runs) for name, make in parts.items()}
-    pages = {root / HOME / "README.md": PAGE.format(**texts)}
-    pages |= {path: _filled(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
-    linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
     of_runs = (
         (run.run, run.cases, f"{run.run.path.parent.name}/{name}") for name, run in runs.items()
     )
-    linked[root / HOME / ADVICE] = advice.text_of(advice.collected(of_runs, root / HOME))
+    evidence = advice.collected(of_runs, root / HOME)
+    texts["costs"] = costs.markdown(evidence, runs[PICTURED].gpu)
+    pages = {root / HOME / "README.md": PAGE.format(**texts)}
+    pages |= {path: _filled(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
+    linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
+    linked[root / HOME / ADVICE] = advice.text_of(evidence)
     linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
     return {
         path: text

@@ -161,19 +161,18 @@ def _advice(
 ) -> Advice:
     """Return everything that is known of a kind: bounds, then an estimate, then measurements."""
     way, sparsity = KINDS[kind]
-    layer = step.mlp(CSR if way == ANYWHERE and step.tokens > BITMAP_TOKENS else way, sparsity)
-    of_layers, of_step = (Gain(most, 0.0, most, BOUND) for most in (layer.bound, step.bound(layer)))
+    layer = mlp_of(step, way, sparsity)
+    of_layers, most = gain_of(evidence, layer, gpu), step.bound(layer)
+    of_step = Gain(most, 0.0, most, BOUND)
     runs: list[Measured | Step] = []
     how = ["bound alone"]
     if gpu and (estimate := evidence.layers.estimate(layer, gpu)):
-        of_layers = Gain(estimate.gain, estimate.low, estimate.high, ESTIMATE)
         of_step, runs, how = (
             step.estimated(layer, estimate, rest_us),
             [*estimate.rows],
             ["estimate"],
         )
     if same := _measured_layer(evidence, layer, gpu):
-        of_layers = Gain.measured(same.gain, same.low, same.high, same.processes)
         runs, how = [same], [f"MLP: {_processes(same.processes)}"]
     if whole := _measured_step(evidence, step, layer, gpu):
         of_step = Gain.measured(whole.gain, whole.low, whole.high, whole.processes)
@@ -194,6 +193,20 @@ def _advice(
         "; ".join(how),
         list(dict.fromkeys(row.run for row in runs)),
     )
+
+
+def mlp_of(step: StepModel, way: str, sparsity: float) -> Layer:
+    """Return an MLP of a model; with many tokens at once, zeros anywhere are stored as CSR."""
+    return step.mlp(CSR if way == ANYWHERE and step.tokens > BITMAP_TOKENS else way, sparsity)
+
+
+def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
+    """Return the gain of a layer: measured, else estimated, else its bound."""
+    if gpu and (same := _measured_layer(evidence, layer, gpu)):
+        return Gain.measured(same.gain, same.low, same.high, same.processes)
+    if gpu and (estimate := evidence.layers.estimate(layer, gpu)):
+        return Gain(estimate.gain, estimate.low, estimate.high, ESTIMATE)
+    return Gain(layer.bound, 0.0, layer.bound, BOUND)
 
 
 def _processes(count: int) -> str:

@@ -35,7 +35,8 @@ FARTHEST = (
 )  # in log2: 4 times the tokens, 8 times the weights, 2 times the density
 LEAST_TOKENS, MOST_TOKENS = 8, 4096  # beyond these tokens and weights the efficiency stays the same
 MOST_WEIGHTS = 2**27
-DENSE, TWO_FOUR, BLOCKS = "dense", "2:4", "blocks"
+DENSE, TWO_FOUR, SIX_EIGHT = "dense", "2:4", "6:8"
+BLOCKS, SMALL_BLOCKS = "blocks", "blocks of 32"
 ANYWHERE, CSR, ACTIVATIONS = "anywhere", "csr", "activations"
 
 
@@ -58,7 +59,8 @@ class Gpu:
 class Layer:
     """A product Y[m, n] = X[m, k] W.T, or a gated MLP of k inputs and n hidden units.
 
-    way        how it is sparse: 2:4, blocks (64 × 64), anywhere (a bitmap), csr, activations
+    way        how it is sparse: 2:4, 6:8, blocks (64 × 64), blocks of 32, anywhere (a bitmap),
+               csr, activations
     sparsity   fraction of zeros in the weights; half of it for an MLP that is half 2:4
     active     hidden units on for a token, for `activations`
     """
@@ -105,14 +107,17 @@ class Layer:
     def stored(self) -> float:
         """Return the bytes read of the weights over those of dense ones.
 
-        2:4 adds two bits to each value kept, a bitmap one bit to each value, and CSR four bytes to
-        each value kept. With sparse activations, rows are read that any token needs.
+        2:4 adds two bits to each value kept, 6:8 is stored as 2:4 of one and a half times as many
+        columns, a bitmap adds one bit to each value, and CSR four bytes to each value kept. With
+        sparse activations, rows are read that any token needs.
         """
         if self.way == DENSE:
             return 1.0
         if self.way == TWO_FOUR:
             kept = 0.5 + 0.125 / self.element
             return 1 - 2 * self.sparsity * (1 - kept)
+        if self.way == SIX_EIGHT:
+            return 1.5 * (0.5 + 0.125 / self.element)
         if self.way == ACTIVATIONS:
             return (1 + 2 * (1 - (1 - self.active / self.n) ** self.m)) / 3
         extra = {ANYWHERE: 1 / (8 * self.element), CSR: 4 / self.element * (1 - self.sparsity)}

@@ -25,6 +25,8 @@ from sparsebench.results.layer_estimates import (
     ANYWHERE,
     BLOCKS,
     CSR,
+    SIX_EIGHT,
+    SMALL_BLOCKS,
     TWO_FOUR,
     Estimator,
     Gpu,
@@ -34,6 +36,7 @@ from sparsebench.results.layer_estimates import (
 from sparsebench.results.model_files import (
     DENSE,
     FORWARD,
+    L1Training,
     L1Trainings,
     ModelTimings,
     PatternTrainings,
@@ -45,7 +48,14 @@ from sparsebench.results.store import Run
 
 SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
-BLOCK, LEVELS = "64", (0.5, 0.95)  # of the block-sparse layers
+SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)  # of the block-sparse layers
+PRUNED = {  # the way of each pattern that `prune` knows
+    "2:4": TWO_FOUR,
+    "6:8": SIX_EIGHT,
+    "unstructured": ANYWHERE,
+    "64x64": BLOCKS,
+    "32x32": SMALL_BLOCKS,
+}
 BITMAP_TOKENS = 256  # above these tokens the bitmap kernel does not run
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 PLAIN = ("plain", "torch_compile", "cublas_ffn")  # dense MLPs in the timings of a whole model
@@ -53,6 +63,7 @@ LOST = (
     "Losses are those of {model} with pruned MLPs: nats per token over {tokens} held-out tokens, "
     "by the best of {methods} methods."
 )
+TRAINED = "training"
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,20 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """The rise of a model's held-out loss in nats per `unit`, by a method of `prune` or TRAINED."""
+
+    way: str
+    sparsity: float
+    model: str
+    method: str
+    rise: float
+    unit: Literal["token", "byte"]
+    held_out: int
+    source: str
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything that was measured; its fields are those of advice.json."""
 
@@ -93,6 +118,7 @@ class Evidence:
     measured: Sequence[Measured]
     steps: Sequence[Step]
     losses: Sequence[Loss] = ()
+    costs: Sequence[Cost] = ()
     schema: Literal["sparsebench/advice@1"] = SCHEMA
 
     @cached_property
@@ -103,8 +129,8 @@ class Evidence:
     def __add__(self, other: "Evidence") -> "Evidence":
         """Return both together; the GPUs of `other` replace those of the same name."""
         gpus = [*{gpu.name: gpu for gpu in (*self.gpus, *other.gpus)}.values()]
-        steps, losses = [*self.steps, *other.steps], [*self.losses, *other.losses]
-        return Evidence(gpus, [*self.measured, *other.measured], steps, losses)
+        parts = ("measured", "steps", "losses", "costs")
+        return Evidence(gpus, *([*getattr(self, part), *getattr(other, part)] for part in parts))
 
 
 def packaged() -> Evidence:
@@ -131,24 +157,41 @@ def of_runs(runs: Iterable[tuple[Run, pd.DataFrame, str]]) -> Evidence:
 
 
 def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
-    """Return the losses of each pattern with its best method."""
+    """Return the losses of each pattern by its best method; none for a model of bytes."""
     best: dict[tuple[str, float], float] = {}
-    for outcome in pruning.outcomes:
-        if outcome.loss is not None and outcome.sparsity:
-            key = TWO_FOUR if outcome.pattern == "2:4" else ANYWHERE, outcome.sparsity
-            best[key] = min(best.get(key, outcome.loss), outcome.loss)
-    model, dense = pruning.weights.rpartition(".")[0], pruning.loss or 0.0
-    methods = len({outcome.method for outcome in pruning.outcomes})
+    costs = costs_of_pruning(pruning, source) if pruning.unit == "token" else []
+    for cost in costs:
+        key = cost.way, cost.sparsity
+        best[key] = min(best.get(key, cost.rise), cost.rise)
+    model, methods = _model(pruning), len({cost.method for cost in costs})
     text = LOST.format(model=model, tokens=pruning.held_out, methods=methods)
+    return [Loss(*key, rise, model, text, source) for key, rise in best.items()]
+
+
+def costs_of_pruning(pruning: Pruning, source: str) -> list[Cost]:
+    """Return the rise of the loss by each method and pattern."""
+    about = pruning.unit, pruning.held_out, source
     return [
-        Loss(way, sparsity, round(loss - dense, 4), model, text, source)
-        for (way, sparsity), loss in best.items()
+        Cost(
+            PRUNED[outcome.pattern],
+            round(outcome.sparsity, 4),
+            _model(pruning),
+            outcome.method,
+            round(outcome.loss - (pruning.loss or 0.0), 4),
+            *about,
+        )
+        for outcome in pruning.outcomes
+        if outcome.loss is not None and outcome.sparsity and outcome.pattern in PRUNED
     ]
+
+
+def _model(pruning: Pruning) -> str:
+    return pruning.weights.removesuffix(".gguf")
 
 
 def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
     """Return the loss of the models with the most zeros beside dense ones of the same width."""
-    sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == int(BLOCK)]
+    sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == 64]
     most = max(one.sparsity for one in sparse)
     chosen = [one for one in sparse if one.sparsity == most]
     dense = [other.loss for one in chosen if (other := trainings.dense_match(one, "width"))]
@@ -162,14 +205,32 @@ def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
 
 def of_l1(trainings: L1Trainings, active: float, source: str) -> Loss:
     """Return the loss of the training whose mean number of active units is nearest to `active`."""
-    dense = min(trainings.trained, key=lambda one: one.l1)
-    near = min(trainings.trained, key=lambda one: abs(one.mean("active") - active))
+    dense, near = _l1_pair(trainings, active)
     text = (
         "Sparse activations come from training with ReLU and an L1 term, not from pruning: a small "
         f"model reached {near.loss:.2f} nats per byte with {near.mean('active'):.0f} active units "
         f"a layer, and {dense.loss:.2f} without the term."
     )
     return Loss(ACTIVATIONS, 0.0, None, "a small model", text, source)
+
+
+def cost_of_l1(trainings: L1Trainings, active: float, source: str) -> Cost:
+    """Return the rise of the loss by training with an L1 term, as in `of_l1`.
+
+    The name of the model is that of the folder to which results/published/pruning/README.md writes
+    the model without a term.
+    """
+    dense, near = _l1_pair(trainings, active)
+    sizes = trainings.settings["sizes"]
+    model = f"python-stdlib-{sizes['layers']}x{sizes['width']}"
+    rise = round(near.loss - dense.loss, 4)
+    return Cost(ACTIVATIONS, 0.0, model, TRAINED, rise, "byte", trainings.held_out, source)
+
+
+def _l1_pair(trainings: L1Trainings, active: float) -> tuple[L1Training, L1Training]:
+    """Return the training without a term, and the one nearest to a number of active units."""
+    dense = min(trainings.trained, key=lambda one: one.l1)
+    return dense, min(trainings.trained, key=lambda one: abs(one.mean("active") - active))
 
 
 def of_whole(timings: ModelTimings, run: str) -> list[Step]:
@@ -254,8 +315,10 @@ def _way(line: Mapping[str, Any]) -> str:
     kind, pattern, op = line["kind"], line["pattern"], line["op"]
     if kind == "spense":
         return TWO_FOUR
-    if kind == "bsr" and pattern == "blocks" and str(line["block"]) == BLOCK:
-        return BLOCKS if LEVELS[0] <= line["level"] <= LEVELS[1] else ""
+    if kind == "slide":
+        return SIX_EIGHT if pattern == "six_eight" else ""
+    if kind == "bsr" and pattern == "blocks" and LEVELS[0] <= line["level"] <= LEVELS[1]:
+        return SIDES.get(str(line["block"]), "")
     if kind == "bitmap" and line["m"] <= BITMAP_TOKENS and line["level"] >= LEVELS[0]:
         return ANYWHERE
     if kind == "csr" and line["m"] > BITMAP_TOKENS and pattern in ("blocks", "unstructured"):

@@ -41,6 +41,7 @@ WIDTHS_SCHEMA: Final = "sparsebench/widths@1"
 WHOLE_SCHEMA: Final = "sparsebench/whole@1"
 OUTPUT = "output"  # key of the error of the whole layer's or MLP's output
 DENSE = "dense"  # pattern of a dense training
+LONGER = 1.15  # at most, the time of a dense step over that of a sparse one of equal time
 FORWARD: Final = "forward"
 STEP: Final = "step"
 
@@ -58,7 +59,7 @@ class PruningOutcome:
     sparsity  fraction of all weights that were pruned, 0 to 1
     errors    by part, mean over layers: ||XW^T - XW'^T|| / ||XW^T||; always includes OUTPUT
     loss      of the pruned model, in nats per token; None for a layer
-    pattern   of the pruned features: 2:4, or unstructured
+    pattern   of the pruned features: N:M, unstructured, or the size of the blocks such as 64x64
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -82,6 +83,7 @@ class Pruning:
     calibration  number of tokens that pruning used
     held_out     number of other tokens, over which errors and losses were measured
     loss         of the dense model on the held-out tokens, in nats per token; None for a layer
+    unit         what a token is: a word or a part of it, or a byte
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -94,6 +96,7 @@ class Pruning:
     held_out: int
     loss: FiniteFloat | None
     outcomes: Annotated[Sequence[PruningOutcome], Field(min_length=1)]
+    unit: Literal["token", "byte"] = "token"
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ class PatternTrainings:
     """All trainings on one text; every seed has the same models.
 
     Each sparse model has two dense ones: one of equal width, and the narrowest one that has at
-    least as many parameters.
+    least as many parameters. One of the dense models may also take as long for a step.
 
     sha256    of the whole text: the training bytes, then the held-out bytes
     bytes     number of training bytes
@@ -201,17 +204,30 @@ class PatternTrainings:
     settings: Mapping[str, Any]
     trained: Annotated[Sequence[PatternTraining], Field(min_length=1)]
 
-    def dense_match(self, sparse: PatternTraining, equal: str) -> PatternTraining | None:
-        """Return the dense training of the same seed and equal `width` or `parameters`.
+    @property
+    def data(self) -> str:
+        """Return what was learned: `text`, the standard library, or `samples` from a file."""
+        return "text" if self.text.endswith("standard library") else "samples"
 
-        No dense model has exactly as many parameters; this returns the smallest one that has at
-        least as many, so that dense is never at a disadvantage.
+    def dense_match(self, sparse: PatternTraining, equal: str) -> PatternTraining | None:
+        """Return the dense training of the same seed and equal `width`, `parameters` or `time`.
+
+        No dense model has exactly as many parameters, or takes exactly as long; this returns the
+        smallest one that has at least as many, or takes at least as long (but not LONGER), so that
+        dense is never at a disadvantage. Times are medians over the seeds.
         """
         dense = [one for one in self.trained if one.pattern == DENSE and one.seed == sparse.seed]
         if equal == "width":
             return next((one for one in dense if one.width == sparse.width), None)
+        if equal == "time":
+            ratios = [(self._step_us(one) / self._step_us(sparse), one) for one in dense]
+            near = [(ratio, one) for ratio, one in ratios if 1 <= ratio <= LONGER]
+            return min(near, key=lambda pair: pair[0], default=(0.0, None))[1]
         enough = [one for one in dense if one.parameters >= sparse.parameters]
         return min(enough, key=lambda one: one.parameters, default=None)
+
+    def _step_us(self, training: PatternTraining) -> float:
+        return median(one.step_us for one in self.trained if one.model == training.model)
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,9 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for pages and badges.")] = None,
     data: opt.Data = None,
     losses: Losses = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Folder with CSV files of the authors, to show their rows.")
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
@@ -195,10 +198,24 @@ def report(
     if as_json:
         print_json(to_json(result))
     else:
-        _show(result, _pruning(losses, result, "cpu"), out)
+        _show(result, _pruning(losses, result, "cpu"), out, tables)
 
 
-def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> None:
+@claims.command()
+def sentences(runs: Runs = None, data: opt.Data = None) -> None:
+    """Print each sentence of the three announcements with its claims and verdicts, as Markdown."""
+    from sparsebench.harness.claims.checking import evidence
+    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.reports.claims.announcements import markdown
+    from sparsebench.results.claims.announcements import CLAIMS
+
+    verdicts = evidence(chosen(list(CLAIMS)), _runs(runs), data).verdicts()
+    stdout.write(markdown(verdicts) + "\n")
+
+
+def _show(
+    result: "Evidence", pruning: "Pruning | None", out: Path | None, tables: Path | None = None
+) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
     from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import judged
@@ -206,7 +223,7 @@ def _show(result: "Evidence", pruning: "Pruning | None", out: Path | None) -> No
     wide().print(judged(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
-    pages = entries(result.planned(), result.cells, pruning)
+    pages = entries(result.planned(), result.cells, pruning, tables)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +250,7 @@ def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning |
 
 
 def _runs(paths: list[Path] | None) -> list[Path]:
-    """Return runs and JSON files as given, and the runs inside each folder of runs."""
+    """Return runs and JSON files as given, and those inside each folder."""
     from sparsebench.results import store
 
     runs = list[Path]()
@@ -244,6 +261,7 @@ def _runs(paths: list[Path] | None) -> list[Path]:
             inside = store.runs_in(path) or [
                 run for folder in sorted(path.glob("*/")) for run in store.runs_in(folder)
             ]
+            inside = inside or sorted(path.glob("*.json"))
         if not inside:
             raise ResultError(f"--from {path}: expected a run, or a folder of runs, found none")
         runs += inside

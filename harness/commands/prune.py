@@ -24,7 +24,7 @@ def prune(
     dense: Annotated[str, typer.Option(help="Fraction of features that stays dense.")] = "0.5",
     region: Annotated[str, typer.Option(help="Which stay dense: last or scored.")] = "scored",
     pattern: Annotated[
-        str, typer.Option(help="Pattern of the other units: 2:4, or a fraction such as 0.5.")
+        str, typer.Option(help="Pattern of the other units: 2:4, 6:8, 0.5 or 64x64:0.8.")
     ] = "2:4",
     activation: Annotated[str, typer.Option(help="silu, gelu_tanh or relu, for an MLP.")] = "silu",
     split: Annotated[str, typer.Option(help="rows or columns, for a linear layer.")] = "columns",

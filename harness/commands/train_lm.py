@@ -26,10 +26,19 @@ def train_lm(
     block: Annotated[str, typer.Option(help="Block sizes for --pattern.")] = "32,64",
     sparsity: Annotated[str, typer.Option(help="Sparsities for --pattern.")] = "0.8,0.9",
     seeds: Annotated[int, typer.Option(help="Models per block-sparse setting.", min=1)] = 3,
+    dense: Annotated[str, typer.Option(help="More widths of dense models for --pattern.")] = "",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="For --pattern: a .npy file of samples [samples, bytes], as of images."),
+    ] = None,
     device: Device = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help=".safetensors for an MLP and its inputs; JSON with --pattern."),
+        typer.Option(
+            "--out",
+            help="A .safetensors file for an MLP and its inputs, or a new folder for the model "
+            "(one --l1); JSON with --pattern.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -37,7 +46,8 @@ def train_lm(
 
     They have gated ReLU MLPs and learn Python's own source, byte by byte. Each L1 coefficient gives
     the sparsity that it reaches and what that costs in loss. With --pattern, block-sparse models
-    are compared with dense ones of equal width and of equal parameter count.
+    are compared with dense ones of equal width, of equal parameter count, and of equal time per
+    step if one of the --dense widths takes as long.
     """
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.models.train_lm import train, widths
@@ -48,9 +58,12 @@ def train_lm(
     picked = pick(device)
     trained: Any
     if pattern:
-        plan = widths.parse(pattern, block, sparsity)
+        plan, more = widths.parse(pattern, block, sparsity), widths.parse_widths(dense)
+        files = {"data": data, "to": out}
         with progress_bar() as show:
-            trained = widths.train_widths(plan, settings, seeds, picked, to=out, show=show)
+            trained = widths.train_widths(
+                plan, settings, seeds, picked, dense=more, **files, show=show
+            )
         table = widths.table(trained)
     else:
         coefficients = train.parse_coefficients(l1)

@@ -141,11 +141,15 @@ class TransposedCopy(NamedTuple):
 
 
 class MatrixProduct(NamedTuple):
-    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k]."""
+    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k].
+
+    fixed  `b` is a weight: no new tensor, but the same one in every call
+    """
 
     a: Tensor
     b: Tensor
     result: Tensor
+    fixed: bool = False
 
 
 ByTorch = TransposedCopy | MatrixProduct

@@ -8,43 +8,29 @@
     nearest           if no search is allowed: the entry of a list nearest in size, up to twice
     model             else the first candidate: engines order theirs by the bytes they load
 
-    $SPARSEBENCH_CHOICES, else $XDG_CACHE_HOME/sparsebench/choices
-      └─ sm90_132-NVIDIA_H200-1f2e3d4c.choices     GPU, and a digest of the code of the engines
-           {"problem": {...}, "kernel": "bsr_strips", "config": {...}}      one line a choice
-
-A process reads a file once, and appends its choices with one write each, so several processes may
-search at once; the last line of a problem counts. A line that is damaged, or names a kernel or a
-configuration that no longer exists, is skipped. A file that cannot be written costs a search in
-each process, which is said once. No choice affects a result: plans are always made for the weight
-at hand.
+A search also times the choices for more tokens of the same weight (choice_lists.py), so that fewer
+tokens do not take longer. No choice affects a result: plans are always made for the weight at hand.
 
 A search is never made while a CUDA graph is captured. SPARSEBENCH_SEARCH=0 switches it off.
 """
 
-import hashlib
-import json
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
-from importlib.metadata import version
-from importlib.util import find_spec
+from functools import partial
 from itertools import chain, islice, zip_longest
-from math import log2
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import choice_lists
 from sparsebench.kernels._common.capture import lasting
 from sparsebench.kernels._common.search import REASON, search
-from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,7 +38,6 @@ if TYPE_CHECKING:
 PLANS = 64  # that a weight keeps: the ones made last
 BUILDERS = 8  # threads that make plans, and compile
 TRIED = 16  # candidates that a search times
-SIZES = "m", "n", "k", "density"
 BESIDE = "by", "kernel", "problem", "code"  # fields of a choice beside the configuration's
 
 
@@ -160,20 +145,27 @@ class Operator:
         if pinned:
             by = str(pinned.get("by", "pinned"))
             return _planned([self._matching(call, pinned)], by, problem)
-        file = user_file(self.device, self.engines)
-        lists = {"cache": _read(file), "package": _package(self.device)}
+        file = choice_lists.user_file(self.device, self.engines)
+        lists = {"cache": choice_lists.read(file), "package": choice_lists.package(self.device)}
         for by, choices in lists.items():
-            choice = choices.get(_key(problem))
+            choice = choices.get(choice_lists.key(problem))
             if same := self._matching(call, choice):
                 with suppress(Unsupported):
                     selected = _planned([same], by, problem)
                     if not choice or choice.get("code") in (None, selected.product.code):
                         return selected
         if timed and may_search():
-            selected = _search(self.offer(call, None), timed, self.device, problem)
-            _append(file, problem, selected.choice)
+            larger = choice_lists.larger(
+                problem, chain.from_iterable(each.items() for each in lists.values())
+            )
+            more = chain.from_iterable(self._matching(call, choice) for choice in larger)
+            offered = [more, *self.offer(call, None)]
+            selected = _search(offered, timed, self.device, problem)
+            choice_lists.append(file, problem, selected.choice)
             return selected
-        near = _nearest(problem, chain.from_iterable(each.items() for each in lists.values()))
+        near = choice_lists.nearest(
+            problem, chain.from_iterable(each.items() for each in lists.values())
+        )
         if close := self._matching(call, near):
             with suppress(Unsupported):
                 return _planned([close], "nearest", problem)
@@ -238,6 +230,14 @@ def _offers(engine: Iterable[Candidate], reasons: list[str]) -> Iterator[Candida
         reasons.append(str(error))
 
 
+def _distinct(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    seen = set()
+    for candidate in candidates:
+        if (key := (candidate.kernel, candidate.config)) not in seen:
+            seen.add(key)
+            yield candidate
+
+
 def _search(
     engines: Sequence[Iterable[Candidate]],
     timed: Timed,
@@ -250,7 +250,7 @@ def _search(
     """
     reasons: list[str] = []
     ranked = chain.from_iterable(zip_longest(*[_offers(engine, reasons) for engine in engines]))
-    offered = list(islice(filter(None, ranked), TRIED))
+    offered = list(islice(_distinct(filter(None, ranked)), TRIED))
     start = partial(torch.cuda.synchronize, device)  # makes the device's context current
     with ThreadPoolExecutor(BUILDERS, "", start) as pool:
         products = list(pool.map(partial(_attempt, device=device), offered))
@@ -280,101 +280,3 @@ def _attempt(candidate: Candidate, device: torch.device) -> Product | str:
         raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:REASON]
-
-
-# ---- the lists of choices ----
-
-
-def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
-    """Return the file of this GPU and of the code of these engines."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = os.environ.get("SPARSEBENCH_CHOICES") or Path(home) / "sparsebench" / "choices"
-    kind = file_in(Path(folder), device).stem
-    gpu = torch.cuda.get_device_properties(device).name
-    name = "".join(c if c.isalnum() else "_" for c in gpu)
-    return Path(folder) / f"{kind}-{name}-{_code_of(engines)}.choices"
-
-
-@cache
-def _code_of(engines: tuple[str, ...]) -> str:
-    """Return a digest of the code of kernels and of the compilers' versions."""
-    versions = [version(name) for name in ("torch", "triton") if find_spec(name)]
-    parts = [source(name) for name in engines] + versions
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-@cache
-def _package(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return the package's choices for this kind of GPU, made with any code of the kernels."""
-    return _read(file_in(folders()["package"], device).with_suffix(".choices"))
-
-
-_FILES: dict[Path, dict[str, dict[str, Any]]] = {}
-"""The choices of each file by problem, read once."""
-
-
-def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the choices of a file by problem; none if it cannot be read."""
-    if file in _FILES:
-        return _FILES[file]
-    choices: dict[str, dict[str, Any]] = {}
-    try:
-        text = file.read_text("utf-8", errors="replace")
-    except FileNotFoundError:
-        text = ""
-    except OSError as error:
-        _warn(f"{file}: choices are not read: {error}")
-        text = ""
-    for line in text.splitlines():
-        try:
-            written = json.loads(line)
-            code = {"code": written["code"]} if "code" in written else {}
-            choice = {"kernel": written["kernel"], **written["config"], **code}
-            choices[_key(written["problem"])] = choice
-        except (ValueError, KeyError, TypeError):
-            _warn(f"{file}: a line that is no choice is skipped: {line[:60]!r}")
-    _FILES[file] = choices
-    return choices
-
-
-def _append(file: Path, problem: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
-    """Keep a choice in this process, and in the file if it can be written."""
-    _read(file)[_key(problem)] = dict(choice)
-    config = {name: value for name, value in choice.items() if name != "kernel"}
-    line = {"problem": dict(problem), "kernel": choice["kernel"], "config": config}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a", encoding="utf-8") as end:
-            end.write(json.dumps(line) + "\n")
-    except OSError as error:
-        _warn(f"{file}: choices are not kept, so every process searches: {error}")
-
-
-def _key(problem: Mapping[str, Any]) -> str:
-    return json.dumps(dict(problem), sort_keys=True)
-
-
-def _nearest(
-    problem: Mapping[str, Any], choices: Iterable[tuple[str, dict[str, Any]]]
-) -> dict[str, Any] | None:
-    """Return the choice of the problem nearest in size, each within a factor of two, or None."""
-    best, least = None, float("inf")
-    rest = {name: value for name, value in problem.items() if name not in SIZES}
-    for key, choice in choices:
-        other = json.loads(key)
-        if {name: value for name, value in other.items() if name not in SIZES} != rest:
-            continue
-        apart = [abs(log2(max(other[s], 1e-6) / max(problem[s], 1e-6))) for s in SIZES]
-        if max(apart) <= REACH and sum(apart) < least:
-            best, least = choice, sum(apart)
-    return best
-
-
-_SAID: set[str] = set()
-
-
-def _warn(message: str) -> None:
-    """Warn once per message."""
-    if message not in _SAID:
-        _SAID.add(message)
-        warnings.warn(message, stacklevel=3)

@@ -39,7 +39,6 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.results.record import Problem
 
 LARGEST = 2**31 - 1  # the kernels count in int32
-PIECE_BYTES = 16
 PACK_THREADS, PACK_PIECES = 256, 4  # of a CTA; pieces of a thread (pack.cu)
 PACK_ARGUMENTS = Layout(*"PPPi")
 
@@ -55,9 +54,10 @@ class Plan:
     depth      columns of x: k, or n if transposed
     blocks     [blocks, r, c]
     width      columns of y: n, or k if transposed
-    source     int32, on the device: the position in the blocks of each 16-byte piece of the packed
-               W, or -1 for zeros; None if the kernel reads the blocks as stored
+    source     int32, on the device: the position in the blocks of each piece of the packed W, or
+               -1 for zeros; None if the kernel reads the blocks as stored
     turned     `source` counts the pieces of transposed blocks
+    piece      elements of a piece
     """
 
     loaded: Loaded
@@ -70,6 +70,7 @@ class Plan:
     dtype: torch.dtype
     source: Tensor | None = None
     turned: bool = False
+    piece: int = 8
 
     @property
     def kind(self) -> torch.dtype:
@@ -94,10 +95,10 @@ class Plan:
             on_tape(complete=self.blocks[0] > 0)
             return values if self.blocks[0] else values.new_zeros(1, *self.blocks[1:])
         if not self.turned:
-            return packed(values, self.source)
+            return packed(values, self.source, self.piece)
         transposed = values.transpose(1, 2).contiguous()
         on_tape(transposed, by_torch=TransposedCopy(values, transposed))
-        return packed(transposed, self.source)
+        return packed(transposed, self.source, self.piece)
 
 
 class Product:
@@ -138,28 +139,31 @@ def bind(plan: Plan, x: Tensor, values: Tensor, scales: Scales = UNSCALED) -> Bo
     return BoundKernel(plan.loaded, args, (x, w, *scales.tensors, *plan.lists), y)
 
 
-def packed(blocks: Tensor, source: Tensor) -> Tensor:
-    """Return the pieces of 16 bytes of blocks [blocks, r, c] in the order of `source`: [pieces, 8].
+def packed(blocks: Tensor, source: Tensor, size: int = 8) -> Tensor:
+    """Return the pieces of blocks [blocks, r, c] in the order of `source`: [pieces, size].
 
     A piece -1 is zeros. Without blocks, return one block of zeros.
     """
     if not blocks.shape[0]:
         on_tape(complete=False)
         return blocks.new_zeros(1, *blocks.shape[1:])
-    pieces, size = source.shape[0], PIECE_BYTES // blocks.itemsize
+    pieces = source.shape[0]
     if not blocks.is_cuda:  # the reference of pack.cu
         return blocks.view(-1, size)[source.clamp(0)].masked_fill_(source[:, None] < 0, 0)
     out = blocks.new_empty((pieces, size))
-    loaded, arguments = _pack_kernel(blocks.device, pieces)
+    loaded, arguments = _pack_kernel(blocks.device, pieces, size * blocks.itemsize)
     loaded.enqueue(arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr()))
     on_tape(out)
     return out
 
 
 @lru_cache(256)
-def _pack_kernel(device: torch.device, pieces: int) -> tuple[Loaded, Callable[..., Arguments]]:
+def _pack_kernel(
+    device: torch.device, pieces: int, piece_bytes: int
+) -> tuple[Loaded, Callable[..., Arguments]]:
     """Return pack.cu for so many pieces, and its arguments by the addresses, which it keeps."""
-    kernel, code = load("pack", "gather_pieces", (), 0, device, target_of(device))
+    constants = (("PIECE_BYTES", piece_bytes),)
+    kernel, code = load("pack", "gather_pieces", constants, 0, device, target_of(device))
     grid = -(-pieces // (PACK_THREADS * PACK_PIECES))
     arguments = lru_cache(ADDRESSES)(lambda *addresses: PACK_ARGUMENTS(*addresses, pieces))
     return Loaded(kernel, code, device.index, grid, PACK_THREADS, 0), arguments

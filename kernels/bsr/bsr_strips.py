@@ -1,10 +1,11 @@
 """Linear layer with blocks of odd sizes in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
-bsr_strips.cu is the kernel and draws its pipeline. _small_steps.py decides which rows go together
-and lists the steps. This file chooses a configuration and launches. It supports
+bsr_strips.cu is the kernel and draws its pipeline. _strip_tiles.py cuts W into tiles, and
+_small_steps.py decides which rows go together and lists the steps. This file chooses a
+configuration and launches. It supports
 
-    blocks    whose sides are divisible by a multiple of 8 from 16 to 64 (24, 40, 48, 56, 80, 96,
-              24 x 48), fp16 or bf16; edge blocks may extend beyond W, and block rows may be empty
+    blocks    of even sides from 10 on, fp16 or bf16; edge blocks may extend beyond W, and block
+              rows may be empty
     sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
     X         rows of any stride that is a multiple of 16 bytes
 
@@ -13,14 +14,15 @@ The kernel reads W packed, in tiles: blocks are cut into equal parts, as large a
 multiple of 8, the kernel multiplies eight columns of zeros, and a NaN of X in the eight columns
 beside a block reaches the block's rows. Alternatively, blocks are cut at multiples of 16 columns,
 wherever they begin, so that X comes in aligned strips; then tiles that a block half fills contain
-zeros.
+zeros. Blocks that no tile divides (12, 20) are always gathered into such tiles, and a NaN of X
+reaches all rows of a tile.
 
 `DGRAD` is the same kernel over W.T: index and blocks are transposed when they are packed.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,6 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
@@ -36,25 +37,20 @@ from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, mult
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large, unsupported_product
-from sparsebench.kernels.bsr._small_steps import (
-    END,
-    LAST,
-    NO_STRIP,
-    SHARE,
-    Layout,
-    Lists,
-    cut,
-    listed,
-    worked,
+from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, Lists, worked
+from sparsebench.kernels.bsr._strip_tiles import (
+    LEAST_GATHERED,
+    Config,
+    Tiles,
+    boxes_of,
+    depth_of,
+    packed_order,
+    row_bytes,
+    strips_of,
+    tiles_of,
 )
-from sparsebench.kernels.bsr._wgmma_pairs import checked
 
-HEIGHTS, DEPTHS = range(16, 97, 8), (*range(16, 65, 8), 80)  # of a tile
 TOKENS, ROWS = (64, 128, 256), range(1, 9)  # of an item; of a warpgroup in it
-SUMS = 192  # fp32 per thread, at most: a consumer has 224 registers
-# KB of tiles in a step: 6, 5, 4 or 3 stages with 32 KB of X; 26 KB give 3 stages with 48.
-ROOMS = 5, 12, 23, 26, 42
-STRIP_BYTES = 32 * 1024  # of the strips of a step, if it has several
 RING_BYTES = 222 * 1024  # of stages
 SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # alignment to 1024 may take 1023; zeros
 # Maps of x and of its last tile, starts; w, steps, rows, y; m and width.
@@ -62,133 +58,6 @@ ARGUMENTS = cuda.Layout("512s", f"{4 * WORKERS}s", *"PPPPii")
 TRIED = 8  # configurations that a short search times: the best by the byte model
 ALIGNED = 32  # columns of an aligned strip
 TRIED_ALIGNED = 2  # configurations with aligned strips that a short search times
-PIECE = 8  # columns in 16 bytes
-
-
-@dataclass(frozen=True)
-class Config:
-    """One way to run the kernel.
-
-    tokens, rows  of a work item: tokens, and rows of tiles of each warpgroup
-    warpgroups    that share an item: 1 or 2
-    across        tiles side by side in a strip. 1: strips start where tiles do and are as wide.
-                  2: strips of 32 columns at multiples of 32, and tiles 16 deep
-    """
-
-    tokens: int
-    rows: int
-    warpgroups: int
-    across: int = 1
-
-    @property
-    def threads(self) -> int:
-        """Return the threads of a CTA: the consumer warpgroups and one of producers."""
-        return 128 * (self.warpgroups + 1)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """W, or W.T for dX, cut into tiles.
-
-    height, depth  of a tile: features of Y, columns of X
-    row, column    [tiles] of each tile, in tiles
-    rows, columns  of tiles in W
-    pieces         int32 [tiles, height, depth / 8]: the position of each 16 bytes in the blocks;
-                   -1 for zeros
-    across         tiles side by side in a strip
-    """
-
-    height: int
-    depth: int
-    row: Ints
-    column: Ints
-    rows: int
-    columns: int
-    pieces: Tensor
-    across: int = 1
-
-    def lists(self, config: Config, m: int, workers: int) -> Lists:
-        """Unite the rows and list the steps, in as many groups as fill the last round of items."""
-        size, tiles = config.rows * config.warpgroups, -(-m // config.tokens)
-        least = -(-self.rows // size)
-        rounds = -(-least * tiles // workers)
-        layout = Layout(
-            rows=size,
-            warpgroups=config.warpgroups,
-            unit=1,
-            across=self.across,
-            strips=strips_of(self.depth, config.tokens, self.across),
-            block_bytes=2 * self.height * self.depth,
-            rooms=ROOMS,
-            parity=self.depth % 16 > 0,
-            groups=min(self.rows, rounds * workers // tiles),
-        )
-        strips = -(-self.columns // self.across)
-        return listed(self.row, self.column, self.rows, strips, layout)
-
-    def possible(self, config: Config) -> bool:
-        """Return whether registers hold the sums, and a step all tiles that a strip may have."""
-        tiles = config.rows * self.across
-        most = tiles * config.warpgroups * 2 * self.height * self.depth
-        fits = most <= ROOMS[-1] * 1024 and tiles <= SHARE and config.across == self.across
-        return fits and config.tokens // 64 * config.rows * self.height // 2 <= SUMS
-
-
-def height_of(size: int) -> int | None:
-    """Return the height of a tile: the largest that divides the block's side, or None."""
-    return next((side for side in reversed(HEIGHTS) if size and size % side == 0), None)
-
-
-def depth_of(size: int) -> int | None:
-    """Return the depth of a tile: the one that wastes the fewest loaded bytes, or None."""
-    sides = [side for side in DEPTHS if size and size % side == 0]
-    return max(sides, key=lambda side: (side / row_bytes(side), side), default=None)
-
-
-def boxes_of(depth: int, across: int = 1) -> list[int]:
-    """Return the columns of each box of a strip: one box, or two for more than 64 columns."""
-    columns = across * (depth + depth % 16)
-    first = -(-columns // 32) * 16 if columns > 64 else columns
-    return [box for box in (first, columns - first) if box]
-
-
-def row_bytes(depth: int, across: int = 1) -> int:
-    """Return the cost of a row of a strip in bytes: TMA takes as long for fewer than 64."""
-    return sum(max(2 * box, 64) for box in boxes_of(depth, across))
-
-
-def strips_of(depth: int, tokens: int, across: int = 1) -> int:
-    """Return how many strips of `across` tiles a step holds: 1, 2 or 4, at most 8 places."""
-    fit = STRIP_BYTES // (tokens * sum(cuda.pitch(2 * box) for box in boxes_of(depth, across)))
-    return min(max(fit, 1), 4, 8 // across)
-
-
-def tiles_of(w: Bsr, transposed: bool, across: int = 1) -> Tiles:
-    """Cut W, or its transpose, into tiles, 16 deep with `across` > 1. Raises FormatError."""
-    checked(w)
-    (n, k), (blocks, r, c) = w.shape, w.values.shape
-    if transposed:
-        (n, k), (r, c) = (k, n), (c, r)
-    height, depth = height_of(r), depth_of(c)
-    assert height is not None
-    assert depth is not None
-    # The numbers of the 16-byte pieces are cut and sorted like the values.
-    pieces = torch.arange(blocks * r * c // 8, dtype=torch.int32).view(blocks, r, c // 8)
-    rows, columns = rows_of(w.offsets.cpu()), w.columns.cpu().long()
-    if transposed:
-        order = (columns * len(w.offsets) + rows).argsort()
-        rows, columns, pieces = columns[order], rows[order], pieces[order]
-    numbered = Bsr((n, k // 8), offsets_of(rows, -(-n // r)), columns.int(), pieces)
-    tiles = cut(numbered, height, 1 if across > 1 else depth // 8)
-    row, column = checked(tiles)
-    down = -(-n // height)
-    if across == 1:
-        return Tiles(height, depth, row, column, down, -(-k // depth), tiles.values)
-    deep = -(-k // (2 * PIECE))
-    place, at = np.unique(row * deep + column // 2, return_inverse=True)
-    united = torch.full((len(place), height, 2), -1, dtype=torch.int32)
-    united[torch.from_numpy(at), :, torch.from_numpy(column % 2)] = tiles.values[:, :, 0]
-    return Tiles(height, 2 * PIECE, *np.divmod(place, deep), down, deep, united, across)
 
 
 def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
@@ -217,7 +86,7 @@ def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config, Tiles]]:
     """Return the likeliest `configurations` with W's tiles; if W is odd, also in aligned strips."""
     workers, tiles = multiprocessors(w.columns.device), tiles_of(w, transposed)
     likeliest = [(config, tiles) for config in configurations(tiles, m, workers)]
-    if w.block[not transposed] % ALIGNED == 0:
+    if tiles.across > 1 or w.block[not transposed] % ALIGNED == 0:
         return likeliest
     aligned = tiles_of(w, transposed, across=2)
     more = [(config, aligned) for config in configurations(aligned, m, workers)]
@@ -289,21 +158,13 @@ def plan(
     loaded = cuda.Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
     sizes = m, depth, (blocks, r, c), width, dtype
     source = packed_order(tiles, lists).to(device)
-    return Plan(loaded, uploaded, arguments, *sizes, source, transposed)
+    return Plan(loaded, uploaded, arguments, *sizes, source, transposed, tiles.piece)
 
 
 def _maps(of_x: tuple[Any, ...], rows: int, boxes: list[int]) -> bytes:
     """Return struct Boxes: the maps of a strip's boxes, of which there are one or two."""
     maps = [cuda.tensor_map(*of_x, (rows, box)) for box in boxes]
     return (b"".join(maps)).ljust(2 * cuda.MAP_BYTES, b"\0")
-
-
-def packed_order(tiles: Tiles, lists: Lists) -> Tensor:
-    """Return the position in the blocks of each 16-byte piece of the packed W: int32; zeros: -1.
-
-    Tiles are in the order of the steps. In a tile, all features of the first 8 of k come first.
-    """
-    return tiles.pieces[torch.from_numpy(lists.order)].transpose(1, 2).flatten()
 
 
 def constants_of(
@@ -332,10 +193,10 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     if reason := unsupported_product(x, w, transposed):
         return reason
     if not depth_of(r) or not depth_of(c):
-        return f"expected sides of blocks that a multiple of 8 from 16 to 64 divides, found {r}x{c}"
+        return f"expected blocks of even sides from {LEAST_GATHERED} on, found {r}x{c}"
     if depth % 8:
         return f"expected a multiple of 8 columns to read, found {depth}"
-    return too_large((n, k), len(values), len(values) * r * c // 8, len(x))
+    return too_large((n, k), len(values), values.numel() // gcd(r, c, 8), len(x))
 
 
 def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
@@ -345,11 +206,12 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
     name = "bsr_strips_dgrad" if transposed else "bsr_strips"
     workers = multiprocessors(x.device)
-    ways = {1: tiles_of(w, transposed)}
-    searched = [] if operands.pinned else configurations(ways[1], len(x), workers)
+    tiles = tiles_of(w, transposed)
+    ways = {tiles.across: tiles}
+    searched = [] if operands.pinned else configurations(tiles, len(x), workers)
     searched = searched if tuned == "wide" else searched[:TRIED]
     # Aligned strips are not measured yet, so the default, which layers take too, has none.
-    if not operands.pinned and w.block[not transposed] % ALIGNED:
+    if not operands.pinned and tiles.across == 1 and w.block[not transposed] % ALIGNED:
         ways[2] = tiles_of(w, transposed, across=2)
         more = configurations(ways[2], len(x), workers)
         searched += more if tuned == "wide" else more[:TRIED_ALIGNED]

@@ -3,7 +3,7 @@
     GPU of compute capability 9.0, fp16 or bf16, n and k multiples of 8
       Y and dX   bsr_wgmma       blocks of multiples of 64, as stored
                  bsr_small       blocks of 16 and 32, packed; larger ones cut, up to 256 tokens
-                 bsr_strips      sides that a multiple of 8 from 16 to 64 or 80 divides, packed
+                 bsr_strips      even sides from 10 on, packed
                  bsr_triton      powers of two from 16, as stored, below MANY tokens
       dW         bsr_wgrad       blocks that tiles of 40 to 64 divide
                  bsr_wgrad_small multiples of 8
@@ -56,6 +56,7 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad,
     bsr_wgrad_small,
 )
+from sparsebench.kernels.bsr._strip_tiles import depth_of, height_of
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked
 from sparsebench.results.record import Problem
 
@@ -168,7 +169,7 @@ def _hopper_engines(call: Call) -> list[str]:
     if call.dtype == FP8:
         return ["bsr_wgmma"] if large else []
     depth, height = (r, c) if call.transposed else (c, r)
-    strips = bool(bsr_strips.depth_of(depth) and bsr_strips.height_of(height))
+    strips = bool(depth_of(depth) and height_of(height))
     cut = r % 16 == 0 and c % 16 == 0 and call.m <= bsr_small.CUT_TOKENS
     small = (r, c) in ((16, 16), (32, 32)) or cut or (r, c) == (8, 8)
     fit = {"bsr_wgmma": large, "bsr_small": small, "bsr_strips": strips}

@@ -148,19 +148,21 @@ def imported_extension(name: str, file: Path) -> Any:
     return sys.modules[name]
 
 
-def library(name: str, folder: Path, target: str) -> ctypes.CDLL:
-    """Build kernels/peers/NAME.cu with headers of a checkout, and load it. Raises Unsupported.
+def library(name: str, version: str, target: str, *flags: str) -> ctypes.CDLL:
+    """Build kernels/peers/NAME.cu with nvcc and these flags, and load it. Raises Unsupported.
 
-    The library is stored beside torch's extensions, under the digest of all its sources.
+    The library is stored beside torch's extensions, under the digest of the file, of the `version`
+    of the headers that it includes, and of the macros in the flags.
     """
     source = Path(__file__).with_name(f"{name}.cu")
-    sources = source.read_bytes() + f"{digest(folder)} {target}".encode()
+    macros = "".join(flag for flag in flags if flag.startswith("-D"))
+    sources = source.read_bytes() + f"{version} {target}{macros}".encode()
     file = build_root() / f"{name}-{hashlib.sha256(sources).hexdigest()[:16]}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as fresh:
             fresh_file = Path(fresh) / file.name
-            command = *NVCC, f"-arch={target}", "-I", folder, source, "-o", fresh_file
+            command = *NVCC, f"-arch={target}", *flags, source, "-o", fresh_file
             try:
                 built = subprocess.run(
                     command, capture_output=True, check=False, encoding="utf-8", errors="replace"

@@ -48,7 +48,8 @@ class Product:
         self._x = operands.activations["x"]
         sources = (folder / MARKER).parent
         self.digest = _authors.digest(sources)
-        self._code = _authors.library("macko", sources, target_of(self._x.device))
+        target = target_of(self._x.device)
+        self._code = _authors.library("macko", self.digest, target, f"-I{sources}")
         w = operands.weights["w"].to_dense().cpu().contiguous()
         (self.n, self.k), self.rows = w.shape, multiple_of(ROWS, len(w))
         whole = pad(w, (0, 0, 0, self.rows - self.n))

@@ -80,9 +80,10 @@ class Product:
         assert folder
         self._x = operands.activations["x"]
         self.tokens = padded(self._x, tokens_of(len(self._x)))
-        self.digest = _authors.digest((folder / MARKER).parent)
+        sources = (folder / MARKER).parent
+        self.digest = _authors.digest(sources)
         target = target_of(self._x.device)
-        self._code = _authors.library("spinfer", (folder / MARKER).parent, target)
+        self._code = _authors.library("spinfer", self.digest, target, f"-I{sources}")
         w = operands.weights["w"].to_dense().cpu().contiguous()
         self.n, self.k = w.shape
         arrays = compressed(self._code, w)

@@ -210,7 +210,8 @@ class Product:
         counts = zeros.data_ptr() + 8 * self.words
         tensors = x, wg, wu, wd_t, y, h, zeros
         self.loaded.enqueue(ARGUMENTS(*(t.data_ptr() for t in tensors), counts, len(x)))
-        on_tape(complete=False)
+        on_tape(h)
+        on_tape(y, owners=(self, wg, wu, wd_t, zeros))
         return y
 
 

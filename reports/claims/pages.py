@@ -11,10 +11,12 @@ if there are no measured ones.
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
 
+from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
@@ -22,6 +24,7 @@ from sparsebench.reports.figures._html import folded
 from sparsebench.reports.page import render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
+from sparsebench.results.claims.author_tables import AuthorTable, read_tables
 from sparsebench.results.claims.cells import Cell, judging_cells, largest_value, value_text
 from sparsebench.results.claims.decision import Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
@@ -45,11 +48,12 @@ BADGE = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim with its cells, its verdicts, and the losses of pruning if there are any."""
+    """A claim with its cells, its verdicts, the losses of pruning, and the authors' own tables."""
 
     planned: PlannedClaim
     cells: Sequence[Cell] = ()
     pruning: Pruning | None = None
+    tables: Sequence[AuthorTable] = ()
     verdicts: Sequence[Verdict] = field(default_factory=list)
 
 
@@ -57,13 +61,23 @@ def entries(
     claims: Sequence[PlannedClaim],
     cells: Mapping[str, Sequence[Cell]],
     pruning: Pruning | None = None,
+    tables: Path | None = None,
 ) -> list[Entry]:
-    """Judge claims by their cells; simulated cells count only if all are simulated."""
+    """Judge claims by their cells; simulated cells count only if all are simulated.
+
+    tables  a folder with files of the authors. Raises ResultError if one has other columns
+    """
     counted = judging_cells(
         {claim.name: [*cells.get(claim.name, ()), *claim.model_cells] for claim in claims}
     )
     return [
-        Entry(claim, counted[claim.name], pruning, claim.verdicts(counted[claim.name]))
+        Entry(
+            claim,
+            counted[claim.name],
+            pruning,
+            read_tables(claim.claim.tables, tables) if tables else (),
+            claim.verdicts(counted[claim.name]),
+        )
         for claim in claims
     ]
 
@@ -73,7 +87,11 @@ def pages(
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page and badge; `gpus` are as for `lines`."""
     table = lines(judged, gpus)
-    yield "claims/index.html", render("claims.html", site=site, lines=table, tally=tally(table))
+    sentences = for_site({entry.planned.name: entry.verdicts for entry in judged})
+    yield (
+        "claims/index.html",
+        render("claims.html", site=site, lines=table, tally=tally(table), announcements=sentences),
+    )
     for entry in judged:
         page = render(
             "claim.html",
@@ -84,6 +102,7 @@ def pages(
             conditions=conditions(entry),
             bounds=_bounds(entry.planned),
             tests=[_test(entry, test) for test in entry.planned.claim.tests],
+            tables=[(each.table, _rows_of_authors(each)) for each in entry.tables],
             commands=_commands(entry.planned),
             prose=prose,
             runs=sorted(
@@ -179,6 +198,8 @@ def _commands(planned: PlannedClaim) -> list[str]:
         ]
     elif any(test.whole for test in tests):
         commands += ["sparsebench whole --energy 30 --out whole.json"]
+    if planned.claim.tables:
+        commands += [f"sparsebench claims report {planned.name} --tables CHECKOUT --out pages"]
     if any(test.of_file for test in tests):
         files = [word for line in commands for word in line.split() if word.endswith(".json")]
         commands += [f"sparsebench claims report {planned.name} --from {' --from '.join(files)}"]
@@ -293,6 +314,13 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
     if others:
         title += f", and {amount(len(others), 'other measurement')} of them"
     return folded(title, html_table(*without_dashes(heads, rows)))
+
+
+def _rows_of_authors(published: AuthorTable) -> Markup:
+    """Write the authors' rows, as they are in their file."""
+    names = [*published.table.show]
+    heads = [names[0], *(f">{name}" for name in names[1:])]
+    return html_table(heads, [[*row] for row in published.rows])
 
 
 def _change(judged: TestVerdict, claim: Claim) -> str:

@@ -18,6 +18,7 @@ import pandas as pd
 
 from sparsebench.reports.figures._svg import shade
 from sparsebench.results.contests import ordered
+from sparsebench.results.families import QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -137,8 +138,11 @@ def chosen(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def grids(lines: pd.DataFrame) -> list[Grid]:
-    """Return a grid for each of the usual numbers of tokens that was measured, most tokens last."""
-    sparse = chosen(lines[lines.side != "dense"])
+    """Return a grid for each of the usual numbers of tokens that was measured, most tokens last.
+
+    A grid compares sparse formats with dense weights of the same bits, so QUANTISED are left out.
+    """
+    sparse = chosen(lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)])
     sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
     if sparse.empty:
         return []

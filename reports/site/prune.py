@@ -3,6 +3,7 @@
     MODEL ▾ GPU ▾ tokens ▾    a select shows one answer; without JavaScript the grid does
     verdict, table, runs      as `sparsebench advise` prints them
     models × tokens           a grid for each GPU, whose cells lead to the answers
+    what pruning costs: losses by method beside the gains of layers
     how good the estimates are: whole models that were measured, beside their estimates
 
 The answers rest on the packaged rows (measured_layers.py). Links lead to those of their runs that
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from sparsebench.reports import advice
+from sparsebench.reports import advice, costs
 from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, safe
@@ -62,6 +63,8 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             cases=[_case(answer, links, common) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],
             notes=common,
+            costs=costs.costs(evidence, FIRST[1]).html(),
+            cost_notes=costs.notes(evidence, FIRST[1]),
             coverage=evidence.layers.coverage,
             steps=html_table(heads, steps, "stacked"),
             inside=sum(line[-1] == "yes" for line in steps),

@@ -1,7 +1,7 @@
 """The decision on one test from its cells, by its quantifier; verdict.py lists the rules."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import log
 
@@ -140,9 +140,10 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
         return _open(f"the best so far has {value_text(test, best)}; {left}", [best])
     name = "" if alone else f", {best.label},"
     why = f"{which}{name} has {_value(test, best)}; {_claimed(test)}"
+    confirm = None if alone or best.processes >= FEWEST else best
     if _partly(test, best):
-        return Decision(Word.PARTLY, f"{why}.", [best])
-    return _missed(test, why, cells, best)
+        return Decision(Word.PARTLY, f"{why}.", [best], confirm)
+    return replace(_missed(test, why, cells, best), confirm=confirm)
 
 
 def _missed(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Decision:

@@ -30,6 +30,7 @@
       - whole: step                                cells: files of `whole`, a forward pass or step;
         ...                                        kernels are those of the MLP
     bounds: [{of: the layer, density: 0.75, bits: 8, bits_per_element: 0.5, share: 0.8}]
+    tables: [{of: H100, file: a.csv, ...}]         the authors' rows (author_tables.py)
     commands: [sparsebench whole --out whole.json] commands that write the files of such tests
     missing: a B200, and vLLM with this format     why the claim itself is not tested
     caveats: [what a reader must know]
@@ -54,7 +55,7 @@ SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # the longest verbatim quotation
 OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
-FIELDS_OF_TRAINING = "pattern", "block", "width"
+FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
 
 Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -170,7 +171,7 @@ class Test(_Model):
     scope: Literal["kernel", "op", "chain"] = "kernel"
     cache: Literal["cold", "hot"] = "cold"
     measure: Measure | None = None
-    trained: Literal["width", "parameters"] | None = None
+    trained: Literal["width", "parameters", "time"] | None = None
     whole: Literal["forward", "step"] | None = None
     proxy: Text | None = None
 
@@ -239,6 +240,27 @@ class Test(_Model):
         return f"{metric} {sign} {value} {how[self.quantifier]}"
 
 
+class Table(_Model):
+    """A CSV file of the authors, whose rows a page shows beside ours (author_tables.py)."""
+
+    of: Text
+    file: Annotated[str, Field(pattern=r"^[^/].*\.csv$")]
+    columns: Annotated[list[Text], Field(min_length=1)]
+    show: Annotated[dict[str, Text], Field(min_length=1)]
+    only: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if ".." in Path(self.file).parts:
+            raise ValueError(f"a file below the authors' folder, not {self.file}")
+        for name in [*self.show.values(), *self.only]:
+            if name not in self.columns:
+                raise ValueError(
+                    f"a column of the file, not {name}{did_you_mean(name, self.columns)}"
+                )
+        return self
+
+
 class Bound(_Model):
     """The largest saving of a format at the efficiency of dense: bytes or FLOPs, then Amdahl.
 
@@ -278,6 +300,7 @@ class Claim(_Model):
     measure: Measure | None = None
     tests: list[Test] = []
     bounds: list[Bound] = []
+    tables: list[Table] = []
     commands: list[Text] = []
     missing: Text | None = None
     caveats: list[Text] = []

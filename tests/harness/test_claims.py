@@ -78,11 +78,11 @@ def fast(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Check a claim whose kernel is slower than dense; nothing is confirmed."""
+    """Check a claim whose kernel is slower than dense; its best cell is measured again, too."""
     folder = tmp_path_factory.mktemp("slow")
     flags = Flags(device(folder, 0.1), replicates=6)
     check([written(folder)], flags, [], folder / "out", QUIET)
-    assert [path.name for path in folder.glob("out/*/")] == ["mine"]
+    assert sorted(path.name for path in folder.glob("out/*/")) == ["mine", "mine-confirmed"]
     return folder / "out"
 
 
@@ -132,6 +132,7 @@ def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
     screening, again = (store.read(fast / name) for name in ("mine", "mine-confirmed"))
     assert {row.case.problem["sparsity"] for row in screening.rows} == {0.5, 0.8}
     assert {row.case.problem["sparsity"] for row in again.rows} == {0.8}
+    assert [run.state["flags"]["replicates"] for run in (screening, again)] == [1, 6]
     assert again.state["confirms"]["screened"] == 4
     expected = json.loads((fast / "verdicts.json").read_text())["claims"]["mine"][0]
     assert (expected["verdict"], expected["basis"]) == ("reproduced", "as published")
@@ -339,7 +340,7 @@ def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> Non
     assert all(part.contests for part in others)
     (line,) = left_out(result)
     assert line.startswith("dlmc: left out")
-    assert "dlmc" not in {gaps[0][0].suite.name for gaps in checking.missing(result, "sim")}
+    assert "dlmc" not in {run.suite.name for run in checking.missing(result, "sim", 8)}
     assert "--data" in judged(result).why
     judging = evidence([claim], [PUBLISHED / "nvidia-h200" / "dlmc"])
     (verdict,) = judging.verdicts()["cusparse-slower"]

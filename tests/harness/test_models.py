@@ -18,6 +18,10 @@ from sparsebench.errors import FormatError, SuiteError
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated
 from sparsebench.harness.models.pruning.layer import METHODS, Recipe
+from sparsebench.harness.models.train_lm.model import Sizes
+from sparsebench.harness.models.train_lm.text import standard_library
+from sparsebench.harness.models.train_lm.train import train_all
+from sparsebench.harness.models.train_lm.training import Settings
 from sparsebench.nn import (
     BitmapLinear,
     BlockSparse,
@@ -477,7 +481,7 @@ def test_pruned_directory_loads_and_generates_the_same_tokens(directory, text, t
     assert (outcome["dense"], outcome["sparsity"]) == (0.5, 0.25)
     assert 0 < outcome["errors"]["output"] < 0.5
     loaded = models.load(directory, torch.device("cpu"))
-    seen, unseen = models.contexts(loaded, text.read_text(), 1)
+    seen, unseen = models.contexts(loaded, text.read_text(), 1024)
     assert printed["loss"] == pytest.approx(models.loss_of(loaded.model, unseen), rel=1e-5)
     pruned = models.prune_model(loaded, Recipe("wanda", 0.5), seen, unseen)
     assert pruned.loss == pytest.approx(outcome["loss"], rel=1e-5)
@@ -491,7 +495,7 @@ def test_pruned_directory_loads_and_generates_the_same_tokens(directory, text, t
 
 def test_mlps_are_pruned_from_outputs_of_pruned_ones(directory, text):
     loaded = models.load(directory, torch.device("cpu"))
-    seen, unseen = models.contexts(loaded, text.read_text(), 1)
+    seen, unseen = models.contexts(loaded, text.read_text(), 1024)
     before = models.loss_of(loaded.model, unseen)
     inputs: dict[str, Tensor] = {}
     with models.restored(loaded):
@@ -515,13 +519,13 @@ def test_held_out_contexts_come_last(directory):
     loaded = models.load(directory, torch.device("cpu"))
     words = "".join(chr(97 + i % 26) for i in range(4 * 1023))
     numbers = loaded.tokenizer(words, add_special_tokens=False)["input_ids"]
-    seen, unseen = models.contexts(loaded, words, 2)
+    seen, unseen = models.contexts(loaded, words, 2048)
     assert (seen.shape, unseen.shape) == ((2, 1024), (1, 1024))
     assert seen[:, 0].tolist() == [2, 2]
     assert seen[1, 1] == numbers[1023]
     assert unseen[0, -1] == numbers[3 * 1023 - 1]
     with pytest.raises(SuiteError, match=r"text: expected at least 3069 tokens.*found 3000"):
-        models.contexts(loaded, words[:3000], 2)
+        models.contexts(loaded, words[:3000], 2048)
 
 
 def test_gguf_file_gives_the_model_that_it_was_written_from(text, tmp_path):
@@ -618,3 +622,22 @@ def test_sparse_activations_have_the_gradients_of_the_dense_model():
         model(input_ids=ids, labels=ids).loss.backward()
         grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
     torch.testing.assert_close(*grads)
+
+
+def test_train_lm_writes_a_model_with_the_same_loss(tmp_path):
+    sizes = Sizes(layers=2, width=64, hidden=128, heads=4, context=32)
+    settings, folder = Settings(sizes, steps=2, batch=4, held_out=4), tmp_path / "small"
+    [trained] = train_all([0.0], settings, torch.device("cpu"), to=folder).trained
+    loaded = models.load(folder, torch.device("cpu"))
+    assert loaded.unit == "byte"
+    tokens = settings.unseen(standard_library())
+    losses = [models.loss_of(loaded.model, row[None]) for row in tokens]
+    assert sum(losses) / len(losses) == pytest.approx(trained.loss, rel=1e-5)
+    words = "def f(x):\n    return 'é'"
+    assert loaded.tokenizer(words)["input_ids"] == [*words.encode()]
+    seen, unseen = models.contexts(loaded, (folder / "held_out.txt").read_text(), 64)
+    assert (seen.shape, unseen.shape) == ((2, 32), (1, 32))
+    with pytest.raises(SuiteError, match="new folder"):
+        train_all([0.0], settings, torch.device("cpu"), to=folder)
+    with pytest.raises(SuiteError, match="one coefficient"):
+        train_all([0.0, 1.0], settings, torch.device("cpu"), to=tmp_path / "other")

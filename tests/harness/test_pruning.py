@@ -147,10 +147,43 @@ def test_unstructured_spensegpt_masks_all_rows_of_a_block_together() -> None:
     torch.testing.assert_close(pruned[expected], weight[expected], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", ["4:8", "0", "1", "1.5", "nan", "half", ""])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("text", "sparsity"), [("6:8", 0.25), ("16x16:0.75", 0.75)])
+def test_groups_and_blocks_are_pruned_whole(
+    method: str, text: str, sparsity: float, mlp: GatedMLP, x: Tensor
+) -> None:
+    pruned = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", text))
+    for weight in (torch.cat((pruned.mlp.gate, pruned.mlp.up)), pruned.mlp.down):
+        kept = weight != 0
+        assert float(kept.float().mean()) == pytest.approx(1 - sparsity)
+        if text == "6:8":
+            assert kept.unflatten(-1, (-1, 8)).sum(-1).unique().tolist() == [6]
+        else:
+            blocks = kept.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).float().mean((1, 3))
+            assert blocks.unique().tolist() == [0, 1]
+
+
+def test_blocks_of_largest_norm_stay() -> None:
+    weight = torch.ones(4, 4)
+    weight[:2, 2:] = 3
+    weight[2, 0] = 2
+    pruned = METHODS["magnitude"](weight, weight, 4, pattern.Pattern.of("2x2:0.5"))
+    assert torch.equal(pruned != 0, torch.tensor([[0, 0, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2).bool())
+
+
+@pytest.mark.parametrize(
+    "text", ["8:4", "4:4", "0:4", "2:0", "2:4:8", "4x8:0.5", "0x0:0.5", "4x4:1", "0", "1.5", "nan"]
+)
 def test_unknown_pattern_is_refused(text: str) -> None:
-    with pytest.raises(SuiteError, match=r"pattern: expected 2:4"):
+    with pytest.raises(SuiteError, match=r"pattern: expected N:M"):
         Recipe(pattern=text)
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("6:8", "68"), ("16x16:0.5", "24x64")])
+def test_a_pattern_that_does_not_divide_the_weight_is_refused(text: str, sizes: str) -> None:
+    weight = torch.randn(24, 68 if text == "6:8" else 64)
+    with pytest.raises(SuiteError, match=sizes):
+        METHODS["magnitude"](weight, weight, weight.shape[1], pattern.Pattern.of(text))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

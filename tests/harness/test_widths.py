@@ -3,7 +3,9 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,8 @@ from sparsebench.harness.models.train_lm.blocks import (
     stored,
 )
 from sparsebench.harness.models.train_lm.model import Sizes
-from sparsebench.harness.models.train_lm.training import Settings, adamw
+from sparsebench.harness.models.train_lm.text import samples
+from sparsebench.harness.models.train_lm.training import Settings, adamw, batches
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 from sparsebench.results.model_files import PatternTraining, PatternTrainings, read_widths
 from tests.tools.command_line import sparsebench
@@ -155,6 +158,42 @@ def test_dense_match_never_has_fewer_parameters() -> None:
 
 
 @pytest.mark.parametrize(
+    ("step_us", "width"), [(2.0, 64), (1.9, 64), (1.5, None), (1.0, 40), (0.95, 40), (2.1, None)]
+)
+def test_dense_match_of_equal_time_is_never_faster(step_us: float, width: int | None) -> None:
+    dense = [training(), training(width=40, step_us=1.0), training(width=32, step_us=0.5)]
+    sparse = training(pattern="uniform", block=8, sparsity=0.6, step_us=step_us)
+    about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
+    match = PatternTrainings(*about, [*dense, sparse]).dense_match(sparse, "time")  # type: ignore[arg-type]
+    assert (match and match.width) == width
+
+
+def test_samples_are_whole_contexts_and_every_16th_is_held_out(tmp_path: Path) -> None:
+    rows = np.arange(40, dtype=np.uint8)[:, None] + np.zeros(20, dtype=np.uint8)
+    np.save(tmp_path / "digits.npy", rows)
+    report = widths.train_widths(
+        [], Settings(TINY, 1, 4, held_out=8), 1, CPU, dense=[32], data=tmp_path / "digits.npy"
+    )
+    assert (report.text, report.bytes, report.held_out) == ("digits", 38 * 20, 2 * 19)
+    assert [one.width for one in report.trained] == [TINY.width, 32]
+    text = samples(tmp_path / "digits.npy")
+    settings = Settings(replace(TINY, context=19), 3, 4)
+    for tokens in batches(text, settings, CPU):
+        assert (tokens == tokens[:, :1]).all()
+        assert not {15, 31} & {*tokens.flatten().tolist()}
+
+
+@pytest.mark.parametrize(
+    "rows", [np.zeros((40, 20)), np.zeros(40, np.uint8), np.zeros((8, 20), np.uint8), b"text"]
+)
+def test_a_file_that_holds_no_samples_is_refused(rows: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.npy"
+    file.write_bytes(rows) if isinstance(rows, bytes) else np.save(file, rows)
+    with pytest.raises(SuiteError, match=r"a\.npy: expected uint8 \[samples, bytes\]"):
+        samples(file)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [({"loss": -1}, "trained: 0: loss: "), ({"more": 1}, "trained: 0: more: ")],
 )
@@ -175,6 +214,7 @@ def test_invalid_file_is_refused(change: dict[str, object], message: str, tmp_pa
     [
         ("--pattern rings", "found 'rings'"),
         ("--pattern uniform --sparsity 1", "sparsity: expected"),
+        ("--pattern uniform --dense 63", "dense: expected"),
     ],
 )
 def test_command_refuses_bad_input(arguments: str, message: str) -> None:

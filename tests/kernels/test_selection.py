@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common import selection
+from sparsebench.kernels._common import choice_lists, selection
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._common.selection import Candidate, Operator, bucket
 
@@ -43,9 +43,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
-    monkeypatch.setattr(selection, "_package", lambda device: {})
-    monkeypatch.setattr(selection, "_FILES", {})
-    monkeypatch.setattr(selection, "_SAID", set())
+    monkeypatch.setattr(choice_lists, "package", lambda device: {})
+    monkeypatch.setattr(choice_lists, "_FILES", {})
+    monkeypatch.setattr(choice_lists, "_SAID", set())
     monkeypatch.setattr(selection, "search", last_is_best)
     monkeypatch.setattr(selection, "lasting", lambda make, device: make())
     return tmp_path
@@ -89,7 +89,7 @@ def test_a_search_is_made_once_and_kept_for_later_processes(cache: Path) -> None
     assert (first.by, first.choice) == ("search", {"kernel": "small", "tokens": 64})
     assert [line["choice"]["tokens"] for line in first.lines] == [16, 64, 32]
     assert first.lines[-1]["failed"] == "Unsupported: 32 is odd"
-    selection._FILES.clear()  # as in a new process
+    choice_lists._FILES.clear()  # as in a new process
     again = operator().select(1, timed)
     assert (again.by, again.choice) == ("cache", first.choice)
     (file,) = cache.iterdir()
@@ -103,6 +103,17 @@ def test_without_a_search_the_nearest_choice_is_taken_and_else_the_likeliest(cac
     assert (near.by, near.choice["tokens"]) == ("nearest", 64)
     assert operator(m=256).select(1).by == "model"
     assert operator(m=96, op="bsr.dgrad").select(1).by == "model"
+
+
+def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert operator(m=128).select(1, timed).choice["tokens"] == 64
+    trials = Trial(1.0), Trial(2.0)
+    monkeypatch.setattr(selection, "search", lambda calls, device: Search(0, trials))
+    chosen = {m: operator(m=m).select(1, timed).choice["tokens"] for m in (96, 256)}
+    assert chosen == {96: 64, 256: 16}
+    assert operator(m=96, n=99).select(1, timed).choice["tokens"] == 16
 
 
 def test_a_search_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +134,7 @@ def test_a_search_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> None:
-    file = selection.user_file(torch.device("cuda"), ("small",))
+    file = choice_lists.user_file(torch.device("cuda"), ("small",))
     file.write_text(line + "\n", encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -150,7 +161,7 @@ def test_choices_of_another_gpu_or_version_are_not_read(
         renamed = SimpleNamespace(**{**vars(GPU), "name": "NVIDIA H100 PCIe"})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: renamed)
     else:
-        monkeypatch.setattr(selection, "_code_of", lambda engines: "0123")
+        monkeypatch.setattr(choice_lists, "_code_of", lambda engines: "0123")
     assert operator().select(1, timed).by == "search"
     assert len([*cache.iterdir()]) == 2
 
@@ -158,12 +169,12 @@ def test_choices_of_another_gpu_or_version_are_not_read(
 def test_processes_that_search_at_the_same_time_lose_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = selection.user_file(torch.device("cuda"), ("small",))
+    file = choice_lists.user_file(torch.device("cuda"), ("small",))
     processes: list[dict[Path, Any]] = [{file: {}}, {file: {}}]  # both read an empty file
     for files, sizes in zip(processes, ((64,), (64, 128)), strict=True):
-        monkeypatch.setattr(selection, "_FILES", files)
+        monkeypatch.setattr(choice_lists, "_FILES", files)
         assert [operator(m=m).select(1, timed).by for m in sizes] == ["search"] * len(sizes)
-    monkeypatch.setattr(selection, "_FILES", {})
+    monkeypatch.setattr(choice_lists, "_FILES", {})
     assert [operator(m=m).select(1, timed).by for m in (64, 128)] == ["cache"] * 2
 
 
@@ -172,8 +183,8 @@ def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
     cache: Path, code: str | None, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = {"kernel": "small", "tokens": 16} | ({"code": code} if code else {})
-    choices = {selection._key(PROBLEM): choice}
-    monkeypatch.setattr(selection, "_package", lambda device: choices)
+    choices = {choice_lists.key(PROBLEM): choice}
+    monkeypatch.setattr(choice_lists, "package", lambda device: choices)
     assert operator().select(1, timed).by == by
 
 

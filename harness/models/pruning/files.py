@@ -160,7 +160,7 @@ def _model(
         origin, words = text.name, _read_text(text)
     loaded = models.load(weights, device)
     with models.usable(weights):
-        seen, unseen = models.contexts(loaded, words, tokens // models.CONTEXT)
+        seen, unseen = models.contexts(loaded, words, tokens)
         before = models.loss_of(loaded.model, unseen)
 
     def make(recipe: Recipe) -> _Result:
@@ -173,7 +173,8 @@ def _model(
 
     outcomes = _outcomes(make, recipes, to, write)
     source = weights.name, models.digest(weights), origin
-    return Pruning(PRUNING_SCHEMA, *source, seen.numel(), unseen.numel(), before, outcomes)
+    counts = seen.numel(), unseen.numel()
+    return Pruning(PRUNING_SCHEMA, *source, *counts, before, outcomes, loaded.unit)
 
 
 def _outcomes(

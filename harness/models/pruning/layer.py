@@ -39,7 +39,7 @@ class Recipe:
     method   one of METHODS
     dense    fraction of the features that stays dense; 0 prunes all
     region   how dense features are chosen: one of region.REGIONS
-    pattern  of the other features: 2:4, or a fraction to prune anywhere such as 0.5
+    pattern  of the other features: N:M, a fraction to prune anywhere, or blocks (pattern.py)
     """
 
     method: str = "spensegpt"

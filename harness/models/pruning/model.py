@@ -22,7 +22,7 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from sparsebench.harness.inputs.sources import require_regular, sha256
 from sparsebench.harness.models.pruning.gated import Gated, named, require_gated
 from sparsebench.harness.models.pruning.layer import Recipe, mlp_errors, prune_mlp
 from sparsebench.harness.models.pruning.mlp import ACTIVATIONS, GatedMLP
+from sparsebench.harness.models.pruning.pattern import TWO_FOUR
 from sparsebench.harness.models.pruning.sparsify import TwoFour, sparsify_
 
 CONTEXT = 1024
@@ -50,6 +51,11 @@ class Loaded:
         """Return the gated MLPs by name."""
         modules = self.model.named_modules()
         return {name: module for name, module in modules if Gated.of(module) is not None}
+
+    @property
+    def unit(self) -> Literal["token", "byte"]:
+        """Return what a token is; a vocabulary of 256 has the bytes alone."""
+        return "byte" if self.model.config.vocab_size == 256 else "token"
 
 
 @dataclass(frozen=True)
@@ -133,13 +139,13 @@ def prune_model(
 def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
     """Write a model that was pruned by a recipe, and its tokenizer; pack 2:4 weights in place.
 
-    Unstructured weights are written dense, and 32-bit weights are rounded to bf16. Raises
+    Other pruned weights are written dense, and 32-bit weights are rounded to bf16. Raises
     SuiteError or FormatError; after an error, nothing is written.
     """
     model = loaded.model
     if model.dtype not in (torch.float16, torch.bfloat16):
         model.to(torch.bfloat16)
-    if recipe.mask_pattern.group:
+    if recipe.mask_pattern == TWO_FOUR:
         sparsify_(model, TwoFour(recipe.dense), lambda module, _: Gated.of(module) is not None)
     fresh = to.with_name(f"{to.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -176,16 +182,20 @@ def loss_of(model: Any, tokens: Tensor) -> float:
     return float(torch.stack(losses).mean())
 
 
-def contexts(loaded: Loaded, text: str, calibration: int) -> tuple[Tensor, Tensor]:
-    """Cut a text into `calibration` contexts, and half as many held-out ones after them."""
+def contexts(loaded: Loaded, text: str, tokens: int) -> tuple[Tensor, Tensor]:
+    """Cut a text into contexts of about `tokens` tokens, and half as many held-out ones after them.
+
+    A context has CONTEXT tokens, or as many as the model has positions.
+    """
     numbers = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     first = loaded.tokenizer.bos_token_id
     begin = [] if first is None else [first]
-    body = CONTEXT - len(begin)
+    size = min(CONTEXT, getattr(loaded.model.config, "max_position_embeddings", CONTEXT))
+    body, calibration = size - len(begin), tokens // size
     held_out = max(calibration // 2, 1)
     needed = (calibration + held_out) * body
     if calibration < 1 or len(numbers) < needed:
-        expected = f"{needed} tokens for {calibration} and {held_out} contexts of {CONTEXT}"
+        expected = f"{needed} tokens for {calibration} and {held_out} contexts of {size}"
         raise SuiteError(f"text: expected at least {expected}; found {len(numbers)}")
     rows = [begin + numbers[start : start + body] for start in range(0, needed, body)]
     tokens = torch.tensor(rows, device=loaded.model.device)

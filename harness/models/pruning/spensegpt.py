@@ -4,7 +4,7 @@
 
     for every column i, from left to right:              columns   . . x . | B ────── | dense
         every 4: prune the 2 smallest (w_i / U_ii)²                done    i  lazily    last
-        or every B: the smallest of all rows together
+        or every B: the smallest of all rows, or blocks, together
         e = w_i / U_ii if w_i is pruned, else 0
         set the pruned elements of w_i to 0; column i is then final
         w_j -= e U_ij for all j > i
@@ -41,8 +41,9 @@ def prune(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) 
     upper = _factor(x)
     # Transposed, so that each step reads and writes contiguous rows.
     transposed = weight.T.clone(memory_format=torch.contiguous_format)
-    for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
+    panel = max(BLOCK // pattern.unit, 1) * pattern.unit
+    for start in range(0, columns, panel):
+        end = min(start + panel, columns)
         errors = _prune_block(transposed[start:end], upper[start:end, start:end], pattern)
         transposed[end:] -= upper[start:end, end:].T @ errors
     return transposed.T.contiguous()
@@ -72,7 +73,8 @@ def _prune_block(transposed: Tensor, upper: Tensor, pattern: Pattern) -> Tensor:
     for start in range(0, len(transposed), size):
         group = slice(start, start + size)
         scores = (transposed[group] / diagonal[group, None]).abs().T
-        pruned = ~pattern.mask(scores if pattern.group else scores.flatten()).view_as(scores).T
+        by_row = pattern.group or pattern.block > 1
+        pruned = ~pattern.mask(scores if by_row else scores.flatten()).view_as(scores).T
         for i, mask in enumerate(pruned, start):
             errors[i] = transposed[i].where(mask, 0) / diagonal[i]
             transposed[i].masked_fill_(mask, 0)

@@ -1,11 +1,11 @@
-"""The training text: the source files of Python's standard library, as bytes.
+"""The training text: the source files of Python's standard library, or samples from a file.
 
-    sorted files   a.py  b.py  c.py ... p.py | q.py ...     every 16th file is held out
+    sorted files   a.py  b.py  c.py ... p.py | q.py ...     every 16th file, or sample, is held out
     contexts       bytes [start : start + context + 1]      each byte except the first is a target
 
 The text leaves out tests, which some installations lack, tables of character sets, and files that
 are generated or installed on one machine. The digest identifies the text, which differs between
-versions of Python.
+versions of Python. Samples, such as images, are the rows of a .npy file; each is one context.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +28,16 @@ GENERATED = "_sysconfig"  # prefix of a file with the paths and flags of one mac
 
 @dataclass(frozen=True)
 class Text:
-    """Training and held-out bytes, uint8 [bytes]; the SHA-256 covers both, in this order."""
+    """Training and held-out bytes, uint8 [bytes]; the SHA-256 covers both, in this order.
+
+    row  bytes of a sample; contexts begin at multiples of it
+    """
 
     name: str
     sha256: str
     seen: Tensor
     unseen: Tensor
+    row: int = 1
 
 
 def standard_library(folder: Path | None = None) -> Text:
@@ -48,10 +53,23 @@ def standard_library(folder: Path | None = None) -> Text:
         raise SuiteError(f"{folder}: expected {expected}; found {len(files)}")
     del files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     seen = b"".join(files)
-    digest = hashlib.sha256(seen + unseen).hexdigest()
-    name = f"Python {platform.python_version()}'s standard library"
-    parts = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (seen, unseen))
-    return Text(name, digest, *parts)
+    return _text(f"Python {platform.python_version()}'s standard library", seen, unseen)
+
+
+def samples(path: Path) -> Text:
+    """Return the samples of a .npy file, uint8 [samples, bytes]. Raises SuiteError."""
+    expected = f"{path}: expected uint8 [samples, bytes] with at least {HELD_OUT_EVERY} samples"
+    try:
+        rows = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise SuiteError(f"{expected}; found {error}") from error
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.ndim != 2:
+        kind = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else "an archive"
+        raise SuiteError(f"{expected}; found {kind}")
+    if len(rows) < HELD_OUT_EVERY or rows.shape[1] < 2:
+        raise SuiteError(f"{expected} of 2 bytes; found {list(rows.shape)}")
+    held_out = np.arange(len(rows)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    return _text(path.stem, rows[~held_out].tobytes(), rows[held_out].tobytes(), rows.shape[1])
 
 
 def contexts(text: Tensor, starts: Tensor, context: int) -> Tensor:
@@ -66,6 +84,11 @@ def evenly(text: Tensor, count: int, context: int) -> Tensor:
     count = min(count, room)
     starts = torch.arange(count) * (room // max(count, 1)) * (context + 1)
     return contexts(text, starts, context)
+
+
+def _text(name: str, seen: bytes, unseen: bytes, row: int = 1) -> Text:
+    parts = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (seen, unseen))
+    return Text(name, hashlib.sha256(seen + unseen).hexdigest(), *parts, row)
 
 
 def _files(folder: Path) -> list[Path]:

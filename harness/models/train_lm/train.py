@@ -7,7 +7,8 @@ All coefficients start from the same weights and see the same bytes in the same 
       l1_2e-05.wd           [width, hidden]
       l1_2e-05.x            [tokens, width]      inputs of the MLP on held-out contexts
 
-Suites read such a file: `source: {file: sparsity.safetensors, tensor: "l1_*"}`.
+Suites read such a file: `source: {file: sparsity.safetensors, tensor: "l1_*"}`. With one
+coefficient, the model itself can be written (export.py).
 """
 
 import time
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.models.reporting import require_folder, save_tensors, sheet
+from sparsebench.harness.models.train_lm import export
 from sparsebench.harness.models.train_lm.model import Decoder
 from sparsebench.harness.models.train_lm.text import Text, standard_library
 from sparsebench.harness.models.train_lm.training import Settings, Show, count, products, steps
@@ -52,11 +54,16 @@ def train_all(
     to: Path | None = None,
     show: Show = lambda done, total, what: None,
 ) -> L1Trainings:
-    """Train a decoder for each coefficient; optionally write the middle layer of each to a file.
+    """Train a decoder for each coefficient; write the middle layer of each, or the one model.
+
+    to  a .safetensors file for the layers, or a new folder for the model
 
     Raises SuiteError if the file cannot be written or a training diverged.
     """
     require_folder(to)
+    folder = to if to and not to.suffix else None
+    if folder:
+        export.require(folder, len(coefficients))
     text, total = standard_library(), len(coefficients) * settings.steps
     sizes, middle = settings.sizes, settings.sizes.layers // 2
     sample = settings.unseen(text)[: SAMPLE // sizes.context, :-1]
@@ -73,7 +80,9 @@ def train_all(
         weights = {name: getattr(layer, name).detach() for name in ("wg", "wu", "wd")}
         weights["x"] = mlp_inputs(model, sample, middle)
         tensors |= {f"l1_{l1:g}.{name}": tensor.bfloat16() for name, tensor in weights.items()}
-    if to:
+    if folder:
+        export.save(model, sizes, text, folder)
+    elif to:
         save_tensors(tensors, to)
     source = *settings.source(text, device), asdict(settings)
     return L1Trainings(SPARSITY_SCHEMA, *source, trained)

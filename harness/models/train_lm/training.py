@@ -93,8 +93,9 @@ def batches(text: Text, settings: Settings, device: torch.device) -> Iterator[Te
     seen, context = text.seen.to(device), settings.sizes.context
     shape = settings.steps, settings.batch
     draw = torch.Generator().manual_seed(settings.seed)
-    for starts in torch.randint(len(seen) - context, shape, generator=draw).to(device):
-        yield contexts(seen, starts, context)
+    places = (len(seen) - context - 1) // text.row + 1
+    for starts in torch.randint(places, shape, generator=draw).to(device):
+        yield contexts(seen, starts * text.row, context)
 
 
 def adamw(model: Decoder, settings: Settings, fan_ins: FanIns) -> torch.optim.Optimizer:

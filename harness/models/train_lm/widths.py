@@ -3,6 +3,7 @@
     sparse                     every pattern, block and sparsity, at the requested width
     dense, equal width         the same sizes
     dense, equal parameters    the narrowest with at least as many; MLP and heads in proportion
+    dense, other widths        those requested; one may take as long a step as a sparse model
 
 All models train one after the other in one process, for every seed. With one seed, all models see
 the same bytes in the same order (training.py). The time of a step is the median over windows of
@@ -32,17 +33,21 @@ from sparsebench.harness.models.train_lm.blocks import (
     sparsity_of,
 )
 from sparsebench.harness.models.train_lm.model import BYTES, Sizes
-from sparsebench.harness.models.train_lm.text import Text, standard_library
+from sparsebench.harness.models.train_lm.text import Text, samples, standard_library
 from sparsebench.harness.models.train_lm.training import Settings, Show, count, steps
 from sparsebench.results.model_files import DENSE, WIDTHS_SCHEMA, PatternTraining, PatternTrainings
 from sparsebench.results.store import write_json
 
 WINDOW = 25  # steps per timing
+EQUAL = "width", "parameters", "time"
 
 
-def models(sizes: Sizes, plan: Sequence[Blocks]) -> list[tuple[Sizes, Blocks | None]]:
-    """Return the decoders to train: the dense one, then each sparse one and its dense match."""
+def models(
+    sizes: Sizes, plan: Sequence[Blocks], widths: Sequence[int] = ()
+) -> list[tuple[Sizes, Blocks | None]]:
+    """Return the decoders to train: the dense ones, then each sparse one and its dense match."""
     decoders: list[tuple[Sizes, Blocks | None]] = [(sizes, None)]
+    decoders += [(of_width(sizes, width), None) for width in widths]
     for blocks in plan:
         stored = parameters(decoder(sizes, blocks, 0))
         decoders += [(sizes, blocks), (narrowed(sizes, stored), None)]
@@ -54,13 +59,20 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def of_width(sizes: Sizes, width: int) -> Sizes:
+    """Return sizes of another width, with MLPs and heads in proportion. Raises SuiteError."""
+    head = sizes.width // sizes.heads
+    if width % head or width < head:
+        raise SuiteError(f"dense: expected widths that are multiples of {head}; found {width}")
+    hidden = round(sizes.hidden / sizes.width * width)
+    return replace(sizes, width=width, hidden=hidden, heads=width // head)
+
+
 def narrowed(sizes: Sizes, minimum: int) -> Sizes:
     """Return the narrowest dense sizes of this shape with at least `minimum` parameters."""
     step = sizes.width // sizes.heads
-    per_unit = sizes.hidden / sizes.width
-    for heads in range(1, sizes.heads + 1):
-        width = heads * step
-        narrow = replace(sizes, width=width, hidden=round(per_unit * width), heads=heads)
+    for width in range(step, sizes.width + 1, step):
+        narrow = of_width(sizes, width)
         layer = 4 * width**2 + 3 * width * narrow.hidden + 2 * width
         if sizes.layers * layer + (2 * BYTES + 1) * width >= minimum:
             return narrow
@@ -79,7 +91,7 @@ def parse(patterns: str, blocks: str, sparsities: str) -> list[Blocks]:
 
 
 def _numbers(name: str, text: str, fits: Callable[[float], bool]) -> Iterator[float]:
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         try:
             number = float(part)
         except ValueError:
@@ -89,18 +101,32 @@ def _numbers(name: str, text: str, fits: Callable[[float], bool]) -> Iterator[fl
         yield number
 
 
+def parse_widths(text: str) -> list[int]:
+    """Return the numbers of a comma-separated list, which may be empty. Raises SuiteError."""
+    return [int(width) for width in _numbers("dense", text, lambda n: n >= 1 and n == int(n))]
+
+
 def train_widths(
     plan: Sequence[Blocks],
     settings: Settings,
     seeds: int,
     device: torch.device,
     *,
+    dense: Sequence[int] = (),
+    data: Path | None = None,
     to: Path | None = None,
     show: Show = lambda done, total, what: None,
 ) -> PatternTrainings:
-    """Train every model with every seed. Raises SuiteError."""
+    """Train every model with every seed. Raises SuiteError.
+
+    dense  further widths of dense models
+    data   a file of samples (text.py), each of which is one context; else the standard library
+    """
     require_folder(to)
-    text, decoders = standard_library(), models(settings.sizes, plan)
+    text = samples(data) if data else standard_library()
+    if data:
+        settings = replace(settings, sizes=replace(settings.sizes, context=text.row - 1))
+    decoders = models(settings.sizes, plan, dense)
     conditions = {**asdict(settings), "models": len(decoders), "seeds": seeds}
     source = *settings.source(text, device), conditions
     trained: list[PatternTraining] = []
@@ -147,13 +173,13 @@ def table(report: PatternTrainings) -> Table:
     """Return each model's means over seeds, and how its loss differs from the dense matches."""
     title = f"{report.text}, {report.held_out} bytes held out, on {report.device}"
     names = "weights", "block", "sparsity", "width", "parameters", "loss (nats)", "± range / 2"
-    to_names = "to equal width", "to equal parameters", "ms a step", "GiB"
+    to_names = *(f"to equal {quantity}" for quantity in EQUAL), "ms a step", "GiB"
     rows = sheet(title, (), (*names, *to_names))
     for model in dict.fromkeys(training.model for training in report.trained):
         group = [training for training in report.trained if training.model == model]
         losses = [training.loss for training in group]
         to_dense = []
-        for equal in ("width", "parameters"):
+        for equal in EQUAL:
             pairs = [(one, report.dense_match(one, equal)) for one in group]
             gains = [one.loss - dense.loss for one, dense in pairs if dense and dense is not one]
             to_dense.append(f"{fmean(gains):+.4f}" if gains else "")

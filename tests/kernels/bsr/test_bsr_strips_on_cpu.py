@@ -14,7 +14,8 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_strips
 from sparsebench.kernels.bsr._launch import packed as packed_pieces
 from sparsebench.kernels.bsr._small_steps import worked
-from sparsebench.kernels.bsr.bsr_strips import Config, boxes_of, costs_of, packed_order, tiles_of
+from sparsebench.kernels.bsr._strip_tiles import Config, boxes_of, packed_order, tiles_of
+from sparsebench.kernels.bsr.bsr_strips import costs_of
 from tests.emulation.cuda_on_cpu import built
 from tests.kernels.bsr.examples import Shape, example
 from tests.tools.marks import needs_gxx, sampled

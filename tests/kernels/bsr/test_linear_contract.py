@@ -17,7 +17,7 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.cuda import BoundKernel
 from sparsebench.kernels._kernel import DTYPES, Kernel, Operands
 from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
-from sparsebench.kernels.bsr.bsr_strips import tiles_of
+from sparsebench.kernels.bsr._strip_tiles import tiles_of
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, needs_hopper
 from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA

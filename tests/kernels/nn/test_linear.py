@@ -75,7 +75,9 @@ WGRAD, WGRAD_SMALL = "bsr_wgrad", "bsr_wgrad_small"
         ((9, 0), torch.bfloat16, (64, 24), (512, 512), [STRIPS], STRIPS),
         ((9, 0), torch.bfloat16, (8, 24), (512, 512), [TRITON], TRITON),
         ((8, 0), torch.bfloat16, (48, 48), (512, 512), [TRITON], TRITON),
-        ((9, 0), torch.bfloat16, (32, 12), (512, 512), [TRITON], TRITON),
+        ((9, 0), torch.bfloat16, (32, 12), (512, 512), [STRIPS], STRIPS),
+        ((9, 0), torch.float16, (20, 20), (512, 512), [STRIPS], STRIPS),
+        ((9, 0), torch.float16, (20, 15), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.float32, (64, 64), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.bfloat16, (64, 64), (512, 515), [TRITON], TRITON),
         ((10, 0), torch.bfloat16, (64, 64), (512, 512), [TRITON], TRITON),
@@ -99,6 +101,27 @@ def test_kernels_are_offered_by_gpu_dtype_and_block(
             _bsr_plans.engines_of(wgrad, device)
     else:
         assert _bsr_plans.engines_of(wgrad, device) == ["bsr_triton_wgrad"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "block", "shape", "many", "few"),
+    [
+        ((9, 0), (64, 128), (1000, 528), [LARGE], [TRITON, LARGE]),
+        ((9, 0), (192, 192), (1000, 528), [LARGE], [LARGE]),
+        ((9, 0), (64, 64), (1000, 520), [TRITON], [TRITON]),  # rows of X that TMA cannot read
+        ((9, 0), (32, 32), (512, 512), [TRITON], [TRITON]),
+        ((8, 9), (64, 64), (512, 512), [TRITON], [TRITON]),
+    ],
+)
+def test_kernels_of_fp8_are_offered_by_gpu_and_block(
+    capability, block, shape, many, few, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: True)
+    call = _bsr_plans.Call("linear", 1024, shape, block, torch.float8_e4m3fn)
+    device = torch.device("cuda")
+    assert _bsr_plans.engines_of(call, device) == many
+    assert _bsr_plans.engines_of(call._replace(m=48), device) == few
 
 
 def test_calls_without_a_kernel_are_unsupported(monkeypatch):

@@ -14,7 +14,14 @@ import torch
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_kernel, load_op, names
-from sparsebench.kernels.peers import _authors, _cusparse, _cusparselt, stk, twell_authors
+from sparsebench.kernels.peers import (
+    _authors,
+    _cusparse,
+    _cusparselt,
+    cutlass_sparse,
+    stk,
+    twell_authors,
+)
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -52,6 +59,11 @@ ANSWERS: dict[str, list[Answers]] = {
         Answers(f"{LINEAR}, semi-structured", HALVES, tokens(48, 80, 50), **DEFAULT_ALONE),
         Answers("torch._scaled_mm(w, x.t())", ("fp8",), tokens(96, 96), **DEFAULT_ALONE),
     ],
+    # Multiples of 16 bytes of what is kept of a row, and of Y's rows.
+    "cutlass_sparse": [
+        Answers("GemmUniversalAdapter", HALVES, tokens(72, 80, 3, 50)),
+        Answers("GemmUniversalAdapter", ("fp8",), tokens(72, 96, 3)),
+    ],
     # Square blocks of any size that divide W, and any number of tokens.
     "torch_bsr": [
         Answers(f"{LINEAR}, BSR", ("bf16", "fp32"), tokens(320, 320, 5, 37, 64), block)
@@ -73,7 +85,8 @@ ANSWERS: dict[str, list[Answers]] = {
     "stk_wgrad": [Answers("stk.ops.sdd", (*HALVES, "tf32"), tokens(256, 384, 32, 100), 128)],
     "cusparse_csr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37))],
     "cusparse_csr_dgrad": [Answers(MM, FLOATS, tokens(96, 200, 37))],
-    "cusparse_csr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37))],
+    # NOT_SUPPORTED for CSR in bf16.
+    "cusparse_csr_wgrad": [Answers("cusparseSDDMM", ("fp16", "fp32"), tokens(96, 200, 37))],
     # Square blocks; the library multiplies fp32 Blocked-ELL in TF32.
     "cusparse_bsr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37), block) for block in (5, 32)],
     "cusparse_bsr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37), 32)],
@@ -117,7 +130,14 @@ ANSWERS: dict[str, list[Answers]] = {
     "torch_dense": [Answers("torch.nn.functional.linear", FLOATS, tokens(13, 11, 7))],
 }
 WITHOUT_A_FRONT_END = {
-    *("cusparselt_hybrid", "decoder_dense", "ffn_dense_triton", "reference"),
+    *(
+        "cusparselt_dense",
+        "cusparselt_hybrid",
+        "cusparselt_slide",
+        "decoder_dense",
+        "ffn_dense_triton",
+        "reference",
+    ),
     *("torch_decoded", "torch_twell", "torch_wgrad"),
 }
 """Programs of this repository: no other front end answers for them."""
@@ -178,6 +198,8 @@ def test_no_peer_refuses_what_its_front_end_answers(
     monkeypatch.setattr(_cusparselt, "library", lambda: None)
     monkeypatch.setattr(_cusparse, "find_spec", lambda package: True)
     monkeypatch.setattr(twell_authors, "find_spec", lambda package: True)
+    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda package: True)
+    monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
     monkeypatch.setattr(stk, "unavailable", lambda: None)
     monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
     monkeypatch.setattr(_authors, "not_built", lambda *names: None)

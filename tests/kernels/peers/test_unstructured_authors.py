@@ -91,10 +91,10 @@ def test_code_that_does_not_build_is_one_line_and_stores_nothing(
     sources = (checkouts / "macko" / macko.MARKER).parent
     monkeypatch.setattr(_authors, "NVCC", ("/nowhere/nvcc",))
     with pytest.raises(Unsupported, match="needs nvcc to build macko; found No such file"):
-        _authors.library("macko", sources, "sm_90")
+        _authors.library("macko", _authors.digest(sources), "sm_90", f"-I{sources}")
     monkeypatch.setattr(_authors, "NVCC", ("sh", "-c", "echo fatal error: a header >&2; exit 1"))
     with pytest.raises(Unsupported, match="expected nvcc to build macko; found fatal error: a h"):
-        _authors.library("macko", sources, "sm_90")
+        _authors.library("macko", _authors.digest(sources), "sm_90", f"-I{sources}")
     assert not [*(tmp_path / "built").rglob("*.so")]
 
 
@@ -104,7 +104,8 @@ def built(peer: ModuleType, target: str = "sm_90") -> ctypes.CDLL:
     if folder is None or shutil.which("nvcc") is None:
         pytest.skip(f"needs nvcc and a checkout of {peer.REPOSITORY} below ${_authors.VARIABLE}")
     name = peer.__name__.rpartition(".")[2]
-    return _authors.library(name, (folder / peer.MARKER).parent, target)
+    sources = (folder / peer.MARKER).parent
+    return _authors.library(name, _authors.digest(sources), target, f"-I{sources}")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""The lists of choices that selection.py reads: the user's cache, and the package's.
+
+    $SPARSEBENCH_CHOICES, else $XDG_CACHE_HOME/sparsebench/choices
+      └─ sm90_132-NVIDIA_H200-1f2e3d4c.choices     GPU, and a digest of the code of the engines
+           {"problem": {...}, "kernel": "bsr_strips", "config": {...}}      one line a choice
+
+A process reads a file once, and appends its choices with one write each, so several processes may
+search at once; the last line of a problem counts. A line that is damaged, or names a kernel or a
+configuration that no longer exists, is skipped. A file that cannot be written costs a search in
+each process, which is said once.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
+
+LARGER = 2  # choices for more tokens that a search times
+SIZES = "m", "n", "k", "density"
+
+
+def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
+    """Return the file of this GPU and of the code of these engines."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("SPARSEBENCH_CHOICES") or Path(home) / "sparsebench" / "choices"
+    kind = file_in(Path(folder), device).stem
+    gpu = torch.cuda.get_device_properties(device).name
+    name = "".join(c if c.isalnum() else "_" for c in gpu)
+    return Path(folder) / f"{kind}-{name}-{_code_of(engines)}.choices"
+
+
+@cache
+def _code_of(engines: tuple[str, ...]) -> str:
+    """Return a digest of the code of kernels and of the compilers' versions."""
+    versions = [version(name) for name in ("torch", "triton") if find_spec(name)]
+    parts = [source(name) for name in engines] + versions
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def package(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return the package's choices for this kind of GPU, made with any code of the kernels."""
+    return read(file_in(folders()["package"], device).with_suffix(".choices"))
+
+
+_FILES: dict[Path, dict[str, dict[str, Any]]] = {}
+"""The choices of each file by problem, read once."""
+
+
+def read(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the choices of a file by problem; none if it cannot be read."""
+    if file in _FILES:
+        return _FILES[file]
+    choices: dict[str, dict[str, Any]] = {}
+    try:
+        text = file.read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        text = ""
+    except OSError as error:
+        _warn(f"{file}: choices are not read: {error}")
+        text = ""
+    for line in text.splitlines():
+        try:
+            written = json.loads(line)
+            code = {"code": written["code"]} if "code" in written else {}
+            choice = {"kernel": written["kernel"], **written["config"], **code}
+            choices[key(written["problem"])] = choice
+        except (ValueError, KeyError, TypeError):
+            _warn(f"{file}: a line that is no choice is skipped: {line[:60]!r}")
+    _FILES[file] = choices
+    return choices
+
+
+def append(file: Path, problem: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
+    """Keep a choice in this process, and in the file if it can be written."""
+    read(file)[key(problem)] = dict(choice)
+    config = {name: value for name, value in choice.items() if name != "kernel"}
+    line = {"problem": dict(problem), "kernel": choice["kernel"], "config": config}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as end:
+            end.write(json.dumps(line) + "\n")
+    except OSError as error:
+        _warn(f"{file}: choices are not kept, so every process searches: {error}")
+
+
+def key(problem: Mapping[str, Any]) -> str:
+    return json.dumps(dict(problem), sort_keys=True)
+
+
+def larger(
+    problem: Mapping[str, Any], choices: Iterable[tuple[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the choices for the next larger numbers of tokens, at most LARGER.
+
+    A search times them, so that fewer tokens do not take longer than more.
+    """
+    by_tokens: dict[int, dict[str, Any]] = {}
+    for text, choice in choices:
+        other = json.loads(text)
+        if other.get("m", 0) > problem["m"] and other == {**problem, "m": other["m"]}:
+            by_tokens.setdefault(other["m"], choice)
+    return [by_tokens[m] for m in sorted(by_tokens)[:LARGER]]
+
+
+def nearest(
+    problem: Mapping[str, Any], choices: Iterable[tuple[str, dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return the choice of the problem nearest in size, each within a factor of two, or None."""
+    best, least = None, float("inf")
+    rest = {name: value for name, value in problem.items() if name not in SIZES}
+    for text, choice in choices:
+        other = json.loads(text)
+        if {name: value for name, value in other.items() if name not in SIZES} != rest:
+            continue
+        apart = [abs(log2(max(other[s], 1e-6) / max(problem[s], 1e-6))) for s in SIZES]
+        if max(apart) <= REACH and sum(apart) < least:
+            best, least = choice, sum(apart)
+    return best
+
+
+_SAID: set[str] = set()
+
+
+def _warn(message: str) -> None:
+    """Warn once per message."""
+    if message not in _SAID:
+        _SAID.add(message)
+        warnings.warn(message, stacklevel=3)

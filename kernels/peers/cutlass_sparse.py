@@ -1,0 +1,167 @@
+"""2:4 weights by CUTLASS on Hopper: the kernel of its example 62, with tiles that are searched.
+
+    Y.T [n, m] = W [n, k] @ X.T [k, m]      W compressed by CUTLASS, TMA, wgmma.sp, warp-specialised
+
+nvcc builds one library for each tile from cutlass_sparse.cu, the first time, in parallel: two
+minutes on 16 cores. CONFIGS has the example's tile and cluster first, then tiles for many, fewer
+and few tokens. Others, stream-k and other schedules are not tried.
+
+    needs   the package nvidia-cutlass 4 (headers only), nvcc, compute capability 9.0
+    dtype   fp16, bf16, fp8 (Y in bf16), fp32 accumulation
+    sizes   k a multiple of 16, in fp8 of 32; n of 8; any number of tokens
+
+Source: github.com/NVIDIA/cutlass, BSD-3, examples/62_hopper_sparse_gemm.
+"""
+
+import ctypes
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.cuda import HOPPER, unsupported_device
+from sparsebench.kernels._common.search import search
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
+from sparsebench.kernels.peers import _authors
+from sparsebench.results.record import Problem
+
+PACKAGE, MAJOR = "cutlass_library", 4
+VERSION = "MAJOR", "MINOR", "PATCH"
+ELEMENTS = {"fp16": "half_t", "bf16": "bfloat16_t", "fp8": "float_e4m3_t"}
+ALIGNED = {"fp16": 16, "bf16": 16, "fp8": 32}  # k: 16 bytes of the values that are kept
+ROWS = 8  # n: 16 bytes of Y
+TARGET = "sm_90a"
+AUTOMATIC, FAST_FP8 = "KernelScheduleAuto", "KernelTmaWarpSpecialized{}FP8FastAccum"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of Y, the bytes of its part of a row of X, and the CTAs of a cluster."""
+
+    tile_n: int
+    tile_m: int
+    row_bytes: int = 256
+    cluster_n: int = 1
+    cluster_m: int = 1
+
+    def defines(self, dtype: str) -> list[str]:
+        """Return the macros of cutlass_sparse.cu; in fp8 accumulation is fast, as for cuBLAS.
+
+        Otherwise CUTLASS chooses the schedule: cooperative, for 64 rows of W ping-pong.
+        """
+        output = ELEMENTS["bf16" if dtype == "fp8" else dtype]
+        fast = FAST_FP8.format("Cooperative" if self.tile_n >= 128 else "Pingpong")
+        schedule = fast if dtype == "fp8" else AUTOMATIC
+        values = {
+            **{"ELEMENT": ELEMENTS[dtype], "OUTPUT": output, "SCHEDULE": schedule},
+            **{"TILE_N": self.tile_n, "TILE_M": self.tile_m},
+            **{"TILE_K": self.row_bytes if dtype == "fp8" else self.row_bytes // 2},
+            **{"CLUSTER_N": self.cluster_n, "CLUSTER_M": self.cluster_m},
+        }
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+
+CONFIGS = [
+    Config(128, 128, cluster_m=2),
+    Config(128, 256, cluster_n=2),
+    Config(128, 64, cluster_n=2),
+    Config(64, 32),
+]
+
+
+def prepare(operands: Operands) -> Launch:
+    """Build the libraries, compress W, and choose the fastest tile. Raises Unsupported."""
+    w = operands.weights["w"]
+    assert isinstance(w, Spense)
+    if w.sparse_shape != w.shape:
+        split = f"{list(w.sparse_shape)} of {list(w.shape)}"
+        raise Unsupported(f"CUTLASS expected all of W to be 2:4, found {split}")
+    pinned = operands.pinned
+    configs = [Config(**{n: pinned[n] for n in asdict(CONFIGS[0])})] if pinned else CONFIGS
+    dtype = operands.problem["dtype"]
+    with ThreadPoolExecutor(len(configs)) as pool:
+        codes = list(pool.map(partial(built, dtype), configs))
+    product = partial(Product, w.to_dense(), operands.activations["x"], OUTPUTS[dtype])
+    calls = [product(code).run for code in codes]
+    result = search(calls, operands.device)
+    choices = [asdict(config) for config in configs]
+    choice = {**choices[result.best], "cutlass": version()}
+    return Launch(calls[result.best], choice, candidates=result.lines(choices))
+
+
+class Product:
+    """A compressed weight with its output, by one library."""
+
+    def __init__(self, w: Tensor, x: Tensor, output: torch.dtype, code: ctypes.CDLL) -> None:
+        """Compress W. Raises Unsupported if CUTLASS refuses the sizes."""
+        (n, k), m = w.shape, len(x)
+        self._code, self._sizes, self._x = code, (n, m, k), x
+        counts = (ctypes.c_long * 3)()
+        code.sizes(n, m, k, counts)
+        self._values, self._metadata, self._space = (
+            torch.zeros(count, dtype=torch.uint8, device=x.device) for count in counts
+        )
+        self._out = x.new_empty(m, n, dtype=output)
+        packed = map(_authors.pointer, (w, self._values, self._metadata))
+        if status := code.pack(_authors.stream_of(x.device), *packed, n, m, k):
+            raise Unsupported(f"CUTLASS cannot compress W {n} x {k}: status {status}")
+        torch.cuda.synchronize(x.device)  # before W is freed
+
+    def run(self) -> Tensor:
+        """Enqueue the product on the current stream. Raises RuntimeError."""
+        arrays = self._values, self._metadata, self._x, self._out, self._space
+        stream = _authors.stream_of(self._x.device)
+        if status := self._code.multiply(stream, *map(_authors.pointer, arrays), *self._sizes):
+            raise RuntimeError(f"CUTLASS refuses {self._sizes}: status {status}")
+        return self._out
+
+
+def headers() -> Path:
+    """Return the folder of the package's sources."""
+    package = find_spec(PACKAGE)
+    assert package
+    assert package.origin
+    return Path(package.origin).parent / "source"
+
+
+@cache
+def version() -> str:
+    """Return the version of the headers, such as 4.2.0."""
+    text = (headers() / "include/cutlass/version.h").read_text()
+    parts = (re.search(rf"define CUTLASS_{name}\s+(\d+)", text) for name in VERSION)
+    return ".".join(part[1] if part else "?" for part in parts)
+
+
+@cache
+def built(dtype: str, config: Config) -> ctypes.CDLL:
+    """Build or load the library of a tile. Raises Unsupported."""
+    include = headers() / "include", headers() / "tools/util/include"
+    flags = ["--expt-relaxed-constexpr", *(f"-I{folder}" for folder in include)]
+    defines = config.defines(dtype)
+    return _authors.library("cutlass_sparse", version(), TARGET, *flags, *defines)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why CUTLASS's kernel cannot run here, or None."""
+    if reason := unsupported_device(device, HOPPER):
+        return reason
+    dtype, n, k = problem["dtype"], problem["n"], problem["k"]
+    if dtype not in ELEMENTS:
+        return f"expected {', '.join(ELEMENTS)}, found {dtype}"
+    if n % ROWS or k % ALIGNED[dtype]:
+        return f"expected n a multiple of {ROWS} and k of {ALIGNED[dtype]}, found {n} and {k}"
+    if not find_spec(PACKAGE):
+        return "needs CUTLASS's headers: pip install nvidia-cutlass"
+    if not version().startswith(f"{MAJOR}."):
+        return f"expected nvidia-cutlass {MAJOR}, found {version()}"
+    return None
+
+
+KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)
