@@ -14,6 +14,7 @@ import pandas as pd
 from sparsebench.results.analysis import CONTEST
 from sparsebench.results.answer import answers
 from sparsebench.results.contests import in_chain, usual, with_gains
+from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import (
     between,
     blocks_text,
@@ -27,7 +28,6 @@ from sparsebench.results.statistics import ratio_over
 
 LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
 MOST = 4  # winners
-DEFAULT = "default"  # the kernel of a contender without one: what users of the format get
 LEAST = 0.01  # relative uncertainty that a lead shows
 
 

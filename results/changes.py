@@ -36,7 +36,7 @@ from sparsebench.errors import ResultError
 from sparsebench.results import store
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.comparison import Comparison, compare, half_between, same_code
-from sparsebench.results.families import OURS, family
+from sparsebench.results.families import is_ours
 from sparsebench.results.outcome import DIFFERENT, Outcome, among_many
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
@@ -284,7 +284,7 @@ def _of_baseline(line: Line, libraries: str, searched: bool) -> tuple[Cause, str
 
 def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tuple[Cause, str]:
     same = same_code(line["codes_a"], line["codes_b"])
-    if source and family(line["kernel"]) in OURS and not same:
+    if source and is_ours(line["kernel"]) and not same:
         what = "other source" if same is None else "other compiled code"
         return Cause.KERNEL, what + (f", or {libraries}" if libraries else "")
     if libraries:

@@ -36,7 +36,7 @@ import pandas as pd
 
 from sparsebench.results.analysis import CONTEST, chose_dense, uncertainty
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.families import OURS, family
+from sparsebench.results.families import is_ours
 from sparsebench.results.formatting import duration, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.outcome import DIFFERENT, VERDICTS
@@ -90,7 +90,7 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     if timed.empty:
         return timed
     kind = timed["format"].astype(str)
-    dense, ours = (kind == "dense") | chose_dense(timed), timed.kernel.map(family).isin(OURS)
+    dense, ours = (kind == "dense") | chose_dense(timed), timed.kernel.map(is_ours).astype(bool)
     side = np.select([dense, ours], ["dense", "ours"], "peer")
     return _with_gains(timed.assign(side=side, kind=kind, name=_names(timed), tile=_tiles(timed)))
 

@@ -17,7 +17,7 @@ from sparsebench.reports.headline import (
     with_columns,
 )
 from sparsebench.results.analysis import analyse
-from sparsebench.results.families import OURS, ours
+from sparsebench.results.families import DEFAULT, OURS, ours
 from sparsebench.results.noise import Noise, Reliability
 from tests.tools.paths import KERNELS, PUBLISHED, ROOT
 
@@ -98,7 +98,7 @@ def test_our_kernels_are_those_of_our_folders() -> None:
         return {file.stem for file in files if not file.stem.startswith("_")}
 
     files = set.union(*map(names, OURS))  # a file may declare its gradient too
-    assert files <= {*ours()} <= files | {f"{name}_dgrad" for name in files}
+    assert files <= {*ours()} <= files | {DEFAULT} | {f"{name}_dgrad" for name in files}
     assert not set(ours()) & (names("dense") | names("peers"))
 
 
