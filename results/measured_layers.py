@@ -129,8 +129,13 @@ class Evidence:
     def __add__(self, other: "Evidence") -> "Evidence":
         """Return both together; the GPUs of `other` replace those of the same name."""
         gpus = [*{gpu.name: gpu for gpu in (*self.gpus, *other.gpus)}.values()]
-        parts = ("measured", "steps", "losses", "costs")
-        return Evidence(gpus, *([*getattr(self, part), *getattr(other, part)] for part in parts))
+        return Evidence(
+            gpus,
+            [*self.measured, *other.measured],
+            [*self.steps, *other.steps],
+            [*self.losses, *other.losses],
+            [*self.costs, *other.costs],
+        )
 
 
 def packaged() -> Evidence:
