@@ -182,10 +182,7 @@ def test_a_block_has_configurations_that_fit(block: Any, dtype: str, module: Any
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_front_door_binds_the_kernels_for_hopper(
-    exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_front_door_binds_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((70, 130), 64, (2, 1), lists=2, head_dim=64)
     mask, operands = case.mask(), case.operands()[:3]
     launches = []
@@ -209,13 +206,8 @@ def test_the_front_door_binds_the_kernels_for_hopper(
         monkeypatch.setattr(module, "launch", bound_by(module, outputs))
         monkeypatch.setattr(module, "work_of", lambda *_: None)
     leaves = [x.requires_grad_() for x in operands]
-    torch.use_deterministic_algorithms(exact)
-    try:
-        sparsebench.attention(*leaves, mask).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    both = [attention_wgmma, attention_wgmma_backward]
-    assert launches == (both[:1] if exact else both)
+    sparsebench.attention(*leaves, mask).sum().backward()
+    assert launches == [attention_wgmma, attention_wgmma_backward]
 
 
 @pytest.mark.interpreted
