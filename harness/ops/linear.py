@@ -102,7 +102,9 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
 
 def _bits(problem: Problem) -> int | None:
     """Return the bits of a weight's value if they are fewer than its dtype's."""
-    bits: int | None = problem.fields.get("weight_bits")
+    if "weight_bits" not in problem.fields:  # of a related op
+        return None
+    bits: int | None = problem["weight_bits"]
     return bits
 
 
