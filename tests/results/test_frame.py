@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results.analysis import break_even, summary, winners
+from sparsebench.results.cases import break_even, summary, winners
 from sparsebench.results.frame import fields, frame, to_csv, to_parquet
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
 
