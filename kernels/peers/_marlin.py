@@ -108,7 +108,7 @@ def tiled(codes: Tensor, *, four_columns: bool) -> Tensor:
     k, n = codes.shape
     quads = codes.view(k // TILE, TILE, n // (4 * TILE), 4 * TILE).transpose(1, 2).flatten(2)
     nibbles = quads[..., places].to(torch.int64).unflatten(2, (-1, 8))
-    words = (nibbles << 4 * torch.arange(8, device=codes.device)).sum(3)
+    words: torch.Tensor = (nibbles << 4 * torch.arange(8, device=codes.device)).sum(3)
     return words.view(k // TILE, 2 * n).to(torch.int32)
 
 

@@ -52,7 +52,7 @@ def _metadata(positions: Tensor) -> Tensor:
     """
     groups = positions[..., 0] | positions[..., 1] << 2
     shifts = 4 * torch.arange(4, device=groups.device)
-    words = (groups.unflatten(1, (-1, 4)) << shifts).sum(2).to(torch.int16)
+    words: torch.Tensor = (groups.unflatten(1, (-1, 4)) << shifts).sum(2).to(torch.int16)
     n, count = words.shape
     by_bit = words.view(n // 64, 8, 2, 2, 2, count // 2, 2)  # rows, h, c, b, a, t, p
     return by_bit.permute(5, 0, 3, 1, 4, 6, 2).reshape(n, count)
