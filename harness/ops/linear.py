@@ -102,10 +102,8 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
 
 def _bits(problem: Problem) -> int | None:
     """Return the bits of a weight's value if they are fewer than its dtype's."""
-    if "weight_bits" not in problem.fields:  # of a related op
-        return None
-    bits: int | None = problem["weight_bits"]
-    return bits
+    bits = problem.fields.get("weight_bits")
+    return bits if isinstance(bits, int) else None
 
 
 OP = Op(
