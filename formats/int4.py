@@ -92,7 +92,8 @@ class Int4(Format):
 def packed(codes: Tensor) -> Tensor:
     """Return codes [n, k] as two per byte, the even column in the high bits."""
     even, odd = pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
-    return (even << 4 | odd).contiguous()
+    pairs: Tensor = even << 4 | odd
+    return pairs.contiguous()
 
 
 def _scales(groups: Tensor) -> Tensor:

@@ -14,7 +14,8 @@
 //
 // Blocks smaller than a step are laid side by side, each by a TMA box of its own. What is missing
 // in the last step of a tile is read behind the last key, where TMA writes zeros, and masked. If the
-// second of two blocks of 64 is missing, the step is short instead: it loads and multiplies 64 keys.
+// second of two blocks of 64 is missing, SHORTENS makes the step short instead: it loads and
+// multiplies 64 keys.
 //
 // The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time,
 // each with CONSUMERS warpgroups, a producer warp and a ring.
@@ -47,7 +48,7 @@
 // Tiles of 64 queries read 64 KB for half the products: 1.7 us, so loads are their bottleneck.
 //
 // Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS SPAN=16|32|64|128
-// CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
+// SHORTENS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"

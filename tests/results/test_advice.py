@@ -110,10 +110,11 @@ def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> N
 
 def test_more_zeros_of_a_kind_never_take_more_memory(evidence: Evidence) -> None:
     answer = advise(evidence, MODELS[1], "H200", 16)
-    both, half, blocks, more_blocks, anywhere, more, active = [
+    both, half, most, blocks, more_blocks, fewest_blocks, anywhere, more, active = [
         kind.gigabytes for kind in answer.kinds
     ]
-    assert answer.dense_gigabytes == active > half > both > blocks > more_blocks
+    assert answer.dense_gigabytes == active > most > half > both
+    assert both > blocks > more_blocks > fewest_blocks
     assert both == anywhere > more
 
 

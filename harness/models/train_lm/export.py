@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def save(model: Decoder, sizes: Sizes, text: Text, to: Path) -> None:
         raise SuiteError(f"{to}: expected a writable folder; found {error}") from error
 
 
-def tokenizer() -> object:
+def tokenizer() -> Any:
     """Return a tokenizer for which the token of each byte is the byte itself."""
     tokenizers = import_module("tokenizers")
     printable = [*range(33, 127), *range(161, 173), *range(174, BYTES)]
@@ -87,8 +88,7 @@ def tokenizer() -> object:
     )
     inner.decoder = tokenizers.decoders.ByteLevel()
     fast = import_module("transformers").PreTrainedTokenizerFast
-    result: object = fast(tokenizer_object=inner)
-    return result
+    return fast(tokenizer_object=inner)
 
 
 def _renamed(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
