@@ -9,30 +9,15 @@ speedups are those of gated MLPs on a GPU by the published rows (results/advice.
 
 from sparsebench.reports.advice import style
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice import CONTEXT, DEAR, gain_of, mlp_of
-from sparsebench.results.layer_estimates import (
-    ACTIVATIONS,
-    ANYWHERE,
-    BLOCKS,
-    SIX_EIGHT,
-    SMALL_BLOCKS,
-    TWO_FOUR,
-)
+from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of, mlp_of
+from sparsebench.results.layer_estimates import SMALL_BLOCKS
 from sparsebench.results.measured_layers import TRAINED, Cost, Evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
-from sparsebench.results.step_model import ACTIVE, StepModel
+from sparsebench.results.step_model import StepModel
 
-KINDS = {  # the way of a layer, and its sparsity
-    "half of each MLP 2:4": (TWO_FOUR, 0.25),
-    "6:8": (SIX_EIGHT, 0.25),
-    "2:4": (TWO_FOUR, 0.5),
-    "zeros anywhere, 50 %": (ANYWHERE, 0.5),
-    "zeros anywhere, 70 %": (ANYWHERE, 0.7),
+COSTS = KINDS | {  # the way of a layer, and its sparsity
     "32 × 32 blocks, 50 % zeros": (SMALL_BLOCKS, 0.5),
     "32 × 32 blocks, 80 % zeros": (SMALL_BLOCKS, 0.8),
-    "64 × 64 blocks, 50 % zeros": (BLOCKS, 0.5),
-    "64 × 64 blocks, 80 % zeros": (BLOCKS, 0.8),
-    f"sparse activations, {ACTIVE:g} units": (ACTIVATIONS, 0.0),
 }
 METHODS = {"magnitude": "magnitude", "wanda": "Wanda", "spensegpt": "SpenseGPT"}
 TRAINED_SO = "trained with L1"
@@ -57,7 +42,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
     timed = [(each, 4096, f"× own MLPs, {4096:,} tokens") for each in own]
     timed += [(read_shapes(REAL), m, f"× {REAL}, {m:,} tokens") for m in OF_MODEL]
     lines: list[list[Cell]] = []
-    for kind, (way, sparsity) in KINDS.items():
+    for kind, (way, sparsity) in COSTS.items():
         rises = {each.method: each for each in rows if _same_kind(each, way, sparsity)}
         gains = [
             gain_of(

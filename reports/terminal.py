@@ -26,7 +26,7 @@ from sparsebench.results.answer import answers
 from sparsebench.results.badges import Badge, badge_text, badges, unfit
 from sparsebench.results.cases import CONTEST, break_even, winners
 from sparsebench.results.contests import empty_launch
-from sparsebench.results.families import OF_ACTIVATIONS
+from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -211,7 +211,7 @@ def _title(analysis: Analysis) -> Text:
 def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the cases faster by more than 1 / (1 - sparsity), whose baseline was slow."""
     sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS})
+    dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS, *QUANTISED})
     sparse = sparse[~dense & (sparse.level > 0) & (sparse.level < 1)]
     return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
 

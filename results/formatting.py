@@ -17,6 +17,7 @@ FORMATS = {
     "active_csr": "CSR of activations",
     "bsr": "BSR",
     "csr": "CSR",
+    "int4_two_four": "2:4 int4",
     "cvse": "column vectors",
     "spense": "2:4",
     "twell": "TwELL",

@@ -224,12 +224,14 @@ def scale_of(scale: float | None, q: Tensor, heads: int) -> float:
 
 def scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
     """Return the scores [queries, keys], -inf where they are not allowed."""
-    return (q @ k.mT).mul_(scale).masked_fill_(~allowed, -torch.inf)
+    every = torch.addmm(q.new_zeros(1), q, k.mT, beta=0, alpha=scale)
+    return every if bool(allowed.all()) else every.masked_fill_(~allowed, -torch.inf)
 
 
 def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
     """Return the softmax of the allowed scores [queries, keys]; 0 for a query that sees no key."""
-    return scores(q, k, allowed, scale).softmax(-1).masked_fill_(~allowed.any(-1, True), 0)
+    p, sees_a_key = scores(q, k, allowed, scale).softmax(-1), allowed.any(-1, True)
+    return p if bool(sees_a_key.all()) else p.masked_fill_(~sees_a_key, 0)
 
 
 def longest_sum(mask: Tensor, q: Tensor, k: Tensor, *, block: int | list[int], batch: int) -> int:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparsebench.reports.costs import KINDS, METHODS, OF_MODEL, costs, markdown
+from sparsebench.reports.costs import COSTS, METHODS, OF_MODEL, costs, markdown
 from sparsebench.results.measured_layers import (
     Evidence,
     costs_of_pruning,
@@ -38,7 +38,7 @@ def test_a_line_has_the_rises_by_method_and_the_gains_of_layers(pruning: Pruning
     evidence = Evidence(measured.gpus, measured.measured, [], [], costs_of_pruning(pruning, SOURCE))
     (table,) = costs(evidence, GPU)
     lines = {line[0]: line[1:] for line in table.lines}
-    assert [*lines] == [*KINDS]
+    assert [*lines] == [*COSTS]
     assert [cell[0] for cell in lines["6:8"][:2]] == ["+0.500", "+0.250"]
     assert [cell[0] for cell in lines["32 × 32 blocks, 80 % zeros"][:2]] == ["–", "+2.000"]
     assert len(table.columns) == 1 + 2 + len(OF_MODEL)
