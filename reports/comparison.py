@@ -22,8 +22,8 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
-from sparsebench.reports.terminal import labels
 from sparsebench.results.analysis import Analysis
+from sparsebench.results.badges import badges
 from sparsebench.results.changes import Changes, changes, mean
 from sparsebench.results.formatting import (
     amount,
@@ -245,7 +245,7 @@ def _about(analysis: Analysis) -> str:
     words += [f"card {listed(cards)}"] if cards else []
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
-    words += [text for _, text in labels(analysis)]
+    words += [label.text for label in badges(analysis)]
     return ", ".join(filter(None, words))
 
 
