@@ -189,12 +189,10 @@ def _sentences(other: Changes) -> list[str]:
 
 
 def _notes(result: Compared) -> list[str]:
-    first, notes = result.sides[0], []
-    columns = "time" if len(result.sides) == 2 else "each time"
-    notes.append(
-        f"Parentheses after {columns}: the 95 % interval of the time in percent of {first.name}'s. "
-        "Runs share no process, so the interval also holds what differs between cards."
-    )
+    notes = [
+        "Brackets after “shorter”: the 95 % interval of the difference. Runs share no process, so "
+        "it also includes what differs between cards."
+    ]
     looks = [
         s.name for s in result.sides if any(r.state["flags"]["replicates"] < FEWEST for r in s.runs)
     ]
