@@ -126,10 +126,10 @@ def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
     fields = [name for name in [*problem_fields(lines), "scope", "cache"] if name in lines]
     fields = [name for name in fields if name != "seed" or lines.seed.nunique() > 1]
     by_op = {op: split(group, fields) for op, group in lines.groupby("op", sort=False)}
-    several = len(by_op) > 1
+    many_ops = len(by_op) > 1
 
     def name(line: Line) -> str:
-        varying = by_op[line["op"]][0] + (["op"] if several else [])
+        varying = by_op[line["op"]][0] + (["op"] if many_ops else [])
         ordered = sorted(varying, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
         values = {n: shown(n, line[n]) for n in ordered}
         hidden = {("pattern", "two_four")} if line["format"] == "spense" else set()
@@ -159,15 +159,18 @@ def _changed(other: Changes, line: Line) -> list[Cell]:
 
 
 def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> str:
-    """Write `H200 10 % shorter (89 to 92 %)`: b's time in percent of a's, and its interval."""
+    """Write `H200 10 % shorter [9, 11]`; `ratio` is a's time over b's, with its interval."""
     if word == Outcome.NOT_MEASURED:
         return word
-    span = f"({significant(100 / high)} to {significant(100 / low)} %)"
     if word not in DIFFERENT:
-        return f"{word} {span}"
+        span = f"{significant(100 / high, 3)} to {significant(100 / low, 3)} %"
+        return f"{word} ({other.b.name} takes {span} of the time)"
     name = other.b.name if ratio > 1 else other.a.name
-    saved = 100 * (1 - min(ratio, 1 / ratio))
-    return f"{name} {significant(saved, 2)} % shorter {span}"
+    ends = (1 / low, 1 / high) if ratio > 1 else (high, low)
+    saved, least, most = (
+        significant(100 * (1 - each), 2) for each in (min(ratio, 1 / ratio), *ends)
+    )
+    return f"{name} {saved} % shorter [{least}, {most}]"
 
 
 def _measured(line: Line, end: str) -> str:

@@ -23,8 +23,8 @@ OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
 OF_MASKS = {"block_mask"}
 """Formats that store which blocks an op computes, and no values."""
 
-QUANTISED = {"int4"}
-"""Formats that store weights in fewer bits, and zeros like other weights."""
+QUANTISED = {"int4", "int4_two_four"}
+"""Formats that store weights in fewer bits than the dtype of the problem."""
 
 
 @cache

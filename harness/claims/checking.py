@@ -114,7 +114,7 @@ class Evidence:
             if any(ids for _, ids in tested):
                 analysis = analyse(run)
                 for part, ids in tested:
-                    new = cells(part.test, ids, run, analysis) if ids else ()
+                    new = cells(part.test, ids, analysis) if ids else ()
                     self.cells[part.written.name] += [replace(cell, run=name) for cell in new]
 
     @property

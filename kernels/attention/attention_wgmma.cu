@@ -13,8 +13,9 @@
 //   rows are SPAN queries of each of several heads       P stays in registers
 //
 // Blocks smaller than a step are laid side by side, each by a TMA box of its own. What is missing
-// in the last step of a tile is read behind the last key, where TMA writes zeros, and masked. If the
-// second of two blocks of 64 is missing, the step is short instead: it loads and multiplies 64 keys.
+// in the last step of a tile is read behind the last key, where TMA writes zeros, and masked. If
+// the second of two blocks of 64 is missing, SHORTENS makes the step short instead: it loads and
+// multiplies 64 keys.
 //
 // The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time,
 // each with CONSUMERS warpgroups, a producer warp and a ring.
@@ -47,7 +48,7 @@
 // Tiles of 64 queries read 64 KB for half the products: 1.7 us, so loads are their bottleneck.
 //
 // Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS SPAN=16|32|64|128
-// CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
+// SHORTENS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
@@ -118,8 +119,8 @@ struct Held {
 };
 
 // Compute the scores and P of the next step, of NEXT keys, while O += P V of this step, of THIS
-// keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the last
-// of its tile, but not the first.
+// keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the
+// last of its tile, but not the first.
 template <int THIS, int NEXT>
 __device__ __forceinline__ void step(Held& h, const Ring& k, const Ring& v, const Buffer& buffer,
                                      int consumer, int flags, int row, int barrier,

@@ -18,7 +18,7 @@ constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, -; keys; slots of bits
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
 enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8 };  // flags; SHORT: a last step of one entry
-constexpr bool SHORTENS = KEYS == 128 && BOX_KEYS == 64;  // of a list of odd length
+static_assert(!SHORTENS || KEYS == 128 && BOX_KEYS == 64, "a short step has one of two blocks");
 #define INF __int_as_float(0x7f800000)
 
 template <int BITS_OF_IT> struct UnsignedOf { using type = u32; };

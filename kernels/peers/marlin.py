@@ -25,7 +25,10 @@ from sparsebench.kernels.peers import _marlin
 
 def prepare(operands: Operands) -> Launch:
     """Pack the weights, and choose the faster tile. Raises Unsupported."""
-    arrays = _packed(_marlin.weights_of(operands))
+    w = operands.weights["w"]
+    assert isinstance(w, Int4)
+    _marlin.require_groups(w.group)
+    arrays = _packed(w)
     tiles = _marlin.tiles_of(operands.problem["m"])
     if torch.cuda.get_device_capability(operands.device) == HOPPER:
         tiles = tiles[-1:]

@@ -18,7 +18,6 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.results.analysis import CONTEST, Analysis
 from sparsebench.results.answer import (
     evidence,
     field_text,
@@ -30,6 +29,7 @@ from sparsebench.results.answer import (
     where,
 )
 from sparsebench.results.badges import Badge, badges
+from sparsebench.results.cases import CONTEST
 from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
@@ -131,7 +131,6 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
     first = frames.views[0] if frames.views else None
     table, facts = _lines(frames), flat(run.environment)
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
-    analysis = Analysis(frames.rows, frames.noise, cases)
     return Card(
         schema=SCHEMA,
         address=at.address,
@@ -156,8 +155,7 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         processes=int(run.state["flags"]["replicates"]),
         cases=int(cases[~cases.twin.astype(bool)].case_id.nunique()),
         badges=[
-            [badge.name.lower(), badge.value, why]
-            for badge, why in badges(cases, frames.noise, run.environment, run.state)
+            [label.badge.name.lower(), label.badge.value, label.why] for label in badges(frames)
         ],
         where=" · ".join(filter(None, [where(first), variants(first, cases)])) if first else "",
         sentences=sentences(first) if first else ["No case of this run has a time."],
@@ -167,9 +165,9 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         cells={
             claim.name: [cell.to_json() | {"run": at.address} for cell in claim_cells]
             for claim in claims
-            if (claim_cells := claim.cells(run, analysis))
+            if (claim_cells := claim.cells(frames))
         },
-        verdicts=asdict(verdicts(run, cases, at.address)),
+        verdicts=asdict(verdicts(frames, at.address)),
     )
 
 

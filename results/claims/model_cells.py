@@ -52,8 +52,8 @@ def read_model_file(path: Path) -> ModelFile:
     except (ValueError, KeyError):
         schema = ""
     if schema not in READERS:
-        found = repr(schema[:60]) if schema else "no schema"
-        raise ResultError(f"{path}: expected {' or '.join(READERS)}; found {found}")
+        actual = repr(schema[:60]) if schema else "no schema"
+        raise ResultError(f"{path}: expected {' or '.join(READERS)}; found {actual}")
     return READERS[schema](path)
 
 

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.decision import Word
@@ -28,7 +28,6 @@ from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
 from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
-from sparsebench.results.store import Run
 from tests.results.claim_examples import CLAIM
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
@@ -108,9 +107,9 @@ def test_a_claim_is_judged_from_one_file(
 def test_an_unreliable_confirming_run_is_repeated(
     fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def doubted(test: Test, problems: set[str], run: Run, result: Any) -> list[Cell]:
-        reliable = run.path.name != "mine-confirmed"
-        return [replace(c, reliable=reliable) for c in cells(test, problems, run, result)]
+    def doubted(test: Test, problems: set[str], analysis: Analysis) -> list[Cell]:
+        reliable = analysis.run.path.name != "mine-confirmed"
+        return [replace(c, reliable=reliable) for c in cells(test, problems, analysis)]
 
     monkeypatch.setattr(checking, "cells", doubted)
     out = tmp_path / "out"

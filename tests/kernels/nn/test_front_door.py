@@ -133,7 +133,7 @@ def test_recorded_calls_equal_those_in_python_on_a_gpu(
 
 
 @hopper
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # of inductor
 @pytest.mark.parametrize("name", ["blocks of 16", "frozen", "half 2:4", "bitmap"])
 def test_a_first_call_by_reduce_overhead_leaves_nothing_in_the_pool_of_its_graph_on_a_gpu(
     name: str,
