@@ -13,8 +13,8 @@
 //   rows are SPAN queries of each of several heads       P stays in registers
 //
 // Blocks smaller than a step are laid side by side, each by a TMA box of its own. What is missing
-// in the last step of a tile is read behind the last key, where TMA writes zeros, and masked. If the
-// second of two blocks of 64 is missing, SHORTENS makes the step short instead: it loads and
+// in the last step of a tile is read behind the last key, where TMA writes zeros, and masked. If
+// the second of two blocks of 64 is missing, SHORTENS makes the step short instead: it loads and
 // multiplies 64 keys.
 //
 // The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time,
@@ -119,8 +119,8 @@ struct Held {
 };
 
 // Compute the scores and P of the next step, of NEXT keys, while O += P V of this step, of THIS
-// keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the last
-// of its tile, but not the first.
+// keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the
+// last of its tile, but not the first.
 template <int THIS, int NEXT>
 __device__ __forceinline__ void step(Held& h, const Ring& k, const Ring& v, const Buffer& buffer,
                                      int consumer, int flags, int row, int barrier,
