@@ -1,0 +1,156 @@
+"""Linear layer with zeros anywhere in W, for 17 to 128 tokens on Hopper: Y[m, n] = X[m, k] W.T.
+
+bitmap_wgmma.cu is the kernel and draws its layout. It decodes the records of bitmap_mma.py into the
+registers of a warpgroup, which reads X once for 64 features. This file chooses a configuration and
+launches. It supports what bitmap_mma supports, in 16 bits, if a CTA can have all its rows at once:
+n up to 64 ROW_GROUPS times the number of multiprocessors.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
+from sparsebench.kernels._common.cuda import (
+    BoundKernel,
+    Constants,
+    compile_ahead,
+    unsupported_on_hopper,
+)
+from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bitmap import bitmap_mma
+from sparsebench.kernels.bitmap.bitmap_mma import BEYOND, SHARED_BYTES, TABLE_BYTES, at_once
+from sparsebench.results.record import Problem
+
+TOKENS = 32, 48, 64, 96, 128  # of X at a time
+LEAST_TOKENS = 17  # below, X takes little of bitmap_mma's time
+GROUP_ROWS = 4  # tiles of 16 rows of a warpgroup
+LOADERS = 4  # warps that load X
+WARPS = {32: 24, 48: 24, 64: 24, 96: 16, 128: 12}  # most that multiply, by tokens
+STAGES = (2, 4), (2, 3), (1, 4), (2, 2), (1, 3), (1, 2)  # of records, of X; the first that fits
+X_COLUMNS = 64  # of a stage of X
+TRIED = 8  # configurations of a short search
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens      tokens of X at a time, one of TOKENS
+    row_groups  warpgroups along the rows of W
+    parts       warpgroups along k
+    stages      stages of a warp's ring of records
+    x_stages    stages of the ring of X of each part
+    table       whether a table in shared memory turns bits into selectors, or byte permutes do
+    """
+
+    tokens: int
+    row_groups: int
+    parts: int
+    stages: int
+    x_stages: int
+    table: bool = True
+
+    source, split = "bitmap_wgmma", 1
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of tiles of a CTA."""
+        return GROUP_ROWS * self.row_groups
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a CTA that multiply."""
+        return self.rows * self.parts
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA."""
+        return 32 * (self.warps + LOADERS)
+
+    def shared_bytes(self, room: int, m: int, size: int) -> int:
+        """Return the bytes of shared memory; `room` bytes of a record, `size` of an element."""
+        buffers = self.parts * self.x_stages
+        barriers = -(-8 * (self.warps * self.stages + 2 * buffers) // 16) * 16
+        x = buffers * self.tokens * X_COLUMNS * size
+        stages = x + TABLE_BYTES + barriers + self.warps * self.stages * room + BEYOND
+        sums = (self.parts - 1) * self.rows * self.tokens // 8 * 512
+        return max(stages, sums)
+
+    def constants(self, dtype: torch.dtype) -> Constants:
+        """Return the macros of bitmap_wgmma.cu."""
+        return (
+            *(("TOKENS", self.tokens), ("ROW_GROUPS", self.row_groups), ("ROW_WARPS", self.rows)),
+            *(("GROUP", 1), ("PARTS", self.parts), ("STAGES", self.stages), ("SPLIT", 1)),
+            *(("X_STAGES", self.x_stages), ("TABLE", int(self.table)), ("VALUE_BYTES", 2)),
+            ("FP16", int(dtype == torch.float16)),
+        )
+
+
+def configurations(n: int, k: int, m: int, room: int, workers: int) -> list[Config]:
+    """Return the configurations to time, those with the most warps first; none if none fits."""
+    tokens = next((each for each in TOKENS if each >= m), TOKENS[-1])
+    rows, tiles = -(-n // ROWS), -(-k // COLUMNS)
+    of_worker = -(-rows // min(workers, rows))
+    groups = -(-of_worker // GROUP_ROWS)
+    found = []
+    for row_groups in (groups, groups + 1):
+        most = min(tiles, WARPS[tokens] // (GROUP_ROWS * row_groups))
+        for parts in range(most, 0, -1):
+            for stages, x_stages in STAGES:
+                config = Config(tokens, row_groups, parts, stages, x_stages)
+                if config.shared_bytes(room, m, 2) <= SHARED_BYTES:
+                    found.append(config)
+                    break
+    return [replace(config, table=table) for config in found for table in (False, True)]
+
+
+def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
+    """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    return bitmap_mma.bound(x, w, config)
+
+
+def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:
+    """Return why the kernel cannot read these operands, or None."""
+    if x.dtype.itemsize != 2:
+        return f"expected fp16 or bf16, found {x.dtype}"
+    if len(x) > TOKENS[-1]:
+        return f"expected at most {TOKENS[-1]} tokens, found {len(x)}"
+    return bitmap_mma.unsupported_operands(x, w)
+
+
+def offered(m: int, w: Bitmap, device: torch.device) -> list[Config]:
+    """Return the likeliest configurations for m tokens."""
+    return configurations(*w.shape, m, w.room, at_once(1, device))[:TRIED]
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Bitmap)
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    density = w.stored_bytes / (w.shape[0] * w.shape[1] * x.itemsize)
+    sizes = Sizes(len(x), *w.shape, operands.problem["dtype"], None, density)
+    possible: list[Config] = [] if operands.pinned else offered(len(x), w, x.device)
+    if not possible and not operands.pinned:
+        raise Unsupported(f"expected fewer rows of W for a CTA, found {w.shape[0]}")
+    configs, by = choose("bitmap_wgmma", Config, operands, sizes, tuned, possible)
+    compile_ahead("bitmap_wgmma", [config.constants(w.dtype) for config in configs])
+    return fastest_launch(configs, [launch(x, w, config) for config in configs], by, x.device)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the kernel cannot run the problem here, or None."""
+    if problem["m"] > TOKENS[-1]:
+        return f"expected at most {TOKENS[-1]} tokens, found {problem['m']}"
+    return unsupported_on_hopper(problem, device)
+
+
+KERNEL = Kernel("linear", "bitmap", "cuda", prepare, unsupported, tunes=True)

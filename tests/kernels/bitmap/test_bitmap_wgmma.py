@@ -1,0 +1,174 @@
+"""bitmap_wgmma: its threads on a CPU, what it refuses, its machine code, and on a GPU."""
+
+import ctypes
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.bitmap import bitmap_mma, bitmap_wgmma
+from sparsebench.kernels.bitmap.bitmap_wgmma import Config
+from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
+from tests.emulation.cuda_on_cpu import built, device_code
+from tests.kernels.bitmap.test_bitmap_mma import RECORDS_ON_CPU, example
+from tests.kernels.contract import captured, refusal
+from tests.tools.marks import needs_gxx, sampled
+from tests.tools.paths import cuda_source
+
+BF16, FP16 = torch.bfloat16, torch.float16
+STAND_INS = """
+  #include "warpgroup_on_cpu.h"
+  static void store_128(u32 to, const u32 (&v)[4]) { std::memcpy(in_shared(to), v, 16); }
+  #define WGMMA_A(N, a, b) add_registers(d, N, a, b, true, false)
+"""
+
+
+@cache
+def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
+    """Build the kernel's source for this machine."""
+    device = cuda_source("hopper.cuh")
+    start = device.index("__device__ __forceinline__ u64 smem_descriptor")
+    descriptor = device[start : device.index("__device__", start + 1)]
+    code = device_code("bitmap_wgmma.cu", "hold")
+    source = STAND_INS + RECORDS_ON_CPU + descriptor + "#define hold(a)\n" + code
+    source += """
+      static void** a;
+      template <class T> T& at(int i) { return *(T*)a[i]; }
+      static void run() {
+        multiply_records(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<int>(3), at<int>(4));
+      }
+      extern "C" void call(void** args, int grid, size_t bytes) {
+        a = args;
+        launch(grid, THREADS, 1, bytes, run);
+      }
+    """
+    name = re.sub(r"\W+", "_", f"{config}_{dtype}_{late}")
+    return built(source, (*config.constants(dtype), ("LATE", int(late))), folder, name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_cpu")
+
+
+CASES = [
+    (Config(32, 1, 2, 1, 2), 3, 21, 150, 776, 0.5, BF16),
+    (Config(48, 2, 1, 2, 3), 2, 40, 200, 528, 0.7, FP16),
+    (Config(64, 1, 3, 1, 2), 1, 50, 60, 1032, 0.9, BF16),
+    (Config(64, 1, 2, 2, 2, table=False), 2, 70, 90, 264, 0.3, FP16),  # a second tile of tokens
+]
+CASES += [(replace(config, table=not config.table), *rest) for config, *rest in CASES]
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("config", "workers", "m", "n", "k", "sparsity", "dtype"), sampled(CASES, 0, 3, 5), ids=str
+)
+def test_its_threads_give_the_product_on_a_cpu(
+    config: Config,
+    workers: int,
+    m: int,
+    n: int,
+    k: int,
+    sparsity: float,
+    dtype: torch.dtype,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = example(m, n, k, sparsity, dtype)
+    monkeypatch.setattr(bitmap_mma, "load", lambda *given: (None, "code"))
+    monkeypatch.setattr(bitmap_mma, "multiprocessors", lambda device: workers)
+    program = bitmap_wgmma.launch(x, w, config)
+    program.out.fill_(float("nan"))
+    shared = ctypes.c_size_t(config.shared_bytes(w.room, m, 2))
+    kernel = on_cpu(config, dtype, workers % 2 == 0, folder)
+    kernel.call(program.args[0], program.loaded.grid, shared)
+    right = (x.float() @ w.to_dense().float().T).to(dtype)
+    torch.testing.assert_close(program.out, right, rtol=0, atol=0)
+
+
+def refused(x: Tensor, w: Bitmap) -> str:
+    operands = Operands(Problem("linear", {"dtype": "bf16"}), {"w": w}, {"x": x}, torch.matmul)
+    return refusal(lambda: bitmap_wgmma.prepare(operands))
+
+
+def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compiled() -> None:
+    x, w = example(4, 64, 128, 0.5, FP16)
+    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
+    assert "at most 128 tokens, found 129" in refused(*example(129, 64, 128, 0.5, BF16))
+    assert "fp16 or bf16, found torch.float8" in refused(
+        *example(20, 64, 128, 0.5, torch.float8_e4m3fn)
+    )
+
+
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (11008, 4096), (28672, 8192), (40, 264)])
+@pytest.mark.parametrize("m", [17, 40, 64, 128])
+def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int, m: int) -> None:
+    found = bitmap_wgmma.configurations(n, k, m, 4928, 132)
+    assert found or (m, n) == (128, 28672)  # registers
+    for config in found:
+        assert config.warps <= bitmap_wgmma.WARPS[config.tokens]
+        assert config.shared_bytes(4928, m, 2) <= bitmap_mma.SHARED_BYTES
+        assert config.rows * min(132, -(-n // 16)) * 16 >= n
+        assert config.tokens >= m
+
+
+@by_nvcc
+@pytest.mark.parametrize(
+    "config",
+    sampled(
+        [
+            *(Config(64, 2, 3, 1, 2, table) for table in (False, True)),
+            *(Config(96, 2, 2, 1, 2, table) for table in (False, True)),
+            *(Config(128, 1, 3, 1, 2, table) for table in (False, True)),
+        ],
+        *(0, 3),
+    ),
+    ids=str,
+)
+def test_it_compiles_without_a_spill_or_a_serialised_product(
+    config: Config, tmp_path: Path
+) -> None:
+    assert_compiles_cleanly("bitmap_wgmma", config.constants(BF16), tmp_path)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sparsity"),
+    [(17, 4096, 4096, 0.5), (40, 2070, 1040, 0.8), (64, 11008, 2048, 0.3), (121, 48, 5136, 0.97)],
+)
+def test_the_products_are_right_on_a_gpu(
+    m: int, n: int, k: int, sparsity: float, dtype: torch.dtype
+) -> None:
+    x, w = example(m, n, k, sparsity, dtype)
+    x, w = x.cuda(), Bitmap.from_dense(w.to_dense().cuda())
+    right = (x.double() @ w.to_dense().double().T).to(dtype)
+    found = bitmap_wgmma.offered(m, w, x.device)
+    bitmap_mma.compile_ahead("bitmap_wgmma", [config.constants(dtype) for config in found])
+    for config in found:
+        program = bitmap_wgmma.launch(x, w, config)
+        for _ in range(3):
+            program.out.fill_(float("nan"))
+            torch.testing.assert_close(program(), right, rtol=0, atol=0)
+
+
+@hopper
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations() -> None:
+    x, w = example(40, 1024, 2048, 0.6)
+    w, given = Bitmap.from_dense(w.to_dense().cuda()), torch.zeros_like(x, device="cuda")
+    operands = Operands(Problem("linear", {"dtype": "bf16"}), {"w": w}, {"x": given}, torch.matmul)
+    _, y, graph = captured(bitmap_wgmma.prepare, operands)
+    given.copy_(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    right = (given.double() @ w.to_dense().double().T).to(BF16)
+    torch.testing.assert_close(y, right, rtol=0, atol=0)
