@@ -124,11 +124,6 @@ def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
     """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
-    return bound(x, w, config)
-
-
-def bound(x: Tensor, w: Bitmap, config: Any) -> BoundKernel:
-    """Return the kernel of a configuration for operands that it supports. Raises Unsupported."""
     m, product = len(x), Product(w, config, x.device)
     product.require(m)
     y = x.new_empty(m, w.shape[0], dtype=product.kind)
@@ -154,9 +149,8 @@ class Product:
         """Raise Unsupported if m tokens do not fit."""
         row_tiles, split = -(-self.w.shape[0] // ROWS), self.config.split
         rows = -(-row_tiles // self.workers)
-        one_block = split > 1 or self.config.source == "bitmap_wgmma"
-        if one_block and rows > self.config.rows:
-            limit = f"expected {self.config.rows} rows of tiles at a time"
+        if split > 1 and rows > self.config.rows:
+            limit = f"expected {self.config.rows} rows of tiles for a cluster"
             raise Unsupported(f"{limit}, found {rows}")
         if (shared := self._shared(m)) > SHARED_BYTES:
             limit = f"expected {SHARED_BYTES} bytes of shared memory at most"

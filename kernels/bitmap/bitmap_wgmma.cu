@@ -3,8 +3,8 @@
 // each warp reads X for its own 16 features, here a warpgroup reads it once for 64.)
 //
 //   A CTA has up to 64 ROW_GROUPS features, and all of k. It has ROW_GROUPS x PARTS warpgroups, of
-//   which part p has the tiles p, p + PARTS, ... along k, and four warps that load X. With ROW_GROUPS
-//   = 1 and PARTS = 2:
+//   which part p has the tiles p, p + PARTS, ... along k, and a warp that loads X. With ROW_GROUPS =
+//   1 and PARTS = 2:
 //
 //        W                                                X.T
 //        +--------+--------+--------+--------+- ...       +------+   64 columns of k at a time, in a
@@ -20,13 +20,13 @@
 //   A warp without a row tile multiplies zeros. At the end parts 1 and on give their sums to part 0
 //   through shared memory, always added in the same order, so equal inputs give equal bits.
 //
-// wgmma's operand B has the columns of k in their order, but a lane of A has four neighbours of each
-// strip of 32 columns (records.cuh). So the warps that load X transpose 4 x 4 pairs of columns of
-// each token, between four lanes, before they store them:
+// wgmma fixes the order of k: of each 16 columns, lane q of A has the pairs q and q + 4. A record gives
+// it four neighbouring pairs of each strip of 32 columns (records.cuh). So the host exchanges pairs
+// of W's columns before it makes the records, and X comes by TMA as it is:
 //
-//     pairs of a strip in memory:  q0: 0 1 2 3 | q1: 4 5 6 7 | q2: 8 .. | q3: 12 ..
-//     in shared memory:            0 4 8 12 | 1 5 9 13 | 2 6 10 14 | 3 7 11 15
-//                                  instruction 0       | instruction 1
+//     pairs of a strip of W:      0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
+//     in the records:             0 4 8 12 | 1 5 9 13 | 2 6 10 14 | 3 7 11 15       lane 0 | 1 | 2 | 3
+//     instruction:                0 0 1 1
 //
 // Clocks of an SM for 256 weights of a warp (a step), 64 tokens: the decode as in NOTES.md, and of
 // shared memory 16 / 4 for B, instead of 16 or 8.
@@ -36,9 +36,8 @@
 
 #include "records.cuh"
 
-constexpr int LOADERS = 4, THREADS = 32 * (WARPS + LOADERS);
+constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int X_COLUMNS = 64, X_BYTES = TOKENS * X_COLUMNS * 2, SUBTILES = COLUMNS / X_COLUMNS;
-constexpr int AT_ONCE = WARPS > 16 ? 4 : 8;  // rows of X that a lane has in flight
 constexpr int X_BARRIERS = PARTS * X_STAGES;
 constexpr int BARRIER_BYTES = (8 * (WARPS * STAGES + 2 * X_BARRIERS) + 15) / 16 * 16;
 constexpr int NB = TOKENS / 8, OF_PART = ROW_WARPS * NB * 32;  // sums of a part, of 16 bytes
@@ -51,69 +50,36 @@ __device__ __forceinline__ void hold(const u32 (&a)[4]) {
   asm volatile("" :: "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));
 }
 
-// ---- the warps that load X ----
-
-__device__ __forceinline__ void store_128(u32 to, const u32 (&v)[4]) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-
-// Each warp fills every fourth buffer of the rings, in the order in which the parts need them. (If two
-// warps filled one buffer in turn, one could take a phase of its barrier for the next but one.) A
-// lane loads 16 bytes of each fourth token. Past the end of k it writes zeros.
-__device__ __forceinline__ void load_x(const Activations& x, int tiles, int first, int tokens,
-                                       int loader, u32 ring, u32 full) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8, below = lane / 8;
+// The warp that loads X: a thread fills the buffers in the order in which the parts need them. TMA
+// writes zeros past the end of k.
+__device__ __forceinline__ void load_x(const TensorMap* x, int tiles, int tokens, u32 ring,
+                                       u32 full) {
   const u32 empty = full + 8 * X_BARRIERS;
-  const char* row = x.x + (u64)(first + below) * x.stride;
-  const int rounds = (tiles + PARTS - 1) / PARTS;
-  for (int item = 0; item < rounds * SUBTILES * PARTS; item++) {
-    const int number = item / PARTS, part = item % PARTS, round = number / SUBTILES;
-    const int sub = number % SUBTILES, slot = part * X_STAGES + number % X_STAGES;
-    if (slot % LOADERS != loader || round * PARTS + part >= tiles) continue;
-    if (number >= X_STAGES)
-      mbarrier_wait(empty + 8 * slot, number / X_STAGES - 1 & 1, "X is read");
-    const int column = (round * PARTS + part) * COLUMNS + sub * X_COLUMNS + 8 * chunk;
-    const bool there = column < x.k;
-    const char* from = row + (u64)column * 2;
-    const u32 to = ring + slot * X_BYTES + below * 128;
-    #pragma unroll 1
-    for (int token = 0; token < tokens; token += 4 * AT_ONCE) {
-      u32 v[AT_ONCE][4];
-      #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const bool inside = there && token + 4 * i + below < tokens;
-        const uint4 four =
-            inside ? *(const uint4*)(from + (u64)(token + 4 * i) * x.stride) : uint4{0, 0, 0, 0};
-        v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
-      }
-      #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int at = token + 4 * i;
-        if (at >= TOKENS) break;
-        quad_transpose(v[i]);
-        store_128(to + at * 128 + ((chunk ^ (at + below) % 8) << 4), v[i]);
-      }
+  for (int number = 0, stage = 0, phase = 1; number < tiles * SUBTILES; number++) {
+    for (int part = 0; part < PARTS; part++) {
+      const int tile = number / SUBTILES * PARTS + part, slot = part * X_STAGES + stage;
+      if (tile >= tiles) break;
+      mbarrier_wait(empty + 8 * slot, phase, "X is read");
+      mbarrier_arrive_expect_tx(full + 8 * slot, tokens * X_COLUMNS * 2);
+      tma_load(ring + slot * X_BYTES, x, tile * COLUMNS + number % SUBTILES * X_COLUMNS, 0,
+               full + 8 * slot);
     }
-    fence_proxy_async();
-    mbarrier_arrive(full + 8 * slot);
+    if (++stage == X_STAGES) stage = 0, phase ^= 1;
   }
 }
 
 // ---- the kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-multiply_records(const __grid_constant__ Activations x, const __grid_constant__ Weights w, u16* y,
-                 int n, int room) {
+multiply_records(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, u16* y,
+                 int m, int n, int room) {
   extern __shared__ __align__(1024) char shared[];
   // X first: its tiles need 1024 bytes. Sums take its place at the end.
   const u32 x_ring = smem_address(shared), table = x_ring + X_BARRIERS * X_BYTES;
   const u32 records_full = table + TABLE_BYTES, x_full = records_full + 8 * WARPS * STAGES;
   const u32 x_empty = x_full + 8 * X_BARRIERS;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const Range range = rows_of(blockIdx.x % w.workers, w);
-  const int first = blockIdx.x / w.workers * TOKENS;
-  const int tokens = x.m - first < TOKENS ? x.m - first : TOKENS;
+  const Range range = rows_of(blockIdx.x, w);
   const int part = warp / ROW_WARPS, own = warp % 4 * ROW_GROUPS + warp % ROW_WARPS / 4;
   const u32 full = records_full + 8 * STAGES * warp;
   const u32 ring = table + TABLE_BYTES + BARRIER_BYTES + warp * STAGES * room;
@@ -124,13 +90,16 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
   if (threadIdx.x == 0) {
     for (int i = 0; i < WARPS * STAGES; i++) mbarrier_init(records_full + 8 * i, 1);
     for (int i = 0; i < X_BARRIERS; i++) {
-      mbarrier_init(x_full + 8 * i, 32);
+      mbarrier_init(x_full + 8 * i, 1);
       mbarrier_init(x_empty + 8 * i, ROW_WARPS);
     }
   }
   fence_proxy_async();
   __syncthreads();
-  if (warp >= WARPS) return load_x(x, w.tiles, first, tokens, warp - WARPS, x_ring, x_full);
+  if (warp == WARPS) {
+    if (lane == 0) load_x(&x, w.tiles, m, x_ring, x_full);
+    return;
+  }
 
   for (int i = 0; i < STAGES; i++) loader.load(w);
   const bool mine = range.first + own < range.last;
@@ -189,14 +158,14 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
   }
   if (!mine) return;
   const int feature = (range.first + own) * ROWS + lane / 4, token = lane % 4 * 2;
-  u16* to = y + (u64)(first + token) * n + feature;
+  u16* to = y + (u64)token * n + feature;
   #pragma unroll
   for (int j = 0; j < NB; j++, to += 8 * n) {
     float* s = d + 4 * j;
     for (int p = 0; p < PARTS - 1; p++) add(s, mine_of[p * OF_PART + j * 32]);
     #pragma unroll
     for (int e = 0; e < 4; e++)
-      if (8 * j + token + e % 2 < tokens && feature + e / 2 * 8 < n)
+      if (8 * j + token + e % 2 < m && feature + e / 2 * 8 < n)
         to[e % 2 * n + e / 2 * 8] = rounded(s[e]);
   }
 }

@@ -1,22 +1,28 @@
 """Linear layer with zeros anywhere in W, for 17 to 128 tokens on Hopper: Y[m, n] = X[m, k] W.T.
 
-bitmap_wgmma.cu is the kernel and draws its layout. It decodes the records of bitmap_mma.py into the
-registers of a warpgroup, which reads X once for 64 features. This file chooses a configuration and
-launches. It supports what bitmap_mma supports, in 16 bits, if a CTA can have all its rows at once:
-n up to 64 ROW_GROUPS times the number of multiprocessors.
+bitmap_wgmma.cu is the kernel and draws its layout. It decodes records into the registers of a
+warpgroup, which reads X once for 64 features. The records are those of W with pairs of columns
+exchanged (`exchanged`), a copy beside the format's. This file chooses a configuration and launches.
+It supports what bitmap_mma supports, in 16 bits, if a CTA can have all its rows at once.
 """
 
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
 from sparsebench.kernels._common.cuda import (
+    Arguments,
     BoundKernel,
     Constants,
+    Layout,
     compile_ahead,
+    tensor_map,
     unsupported_on_hopper,
 )
 from sparsebench.kernels._common.search import fastest_launch
@@ -29,11 +35,13 @@ from sparsebench.results.record import Problem
 TOKENS = 32, 48, 64, 96, 128  # of X at a time
 LEAST_TOKENS = 17  # below, X takes little of bitmap_mma's time
 GROUP_ROWS = 4  # tiles of 16 rows of a warpgroup
-LOADERS = 4  # warps that load X
 WARPS = {32: 24, 48: 24, 64: 24, 96: 16, 128: 12}  # most that multiply, by tokens
-STAGES = (2, 4), (2, 3), (1, 4), (2, 2), (1, 3), (1, 2)  # of records, of X; the first that fits
+STAGES, X_STAGES = (1, 2), (8, 6, 4, 3, 2)  # of the rings; of X, the first that fits
 X_COLUMNS = 64  # of a stage of X
-TRIED = 8  # configurations of a short search
+TRIED = 12  # configurations of a short search
+STRIP, EXCHANGED = 32, "_sparsebench_exchanged"  # columns; an attribute of W
+# The map of x; Weights: records, offsets, tiles, workers; y, m, n, room.
+ARGUMENTS = Layout("128s", "PPiii", "P", *"iii")
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Config:
     @property
     def threads(self) -> int:
         """Return the threads of a CTA."""
-        return 32 * (self.warps + LOADERS)
+        return 32 * (self.warps + 1)
 
     def shared_bytes(self, room: int, m: int, size: int) -> int:
         """Return the bytes of shared memory; `room` bytes of a record, `size` of an element."""
@@ -101,11 +109,10 @@ def configurations(n: int, k: int, m: int, room: int, workers: int) -> list[Conf
     for row_groups in (groups, groups + 1):
         most = min(tiles, WARPS[tokens] // (GROUP_ROWS * row_groups))
         for parts in range(most, 0, -1):
-            for stages, x_stages in STAGES:
-                config = Config(tokens, row_groups, parts, stages, x_stages)
-                if config.shared_bytes(room, m, 2) <= SHARED_BYTES:
-                    found.append(config)
-                    break
+            for stages in STAGES:
+                rings = (Config(tokens, row_groups, parts, stages, each) for each in X_STAGES)
+                fitting = (c for c in rings if c.shared_bytes(room, m, 2) <= SHARED_BYTES)
+                found += [*islice(fitting, 1)]
     return [replace(config, table=table) for config in found for table in (False, True)]
 
 
@@ -113,7 +120,47 @@ def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
     """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
-    return bitmap_mma.bound(x, w, config)
+    m, product = len(x), Product(w, config, x.device)
+    product.require(m)
+    y = x.new_empty(m, w.shape[0])
+    args = product.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr())
+    return BoundKernel(product.loaded(m), args, (x, product.w.records, product.w.offsets), y)
+
+
+def exchanged(w: Bitmap) -> Bitmap:
+    """Return W with the pairs of columns of each strip of 32 transposed, 4 x 4; made once."""
+    versions = [-1 if a.is_inference() else a._version for a in w.arrays().values()]
+    before, made = w.__dict__.get(EXCHANGED, (None, None))
+    if made is None or before != versions:
+        dense = pad(w.to_dense(), (0, -w.shape[1] % STRIP))
+        pairs = dense.view(w.shape[0], -1, 4, 4, 2).transpose(2, 3)
+        made = Bitmap.from_dense(pairs.reshape(dense.shape))
+        object.__setattr__(w, EXCHANGED, (versions, made))
+    return cast(Bitmap, made)
+
+
+class Product(bitmap_mma.Product):
+    """A configuration to call: a new Y of X and of W, whose columns it exchanges."""
+
+    def __init__(self, w: Bitmap, config: Config, device: torch.device) -> None:
+        """Make the records, unless they are there, and load the kernel."""
+        super().__init__(exchanged(w), config, device)
+        self.columns = w.shape[1]
+
+    def require(self, m: int) -> None:
+        """Raise Unsupported if m tokens or the rows of a CTA do not fit."""
+        super().require(m)
+        rows = -(-self.w.shape[0] // (ROWS * self.workers))
+        if m > self.config.tokens or rows > self.config.rows:
+            most = f"at most {self.config.tokens} tokens and {self.config.rows} rows of tiles"
+            raise Unsupported(f"expected {most}, found {m} and {rows}")
+
+    def _arguments(self, m: int, x: int, stride: int, y: int) -> Arguments:
+        (n, k), w, box = self.w.shape, self.w, (m, X_COLUMNS)
+        of_x = tensor_map(x, (m, self.columns), (stride, 1), w.dtype, box)
+        tiles = -(-n // ROWS), -(-k // COLUMNS)
+        weights = w.records.data_ptr(), w.offsets.data_ptr(), *tiles, self.workers
+        return ARGUMENTS(of_x, *weights, y, m, n, self.room)
 
 
 def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:

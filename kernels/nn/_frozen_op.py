@@ -133,7 +133,7 @@ def _bitmap(w: Bitmap) -> Operator:
             raise Unsupported(reason)
         configs = [configured(kernel, choice)] if choice else kernel.offered(m, w, device)
         for config in configs:
-            yield Candidate(name, config, partial(_bits_product, w, m, config))
+            yield Candidate(name, config, partial(_bits_product, kernel, w, m, config))
 
     def problem(m: int) -> dict[str, Any]:
         density = float(f"{w.stored_bytes / bytes_of_dense:.2g}")
@@ -143,8 +143,8 @@ def _bitmap(w: Bitmap) -> Operator:
     return Operator((*BITMAP_KERNELS, "dense"), offer, problem, device)
 
 
-def _bits_product(w: Bitmap, m: int, config: Any) -> bitmap_mma.Product:
-    product = bitmap_mma.Product(w, config, w.records.device)
+def _bits_product(kernel: Any, w: Bitmap, m: int, config: Any) -> bitmap_mma.Product:
+    product: bitmap_mma.Product = kernel.Product(w, config, w.records.device)
     product.require(m)
     return product
 

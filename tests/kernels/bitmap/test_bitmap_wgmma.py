@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import struct
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,6 @@ from tests.tools.paths import cuda_source
 BF16, FP16 = torch.bfloat16, torch.float16
 STAND_INS = """
   #include "warpgroup_on_cpu.h"
-  static void store_128(u32 to, const u32 (&v)[4]) { std::memcpy(in_shared(to), v, 16); }
   #define WGMMA_A(N, a, b) add_registers(d, N, a, b, true, false)
 """
 
@@ -43,7 +43,8 @@ def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }
       static void run() {
-        multiply_records(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<int>(3), at<int>(4));
+        multiply_records(at<TensorMap>(0), at<Weights>(1), at<u16*>(2), at<int>(3), at<int>(4),
+                         at<int>(5));
       }
       extern "C" void call(void** args, int grid, size_t bytes) {
         a = args;
@@ -63,7 +64,7 @@ CASES = [
     (Config(32, 1, 2, 1, 2), 3, 21, 150, 776, 0.5, BF16),
     (Config(48, 2, 1, 2, 3), 2, 40, 200, 528, 0.7, FP16),
     (Config(64, 1, 3, 1, 2), 1, 50, 60, 1032, 0.9, BF16),
-    (Config(64, 1, 2, 2, 2, table=False), 2, 70, 90, 264, 0.3, FP16),  # a second tile of tokens
+    (Config(96, 1, 2, 2, 2, table=False), 2, 70, 90, 264, 0.3, FP16),
 ]
 CASES += [(replace(config, table=not config.table), *rest) for config, *rest in CASES]
 
@@ -86,6 +87,7 @@ def test_its_threads_give_the_product_on_a_cpu(
     x, w = example(m, n, k, sparsity, dtype)
     monkeypatch.setattr(bitmap_mma, "load", lambda *given: (None, "code"))
     monkeypatch.setattr(bitmap_mma, "multiprocessors", lambda device: workers)
+    monkeypatch.setattr(bitmap_wgmma, "tensor_map", map_on_cpu)
     program = bitmap_wgmma.launch(x, w, config)
     program.out.fill_(float("nan"))
     shared = ctypes.c_size_t(config.shared_bytes(w.room, m, 2))
@@ -93,6 +95,11 @@ def test_its_threads_give_the_product_on_a_cpu(
     kernel.call(program.args[0], program.loaded.grid, shared)
     right = (x.float() @ w.to_dense().float().T).to(dtype)
     torch.testing.assert_close(program.out, right, rtol=0, atol=0)
+
+
+def map_on_cpu(address: int, shape: Any, strides: Any, dtype: Any, box: Any) -> bytes:
+    """Return struct TensorMap of wgmma_on_cpu.h."""
+    return struct.pack("Q6i", address, *shape, 2 * strides[0], *box, 128).ljust(128, b"\0")
 
 
 def refused(x: Tensor, w: Bitmap) -> str:
