@@ -13,8 +13,9 @@ scale, and refuses all others. Problems with `weight_bits: 4` (harness/ops/linea
 weights, and every other format can store them too, so all contenders multiply the same matrix.
 4.125 bits per weight in 16 bits with groups of 128, also for zeros: no zero is left out.
 
-Multiplied by peers: kernels/peers/torch_int4.py, marlin.py and, if the weights are also 2:4 sparse,
-sparse_marlin.py. Source: Frantar et al., GPTQ, arXiv 2210.17323, for groups of 128.
+Multiplied by kernels/peers: torch_int4.py and marlin.py. int4_two_four.py stores half of the codes
+of weights that are also 2:4 sparse.
+Source: Frantar et al., GPTQ, arXiv 2210.17323, for groups of 128.
 """
 
 from collections.abc import Sequence
@@ -92,7 +93,8 @@ class Int4(Format):
 def packed(codes: Tensor) -> Tensor:
     """Return codes [n, k] as two per byte, the even column in the high bits."""
     even, odd = pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
-    return (even << 4 | odd).contiguous()
+    pairs: Tensor = even << 4 | odd
+    return pairs.contiguous()
 
 
 def _scales(groups: Tensor) -> Tensor:

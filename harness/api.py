@@ -21,10 +21,10 @@ import pandas as pd
 from sparsebench._discovery import did_you_mean
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.reports.build import build, figures
+from sparsebench.reports.build import build, figures, frames_of
+from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.terminal import answer_markdown, counted
 from sparsebench.results import store
-from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.provenance import device_name
 
 if TYPE_CHECKING:
@@ -79,27 +79,27 @@ class Run:
         return device_name(self.stored.environment)
 
     @cached_property
-    def _found(self) -> Analysis:
-        return analyse(self.stored)
+    def _frames(self) -> Frames:
+        return frames_of(self.stored)
 
     def frame(self) -> pd.DataFrame:
         """Return one line per row: a case in one process, scope and cache state.
 
         Columns: results/frame.py; times in µs. Samples are in `stored.rows`.
         """
-        return self._found.rows.copy()
+        return self._frames.rows.copy()
 
     def summary(self) -> pd.DataFrame:
         """Return one line per case, scope and cache state, over all processes, with its verdict.
 
-        Columns: results/analysis.py; `speedup` is over the baseline, with its interval
+        Columns: results/cases.py; `speedup` is over the baseline, with its interval
         `speedup_low`, `speedup_high`; `median_us` is the time; `outcome` is the verdict.
         """
-        return self._found.cases.copy()
+        return self._frames.cases.copy()
 
     def answer(self) -> str:
         """Return the answer of `sparsebench run` as Markdown: the fastest, with its certainty."""
-        return answer_markdown(self.stored, self._found)
+        return answer_markdown(self._frames)
 
     @property
     def plots(self) -> dict[str, str]:
@@ -110,16 +110,16 @@ class Run:
         if name not in (names := self.plots):
             message = f"{name!r}{did_you_mean(name, names)}"
             raise ResultError(f"plot: expected one of {', '.join(names)}; found {message}")
-        return Plot(name, build(self.stored, only=name))
+        return Plot(name, build(self._frames, only=name))
 
     def report(self, path: Path | str | None = None) -> Path:
         """Write the report, by default into the run, and return its path."""
         page = self.path / "report.html" if path is None else Path(path)
-        build(self.stored, page)
+        build(self._frames, page)
         return page
 
     def __repr__(self) -> str:
-        cases = ", ".join(f"{count} {status}" for status, count in counted(self._found).items())
+        cases = ", ".join(f"{count} {status}" for status, count in counted(self._frames).items())
         return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
 
     def _repr_html_(self) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
 from sparsebench.results.advice import WORTH, Answer, commands
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.files import validated
 from sparsebench.results.formatting import amount, duration, percent, significant
 from sparsebench.results.layer_estimates import Layer
@@ -27,7 +27,6 @@ from sparsebench.results.model_files import (
     read_widths,
 )
 from sparsebench.results.step_model import ACTIVE, BOUND, Gain
-from sparsebench.results.store import Run
 
 COLUMNS = ["kind of sparsity", "MLPs", "whole step", "weights", "loss", "how sure"]
 WORDS = {"kind of sparsity", "loss", "how sure"}
@@ -81,7 +80,7 @@ def sources(answer: Answer) -> list[str]:
     return list(dict.fromkeys(run for each in answer.kinds for run in each.runs))
 
 
-def collected(runs: Iterable[tuple[Run, pd.DataFrame, str]], root: Path) -> Evidence:
+def collected(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
     """Return the evidence of published runs, and of the models' files in their folder."""
     evidence = measured_layers.of_runs(runs)
     steps, losses, costs = [*evidence.steps], [*evidence.losses], [*evidence.costs]

@@ -27,7 +27,7 @@ from sparsebench.reports.figures._again import again_command
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
-from sparsebench.results.analysis import Analysis, analyse
+from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badge_text, badges
 from sparsebench.results.contests import empty_launch
@@ -64,21 +64,17 @@ class Surrounding:
 
 
 def build(
-    run: Run,
+    frames: Frames,
     out_path: Path | None = None,
-    pruning: Pruning | None = None,
     surrounding: Surrounding = Surrounding(),
-    frames: Frames | None = None,
     only: str = "",
 ) -> str:
     """Return the report, and write it if a path is given.
 
-    pruning      errors that one figure draws against the run's speedups
     surrounding  what a site adds around the report
-    frames       the tables of the run, if they were made already
     only         the name of a figure to draw alone; ResultError if it does not apply to the run
     """
-    frames = frames or frames_of(run, pruning)
+    run = frames.run
     chosen = [figure for figure in figures() if only in ("", figure.name)]
     drawn = [(figure, body) for figure in chosen if (body := _drawn(figure, frames))]
     if not drawn and only:
@@ -101,10 +97,9 @@ def build(
     return page
 
 
-def frames_of(run: Run, pruning: Pruning | None = None, analysis: Analysis | None = None) -> Frames:
-    """Return the tables of a run, from which its card and its report are made."""
-    analysis = analysis or analyse(run)
-    return Frames(run, analysis.rows, analysis.cases, analysis.noise, pruning)
+def frames_of(run: Run, pruning: Pruning | None = None) -> Frames:
+    """Return the tables of a run, from which its answer, its card and its report are made."""
+    return Frames(run, *tables(run), pruning)
 
 
 def rendered(**parts: Any) -> str:

@@ -23,6 +23,7 @@ from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import labels
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.changes import Changes, changes, mean
 from sparsebench.results.formatting import (
     amount,
@@ -34,7 +35,6 @@ from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
 
 LINES = 30
 FACTS_SHOWN = 8
@@ -85,7 +85,9 @@ def compared(sides: Sequence[Side]) -> Compared:
 def parts(result: Compared) -> list[Part]:
     """Return everything that is shown, in order."""
     shown_parts: list[Part] = [Paragraph(text, "warning") for text in _warning(result)]
-    shown_parts += [Paragraph(text, "result") for other in result.others for text in _told(other)]
+    shown_parts += [
+        Paragraph(text, "result") for other in result.others for text in _sentences(other)
+    ]
     shown_parts.append(Paragraph(f"Problems: {problems(result.others)}."))
     shown_parts += [grid(other) for other in result.others if not other.same_device]
     shown_parts.append(cases(result.others))
@@ -138,9 +140,9 @@ def to_json(result: Compared) -> dict[str, Any]:
             name: {
                 **other.counts,
                 "same_device": other.same_device,
-                "geometric_mean": _known(mean(other.contenders.ratio)),
-                "times_mean": _known(mean(other.contenders.time)),
-                "baselines_mean": _known(mean(other.cases[other.cases.is_baseline].time)),
+                "geometric_mean": _finite(mean(other.contenders.ratio)),
+                "times_mean": _finite(mean(other.contenders.time)),
+                "baselines_mean": _finite(mean(other.cases[other.cases.is_baseline].time)),
                 "cases": json.loads(other.cases.drop(columns=dropped).to_json(orient="records")),
             }
             for name, other in zip(names[1:], result.others, strict=True)
@@ -159,7 +161,7 @@ def _warning(result: Compared) -> list[str]:
     return [text]
 
 
-def _told(other: Changes) -> list[str]:
+def _sentences(other: Changes) -> list[str]:
     """Write the result against the first side, in up to three sentences."""
     a, b, counts = other.a.name, other.b.name, other.counts
     of_cases = amount(len(other.contenders), "case")
@@ -232,21 +234,20 @@ def _notes(result: Compared) -> list[str]:
 
 def _runs(result: Compared) -> list[str]:
     return [
-        f"{side.name}: {_about(run, *badges)}."
-        for side in result.sides
-        for run, *badges in zip(side.runs, side.analyses, strict=True)
+        f"{side.name}: {_about(analysis)}." for side in result.sides for analysis in side.analyses
     ]
 
 
-def _about(run: Run, analysis: Any) -> str:
+def _about(analysis: Analysis) -> str:
     """Describe a run: its path, device, card, commit, date and badges."""
+    run = analysis.run
     facts = flat(run.environment)
     cards = sorted({short_card(row.device) for row in run.rows if row.device.startswith("GPU-")})
     words = [str(run.path), facts.get("gpu.name") or facts.get("cpu.name") or ""]
     words += [f"card {listed(cards)}"] if cards else []
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
-    words += [text for _, text in labels(run, analysis.cases, analysis.noise)]
+    words += [text for _, text in labels(analysis)]
     return ", ".join(filter(None, words))
 
 
@@ -258,5 +259,5 @@ def _telemetry(side: Side) -> bool:
     return any(row.telemetry for run in side.runs for row in run.rows)
 
 
-def _known(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     return None if np.isnan(value) else value

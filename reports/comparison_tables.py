@@ -126,10 +126,10 @@ def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
     fields = [name for name in [*problem_fields(lines), "scope", "cache"] if name in lines]
     fields = [name for name in fields if name != "seed" or lines.seed.nunique() > 1]
     by_op = {op: split(group, fields) for op, group in lines.groupby("op", sort=False)}
-    several = len(by_op) > 1
+    many_ops = len(by_op) > 1
 
     def name(line: Line) -> str:
-        varying = by_op[line["op"]][0] + (["op"] if several else [])
+        varying = by_op[line["op"]][0] + (["op"] if many_ops else [])
         ordered = sorted(varying, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
         values = {n: shown(n, line[n]) for n in ordered}
         hidden = {("pattern", "two_four")} if line["format"] == "spense" else set()

@@ -1,73 +1,66 @@
-"""What pruning costs and what it gains: a table for the site and for results/published/pruning.
+"""What pruning costs and what it gains: tables for the site and for results/published/pruning.
 
-    kind of sparsity   MODEL: magnitude  wanda  spensegpt   ...   SHAPE, m = 16   SHAPE, m = 4096
-    2:4                     +4.18        +0.84    +0.43            ≈1.3× [1.2, 1.4]   ...
+    MODEL              magnitude   Wanda   SpenseGPT   × own MLPs         × Llama-3-8B, 16 tokens
+    2:4                    +4.18   +0.84       +0.43   ≈1.3× [1.1, 1.4]   ...
 
 Losses are the rises of `sparsebench prune` on held-out text, and of training with an L1 term;
 speedups are those of gated MLPs on a GPU by the published rows (results/advice.py).
 """
 
-from itertools import product
-
 from sparsebench.reports.advice import style
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice import CONTEXT, DEAR, gain_of, mlp_of
-from sparsebench.results.layer_estimates import (
-    ACTIVATIONS,
-    ANYWHERE,
-    BLOCKS,
-    SIX_EIGHT,
-    SMALL_BLOCKS,
-    TWO_FOUR,
-)
+from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of, mlp_of
+from sparsebench.results.layer_estimates import SMALL_BLOCKS
 from sparsebench.results.measured_layers import TRAINED, Cost, Evidence
-from sparsebench.results.model_shapes import read_shapes
-from sparsebench.results.step_model import ACTIVE, StepModel
+from sparsebench.results.model_shapes import MODELS, read_shapes
+from sparsebench.results.step_model import StepModel
 
-KINDS = {  # the way of a layer, and its sparsity
-    "half of each MLP 2:4": (TWO_FOUR, 0.25),
-    "6:8": (SIX_EIGHT, 0.25),
-    "2:4": (TWO_FOUR, 0.5),
-    "zeros anywhere, 50 %": (ANYWHERE, 0.5),
-    "zeros anywhere, 70 %": (ANYWHERE, 0.7),
+COSTS = KINDS | {  # the way of a layer, and its sparsity
     "32 × 32 blocks, 50 % zeros": (SMALL_BLOCKS, 0.5),
     "32 × 32 blocks, 80 % zeros": (SMALL_BLOCKS, 0.8),
-    "64 × 64 blocks, 50 % zeros": (BLOCKS, 0.5),
-    "64 × 64 blocks, 80 % zeros": (BLOCKS, 0.8),
-    f"sparse activations, {ACTIVE:g} units": (ACTIVATIONS, 0.0),
 }
 METHODS = {"magnitude": "magnitude", "wanda": "Wanda", "spensegpt": "SpenseGPT"}
 TRAINED_SO = "trained with L1"
-TIMED = ("Gemma-3-270m", 4096), ("Llama-3-8B", 16), ("Llama-3-8B", 4096)
+OF_MODEL = (16, 4096)  # tokens at which the MLPs of REAL are timed
+REAL = "Llama-3-8B"
 NEAR = 0.01  # tolerance of sparsities, which whole blocks round
 
 
-def costs(evidence: Evidence, gpu: str) -> Table:
-    """Return a line for each kind: the rises of the loss, and the gains of MLPs on a GPU."""
-    models = dict.fromkeys(each.model for each in evidence.costs)
-    methods = [
-        (model, method)
-        for model, method in product(models, (*METHODS, TRAINED))
-        if any((each.model, each.method) == (model, method) for each in evidence.costs)
-    ]
-    timed = [
-        (name, StepModel(read_shapes(name), tokens, CONTEXT), f"× {name}, {tokens:,} tokens")
-        for name, tokens in TIMED
-    ]
+def costs(evidence: Evidence, gpu: str) -> list[Table]:
+    """Return a table for each pruned model, with the gains of MLPs on a GPU.
+
+    These are the MLPs of REAL, and those of the model itself if its sizes are listed.
+    """
+    pruned = dict.fromkeys(each.model for each in evidence.costs if each.method != TRAINED)
+    return [_of_model(evidence, model, gpu) for model in pruned]
+
+
+def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
+    rows = [each for each in evidence.costs if each.model == model]
+    methods = [name for name in (*METHODS, TRAINED) if any(each.method == name for each in rows)]
+    own = [each for each in MODELS if model.startswith(each.name.lower())]
+    timed = [(each, 4096, f"× own MLPs, {4096:,} tokens") for each in own]
+    timed += [(read_shapes(REAL), m, f"× {REAL}, {m:,} tokens") for m in OF_MODEL]
     lines: list[list[Cell]] = []
-    for kind, (way, sparsity) in KINDS.items():
-        rises = {
-            (each.model, each.method): each
-            for each in evidence.costs
-            if each.way == way and abs(each.sparsity - sparsity) < NEAR
-        }
-        layers = [mlp_of(step, way, sparsity) for _, step, _ in timed]
-        gains = [gain_of(evidence, layer, evidence.layers.gpus[gpu]) for layer in layers]
+    for kind, (way, sparsity) in COSTS.items():
+        rises = {each.method: each for each in rows if _same_kind(each, way, sparsity)}
+        gains = [
+            gain_of(
+                evidence,
+                mlp_of(StepModel(shapes, tokens, CONTEXT), way, sparsity),
+                evidence.layers.gpus[gpu],
+            )
+            for shapes, tokens, _ in timed
+        ]
         cells = [(gain.text, style(gain)) for gain in gains]
-        lines.append([kind, *(_rise(rises.get(each)) for each in methods), *cells])
-    columns = [f"{model}: {METHODS.get(method, TRAINED_SO)}" for model, method in methods]
-    heads = ["kind of sparsity", *columns, *(head for *_, head in timed)]
-    return Table(columns=heads, lines=lines, words=["kind of sparsity"])
+        lines.append([kind, *(_rise(rises.get(method)) for method in methods), *cells])
+    heads = [METHODS.get(method, TRAINED_SO) for method in methods]
+    return Table(
+        columns=["kind of sparsity", *heads, *(head for *_, head in timed)],
+        lines=lines,
+        title=f"{model}: rise of the loss in nats per {rows[0].unit}, and speedups",
+        words=["kind of sparsity"],
+    )
 
 
 def notes(evidence: Evidence, gpu: str) -> list[str]:
@@ -88,8 +81,13 @@ def notes(evidence: Evidence, gpu: str) -> list[str]:
 
 
 def markdown(evidence: Evidence, gpu: str) -> str:
-    """Return the table and its notes."""
-    return "\n\n".join([costs(evidence, gpu).markdown(), *notes(evidence, gpu)])
+    """Return the tables and their notes."""
+    tables = [table.markdown() for table in costs(evidence, gpu)]
+    return "\n\n".join([*tables, *notes(evidence, gpu)])
+
+
+def _same_kind(cost: Cost, way: str, sparsity: float) -> bool:
+    return cost.way == way and abs(cost.sparsity - sparsity) < NEAR
 
 
 def _rise(cost: Cost | None) -> Cell:

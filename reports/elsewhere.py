@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.reports.findings import findings
-from sparsebench.reports.terminal import by_size, results
+from sparsebench.reports.terminal import results
 from sparsebench.results import files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
@@ -42,12 +42,12 @@ class Elsewhere:
             device, where = device_name(there.environment), f"{there.path}, {processes}"
             heading = f"NOT MEASURED HERE: the same suite on one {device} ({where})"
             yield Text(heading, style="bold yellow")
-            cases = by_size(analyse(there).cases)
-            cases = cases[cases.status == Status.OK]
-            for line in findings(cases):
+            every = analyse(there)
+            measured = replace(every, cases=every.cases[every.cases.status == Status.OK])
+            for line in findings(measured):
                 yield Text(line)
             yield Text()
-            yield results(cases)
+            yield results(measured)
             yield Text()
         yield Text(HOW)
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.analysis import CONTEST
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
-from sparsebench.results.contests import in_chain, usual, with_gains
+from sparsebench.results.cases import CONTEST
+from sparsebench.results.contests import in_chain, usual
+from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import (
     between,
     blocks_text,
@@ -27,14 +29,13 @@ from sparsebench.results.statistics import ratio_over
 
 LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
 MOST = 4  # winners
-DEFAULT = "default"  # the kernel of a contender without one: what users of the format get
 LEAST = 0.01  # relative uncertainty that a lead shows
 
 
-def findings(cases: pd.DataFrame) -> list[str]:
+def findings(analysis: Analysis) -> list[str]:
     """Return break-evens and winners, the winner of each op and pattern near LEVEL, in lines."""
-    general = [line for _, lines in answers(cases) for line in lines if ": " not in line]
-    timed = with_gains(cases)
+    general = [line for _, lines in answers(analysis.views) for line in lines if ": " not in line]
+    timed = analysis.timed
     if timed.empty:
         return general
     first = usual(timed)

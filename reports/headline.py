@@ -15,7 +15,8 @@ import pandas as pd
 from sparsebench.errors import ResultError
 from sparsebench.reports.tables import markdown_table
 from sparsebench.results import bundle, store
-from sparsebench.results.analysis import CONTEST, analyse, chose_dense
+from sparsebench.results.analysis import Analysis, tables
+from sparsebench.results.cases import CONTEST, chose_dense
 from sparsebench.results.contests import in_chain, is_short, usual
 from sparsebench.results.families import ours
 from sparsebench.results.files import from_json
@@ -28,37 +29,27 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
-from sparsebench.results.noise import Noise, Reliability
-from sparsebench.results.provenance import Choices, choices_of, device_name, flat
+from sparsebench.results.noise import Reliability
+from sparsebench.results.provenance import Choices, choices_of, flat
 from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
 
 COMMITS = "commits.json"
 
 
 @dataclass(frozen=True)
-class PublishedRun:
+class PublishedRun(Analysis):
     """A published run. `home` is the folder of its bundle, relative to the root of the checkout.
 
-    `cases` are those of `Analysis` with four more columns: `run`, `shape` (n × k), `ours` (a
-    kernel of this project that multiplies sparse operands) and `dense` (a portfolio chose a dense
-    kernel).
+    `cases` have four more columns: `run`, `shape` (n × k), `ours` (a kernel of this project that
+    multiplies sparse operands) and `dense` (a portfolio chose a dense kernel).
     """
 
-    run: Run
     home: str
-    cases: pd.DataFrame
-    noise: Noise
 
     @property
     def name(self) -> str:
         """Return the name of the run's folder."""
         return self.run.path.name
-
-    @property
-    def gpu(self) -> str:
-        """Return the name of the GPU, or of the CPU if there was none."""
-        return device_name(self.run.environment)
 
     @property
     def cards(self) -> list[str]:
@@ -155,11 +146,9 @@ def read(root: Path) -> dict[str, PublishedRun]:
         if path.name in runs:
             raise ResultError(f"{path}: expected a unique name, found {runs[path.name].home} too")
         run = store.read(path)
-        analysis = analyse(run)
-        cases = with_columns(analysis.cases, path.name)
-        runs[path.name] = PublishedRun(
-            run, path.relative_to(root).as_posix(), cases, analysis.noise
-        )
+        rows, noise, cases = tables(run)
+        cases, home_of_run = with_columns(cases, path.name), path.relative_to(root).as_posix()
+        runs[path.name] = PublishedRun(run, rows, noise, cases, home_of_run)
     if not runs:
         raise ResultError(f"{home}: expected published runs, found none")
     return runs
@@ -224,7 +213,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         line.baseline_label,
         _alone(line, runs) or "not yet",
         f"`{peer.kernel}` {times(peer.speedup, peer.uncertainty)}",
-        run.gpu,
+        run.device,
         f"[{run.name}](/{run.home}), {processes}, a {run.kind}",
         conditions(line.on_cards, line.limited),
     ]

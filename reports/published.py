@@ -35,7 +35,6 @@ from sparsebench.reports.picture import drawn, picture
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import between_cards, bundle, repeats
-from sparsebench.results.analysis import Analysis
 from sparsebench.results.formatting import (
     between,
     blocks_text,
@@ -158,11 +157,9 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
         "terminal": terminal,
     }
     texts = {name: make(runs) for name, make in parts.items()}
-    of_runs = (
-        (run.run, run.cases, f"{run.run.path.parent.name}/{name}") for name, run in runs.items()
-    )
+    of_runs = ((run, f"{run.run.path.parent.name}/{name}") for name, run in runs.items())
     evidence = advice.collected(of_runs, root / HOME)
-    texts["costs"] = costs.markdown(evidence, runs[PICTURED].gpu)
+    texts["costs"] = costs.markdown(evidence, runs[PICTURED].device)
     pages = {root / HOME / "README.md": PAGE.format(**texts)}
     pages |= {path: _filled(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
@@ -199,7 +196,7 @@ def finding(runs: Runs) -> str:
     best = shown[shown.ours & (shown.level == LEVEL)].sort_values("speedup").iloc[-1]
     gain = between(best.speedup, best.speedup_low, best.speedup_high, best.uncertainty)
     return (
-        f"On one {run.gpu}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
+        f"On one {run.device}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
         f"{blocks_text(best.block)} runs **{gain} as fast as dense cuBLAS** with {best.m} tokens "
         f"in {best['dtype']} ({best.interval}; {conditions(best.on_cards, best.limited)}; "
         f"published run [{run.name}](/{run.home}))."
@@ -218,7 +215,7 @@ def figure(runs: Runs) -> str:
     base_us = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
     first = run.cases.iloc[0]
     return (
-        f"![Speedup over cuBLAS against sparsity on {run.gpu}](/{PICTURE})\n\n"
+        f"![Speedup over cuBLAS against sparsity on {run.device}](/{PICTURE})\n\n"
         f"Speedup over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
         f"random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, cold L2 cache. "
         f"Points are means over {run.processes} processes, bands show 95 % intervals, and the "
@@ -235,7 +232,7 @@ def agreement(runs: Runs) -> str:
 
 def repeated_cases(runs: Runs) -> pd.DataFrame:
     """Return the cases that two cards measured (results/repeats.py)."""
-    return repeats.repeats(repeats.verdicts(run.run, run.cases) for run in runs.values())
+    return repeats.repeats(map(repeats.verdicts, runs.values()))
 
 
 def terminal(runs: Runs) -> str:
@@ -246,7 +243,7 @@ def terminal(runs: Runs) -> str:
     titled = replace(run.run, suite={**run.run.suite, "title": suite["title"]})  # today's wording
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
-    console.print(Answer(titled, Analysis(pd.DataFrame(), run.noise, cases)))
+    console.print(Answer(replace(run, run=titled, cases=cases)))
     lines = [*text.getvalue().splitlines()[:LINES], "..."]
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 
@@ -262,7 +259,7 @@ def _about(run: PublishedRun) -> list[str]:
         f"[{run.name}](/{run.home})",
         state["suite"],
         f"`{only}`" if only else "",
-        run.gpu,
+        run.device,
         ", ".join(run.cards),
         *map(str, (cases.problem_id.nunique(), len(cases), run.processes)),
         f"{minutes} min {seconds} s" if minutes else f"{seconds} s",
@@ -276,7 +273,9 @@ def _about(run: PublishedRun) -> list[str]:
 
 def _slow_peers(runs: Runs) -> dict[str, str]:
     """Count, for each run, the peers' cases that another run on that kind of GPU timed faster."""
-    every = pd.concat([run.cases.assign(gpu=run.gpu) for run in runs.values()], ignore_index=True)
+    every = pd.concat(
+        [run.cases.assign(gpu=run.device) for run in runs.values()], ignore_index=True
+    )
     peers = every[(every.status == "ok") & ~every.ours & ~every.twin.astype(bool)]
     factors = peers.median_us / peers.groupby(["gpu", *KEY]).median_us.transform("min")
     slow = factors[factors > APART].groupby(peers.run)

@@ -107,19 +107,20 @@ def _problems(by_run: Mapping[str, Frames]) -> pd.DataFrame:
     seen: set[str] = set()
     for run, frames in by_run.items():
         cases = frames.cases[~frames.cases.problem_id.isin(seen)]
+        timed = with_gains(cases)
         sparse = cases[cases["format"] != "dense"].drop_duplicates("problem_id")
         if sparse.empty:
             continue
-        lines = contests(cases) if len(with_gains(cases)) else sparse.assign(best_gain=np.nan)
+        lines = contests(timed) if len(timed) else sparse.assign(best_gain=np.nan)
         untimed = sparse[~sparse.problem_id.isin(lines.problem_id)]
         lines = pd.concat([lines, untimed[untimed.columns.intersection(lines.columns)]])
         lines = pd.concat([with_shapes(group) for _, group in lines.groupby("op", sort=False)])
-        known = cases.groupby("problem_id").processes.max()
+        processes = cases.groupby("problem_id").processes.max()
         kinds = sparse.set_index("problem_id")["format"]
         parts.append(
             lines.assign(
                 run=run,
-                processes=lines.problem_id.map(known),
+                processes=lines.problem_id.map(processes),
                 name=[_name(line, kinds) for line in lines.to_dict("records")],
             )
         )
@@ -154,10 +155,10 @@ def grid_rows(problems: pd.DataFrame) -> Iterator[tuple[str, dict[Any, "pd.Serie
     """
     groups: Any = problems.sort_values("level").groupby(ROW, sort=False, dropna=False)
     ranks = {name: rank for rank, name in enumerate(_names(problems))}
-    several = problems.groupby("name").dtype.nunique() > 1
+    many_dtypes = problems.groupby("name").dtype.nunique() > 1
     ordered = sorted(groups, key=lambda row: (ranks[row[0][0]], row[0][2]))
     for (name, level, dtype), group in ordered:
-        title = f"{name}, {percent(round(level, 3))}" + (f", {dtype}" if several[name] else "")
+        title = f"{name}, {percent(round(level, 3))}" + (f", {dtype}" if many_dtypes[name] else "")
         best = group.sort_values(["settled", "best_gain"], na_position="first", kind="stable")
         yield title, {m: lines.iloc[-1] for m, lines in best.groupby("m")}
 
@@ -204,17 +205,17 @@ def _finding(problems: pd.DataFrame) -> str:
     answers: dict[str, list[str]] = {"yes": [], "no": [], "open": [], "none": []}
     for name in _names(problems):
         group = problems[problems.name == name]
-        known, settled = group[group.best_gain.notna()], group[group.settled]
-        gains = settled[settled.best_gain > 1].sort_values("best_gain")
+        timed, decided = group[group.best_gain.notna()], group[group.settled]
+        gains = decided[decided.best_gain > 1].sort_values("best_gain")
         if len(gains):
             best = gains.iloc[-1]
             where = f"{percent(round(best.level, 3))}, m = {best.m}"
             answers["yes"].append(f"{name} up to {gain_text(best)} ({where})")
         else:
-            kind = "none" if known.empty else "no" if len(settled) == len(known) else "open"
+            kind = "none" if timed.empty else "no" if len(decided) == len(timed) else "open"
             look = ""
             if kind == "open":
-                best = known.sort_values("best_gain").iloc[-1]
+                best = timed.sort_values("best_gain").iloc[-1]
                 look = f" (so far up to {gain_text(best)})"
             answers[kind].append(f"{name}{look}")
     opening = {"yes": "Yes", "no": "No", "open": "Not settled", "none": "No kernel runs here for"}
@@ -255,12 +256,12 @@ def _state(
     """Return sentences about how much is settled, the kernels, the clock and the machine."""
     lines = []
     if len(problems):
-        timed, settled = problems.best_gain.notna(), problems.settled
+        timed, decided = problems.best_gain.notna(), problems.settled
         once = int((timed & (problems.processes < FEWEST)).sum())
         counts = {
-            "settled": int(settled.sum()),
+            "settled": int(decided.sum()),
             f"measured in fewer than {FEWEST} processes": once,
-            "not settled": int((timed & ~settled).sum()) - once,
+            "not settled": int((timed & ~decided).sum()) - once,
             "without a time": int((~timed).sum()),
         }
         parts = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
@@ -286,5 +287,7 @@ def _badges(by_run: Mapping[str, Frames]) -> list[tuple[str, str, str]]:
     if not by_run:
         return [(Badge.EMPTY.name.lower(), str(Badge.EMPTY), "Nothing was measured.")]
     frames = next(iter(by_run.values()))
-    found = badges(frames.cases, frames.noise, frames.run.environment)
-    return [(badge.name.lower(), badge_text(badge, frames.cases), why) for badge, why in found]
+    shown_badges = badges(frames.cases, frames.noise, frames.run.environment)
+    return [
+        (badge.name.lower(), badge_text(badge, frames.cases), why) for badge, why in shown_badges
+    ]

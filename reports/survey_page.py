@@ -27,7 +27,6 @@ from sparsebench.reports.figures._svg import shade
 from sparsebench.reports.survey import KEY, Summary, compared, gain_text, grid_rows, summarised
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
-from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import winner
 from sparsebench.results.changes import Changes, other_devices
 from sparsebench.results.formatting import capital, duration, listed, significant
@@ -44,7 +43,7 @@ def write(path: Path, against: Sequence[Path]) -> Summary:
     runs = [path / name for name in names if _ran(path / name)]
     with ProcessPoolExecutor(max(1, len(runs)), get_context("spawn")) as pool:
         drawn = [pool.submit(_report, run) for run in runs]
-        by_run = {run.name: _frames(run) for run in runs}
+        by_run = {run.name: build.frames_of(store.read(run)) for run in runs}
         summary, page = _drawn(survey, path, by_run, against)
         write_file(path / "report.html", page)
         for report in drawn:
@@ -53,17 +52,11 @@ def write(path: Path, against: Sequence[Path]) -> Summary:
 
 
 def _report(path: Path) -> None:
-    build.build(store.read(path), path / "report.html")
+    build.build(build.frames_of(store.read(path)), path / "report.html")
 
 
 def _ran(path: Path) -> bool:
     return (path / "run.json").exists() and any(not row.reference for row in store.rows(path))
-
-
-def _frames(path: Path) -> Frames:
-    run = store.read(path)
-    analysis = analyse(run)
-    return Frames(run, analysis.rows, analysis.cases, analysis.noise)
 
 
 def _drawn(
@@ -71,8 +64,7 @@ def _drawn(
 ) -> tuple[Summary, str]:
     """Return the first screen and the page."""
     fitness, kernels = (_listed(path / name) for name in ("fitness.json", "kernels.json"))
-    runs = [(f.run, Analysis(f.rows, f.noise, f.cases)) for f in by_run.values()]
-    every, refused = other_devices(runs, against)
+    every, refused = other_devices([*by_run.values()], against)
     simulated = any("sim" in frames.run.environment for frames in by_run.values())
     others = [there for there in every if there.b.simulated is simulated]
     others.sort(key=lambda there: -len(there.cases))

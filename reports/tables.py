@@ -146,8 +146,8 @@ def without_dashes(
     heads: Sequence[str], lines: Sequence[Sequence[str]]
 ) -> tuple[list[str], list[list[str]]]:
     """Drop the columns that hold a dash in every line."""
-    kept = [i for i in range(len(heads)) if not lines or any(line[i] != "–" for line in lines)]
-    return [heads[i] for i in kept], [[line[i] for i in kept] for line in lines]
+    columns = [i for i in range(len(heads)) if not lines or any(line[i] != "–" for line in lines)]
+    return [heads[i] for i in columns], [[line[i] for i in columns] for line in lines]
 
 
 def split_style(cell: Cell) -> tuple[str, str]:

@@ -21,11 +21,12 @@ from rich.text import Text
 
 from sparsebench.reports.findings import findings, who
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.analysis import CONTEST, Analysis, break_even, winners
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.badges import Badge, badge_text, badges, unfit
-from sparsebench.results.contests import empty_launch, with_gains
-from sparsebench.results.families import OF_ACTIVATIONS
+from sparsebench.results.cases import CONTEST, break_even, winners
+from sparsebench.results.contests import empty_launch
+from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -36,7 +37,7 @@ from sparsebench.results.formatting import (
     percent,
 )
 from sparsebench.results.frame import fields
-from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import STYLES, Outcome
 from sparsebench.results.provenance import devices_named
 from sparsebench.results.record import Status
@@ -65,71 +66,68 @@ GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 class Answer:
     """The answer that `sparsebench run` prints, for a rich console."""
 
-    run: Run
     analysis: Analysis
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         """Yield every part from top to bottom."""
-        cases = by_size(self.analysis.cases)
-        yield _title(self.run, cases, self.analysis)
-        for line in findings(cases):
+        cases = self.analysis.cases
+        yield _title(self.analysis)
+        for line in findings(self.analysis):
             yield Text(line, style="" if line.startswith(" ") else "bold")
         if (cases.status == Status.OK).any():
             yield Text()
-            yield results(cases).shortened(LINES, MORE)
+            yield results(self.analysis).shortened(LINES, MORE)
         else:
             yield Text("Nothing was measured.", style=BAD)
         yield Text()
-        for line in [*missing(cases), *trust(self.run, cases, self.analysis)]:
+        for line in [*missing(cases), *trust(self.analysis)]:
             yield Text(line)
 
 
-def answer_markdown(run: Run, analysis: Analysis) -> str:
+def answer_markdown(analysis: Analysis) -> str:
     """Return the answer as Markdown with every line of the table."""
-    cases = by_size(analysis.cases)
-    badge_texts = [text for _, text in labels(run, cases, analysis.noise)]
-    parts = [f"**{_heading(run)}** ({'; '.join(badge_texts)})", "\n".join(findings(cases))]
-    parts += [results(cases).markdown()] if (cases.status == Status.OK).any() else []
-    return "\n\n".join([*parts, *missing(cases), *trust(run, cases, analysis)]) + "\n"
+    cases = analysis.cases
+    badge_texts = [text for _, text in labels(analysis)]
+    heading = f"**{_heading(analysis.run)}** ({'; '.join(badge_texts)})"
+    parts = [heading, "\n".join(findings(analysis))]
+    parts += [results(analysis).markdown()] if (cases.status == Status.OK).any() else []
+    return "\n\n".join([*parts, *missing(cases), *trust(analysis)]) + "\n"
 
 
-def answer_json(run: Run, analysis: Analysis) -> dict[str, Any]:
+def answer_json(analysis: Analysis) -> dict[str, Any]:
     """Return the answer for a script."""
-    cases = by_size(analysis.cases)
+    cases = analysis.cases
     tables = {"winners": winners(cases), "break_even": break_even(cases)}
     plain = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
     word, why = analysis.noise.reliability
     answer: dict[str, Any] = {
-        "answer": [{"where": about, "sentences": lines} for about, lines in answers(cases)],
-        "badges": [text for _, text in labels(run, cases, analysis.noise)],
+        "answer": [
+            {"where": about, "sentences": lines} for about, lines in answers(analysis.views)
+        ],
+        "badges": [text for _, text in labels(analysis)],
     }
     floors = {"noise_floor": analysis.noise.floors}
     return answer | plain | floors | {"reliability": word, "reliability_why": why}
 
 
-def labels(run: Run, cases: pd.DataFrame, noise: Noise) -> list[tuple[Badge, str]]:
+def labels(analysis: Analysis) -> list[tuple[Badge, str]]:
     """Return a run's badges and their texts, the most severe first."""
-    badges_ = badges(cases, noise, run.environment, run.state)
-    return [(badge, badge_text(badge, cases)) for badge, _ in badges_]
+    run, cases = analysis.run, analysis.cases
+    shown_badges = badges(cases, analysis.noise, run.environment, run.state)
+    return [(badge, badge_text(badge, cases)) for badge, _ in shown_badges]
 
 
 def counted(analysis: Analysis) -> dict[str, int]:
     """Count the cases of the suite by status; `ok` means ok in all processes and measures."""
-    each_once = _once(by_size(analysis.cases))
+    each_once = _once(analysis.cases)
     return {str(status): int(count) for status, count in each_once.status.value_counts().items()}
 
 
-def by_size(cases: pd.DataFrame) -> pd.DataFrame:
-    """Sort cases by the fields of their problems, because a run takes them in random order."""
-    names = ["op", *fields(cases), "source", "seed"]
-    return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
-
-
-def trust(run: Run, cases: pd.DataFrame, analysis: Analysis) -> list[str]:
+def trust(analysis: Analysis) -> list[str]:
     """Return sentences about the reliability of the numbers."""
-    noise = analysis.noise
+    run, noise, cases = analysis.run, analysis.noise, analysis.cases
     busy = "; ".join(unfit(run.state))
     lines = [f"Do not trust these numbers, because the machine was busy: {busy}."] if busy else []
     lines.append(noise.sentence)
@@ -198,20 +196,14 @@ def _once(cases: pd.DataFrame) -> pd.DataFrame:
     return worst_first.drop_duplicates("case_id")
 
 
-def _sizes(column: pd.Series) -> pd.Series:
-    """Return the sort key of a column: its numbers if it has any, else its text."""
-    numbers = pd.to_numeric(column, errors="coerce")
-    return numbers if numbers.notna().any() else column.astype(str)
-
-
 def _heading(run: Run) -> str:
     words = [devices_named(run.environment), str(run.state.get("suite", run.path.name))]
     return " · ".join([*words, str(run.suite.get("title", ""))]).rstrip(" ·")
 
 
-def _title(run: Run, cases: pd.DataFrame, analysis: Analysis) -> Text:
-    line = Text(_heading(run))
-    for badge, text in labels(run, cases, analysis.noise):
+def _title(analysis: Analysis) -> Text:
+    line = Text(_heading(analysis.run))
+    for badge, text in labels(analysis):
         line.append("  ").append(f"[{text}]", style="" if badge in GOOD else BAD)
     return line
 
@@ -219,14 +211,14 @@ def _title(run: Run, cases: pd.DataFrame, analysis: Analysis) -> Text:
 def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the cases faster by more than 1 / (1 - sparsity), whose baseline was slow."""
     sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS})
+    dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS, *QUANTISED})
     sparse = sparse[~dense & (sparse.level > 0) & (sparse.level < 1)]
     return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
 
 
-def results(cases: pd.DataFrame) -> Table:
+def results(analysis: Analysis) -> Table:
     """Return the fastest kernel of each format in each problem, beside dense."""
-    timed = with_gains(cases)
+    cases, timed = analysis.cases, analysis.timed
     dense = timed[timed.gain == 1].groupby(CONTEST).median_us.min()
     over_dense, bases = bool(timed.gain.notna().any()), timed.baseline_label.dropna().unique()
     against = "× dense" if over_dense else f"× {kernel(bases[0])}" if len(bases) else "× baseline"
@@ -263,12 +255,12 @@ def results(cases: pd.DataFrame) -> Table:
     columns += ["accuracy"]
     lines = [line + [""] * (len(columns) - len(line)) for line in lines]
     used = [n for i, n in enumerate(columns) if any(_text(x[i]) not in EMPTY for x in lines)]
-    kept = [[line[columns.index(name)] for name in used] for line in lines]
+    cells = [[line[columns.index(name)] for name in used] for line in lines]
     kinds = " and ".join(sorted({str(kind) for kind in timed.interval.dropna()}))
     title = "; ".join(filter(None, [*titles, kinds]))
     words = {"problem", "format", "kernel", "outcome", "accuracy"}
     spare = ("outcome", "of bound", "dense", "format")
-    return Table(title=title, columns=used, lines=kept, words=words, spare=spare)
+    return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
 
 
 def _problem(line: Mapping[Any, Any], varying: Sequence[str]) -> str:

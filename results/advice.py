@@ -21,6 +21,7 @@ from sparsebench.results.layer_estimates import (
     ANYWHERE,
     BLOCKS,
     CSR,
+    SIX_EIGHT,
     TWO_FOUR,
     Estimator,
     Gpu,
@@ -48,7 +49,9 @@ TRY, TRAIN, NO, UNMEASURED = "try", "train", "no", "unmeasured"
 KINDS = {  # the way of a layer, and its sparsity
     "2:4": (TWO_FOUR, 0.5),
     "half of each MLP 2:4": (TWO_FOUR, 0.25),
+    "6:8": (SIX_EIGHT, 0.25),
     "64 × 64 blocks, 50 % zeros": (BLOCKS, 0.5),
+    "64 × 64 blocks, 80 % zeros": (BLOCKS, 0.8),
     "64 × 64 blocks, 90 % zeros": (BLOCKS, 0.9),
     "zeros anywhere, 50 %": (ANYWHERE, 0.5),
     "zeros anywhere, 70 %": (ANYWHERE, 0.7),

@@ -16,8 +16,8 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.analysis import CONTEST
-from sparsebench.results.contests import ANY, View, ordered, views
+from sparsebench.results.cases import CONTEST
+from sparsebench.results.contests import ANY, View, ordered
 from sparsebench.results.formatting import (
     FORMATS,
     between,
@@ -54,13 +54,13 @@ class BreakEven:
     decided: bool
 
 
-def answers(cases: pd.DataFrame) -> list[tuple[str, list[str]]]:
+def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
     """Return `where` and `sentences` of the first view of each op and pattern, at most MOST.
 
     Views without a sparse time are left out, unless there are no others.
     """
     first: dict[tuple[str, ...], View] = {}
-    for view in views(cases):
+    for view in views:
         first.setdefault(tuple(view.choice.get(name, "") for name in ("op", "pattern")), view)
     sparse = [view for view in first.values() if view.cells.best_median_us.notna().any()]
     return [(where(view), sentences(view)) for view in (sparse or [*first.values()])[:MOST]]
@@ -76,12 +76,12 @@ def where(view: View) -> str:
 
 def against(view: View) -> str:
     """Write the dense contenders that gains are over, and their times."""
-    known = view.cells[view.cells.dense_name.notna()]
-    if known.empty:
+    cells = view.cells[view.cells.dense_name.notna()]
+    if cells.empty:
         return ""
-    low, high = duration(known.dense_median_us.min()), duration(known.dense_median_us.max())
-    names = listed([str(name) for name in known.dense_name.unique()])
-    many = "the fastest of " if known.dense_name.nunique() > 1 else ""
+    low, high = duration(cells.dense_median_us.min()), duration(cells.dense_median_us.max())
+    names = listed([str(name) for name in cells.dense_name.unique()])
+    many = "the fastest of " if cells.dense_name.nunique() > 1 else ""
     return f"against dense ({many}{names}, {low if low == high else f'{low} to {high}'})"
 
 
@@ -104,9 +104,9 @@ def break_evens(view: View) -> list[BreakEven]:
     if view.x != "level":
         return []
     groups = view.formats.groupby(["kind", "y"], sort=False)
-    found = [_break_even(str(kind), row, cells.sort_values("x")) for (kind, row), cells in groups]
+    levels = [_break_even(str(kind), row, cells.sort_values("x")) for (kind, row), cells in groups]
     rows = {plain(value): i for i, value in enumerate(ordered(view.formats.y))}
-    return sorted(found, key=lambda each: (each.kind, rows[plain(each.row)]))
+    return sorted(levels, key=lambda each: (each.kind, rows[plain(each.row)]))
 
 
 def variants(view: View, cases: pd.DataFrame) -> str:
@@ -115,8 +115,8 @@ def variants(view: View, cases: pd.DataFrame) -> str:
     others = others.merge(view.cells[CONTEST].drop_duplicates(), on=CONTEST)
     others = others[others.kernel.isin(view.cells.best_kernel.dropna())]
     texts = []
-    several = others.groupby([*CONTEST, "kernel"]).label.transform("nunique") > 1
-    for name, group in others[several].groupby("kernel", sort=False):
+    many_labels = others.groupby([*CONTEST, "kernel"]).label.transform("nunique") > 1
+    for name, group in others[many_labels].groupby("kernel", sort=False):
         labels = group.label.str.replace(r" block=\S+", "", regex=True)
         options = labels.str.partition(" ")[2].unique()
         if len(options) > 1:  # else they differ in the block that they store

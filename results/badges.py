@@ -1,7 +1,4 @@
-"""The badges of a run: how much its numbers can show, each with its reason.
-
-LOOK: 3 processes · SIMULATED · UNRELIABLE · BUSY MACHINE
-"""
+"""The badges of a run, such as `LOOK: 3 processes` or `BUSY MACHINE`, each with its reason."""
 
 from collections.abc import Mapping
 from enum import StrEnum

@@ -77,9 +77,9 @@ def verify(path: Path) -> list[str]:
     """Check the digest of every file and return the names; raises ResultError if one differs."""
     sealed = _manifest(path)
     for name, expected in sealed.items():
-        found = _sha256(content(path, name))
-        if found != expected:
-            raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {found}")
+        actual = _sha256(content(path, name))
+        if actual != expected:
+            raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {actual}")
     _require_whole_lines(path)
     return sorted(sealed)
 
@@ -98,16 +98,16 @@ def changed(path: Path, state: Mapping[str, Any]) -> str:
 @cache  # parsing the metadata of 120 packages takes 0.1 s
 def lock() -> str:
     """Return a `name==version` line per distribution, except sparsebench: its commit is known."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in distributions():
         if distribution.name:  # the first of a name is the one that is imported
-            found.setdefault(
+            versions.setdefault(
                 re.sub(r"[-_.]+", "-", distribution.name).lower(), distribution.version
             )
-    found.pop("sparsebench", None)
-    build = found.get("torch", "").partition("+")[2]
+    versions.pop("sparsebench", None)
+    build = versions.get("torch", "").partition("+")[2]
     index = [f"--extra-index-url {TORCH_INDEX}/{build}"] if build else []
-    pins = [f"{name}=={version}" for name, version in sorted(found.items())]
+    pins = [f"{name}=={version}" for name, version in sorted(versions.items())]
     return "\n".join([f"# Python {platform.python_version()}", *index, *pins]) + "\n"
 
 
@@ -135,10 +135,10 @@ def _require_whole_lines(path: Path) -> None:
     """Refuse a torn last line, which the reader would drop, and rows of an unknown schema."""
     text = files.decoded(path / ROWS, content(path, ROWS))
     first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
-    known = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
-    if first not in known or last:
-        found = f"a torn last line {last[:40]}" if last else first[:80]
-        raise ResultError(f"{path / ROWS}: expected {known[0]} and whole lines, found {found}")
+    schemas = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
+    if first not in schemas or last:
+        actual = f"a torn last line {last[:40]}" if last else first[:80]
+        raise ResultError(f"{path / ROWS}: expected {schemas[0]} and whole lines, found {actual}")
 
 
 def content(path: Path, name: str) -> bytes:

@@ -129,12 +129,12 @@ def check_bound(row: Row, time_us: float) -> Row:
     """Compare a median with its row's bound (see LIGHT); a reference row raises the ceiling."""
     if row.bound_us is None:
         return row
-    found = f"{time_us:.2f} µs, but {row.bound_by} allows at least {row.bound_us:.2f} µs"
+    actual = f"{time_us:.2f} µs, but {row.bound_by} allows at least {row.bound_us:.2f} µs"
     if row.reference:
         if time_us >= row.bound_us:
             return row
         raises = row.bound_us / time_us
-        return replace(row, detail=f"{found}: this raises the ceiling", raises=raises)
+        return replace(row, detail=f"{actual}: this raises the ceiling", raises=raises)
     if time_us < LIGHT * row.bound_us:
-        return replace(row, status=Status.FASTER_THAN_LIGHT, detail=found)
+        return replace(row, status=Status.FASTER_THAN_LIGHT, detail=actual)
     return row

@@ -36,7 +36,7 @@ from sparsebench.errors import ResultError
 from sparsebench.results import store
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.comparison import Comparison, compare, half_between, same_code
-from sparsebench.results.families import OURS, family
+from sparsebench.results.families import is_ours
 from sparsebench.results.outcome import DIFFERENT, Outcome, among_many
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
@@ -126,10 +126,10 @@ def changes(a: Side, b: Side) -> Changes:
         Outcome.NOT_MEASURED
     )
     facts = [[flat(run.environment) for run in each.runs] for each in (a, b)]
-    found = [_cause(line, facts, same) for line in cases.to_dict("records")]
-    cases["control"] = [control for control, _, _ in found]
-    cases["cause"] = [str(cause) for _, cause, _ in found]
-    cases["why"] = [why for _, _, why in found]
+    causes = [_cause(line, facts, same) for line in cases.to_dict("records")]
+    cases["control"] = [control for control, _, _ in causes]
+    cases["cause"] = [str(cause) for _, cause, _ in causes]
+    cases["why"] = [why for _, _, why in causes]
     return Changes(a, b, comparison, cases, same, _differences(facts[0][0], facts[1][0]))
 
 
@@ -167,9 +167,9 @@ def difference(before: Sequence[float], now: Sequence[float]) -> tuple[float, fl
 
 def outcomes(tests: pd.DataFrame) -> list[str]:
     """Return the outcome of each test; "" without one."""
-    known = tests[tests.p.notna()]
-    ends = zip(known.low, known.high, q_values(known.p), strict=True)
-    words = {place: str(among_many(*each)) for place, each in zip(known.index, ends, strict=True)}
+    tested = tests[tests.p.notna()]
+    ends = zip(tested.low, tested.high, q_values(tested.p), strict=True)
+    words = {place: str(among_many(*each)) for place, each in zip(tested.index, ends, strict=True)}
     return [words.get(place, "") for place in tests.index]
 
 
@@ -195,14 +195,14 @@ def failing(changes: Changes, limit: float) -> pd.DataFrame:
 
 
 def other_devices(
-    surveyed: Sequence[tuple[Run, Analysis]], paths: Iterable[Path]
+    surveyed: Sequence[Analysis], paths: Iterable[Path]
 ) -> tuple[list[Changes], list[str]]:
     """Return the changes from a survey to other devices, and a line for each refused bundle.
 
-    `surveyed` are the runs of the survey and their analyses. Only cases that the survey has are
-    read from the bundles below `paths`.
+    `surveyed` are the runs of the survey. Only cases that the survey has are read from the bundles
+    below `paths`.
     """
-    here = side(*(r for r, _ in surveyed), name="here", analyses=[known for _, known in surveyed])
+    here = Side("here", surveyed)
     problems = {row.case.problem.id for run in here.runs for row in run.rows}
     cases = {row.case.id for run in here.runs for row in run.rows}
     ours = {run.path.resolve() for run in here.runs}
@@ -284,7 +284,7 @@ def _of_baseline(line: Line, libraries: str, searched: bool) -> tuple[Cause, str
 
 def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tuple[Cause, str]:
     same = same_code(line["codes_a"], line["codes_b"])
-    if source and family(line["kernel"]) in OURS and not same:
+    if source and is_ours(line["kernel"]) and not same:
         what = "other source" if same is None else "other compiled code"
         return Cause.KERNEL, what + (f", or {libraries}" if libraries else "")
     if libraries:

@@ -38,7 +38,7 @@ import pandas as pd
 import scipy
 
 from sparsebench.errors import ResultError
-from sparsebench.results.analysis import compared
+from sparsebench.results.cases import compared
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
@@ -161,9 +161,11 @@ class Agreement:
         if self.one_sided:
             cases = amount(self.one_sided, "case")
             lines.append(f"Not compared: {cases}, unsupported in one of the runs.")
-        same, known = self.same_code
-        if known:
-            lines.append(f"Compiled to the same machine code: {same} of {amount(known, 'kernel')}.")
+        same, compared_codes = self.same_code
+        if compared_codes:
+            lines.append(
+                f"Compiled to the same machine code: {same} of {amount(compared_codes, 'kernel')}."
+            )
         return lines + [f"The code of a plug-in differs: {which}." for which in self.plugins]
 
 
@@ -262,9 +264,9 @@ def _tolerance(cases: pd.DataFrame) -> pd.Series:
 
 def _tolerance_of_looks(cases: pd.DataFrame) -> pd.Series:
     lengths = classes(cases.assign(median_us=cases[["median_us_a", "median_us_b"]].min(axis=1)))
-    known = lengths.map(APART).astype("float64").fillna(max(APART.values()))
+    tolerances = lengths.map(APART).astype("float64").fillna(max(APART.values()))
     floors = OF_FLOOR * cases[["floor_a", "floor_b"]].max(axis=1)
-    single = pd.concat([known, floors], axis=1).max(axis=1)
+    single = pd.concat([tolerances, floors], axis=1).max(axis=1)
     counts = zip(single, cases.processes_a, cases.processes_b, strict=True)
     return pd.Series([tolerance(*each) for each in counts], cases.index, dtype="float64")
 
@@ -326,8 +328,8 @@ def _same_code(cases: pd.DataFrame) -> tuple[int, int]:
     """Count the cases with equal compiled code in both runs, and those with comparable digests."""
     each_once = cases.drop_duplicates("case_id")
     pairs = zip(each_once.codes_a, each_once.codes_b, strict=True)
-    known = [same for a, b in pairs if (same := same_code(a, b)) is not None]
-    return sum(known), len(known)
+    equalities = [same for a, b in pairs if (same := same_code(a, b)) is not None]
+    return sum(equalities), len(equalities)
 
 
 def _plugins(first: Run, second: Run) -> list[str]:

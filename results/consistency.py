@@ -34,8 +34,8 @@ def check_consistency(run: Run) -> Iterator[str]:
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
-        found = f"{status} with {amount(len(rows), 'row')}"
-        raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {found}")
+        actual = f"{status} with {amount(len(rows), 'row')}"
+        raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {actual}")
     devices = ", ".join(dict.fromkeys([device_name(run.environment), _devices(run, rows)]))
     shards = run.state.get("shards")
     source = f"from {len(shards)} shards on" if shards else "all from"
@@ -60,17 +60,19 @@ def _devices(run: Run, rows: list[Row]) -> str:
     Raises ResultError if a row is from another device, or a contest from two.
     """
     gpu, cpu = run.environment.get("gpu") or {}, run.environment.get("cpu") or {}
-    own = str(gpu.get("uuid") or cpu.get("name"))
-    known = dict.fromkeys(shard["device"] for shard in run.state.get("shards", [])) or {own: 0}
+    device_id = str(gpu.get("uuid") or cpu.get("name"))
+    devices = dict.fromkeys(shard["device"] for shard in run.state.get("shards", [])) or {
+        device_id: 0
+    }
     contests: dict[tuple[int, str], str] = {}
     for row in rows:
         contest = row.replicate, row.case.problem.id
-        first = row.device if row.device in known else str([*known])
+        first = row.device if row.device in devices else str([*devices])
         expected = contests.setdefault(contest, first)
         if row.device != expected:
             message = f"expected device {expected} (environment.json), found {row.device}"
             raise ResultError(f"{_where(run, row)}: {message}")
-    return ", ".join(known)
+    return ", ".join(devices)
 
 
 def _equal_replicates(run: Run, rows: list[Row]) -> int:
@@ -96,8 +98,8 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
     """Return the number of samples."""
     for row in rows:
         if (row.status is Status.OK) != bool(row.samples_us):
-            found = f"{len(row.samples_us)} in a {row.status} row"
-            message = f"expected samples in ok rows only, found {found}"
+            actual = f"{len(row.samples_us)} in a {row.status} row"
+            message = f"expected samples in ok rows only, found {actual}"
             raise ResultError(f"{_where(run, row)}: {message}")
         if not 0 <= (row.late or 0.0) <= 1:
             raise ResultError(f"{_where(run, row)}: expected late of 0 to 1, found {row.late}")
@@ -122,9 +124,9 @@ def _right(run: Run, rows: list[Row]) -> int:
     right = [row for row in rows if row.status is Status.OK]
     for row in right:
         for name in ("error", "error_of_bound"):
-            found, most = getattr(row, name), math.inf if name == "error" else 1.0
-            if found is None or not 0 <= found <= most or found == math.inf:
-                message = f"expected {name} of at most {most:g} in an ok row, found {found}"
+            actual, most = getattr(row, name), math.inf if name == "error" else 1.0
+            if actual is None or not 0 <= actual <= most or actual == math.inf:
+                message = f"expected {name} of at most {most:g} in an ok row, found {actual}"
                 raise ResultError(f"{_where(run, row)}: {message}")
         allowed = (row.case.contender.error or {}).get("at_most")
         most = allowed if allowed is not None else WRONG * (row.usual_error or math.inf)

@@ -7,7 +7,7 @@
 
     gain     time of the fastest dense contender / time of the case, block by block and process by
              process; it equals `speedup` if the baseline is that contender
-    half     the uncertainty of `gain`, like that of a speedup (analysis.py)
+    half     the uncertainty of `gain`, like that of a speedup (cases.py)
     decided  the interval of `gain` is beyond the noise floor, and the verdict agrees
 
 A portfolio that chose a dense kernel counts as a dense contender.
@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.analysis import CONTEST, chose_dense, uncertainty
+from sparsebench.results.cases import CONTEST, chose_dense, uncertainty
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.families import OURS, family
+from sparsebench.results.families import is_ours
 from sparsebench.results.formatting import duration, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.outcome import DIFFERENT, VERDICTS
@@ -90,7 +90,7 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     if timed.empty:
         return timed
     kind = timed["format"].astype(str)
-    dense, ours = (kind == "dense") | chose_dense(timed), timed.kernel.map(family).isin(OURS)
+    dense, ours = (kind == "dense") | chose_dense(timed), timed.kernel.map(is_ours).astype(bool)
     side = np.select([dense, ours], ["dense", "ours"], "peer")
     return _with_gains(timed.assign(side=side, kind=kind, name=_names(timed), tile=_tiles(timed)))
 
@@ -125,13 +125,12 @@ def empty_launch(environment: Mapping[str, Any], cases: pd.DataFrame) -> list[st
     return [f"{sentence}. Nothing is subtracted from times."]
 
 
-def contests(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return a line per contest: its fields, and the columns OF_SIDE of each of SIDES.
+def contests(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return a line per contest of `with_gains`: its fields, and OF_SIDE of each of SIDES.
 
     `best` is the fastest sparse case, ours or a peer's. A side without a case has NaN. `chain_*`
     are the columns IN_CHAIN of `best` inside a chain, if it is short.
     """
-    timed = cases if "gain" in cases else with_gains(cases)
     places = ["op", *(n for n in fields(timed) if n != "sparsity"), "source", "level"]
     columns = dict.fromkeys([*CONTEST, "side", *places, *OF_SIDE, *IN_CHAIN])
     timed = timed[[*columns]].assign(rate=-timed.median_us)
@@ -166,20 +165,17 @@ def with_shapes(lines: pd.DataFrame) -> pd.DataFrame:
     return lines.assign(shape=shape, level=level.round(digits), of_units=of_units)
 
 
-def views(cases: pd.DataFrame) -> list[View]:
-    """Return the first MOST views of a summary; none if no case has a time."""
-    return all_views(cases)[:MOST]
+def views(timed: pd.DataFrame) -> list[View]:
+    """Return the views of cases with gains for all choices of fields, the first to show in front.
 
-
-def all_views(cases: pd.DataFrame) -> list[View]:
-    """Return the views for all choices of a summary's fields, the one to show first in front."""
-    timed = with_gains(cases)
+    There is none if no case has a time.
+    """
     if timed.empty:
         return []
     lines = with_shapes(contests(timed))
     x, names = across(lines), _selectors(lines)
     by_format = _best_of_formats(timed)
-    all_views = [
+    unsorted = [
         View(
             choice,
             x,
@@ -190,7 +186,7 @@ def all_views(cases: pd.DataFrame) -> list[View]:
         )
         for choice, y, chosen in _choices(lines, x, [name for name in names if name != x])
     ]
-    return sorted(all_views, key=_rank)
+    return sorted(unsorted, key=_rank)
 
 
 def across(lines: pd.DataFrame) -> str:
@@ -318,8 +314,8 @@ def _cells(lines: pd.DataFrame, x: str, y: str, gains: list[str]) -> pd.DataFram
     narrow = narrow[narrow.x.notna()].sort_values("gain_", kind="stable", na_position="first")
     place = ["x", "y", *gains[1:]]
     groups = narrow.groupby([*place, "block"], sort=False, dropna=False)
-    counts, known = groups.x.transform("size"), groups.gain_.transform("count")
-    median = (counts - known + (known - 1) // 2).clip(upper=counts - 1)
+    counts, timed = groups.x.transform("size"), groups.gain_.transform("count")
+    median = (counts - timed + (timed - 1) // 2).clip(upper=counts - 1)
     middle = narrow[groups.cumcount() == median]
     best = middle.groupby(place, sort=False, dropna=False).tail(1)
     cells = lines.loc[best.index].assign(x=best.x, y=best.y, count=counts.reindex(best.index))

@@ -1,6 +1,6 @@
 """The family of each kernel, from the folder of its file: kernels/FAMILY/NAME.py.
 
-ours     attention, bitmap, bsr, csr, spense, twell
+ours     attention, bitmap, bsr, csr, spense, twell; and DEFAULT, which runs one of their kernels
 dense    dense: cuBLAS, torch.compile and others
 peers    peers, kernels of other packages, and names that no file has any more
 """
@@ -14,11 +14,17 @@ REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
 
 OURS = {"attention", "bitmap", "bsr", "csr", "spense", "twell"}
 
+DEFAULT = "default"
+"""The kernel of a contender that names none: what users of its format get."""
+
 OF_ACTIVATIONS = {"active_csr", "cvse", "twell"}
 """Formats that store hidden activations; the weights of their contenders are dense."""
 
 OF_MASKS = {"block_mask"}
 """Formats that store which blocks an op computes, and no values."""
+
+QUANTISED = {"int4", "int4_two_four"}
+"""Formats that store weights in fewer bits than the dtype of the problem."""
 
 
 @cache
@@ -30,6 +36,11 @@ def family(kernel: str) -> str:
     return parts[2] if parts[:2] == ["sparsebench", "kernels"] else "peers"
 
 
+def is_ours(kernel: str) -> bool:
+    """Return whether a kernel of a sparse contender is ours."""
+    return kernel == DEFAULT or family(kernel) in OURS
+
+
 def ours() -> list[str]:
     """Return the names of our kernels."""
-    return [name for name in modules("kernels") if family(name) in OURS]
+    return [name for name in modules("kernels") if is_ours(name)]

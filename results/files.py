@@ -119,8 +119,8 @@ def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:
     except SparsebenchError as error:
         raise raised(f"{where}: {error}") from error
     except Exception as error:  # SafeLoader's constructors raise a dozen types on bad scalars
-        found = " ".join(str(error).split())
-        raise raised(f"{where}: expected YAML, found {found}") from error
+        actual = " ".join(str(error).split())
+        raise raised(f"{where}: expected YAML, found {actual}") from error
 
 
 def utf8(name: str) -> bool:
@@ -164,8 +164,8 @@ def _require_small(written: str) -> None:
         _at_most(line, "values", open_[-1][1], "YAML_NODES", YAML_NODES)
 
 
-def _at_most(line: int, what: str, found: int, name: str, most: int) -> None:
-    if found > most:
+def _at_most(line: int, what: str, actual: int, name: str, most: int) -> None:
+    if actual > most:
         raise SparsebenchError(f"line {line}: expected at most {most} {what} ({name}), found more")
 
 

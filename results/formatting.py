@@ -4,7 +4,7 @@
     29.31 µs, 90 %, a, b and c
 
 No ratio shows a digit that its measurement does not support. The uncertainty of a speedup is a
-column of the cases (analysis.py) and of the contests (contests.py). It is rounded up to one digit,
+column of the cases (cases.py) and of the contests (contests.py). It is rounded up to one digit,
 and the value is rounded to the same decimal place.
 """
 
@@ -17,6 +17,7 @@ FORMATS = {
     "active_csr": "CSR of activations",
     "bsr": "BSR",
     "csr": "CSR",
+    "int4_two_four": "2:4 int4",
     "cvse": "column vectors",
     "spense": "2:4",
     "twell": "TwELL",
@@ -28,14 +29,14 @@ CASES = 3  # a selection of more cases shows only their number
 MOST = 3  # digits after the point, however small the uncertainty
 
 
-def rounded(value: float, uncertainty: float = nan) -> str:
+def number(value: float, uncertainty: float = nan) -> str:
     """Write a value to the last supported digit: `5.62`; a dash for NaN or infinity.
 
     Without an uncertainty (NaN or 0), write two significant digits.
     """
     if pd.isna(value) or not isfinite(value):
         return NONE
-    if not _known(uncertainty):
+    if not _is_known(uncertainty):
         return f"{value:.{max(0, 1 - _place(value))}f}"
     places = min(MOST, -min(_place(_up(uncertainty)), _place(value)))  # rounded once, not twice
     return f"{round(value, places):.{max(0, places)}f}"
@@ -43,7 +44,7 @@ def rounded(value: float, uncertainty: float = nan) -> str:
 
 def times(ratio: float, uncertainty: float = nan, unit: str = "×") -> str:
     """Write a ratio to the last supported digit, with its unit: `5.62×`."""
-    text = rounded(ratio, uncertainty)
+    text = number(ratio, uncertainty)
     return text if text == NONE else text + unit
 
 
@@ -54,7 +55,7 @@ def between(
 
     Without an uncertainty, use the distance to the farther end of the interval.
     """
-    half = uncertainty if _known(uncertainty) else max(high - ratio, ratio - low)
+    half = uncertainty if _is_known(uncertainty) else max(high - ratio, ratio - low)
     if pd.isna(ratio) or pd.isna(low) or high <= low:
         return times(ratio, half, unit)
     inside = min(half, abs(ratio) / 10)  # 0.15 [0.12, 0.21], where one digit would be 0.1
@@ -63,11 +64,11 @@ def between(
 
 def interval(low: float, high: float, uncertainty: float = nan) -> str:
     """Write both ends with one digit more than half the interval supports: `5.54, 5.60`."""
-    half = uncertainty if _known(uncertainty) else (high - low) / 2
-    if not _known(half):
-        return f"{rounded(low)}, {rounded(high)}"
+    half = uncertainty if _is_known(uncertainty) else (high - low) / 2
+    if not _is_known(half):
+        return f"{number(low)}, {number(high)}"
     step = 10.0 ** _place(_up(half))
-    return ", ".join(rounded(end, min(step, 10.0 ** (_place(end) - 1))) for end in (low, high))
+    return ", ".join(number(end, min(step, 10.0 ** (_place(end) - 1))) for end in (low, high))
 
 
 def plain(value: Any) -> str:
@@ -159,7 +160,7 @@ def selection(only: str) -> str:
     return " ".join(words)
 
 
-def _known(uncertainty: float) -> bool:
+def _is_known(uncertainty: float) -> bool:
     return not pd.isna(uncertainty) and isfinite(uncertainty) and uncertainty > 0
 
 

@@ -114,8 +114,8 @@ class Layer:
         if self.way == DENSE:
             return 1.0
         if self.way == TWO_FOUR:
-            kept = 0.5 + 0.125 / self.element
-            return 1 - 2 * self.sparsity * (1 - kept)
+            share = 0.5 + 0.125 / self.element
+            return 1 - 2 * self.sparsity * (1 - share)
         if self.way == SIX_EIGHT:
             return 1.5 * (0.5 + 0.125 / self.element)
         if self.way == ACTIVATIONS:

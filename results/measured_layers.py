@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 import pandas as pd
 
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.contests import with_gains
 from sparsebench.results.files import validated
 from sparsebench.results.formatting import percent
@@ -44,7 +45,6 @@ from sparsebench.results.model_files import (
 )
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.provenance import device_name
-from sparsebench.results.store import Run
 
 SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
@@ -129,8 +129,13 @@ class Evidence:
     def __add__(self, other: "Evidence") -> "Evidence":
         """Return both together; the GPUs of `other` replace those of the same name."""
         gpus = [*{gpu.name: gpu for gpu in (*self.gpus, *other.gpus)}.values()]
-        parts = ("measured", "steps", "losses", "costs")
-        return Evidence(gpus, *([*getattr(self, part), *getattr(other, part)] for part in parts))
+        return Evidence(
+            gpus,
+            [*self.measured, *other.measured],
+            [*self.steps, *other.steps],
+            [*self.losses, *other.losses],
+            [*self.costs, *other.costs],
+        )
 
 
 def packaged() -> Evidence:
@@ -139,17 +144,17 @@ def packaged() -> Evidence:
     return validated(Path(str(file)), Evidence, SCHEMA)
 
 
-def of_runs(runs: Iterable[tuple[Run, pd.DataFrame, str]]) -> Evidence:
-    """Return the layers and steps of runs on GPUs: each run, its cases and its name."""
+def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
+    """Return the layers and steps of runs on GPUs, each with its name."""
     best: dict[tuple[Any, ...], Measured | Step] = {}
     ceilings: dict[str, list[Mapping[str, Any]]] = {}
-    for run, cases, name in sorted(runs, key=_most_processes, reverse=True):
-        facts = run.environment
+    for analysis, name in sorted(runs, key=_most_processes, reverse=True):
+        facts = analysis.run.environment
         if not facts.get("gpu") or "sim" in facts or not facts.get("ceilings"):
             continue
         ceilings.setdefault(device_name(facts), []).append(facts)
-        if run.state["suite"] not in NOT_AT_BEST:
-            for key, measured in _of_run(run, cases, name):
+        if analysis.run.state["suite"] not in NOT_AT_BEST:
+            for key, measured in _of_run(analysis, name):
                 best.setdefault((measured.gpu, *key), measured)
     gpus = [_gpu(name, environments) for name, environments in ceilings.items()]
     layers = [each for each in best.values() if isinstance(each, Measured)]
@@ -259,8 +264,8 @@ def of_whole(timings: ModelTimings, run: str) -> list[Step]:
     return [Step(model, layer, int(sizes["context"]), timings.device, run, 1, gain, *ends)]
 
 
-def _most_processes(item: tuple[Run, pd.DataFrame, str]) -> tuple[int, str]:
-    state = item[0].state
+def _most_processes(item: tuple[Analysis, str]) -> tuple[int, str]:
+    state = item[0].run.state
     return int(state["flags"]["replicates"]), str(state["started"])
 
 
@@ -281,9 +286,8 @@ def _gpu(name: str, environments: Sequence[Mapping[str, Any]]) -> Gpu:
     return Gpu(name, capability, median(bandwidths), tflops, launch_us)
 
 
-def _of_run(
-    run: Run, cases: pd.DataFrame, name: str
-) -> Iterable[tuple[tuple[str, str], Measured | Step]]:
+def _of_run(analysis: Analysis, name: str) -> Iterable[tuple[tuple[str, str], Measured | Step]]:
+    cases = analysis.cases
     usual = (cases.scope == "kernel") & (cases.cache == "cold") & cases.dtype.isin(KNOWN)
     timed = with_gains(cases[usual & cases.op.isin(["linear", "ffn", "decoder"])])
     if timed.empty:
@@ -297,7 +301,7 @@ def _of_run(
         seen.add((line["problem_id"], way))
         low, high = (line[end] if pd.notna(line[end]) else line["gain"] for end in ("low", "high"))
         gains = [round(float(value), 4) for value in (line["gain"], low, high)]
-        about = device_name(run.environment), name, int(line["processes"])
+        about = analysis.device, name, int(line["processes"])
         key = str(line["problem_id"]), way
         if line["op"] == "decoder":
             yield key, _step(line, way, about, gains)
@@ -315,6 +319,8 @@ def _way(line: Mapping[str, Any]) -> str:
     kind, pattern, op = line["kind"], line["pattern"], line["op"]
     if kind == "spense":
         return TWO_FOUR
+    if kind == "slide":
+        return SIX_EIGHT if pattern == "six_eight" else ""
     if kind == "bsr" and pattern == "blocks" and LEVELS[0] <= line["level"] <= LEVELS[1]:
         return SIDES.get(str(line["block"]), "")
     if kind == "bitmap" and line["m"] <= BITMAP_TOKENS and line["level"] >= LEVELS[0]:

@@ -204,6 +204,11 @@ class PatternTrainings:
     settings: Mapping[str, Any]
     trained: Annotated[Sequence[PatternTraining], Field(min_length=1)]
 
+    @property
+    def data(self) -> str:
+        """Return what was learned: `text`, the standard library, or `samples` from a file."""
+        return "text" if self.text.endswith("standard library") else "samples"
+
     def dense_match(self, sparse: PatternTraining, equal: str) -> PatternTraining | None:
         """Return the dense training of the same seed and equal `width`, `parameters` or `time`.
 

@@ -115,8 +115,8 @@ def read_shapes(model: str) -> ModelShapes:
 
 def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
     if experts := [name for name in EXPERTS if config.get(name)]:
-        found = f"{experts[0]} {config[experts[0]]}"
-        raise ResultError(f"{file}: expected a model without experts, found {found}")
+        actual = f"{experts[0]} {config[experts[0]]}"
+        raise ResultError(f"{file}: expected a model without experts, found {actual}")
     kind = str(config.get("model_type", "")).lower()
     if kind in UNGATED:
         raise ResultError(

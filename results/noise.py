@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import scipy
 
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
 LEAST = 0.005  # the lowest floor
@@ -82,8 +82,8 @@ class Noise:
     @property
     def reliability(self) -> tuple[Reliability, str]:
         """Return whether the run is reliable, and the reason in a sentence."""
-        known = self.pairs.different.dropna()
-        count, different = len(known), int(known.sum())
+        differences = self.pairs.different.dropna()
+        count, different = len(differences), int(differences.sum())
         if not count:
             why = f"it has no A/A pair in {FEWEST} or more processes."
             return Reliability.UNKNOWN, f"Whether this run is reliable is unknown: {why}"
@@ -113,11 +113,10 @@ def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
     """Return one line per A/A pair of these frames; see Noise."""
     by_pair: dict[Hashable, dict[int, dict[str, Any]]] = {}
     for table in tables:
-        for line in table[table.aa_log.notna()].to_dict("records"):
+        for line in records(table[table.aa_log.notna()]):
             pair = line["reference"], line["case_id"], line["scope"], line["cache"]
-            named = {str(name): value for name, value in line.items()}
-            problem = {"problem": _problem(named, fields(table))}
-            by_pair.setdefault(pair, {})[line["replicate"]] = named | problem
+            problem = {"problem": _problem(line, fields(table))}
+            by_pair.setdefault(pair, {})[line["replicate"]] = line | problem
     lines = pd.DataFrame([_pair(list(p.values())) for p in by_pair.values()], columns=PAIR)
     lines = lines.astype({"median_us": "float64", "different": "boolean"})
     return lines.assign(**{"class": classes(lines)})
@@ -126,14 +125,16 @@ def pairs(*tables: pd.DataFrame) -> pd.DataFrame:
 def floors(pairs: pd.DataFrame) -> dict[str, float]:
     """Return the floor of each class that has a pair, as a fraction, short calls first."""
     sizes = pairs.set_index("class").logs.explode().astype("float64").abs()
-    known = {
+    by_class = {
         str(name): max(
             float(np.expm1(logs.quantile(PERCENTILE))),
             LEAST if len(logs) >= ENOUGH else FLOORS.get(str(name), LEAST),
         )
         for name, logs in sizes.groupby(level=0)
     }
-    return {name: known[name] for name in dict.fromkeys([*FLOORS, *known]) if name in known}
+    return {
+        name: by_class[name] for name in dict.fromkeys([*FLOORS, *by_class]) if name in by_class
+    }
 
 
 def _pair(processes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,5 +149,5 @@ def _pair(processes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _problem(line: dict[str, Any], names: list[str]) -> str:
-    known = [name for name in names if not pd.isna(line[name]) and line[name] != ""]
-    return " ".join([line["op"], *(f"{name}={line[name]}" for name in known)])
+    names_with_value = [name for name in names if not pd.isna(line[name]) and line[name] != ""]
+    return " ".join([line["op"], *(f"{name}={line[name]}" for name in names_with_value)])

@@ -119,9 +119,9 @@ def shared_facts(environment: Mapping[str, Any]) -> dict[str, Any]:
 def require_equal_facts(where: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     """Raise a ResultError that names the first of the `shared_facts` in which two parts differ."""
     for name in {**first, **other}:
-        if (expected := first.get(name)) != (found := other.get(name)):
+        if (expected := first.get(name)) != (actual := other.get(name)):
             message = f"{where}: expected {name} {_short(expected)} as in the first part"
-            raise ResultError(f"{message}, found {_short(found)}")
+            raise ResultError(f"{message}, found {_short(actual)}")
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

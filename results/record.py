@@ -159,11 +159,11 @@ class Contender:
     def params_of(self, weight: str) -> dict[str, Value]:
         """Return the parameters of one weight; its own override those of all weights."""
         of_all = {name: value for name, value in self.params.items() if "." not in name}
-        own = f"{weight}."
+        prefix = f"{weight}."
         return of_all | {
-            name.removeprefix(own): value
+            name.removeprefix(prefix): value
             for name, value in self.params.items()
-            if name.startswith(own)
+            if name.startswith(prefix)
         }
 
 
@@ -255,8 +255,8 @@ class Row:
             return ""
         if way == "dense":
             return f"dense, {self.choice['by']}"
-        own = kernel.replace("sparse", "few") if way == "few" else f"{kernel} way={way}"
-        return f"cvse, {own}"
+        label = kernel.replace("sparse", "few") if way == "few" else f"{kernel} way={way}"
+        return f"cvse, {label}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

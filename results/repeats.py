@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.analysis import compared
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.between_cards import (
     SCHEMA,
     State,
@@ -38,10 +38,10 @@ from sparsebench.results.between_cards import (
     packaged,
     state_of,
 )
-from sparsebench.results.provenance import Choices, choices_of, device_name
+from sparsebench.results.cases import compared
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widen
-from sparsebench.results.store import Run
 
 KEYS = ["case_id", "scope", "cache"]
 LABELS = ["label", "baseline_label"]
@@ -69,11 +69,12 @@ class Verdicts:
     cases: Sequence[Mapping[str, Any]]
 
 
-def verdicts(run: Run, cases: pd.DataFrame, name: str = "") -> Verdicts:
-    """Return the verdicts of a run from its summary, by default named by its folder.
+def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
+    """Return the verdicts of a run, by default named by its folder.
 
     Only cases that run on known cards count, so a CPU and a simulated GPU have none.
     """
+    run, cases = analysis.run, analysis.cases
     enough = compared(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
     cases = cases[enough & cases.speedup.notna() & (cases.on_cards > 0)]
     cards: dict[str, set[str]] = {}
@@ -89,7 +90,7 @@ def verdicts(run: Run, cases: pd.DataFrame, name: str = "") -> Verdicts:
     ]
     versions = run.environment.get("versions", {})
     facts = [run.environment.get("code_sha256"), *(versions.get(name) for name in LIBRARIES)]
-    ran = [device_name(run.environment), *map(str, facts)]
+    ran = [analysis.device, *map(str, facts)]
     return Verdicts(name or run.path.name, str(run.state.get("started", "")), ran, lines)
 
 

@@ -39,16 +39,19 @@ LISTED = 6  # names that an error lists
 
 @dataclass(frozen=True)
 class Side:
-    """The runs on one side of a comparison, and their analyses in the same order."""
+    """The runs on one side of a comparison."""
 
     name: str
-    runs: Sequence[Run]
     analyses: Sequence[Analysis]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [analysis.run for analysis in self.analyses]
 
     @property
     def device(self) -> str:
         """Return the name of the device; all runs of a side have the same."""
-        return device_name(self.runs[0].environment)
+        return self.analyses[0].device
 
     @property
     def simulated(self) -> bool:
@@ -72,7 +75,7 @@ class Side:
         cards     the ids of the devices, over all processes
         searched  whether the run chose its configurations itself
         """
-        tables = [_cases(n, run, known) for n, (run, known) in enumerate(self._pairs)]
+        tables = [_cases(n, analysis) for n, analysis in enumerate(self.analyses)]
         names = dict.fromkeys(name for table in tables for name in fields(table))
         ordered = dict.fromkeys([*NAMES, *names, *tables[0].columns])
         lines = pd.concat(tables, ignore_index=True)[[*ordered]] if tables[1:] else tables[0]
@@ -82,15 +85,10 @@ class Side:
         )
         return lines.loc[ranked.drop_duplicates(KEYS).index.sort_values()]
 
-    @property
-    def _pairs(self) -> list[tuple[Run, Analysis]]:
-        return list(zip(self.runs, self.analyses, strict=True))
 
-
-def side(*runs: Run, name: str = "", analyses: Sequence[Analysis] = ()) -> Side:
+def side(*runs: Run, name: str = "") -> Side:
     """Return a side, by default with the name of its device."""
-    name = name or device_name(runs[0].environment)
-    return Side(name, runs, analyses or [analyse(run) for run in runs])
+    return Side(name or device_name(runs[0].environment), [analyse(run) for run in runs])
 
 
 def named_apart(runs: Sequence[Run]) -> list[str]:
@@ -134,9 +132,9 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     if len(paths) == len(set(texts)):
         runs = [store.read(paths[text]) for text in texts]
         return [side(r, name=n) for r, n in zip(runs, named_apart(runs), strict=True)]
-    known = [_Candidate.read(path) for path in bundles(among)]
+    candidates = [_Candidate.read(path) for path in bundles(among)]
     chosen = {
-        text: [_Candidate.read(paths[text])] if text in paths else _matches(text, known)
+        text: [_Candidate.read(paths[text])] if text in paths else _matches(text, candidates)
         for text in texts
     }
     if twice := [text for text in texts if texts.count(text) > 1]:
@@ -193,8 +191,8 @@ class _Candidate:
         return ""
 
 
-def _matches(text: str, known: Sequence[_Candidate]) -> list[_Candidate]:
-    runs = [each for each in known if not each.simulated]
+def _matches(text: str, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    runs = [each for each in candidates if not each.simulated]
     for word in text.lower().split("@"):
         identities = {each.identity(word) for each in runs} - {""}
         if not identities:
@@ -225,10 +223,10 @@ def _few(names: Iterable[Any]) -> str:
     return (", ".join(ordered[:LISTED]) or "no runs") + more
 
 
-def _cases(number: int, run: Run, analysis: Analysis) -> pd.DataFrame:
+def _cases(number: int, analysis: Analysis) -> pd.DataFrame:
     codes: dict[str, set[str]] = {}
     cards: dict[str, set[str]] = {}
-    for row in run.rows:
+    for row in analysis.run.rows:
         cards.setdefault(row.case.id, set()).add(row.device)
         codes.setdefault(row.case.id, set()).update([row.code] if row.code else [])
     cases = analysis.cases[~analysis.cases.twin.astype(bool)]
@@ -243,5 +241,5 @@ def _cases(number: int, run: Run, analysis: Analysis) -> pd.DataFrame:
         times=pd.Series(logs, cases.index, dtype=object),
         codes=cases.case_id.map(codes),
         cards=cases.case_id.map(cards),
-        searched=choices_of(run.state) is not Choices.BUNDLE,
+        searched=choices_of(analysis.run.state) is not Choices.BUNDLE,
     )

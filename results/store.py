@@ -175,8 +175,8 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
         if isinstance(error, OSError):
             taken = path.exists() and not is_new(path)
-            found = exists if taken else f"{path}: expected a directory to write, found {error}"
-            raise ResultError(found) from error
+            message = exists if taken else f"{path}: expected a directory to write, found {error}"
+            raise ResultError(message) from error
         raise
 
 
@@ -246,15 +246,15 @@ def read(path: Path | str) -> Run:
         raise ResultError(f"{path}: expected the directory of a run, found none")
     suite_text = files.text(path / "suite.yaml", files.YAML_BYTES)
     suite = files.from_yaml(str(path / "suite.yaml"), suite_text)
-    schema, found = _rows(path)
+    schema, every_row = _rows(path)
     return Run(
         path=path,
         suite=_typed(path / "suite.yaml", suite, _Suite),
         suite_text=suite_text,
         environment=_read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment),
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
-        rows=[row for row in found if not row.reference],
-        reference=[row for row in found if row.reference],
+        rows=[row for row in every_row if not row.reference],
+        reference=[row for row in every_row if row.reference],
         schema=schema,
     )
 
@@ -276,8 +276,8 @@ def _rows(path: Path) -> tuple[str, list[Row]]:
     schemas = {json.dumps({"schema": name}): name for name in (ROWS_SCHEMA, *OLDER_ROWS)}
     if first not in schemas:
         current = next(iter(schemas))
-        found = first[:80] or "an empty file"
-        raise ResultError(f"{plain}: expected a first line {current}, found {found}")
+        actual = first[:80] or "an empty file"
+        raise ResultError(f"{plain}: expected a first line {current}, found {actual}")
     schema, names = schemas[first], {f.name for f in fields(Row)}
     lacks = OLDER_ROWS.get(schema, frozenset())
     needed = names - lacks if lacks is not None else set()
@@ -308,13 +308,13 @@ def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
             row = Row.from_json(data)
             _ROW.validate_json(line, strict=True)
             return row
-        found = f"no {missing[0]}" if missing else f"an unknown field {unknown[0]}"
+        actual = f"no {missing[0]}" if missing else f"an unknown field {unknown[0]}"
         expected = "a row with the fields of Row"
     except ValidationError as error:
-        expected, found = "a row", _first(error)
+        expected, actual = "a row", _first(error)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        expected, found = "a row", f"{type(error).__name__}: {error}"
-    raise ResultError(f"{file}: line {number}: expected {expected}, found {found}")
+        expected, actual = "a row", f"{type(error).__name__}: {error}"
+    raise ResultError(f"{file}: line {number}: expected {expected}, found {actual}")
 
 
 def _line(row: Row) -> str:

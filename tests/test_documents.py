@@ -14,6 +14,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.cvse import Cvse
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.int4 import Int4
+from sparsebench.formats.int4_two_four import Int4TwoFour
 from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
@@ -155,6 +156,7 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
             "cvse": Cvse.from_dense(some),
             "active_csr": ActiveCsr.from_dense(some),
             "int4": Int4.from_dense(some.sign()),
+            "int4_two_four": Int4TwoFour.from_dense(torch.where(two_four, dense.sign(), 0)),
         }
         bytes_of = {name: 100 * f.stored_bytes / 2**21 for name, f in packed.items()}
         said = {row[0]: float(row[1 + column]) for row in percents}

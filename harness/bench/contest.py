@@ -232,7 +232,7 @@ def _watch(contest: RunningContest, data: Path | None) -> None:
             f"the operand {name}{where}": tensor
             for name, tensor in {**dense.weights, **dense.activations}.items()
         }
-        arrays |= {f"the recording {name}{where}": t for name, t in dense.recorded.items()}
+        arrays |= {f"the recording {name}{where}": t for name, t in dense.recordings.items()}
 
         def rewrite(layer: Layer = layer) -> None:
             operands.rewrite(

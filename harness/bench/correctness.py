@@ -101,10 +101,10 @@ class Verdict:
     usual_bias: float | None = None
 
 
-def roundings(dtype: str, rounded: bool) -> tuple[float, float]:
+def roundings(dtype: str, rounds_inputs: bool) -> tuple[float, float]:
     """Return `products` and `sums` of a dtype; `rounded`: kernels may round activations to it."""
     if dtype == "fp8":
-        return (E4M3, FP32) if rounded else (0.0, FP8)
+        return (E4M3, FP32) if rounds_inputs else (0.0, FP8)
     return TF32 if dtype == "tf32" else 0.0, FP32
 
 
@@ -113,8 +113,8 @@ def check(out: object, expected: Expected, pattern: Format | None = None) -> Ver
     if pattern is None:
         return _dense(out, expected)
     if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
-        packed = f"{type(pattern).__name__} {list(pattern.shape)}, packed like the weight"
-        return Verdict(f"expected {packed}, found {_name(out)}")
+        layout = f"{type(pattern).__name__} {list(pattern.shape)}, packed like the weight"
+        return Verdict(f"expected {layout}, found {_name(out)}")
     for name, array in pattern.arrays().items():
         other = out.arrays()[name]
         same = array.dtype == other.dtype and array.device == other.device

@@ -46,7 +46,7 @@ NONE: Mapping[str, Tensor] = MappingProxyType({})
 class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
-    recorded  activations of a file, from which each draw takes its rows; empty without a source
+    recordings  activations of a file, from which each draw takes its rows; empty without a source
     nnz       elements of each weight that are not zero (-0.0 is zero), or what the op counts
     full      the same counts without any pruning
     sparsity  fraction of zeros in all weights
@@ -55,7 +55,7 @@ class DenseOperands:
 
     weights: dict[str, Tensor]
     activations: dict[str, Tensor]
-    recorded: dict[str, Tensor]
+    recordings: dict[str, Tensor]
     nnz: dict[str, int]
     full: dict[str, int]
     sparsity: float
@@ -84,16 +84,16 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
         name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem, op, name), device=device)
         for name in op.activations
     }
-    recorded = {}
+    recordings = {}
     if op.recorded and problem.source:
-        recorded = {name: _recording(problem, op, name, device, data) for name in op.activations}
-    redraw(problem, op, activations, 0, recorded, weights)
+        recordings = {name: _recording(problem, op, name, device, data) for name in op.activations}
+    redraw(problem, op, activations, 0, recordings, weights)
     nnz, full = op.nonzeros(problem, weights), op.elements(problem)
     size = sum(full[name] for name in op.weights)
     sparsity = (size - sum(nnz[name] for name in op.weights)) / size
     inputs = {name: x for name, x in activations.items() if name not in op.derived}
     return DenseOperands(
-        weights, activations, recorded, nnz, full, sparsity, digest({**weights, **inputs})
+        weights, activations, recordings, nnz, full, sparsity, digest({**weights, **inputs})
     )
 
 
@@ -143,7 +143,7 @@ def redraw(
     op: Op,
     activations: Mapping[str, Tensor],
     draw: int,
-    recorded: Mapping[str, Tensor] = NONE,
+    recordings: Mapping[str, Tensor] = NONE,
     weights: Mapping[str, Tensor] = NONE,
 ) -> None:
     """Overwrite the activations in place with draw number `draw`; `operands` gave number 0.
@@ -152,7 +152,7 @@ def redraw(
     """
     for name in op.activations:
         if op.recorded and problem.source:
-            _play(recorded[name], activations[name], draw)
+            _play(recordings[name], activations[name], draw)
         else:
             fill(activations[name], problem.seed, name, draw)
             op.adjust(problem, name, activations[name], draw)
@@ -184,9 +184,9 @@ def rewrite(
     fresh = operands(problem, op, device, data)
     for name, weight in dense.weights.items():
         weight.copy_(fresh.weights[name])
-    for name, recording in dense.recorded.items():
-        recording.copy_(fresh.recorded[name])
-    redraw(problem, op, dense.activations, draw, dense.recorded, dense.weights)
+    for name, recording in dense.recordings.items():
+        recording.copy_(fresh.recordings[name])
+    redraw(problem, op, dense.activations, draw, dense.recordings, dense.weights)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:
@@ -201,7 +201,7 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     path = _verified(source, data)
     if source.tensor is None:
         keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
-        return _kept(_drawn(problem, op, name, device), keep)
+        return _masked(_drawn(problem, op, name, device), keep)
     if problem["dtype"] == "fp8":
         expected = "expected a dtype of 16 or 32 bits for weights from a file"
         raise SuiteError(f"{path}: {expected}, found fp8, which needs scaled weights")
@@ -230,12 +230,12 @@ def _recording(
     return _finite(problem, where, stored.to(device, _dtype(problem, op, name)), stored)
 
 
-def _play(recorded: Tensor, x: Tensor, draw: int) -> None:
+def _play(recording: Tensor, x: Tensor, draw: int) -> None:
     """Overwrite X [m, k] with m consecutive rows from the draw's place, cyclically."""
-    tokens = len(recorded)
+    tokens = len(recording)
     start = _place(draw, tokens)
     rows = torch.arange(start, start + len(x), device=x.device) % tokens
-    torch.index_select(recorded, 0, rows, out=x)
+    torch.index_select(recording, 0, rows, out=x)
 
 
 def _place(draw: int, tokens: int) -> int:
@@ -273,10 +273,10 @@ def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -
         return weight
     ranked = first_column_first if op.keeps_first(problem, name) else score
     shape = op.operands[name].shape
-    return _kept(weight, mask(op.sizes(problem.fields), shape, ranked, weight.device))
+    return _masked(weight, mask(op.sizes(problem.fields), shape, ranked, weight.device))
 
 
-def _kept(weight: Tensor, keep: Tensor) -> Tensor:
+def _masked(weight: Tensor, keep: Tensor) -> Tensor:
     """Set all other elements to +0.0, by their bits, because torch cannot fill fp8."""
     weight.view(BITS[weight.element_size()]).masked_fill_(~keep, 0)
     return weight

@@ -96,7 +96,7 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
 
 def redraw(contest: RunningContest) -> None:
     """Draw the activations anew, by a number that was never used, and record it in the rows."""
-    recordings = [of for layer in contest.layers for of in layer.dense.recorded.values()]
+    recordings = [of for layer in contest.layers for of in layer.dense.recordings.values()]
     contest.draw = operands.unseen(contest.draw, recordings)
     for number, layer in enumerate(contest.layers):
         dense = layer.dense
@@ -105,7 +105,7 @@ def redraw(contest: RunningContest) -> None:
             contest.op,
             dense.activations,
             contest.draw,
-            recorded=dense.recorded,
+            recordings=dense.recordings,
             weights=dense.weights,
         )
         contest.guard.renew({f"the operand {name}{of_layer(number)}" for name in dense.activations})

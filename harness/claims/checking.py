@@ -5,8 +5,10 @@
                     ─> the best cell of each `exists` ─> measured alone  DIR/SUITE-confirmed
            ─> verdicts                                                   DIR/verdicts.json
 
-A confirming run has FEWEST fresh processes or more, and starts from the suite of its screening
-(run/repeat.py). A check with fewer processes is a look, and confirms nothing.
+One cell decides an `exists`, so a single process screens its problems, unless another test needs
+them in all processes. A confirming run has FEWEST fresh processes or more, and starts from the
+suite of its screening (run/repeat.py); if another cell is the best one then, it is confirmed too. A
+check with fewer processes is a look, and confirms nothing.
 
 After `options.until` no run starts and nothing is confirmed. The next check into the same folder
 resumes a run that was cut short.
@@ -23,6 +25,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.claim_plan import Part, parts, planned_claim, refused
 from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite
 from sparsebench.harness.run.repeat import Engine, again, whole
@@ -40,8 +43,31 @@ from sparsebench.results.statistics import FEWEST
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
+CONFIRMING = 2  # at most: rounds of confirming runs
+
 Gap = tuple[Part, set[str]]
 """A test, and its problems that have no cell."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A run that is to be made: gaps of one suite, and the number of processes."""
+
+    gaps: Sequence[Gap]
+    replicates: int
+
+    @property
+    def suite(self) -> Suite:
+        return self.gaps[0][0].suite
+
+    @property
+    def energy(self) -> bool:
+        return measures_energy(self.gaps[0][0])
+
+    @property
+    def cases(self) -> list[str]:
+        """Return the ids of the cases, each once."""
+        return [*dict.fromkeys(case for part, ids in self.gaps for case in part.cases(ids))]
 
 
 @dataclass
@@ -88,7 +114,7 @@ class Evidence:
             if any(ids for _, ids in tested):
                 analysis = analyse(run)
                 for part, ids in tested:
-                    new = cells(part.test, ids, run, analysis) if ids else ()
+                    new = cells(part.test, ids, analysis) if ids else ()
                     self.cells[part.written.name] += [replace(cell, run=name) for cell in new]
 
     @property
@@ -181,19 +207,20 @@ class _Check:
     def run(self) -> None:
         result = self.evidence
         result.read([self._resumed(path) for path in self._unfinished()])
-        for gaps in missing(result, self.flags.device):
+        for left in missing(result, self.flags.device, self.flags.replicates):
             if monotonic() >= self.options.until:
-                result.left.append(gaps[0][0].suite.name)
+                result.left.append(left.suite.name)
                 continue
             try:
-                result.read([self._measured(gaps)])
+                result.read([self._measured(left)])
             except NoMeter as error:
-                for part, _ in gaps:
+                for part, _ in left.gaps:
                     result.refused[part.written.name, part.test.name] = str(error)
         result.left += [path.name for path in self._unfinished()]
         if self.flags.replicates >= FEWEST and not result.left:
-            for screening, chosen in self._promising().items():
-                result.read([self._confirmed(screening, chosen)])
+            for _ in range(CONFIRMING):
+                for screening, chosen in self._promising().items():
+                    result.read([self._confirmed(screening, chosen)])
 
     def _unfinished(self) -> list[Path]:
         """Return the screening runs that were stopped; `_confirmed` resumes the others."""
@@ -209,11 +236,9 @@ class _Check:
             self.engine(suite, replace(self.flags, **before_flags), None, path, self.options)
         return path
 
-    def _measured(self, gaps: list[Gap]) -> Path:
-        suite = gaps[0][0].suite
-        ids = dict.fromkeys(case for part, problems in gaps for case in part.cases(problems))
-        energy = measures_energy(gaps[0][0])
-        flags = replace(self.flags, only=f"case={'|'.join(ids)}", energy=energy)
+    def _measured(self, left: Missing) -> Path:
+        suite, only = left.suite, f"case={'|'.join(left.cases)}"
+        flags = replace(self.flags, only=only, replicates=left.replicates, energy=left.energy)
         names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
         path = next(self.out / name for name in names if not (self.out / name).exists())
         return self.engine(suite, flags, path, None, self.options)
@@ -260,12 +285,9 @@ def _finished(path: Path) -> bool:
     return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
-def missing(result: Evidence, device: str) -> list[list[Gap]]:
-    """Return, for each suite, the parts with problems that have no cell on such a device.
-
-    Parts about energy are separate, because energy takes seconds per case.
-    """
-    by_suite: dict[tuple[str, bool], list[Gap]] = {}
+def missing(result: Evidence, device: str, replicates: int) -> list[Missing]:
+    """Return the runs that measure every problem without a cell on such a device."""
+    gaps: list[Gap] = []
     for part in result.all_parts:
         name = part.written.name
         if (name, part.test.name) in result.refused:
@@ -275,9 +297,33 @@ def missing(result: Evidence, device: str) -> list[list[Gap]]:
             for cell in result.cells[name]
             if cell.test == part.test.name and cell.simulated == simulated(device)
         }
-        if left := part.problems - measured:
-            by_suite.setdefault((part.suite.text, measures_energy(part)), []).append((part, left))
-    return list(by_suite.values())
+        gaps.append((part, part.problems - measured))
+    return runs_for(gaps, replicates)
+
+
+def runs_for(gaps: Sequence[Gap], replicates: int) -> list[Missing]:
+    """Return the runs that close gaps: one for each suite, and one for those that it screens.
+
+    Parts about energy are separate, because energy takes seconds per case.
+    """
+    in_all: dict[str, set[str]] = {}
+    for part, left in gaps:
+        if not _screens(part, replicates):
+            in_all.setdefault(part.suite.text, set()).update(left)
+    groups: dict[tuple[str, bool, int], list[Gap]] = {}
+    for part, left in gaps:
+        once = left - in_all.get(part.suite.text, set())
+        for processes, ids in ((replicates, left - once), (1, once)):
+            if ids:
+                key = part.suite.text, measures_energy(part), processes
+                groups.setdefault(key, []).append((part, ids))
+    return [Missing(group, processes) for (_, _, processes), group in groups.items()]
+
+
+def _screens(part: Part, replicates: int) -> bool:
+    """Return whether one process screens the problems of a test, because one cell decides it."""
+    several = part.test.quantifier == "exists" and len(part.problems) > 1
+    return several and replicates >= FEWEST and not measures_energy(part)
 
 
 def measures_energy(part: Part) -> bool:

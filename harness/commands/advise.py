@@ -38,9 +38,8 @@ def advise(
     from sparsebench.results.measured_layers import of_runs, packaged
     from sparsebench.results.model_shapes import read_shapes
 
-    runs = [store.read(path) for path in run or ()]
-    added = of_runs((one, analyse(one).cases, str(one.path)) for one in runs)
-    if runs and not added.gpus:
+    added = of_runs((analyse(store.read(path)), str(path)) for path in run or ())
+    if run and not added.gpus:
         raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
     answer = answered(packaged() + added, read_shapes(model), gpu, batch)
     if as_json:

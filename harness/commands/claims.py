@@ -201,6 +201,18 @@ def report(
         _show(result, _pruning(losses, result, "cpu"), out, tables)
 
 
+@claims.command()
+def sentences(runs: Runs = None, data: opt.Data = None) -> None:
+    """Print each sentence of the three announcements with its claims and verdicts, as Markdown."""
+    from sparsebench.harness.claims.checking import evidence
+    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.reports.claims.announcements import markdown
+    from sparsebench.results.claims.announcements import CLAIMS
+
+    verdicts = evidence(chosen(list(CLAIMS)), _runs(runs), data).verdicts()
+    stdout.write(markdown(verdicts) + "\n")
+
+
 def _show(
     result: "Evidence", pruning: "Pruning | None", out: Path | None, tables: Path | None = None
 ) -> None:
@@ -238,7 +250,7 @@ def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning |
 
 
 def _runs(paths: list[Path] | None) -> list[Path]:
-    """Return runs and JSON files as given, and the runs inside each folder of runs."""
+    """Return runs and JSON files as given, and those inside each folder."""
     from sparsebench.results import store
 
     runs = list[Path]()
@@ -249,6 +261,7 @@ def _runs(paths: list[Path] | None) -> list[Path]:
             inside = store.runs_in(path) or [
                 run for folder in sorted(path.glob("*/")) for run in store.runs_in(folder)
             ]
+            inside = inside or sorted(path.glob("*.json"))
         if not inside:
             raise ResultError(f"--from {path}: expected a run, or a folder of runs, found none")
         runs += inside

@@ -24,7 +24,7 @@ def confirm(
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.repeat import confirm as measure_again
     from sparsebench.harness.run.repeat import headlines
-    from sparsebench.reports.build import build
+    from sparsebench.reports.build import build, frames_of
     from sparsebench.results import store
     from sparsebench.results.provenance import choices_of
 
@@ -41,7 +41,7 @@ def confirm(
             inherit=inherit,
         )
     again = store.read(fresh)
-    build(again, fresh / "report.html")
+    build(frames_of(again), fresh / "report.html")
     lines = headlines(again)
     if as_json:
         dicts = [asdict(headline) for headline in lines]

@@ -17,12 +17,12 @@ def merge(
 ) -> None:
     """Merge the shards of one plan into a single run, and write its report."""
     from sparsebench.harness.shared_runs.merging import merge as join
-    from sparsebench.reports.build import build
+    from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer
     from sparsebench.results import store
-    from sparsebench.results.analysis import analyse
 
     run = store.read(join(paths, out, data, plugins=plugins))
-    build(run, out / "report.html")
-    wide().print(Answer(run, analyse(run)))
+    frames = frames_of(run)
+    build(frames, out / "report.html")
+    wide().print(Answer(frames))
     stdout.say(f"report: {out / 'report.html'}")

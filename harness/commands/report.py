@@ -25,11 +25,10 @@ def report(
 ) -> None:
     """Write a run's report as one HTML file, and print its answer."""
     from sparsebench._writing import require_apart
-    from sparsebench.reports.build import build
+    from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer, answer_markdown
     from sparsebench.results import bundle, store
-    from sparsebench.results.analysis import analyse
-    from sparsebench.results.frame import frame, to_csv, to_parquet
+    from sparsebench.results.frame import to_csv, to_parquet
     from sparsebench.results.model_files import read_pruning
 
     measured = store.read(path)
@@ -39,16 +38,16 @@ def report(
     out = out or path / "report.html"
     others = (file for file in path.rglob("*") if file.name != "report.html")
     require_apart([out, csv, parquet], [*others, errors])
-    build(measured, out, read_pruning(errors) if errors else None)
+    frames = frames_of(measured, read_pruning(errors) if errors else None)
+    build(frames, out)
     if csv:
-        to_csv(frame(measured.rows), csv)
+        to_csv(frames.rows, csv)
     if parquet:
-        to_parquet(frame(measured.rows), parquet)
-    analysis = analyse(measured)
+        to_parquet(frames.rows, parquet)
     if markdown:
-        stdout.write(answer_markdown(measured, analysis))
+        stdout.write(answer_markdown(frames))
     else:
-        wide().print(Answer(measured, analysis))
+        wide().print(Answer(frames))
         stdout.say(f"report: {out}")
     if browse:
         show_page(out)

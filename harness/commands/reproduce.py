@@ -21,7 +21,7 @@ def reproduce(
     """Rerun a run's suite on this machine, and report which results agree with the original."""
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.repeat import reproduce as measure_again
-    from sparsebench.reports.build import build
+    from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.comparison_tables import disagreements
     from sparsebench.results import store
     from sparsebench.results.comparison import agreement
@@ -33,7 +33,7 @@ def reproduce(
         first = sharing.first(device)
         fresh = measure_again(path, first, data, out, options, engine, inherit=inherit)
     again = store.read(fresh)
-    build(again, fresh / "report.html")
+    build(frames_of(again), fresh / "report.html")
     result = agreement(store.read(path), again)
     if as_json:
         cases = json.loads(result.comparison.cases.to_json(orient="records"))

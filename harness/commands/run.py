@@ -109,7 +109,7 @@ def _resumed(
     before = stopped.state["flags"]
     data = data or (Path(before["data"]) if before.get("data") else None)
     device = named(device or before["device"])
-    flags = Flags.recorded(stopped.state, device=device, data=data, timeout_s=timeout_s)
+    flags = Flags.from_state(stopped.state, device=device, data=data, timeout_s=timeout_s)
     return _measured(own_suite(stopped, data), flags, debug, resume=run)
 
 
@@ -159,24 +159,22 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     from sparsebench.reports.elsewhere import Elsewhere
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
     from sparsebench.results import store
-    from sparsebench.results.analysis import analyse
 
     measured = store.read(path)
     page = path / "report.html"
-    analysis = analyse(measured)
-    counts = counted(analysis)
+    frames = frames_of(measured)
+    counts = counted(frames)
     if as_json:
         head = {"run": str(path), "report": str(page), "cases": counts}
-        print_json({**head, **answer_json(measured, analysis)})
+        print_json({**head, **answer_json(frames)})
     elif markdown:
-        stdout.write(answer_markdown(measured, analysis))
+        stdout.write(answer_markdown(frames))
     else:
-        wide().print(Answer(measured, analysis))
+        wide().print(Answer(frames))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         if not measured.environment.get("gpu"):
             wide().print(Elsewhere(measured))
-    frames = frames_of(measured, analysis=analysis)
-    build(measured, page, frames=frames)  # after the answer, which need not wait for the page
+    build(frames, page)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
     if browse:

@@ -59,10 +59,9 @@ def train_lm(
     trained: Any
     if pattern:
         plan, more = widths.parse(pattern, block, sparsity), widths.parse_widths(dense)
-        files = {"data": data, "to": out}
         with progress_bar() as show:
             trained = widths.train_widths(
-                plan, settings, seeds, picked, dense=more, **files, show=show
+                plan, settings, seeds, picked, dense=more, data=data, to=out, show=show
             )
         table = widths.table(trained)
     else:

@@ -15,7 +15,7 @@ are unknown while those files are missing.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +25,8 @@ from typing import Any
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.claims.checking import Evidence, evidence, measures_energy, missing
+from sparsebench.harness.claims.checking import Evidence, evidence, missing, runs_for
 from sparsebench.harness.claims.claim_catalog import chosen
-from sparsebench.harness.claims.claim_plan import Part
 from sparsebench.harness.costs.measured_times import (
     ENERGY_S,
     KernelTimes,
@@ -171,14 +170,14 @@ def looks(
 ) -> list[Look]:
     """Return the runs that a check will make before any confirming run."""
     left = []
-    for gaps in missing(result, device):
-        suite, cases = gaps[0][0].suite, _case_ids(gaps)
-        claims = tuple(dict.fromkeys(part.written.name for part, _ in gaps))
-        contests = len({problem for _, problems in gaps for problem in problems})
+    for run_left in missing(result, device, replicates):
+        suite, cases = run_left.suite, run_left.cases
+        claims = tuple(dict.fromkeys(part.written.name for part, _ in run_left.gaps))
+        contests = len({problem for _, problems in run_left.gaps for problem in problems})
         look = Look(suite.name, claims, contests, len(cases), None)
         if times:
-            energy = measures_energy(gaps[0][0])
-            run = preview(suite, times, f"case={'|'.join(cases)}", replicates, energy=energy)
+            only_these, processes = f"case={'|'.join(cases)}", run_left.replicates
+            run = preview(suite, times, only_these, processes, energy=run_left.energy)
             look = replace(look, seconds=run["estimate_s"], unknown=tuple(run["unknown"]))
         left.append(look)
     return left
@@ -274,21 +273,16 @@ def _claims_s(
         for of in above
         if each.confirm == of.name and of.readable(data)
     }
-    seconds = 0.0
+    runs = runs_for([(part, part.problems - measured) for part in parts], entry.replicates)
+    seconds = sum(_cases_s(run.suite, run.cases, times, run.replicates) for run in runs)
     for text in {part.suite.text for part in parts}:
         tests = [part for part in parts if part.suite.text == text]
         suite = tests[0].suite
-        left = _case_ids([(part, part.problems - measured) for part in tests])
-        seconds += _cases_s(suite, left, times, entry.replicates)
         exist = [part for part in tests if part.test.quantifier == "exists"]
         if exist and text not in confirmed:
             best = exist[0].cases(exist[0].problems)[:2]
             seconds += _cases_s(suite, best, times, entry.replicates, pinned=True)
     return seconds
-
-
-def _case_ids(gaps: Iterable[tuple[Part, set[str]]]) -> list[str]:
-    return [*dict.fromkeys(case for part, problems in gaps for case in part.cases(problems))]
 
 
 def _cases_s(

@@ -89,29 +89,29 @@ def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
     return pad(whole, edge).view(grid.rows, grid.r, grid.columns, grid.c).sum((1, 3)).flatten()
 
 
-def best(scores: Tensor, group: int, kept: int) -> Tensor:
+def best(scores: Tensor, group: int, count: int) -> Tensor:
     """Return a mask of the `kept` highest of every `group` scores; of equal ones, the first."""
     if group == len(scores):
-        return _best_of_all(scores, kept)
+        return _best_of_all(scores, count)
     chosen = torch.zeros(len(scores) // group, group, dtype=torch.bool, device=scores.device)
     rows = max(1, CHUNK[scores.device.type] // group)
     parts = torch.split(scores.view(-1, group), rows)
     for part, out in zip(parts, torch.split(chosen, rows), strict=True):
         order = part.argsort(dim=1, descending=True, stable=True)
-        out.scatter_(1, order[:, :kept], True)
+        out.scatter_(1, order[:, :count], True)
     return chosen.flatten()
 
 
-def _best_of_all(scores: Tensor, kept: int) -> Tensor:
+def _best_of_all(scores: Tensor, count: int) -> Tensor:
     """Find the cut by counting the leading 15 bits, and sort only the scores at the cut."""
     shift = max(int(scores.max()).bit_length() - 15, 0)
     counts = torch.zeros(1 << 15, dtype=torch.int64, device=scores.device)
     for part in torch.split(scores, CHUNK[scores.device.type]):
         counts += torch.bincount(part >> shift, minlength=len(counts))
     at_least = counts.flip(0).cumsum(0).flip(0)  # by leading bits: how many scores reach them
-    cut = int((at_least >= kept).sum()) - 1
+    cut = int((at_least >= count).sum()) - 1
     chosen = scores > ((cut + 1) << shift) - 1
     tied = ((scores >= cut << shift) & ~chosen).nonzero().flatten()
-    missing = kept - int(at_least[cut]) + len(tied)
+    missing = count - int(at_least[cut]) + len(tied)
     chosen[tied[scores[tied].argsort(descending=True, stable=True)[:missing]]] = True
     return chosen

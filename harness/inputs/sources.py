@@ -57,9 +57,9 @@ def located(source: Source, data: Path | None) -> Path:
 def agree(pattern: str, source: Source | None) -> None:
     """Raise SuiteError unless the pattern is `file` exactly if the source is a pattern file."""
     if (pattern == FILE) != (source is not None and source.tensor is None):
-        found = f"{pattern!r} with {source.path if source else 'no source'}"
+        actual = f"{pattern!r} with {source.path if source else 'no source'}"
         raise SuiteError(
-            f"pattern: expected 'file' exactly if the source is a pattern file, found {found}"
+            f"pattern: expected 'file' exactly if the source is a pattern file, found {actual}"
         )
 
 
@@ -182,8 +182,8 @@ def _integers(path: Path, what: str, line: bytes, count: int) -> Indices:
     """Parse non-negative integers separated by blanks: 3 million in under a second."""
     other = line.translate(None, b"0123456789 \t\r")
     if other:
-        found = other[:20].decode("ascii", "backslashreplace")
-        raise _unusable(path, f"{what} as non-negative integers", repr(found))
+        actual = other[:20].decode("ascii", "backslashreplace")
+        raise _unusable(path, f"{what} as non-negative integers", repr(actual))
     numbers: Indices = np.fromstring(line.decode(), dtype=np.int64, sep=" ")
     if len(numbers) != count:
         raise _unusable(path, f"{count} {what}", len(numbers))
@@ -268,5 +268,5 @@ def _header(path: Path) -> dict[str, tuple[list[int], str]]:
         raise _unusable(path, "a safetensors file", error) from error
 
 
-def _unusable(path: Path, expected: str, found: object) -> SuiteError:
-    return SuiteError(f"{path}: expected {expected}; found {found}")
+def _unusable(path: Path, expected: str, actual: object) -> SuiteError:
+    return SuiteError(f"{path}: expected {expected}; found {actual}")

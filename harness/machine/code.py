@@ -110,8 +110,8 @@ def commit() -> dict[str, Any]:
     if checkout := of_checkout(Path(str(files("sparsebench.harness"))).resolve().parent):
         return checkout
     built = files("sparsebench") / BUILT  # what the build of this wheel recorded
-    recorded = json.loads(built.read_text("utf-8")) if built.is_file() else {}
-    return {name: recorded.get(name) for name in ("commit", "dirty")}
+    build_record = json.loads(built.read_text("utf-8")) if built.is_file() else {}
+    return {name: build_record.get(name) for name in ("commit", "dirty")}
 
 
 def of_checkout(root: Path) -> dict[str, Any] | None:

@@ -222,14 +222,16 @@ def scale_of(scale: float | None, q: Tensor, heads: int) -> float:
     return (q.shape[1] // heads) ** -0.5 if scale is None else scale
 
 
-def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the softmax of the allowed scores [queries, keys], and their log-sum-exp [queries].
+def scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
+    """Return the scores [queries, keys], -inf where they are not allowed."""
+    every = torch.addmm(q.new_zeros(1), q, k.mT, beta=0, alpha=scale)
+    return every if bool(allowed.all()) else every.masked_fill_(~allowed, -torch.inf)
 
-    A query that sees no key has weights of 0 and a log-sum-exp of -inf.
-    """
-    scores = (q @ k.mT).mul_(scale).masked_fill_(~allowed, -torch.inf)
-    lse = scores.logsumexp(-1)
-    return scores.softmax(-1).masked_fill_((lse == -torch.inf)[:, None], 0), lse
+
+def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
+    """Return the softmax of the allowed scores [queries, keys]; 0 for a query that sees no key."""
+    p, sees_a_key = scores(q, k, allowed, scale).softmax(-1), allowed.any(-1, True)
+    return p if bool(sees_a_key.all()) else p.masked_fill_(~sees_a_key, 0)
 
 
 def longest_sum(mask: Tensor, q: Tensor, k: Tensor, *, block: int | list[int], batch: int) -> int:

@@ -165,7 +165,7 @@ class Op:
         """Return the bytes of the output: the fewest without weights, less the activations."""
         sizes, dtype = self.sizes(problem.fields), problem["dtype"]
         absent = dict.fromkeys((name for name in self.weights if name != self.pattern), 0)
-        taken = sum(
+        taken: int = sum(
             prod(sizes[size] for size in operand.shape) * operand.dtypes[dtype].itemsize
             for operand in (self.operands[name] for name in self.activations)
         )

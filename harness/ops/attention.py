@@ -55,7 +55,7 @@ def definition(
     geometry = Geometry(heads, kv_heads, batch, block, causal)
     k, v = without_unselected(mask, q, geometry, k, v)
     for part in parts(mask, q, k, geometry):
-        p, _ = weights(q[part.q], k[part.kv], part.allowed, factor)
+        p = weights(q[part.q], k[part.kv], part.allowed, factor)
         out[part.q] = p @ v[part.kv]
     return out
 
@@ -83,7 +83,7 @@ def spread(
     k, v = without_unselected(mask, q, geometry, k, v)
     for part in parts(mask, q, k, geometry):
         of_q, of_k, of_v = q[part.q], k[part.kv], v[part.kv]
-        p, _ = weights(of_q, of_k, part.allowed, factor)
+        p = weights(of_q, of_k, part.allowed, factor)
         o = p @ of_v
         p.square_()
         moved = (of_q.square() @ of_k.square().mT).mul_(factor**2).mul_(p)

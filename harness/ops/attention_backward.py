@@ -46,9 +46,9 @@ from sparsebench.harness.ops._block_attention import (
     parts,
     queries_and_keys,
     scale_of,
+    scores,
     sizes,
     tokens_of,
-    weights,
     without_unselected,
 )
 from sparsebench.harness.ops._op import Op, Operand
@@ -185,7 +185,9 @@ def derive(
     k, v = without_unselected(mask, q, geometry, activations["k"], activations["v"])
     for part in parts(mask, q, k, geometry):
         of_q, of_k, of_v = q[part.q].double(), k[part.kv].double(), v[part.kv].double()
-        p, lse = weights(of_q, of_k, part.allowed, factor)
+        of_row = scores(of_q, of_k, part.allowed, factor)
+        lse = of_row.logsumexp(-1)
+        p = of_row.sub_(lse[:, None]).exp_().masked_fill_((lse == -torch.inf)[:, None], 0)
         activations["o"][part.q] = (p @ of_v).to(q.dtype)
         activations["lse"][part.row] = lse.float()
 

@@ -80,7 +80,7 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
     if source is None:
         return {}
     if op.recorded and source.tensor is not None:
-        return _recorded(op, source, sources.located(source, data))
+        return _recording_fields(op, source, sources.located(source, data))
     if len(op.weights) != 1:
         raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
     path = sources.located(source, data)
@@ -94,7 +94,7 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
     return from_source | {"sparsity": min(round(level, 6), HIGHEST)}
 
 
-def _recorded(op: Op, source: Source, path: Path) -> dict[str, Any]:
+def _recording_fields(op: Op, source: Source, path: Path) -> dict[str, Any]:
     """Return the sizes of a group's weights, and the fields computed from its operands."""
     assert op.recorded
     tensors = {

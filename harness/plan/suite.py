@@ -190,9 +190,9 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
             raise SuiteError(f"{where}: {place}: unknown key{hint}") from error
         if first["type"] == "missing":
             raise SuiteError(f"{where}: {place}: expected a value, found none") from error
-        found = repr(first["input"])[:60]  # YAML has at most 100 digits: no integer is too long
+        actual = repr(first["input"])[:60]  # YAML has at most 100 digits: no integer is too long
         expected = first["msg"].removeprefix("Input should be ")
-        raise SuiteError(f"{where}: {place}: expected {expected}; found {found}") from error
+        raise SuiteError(f"{where}: {place}: expected {expected}; found {actual}") from error
 
 
 def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:
@@ -200,8 +200,8 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
     axes = dict(entry)
     name = axes.pop("op", None)
     if not isinstance(name, str):
-        found = repr(name) if "op" in entry else "none"
-        raise SuiteError(f"{where}.op: expected the name of an op, found {found}")
+        actual = repr(name) if "op" in entry else "none"
+        raise SuiteError(f"{where}.op: expected the name of an op, found {actual}")
     op = load_op(name)
     seeds = _sweep(f"{where}.seed", axes.pop("seed", 0))
     require_seeds(f"{where}.seed", seeds)
@@ -270,12 +270,12 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
                     values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
                     raise SuiteError(f"{where}: expected a {values}; found {value!r}")
             if entry.op is not None and entry.op not in ops:
-                found = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
+                actual = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
                 expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
-                raise SuiteError(f"{group}[{number}].op: {expected}; found {found}")
+                raise SuiteError(f"{group}[{number}].op: {expected}; found {actual}")
             if not any(_competes(entry, problem) for problem in problems):
-                found = f"expected a problem with all of these, found none: {entry.at}"
-                raise SuiteError(f"{group}[{number}].at: {found}")
+                actual = f"expected a problem with all of these, found none: {entry.at}"
+                raise SuiteError(f"{group}[{number}].at: {actual}")
 
 
 def _require_accepted(suite: SuiteFile, problems: Collection[Problem]) -> None:
@@ -290,9 +290,9 @@ def _require_accepted(suite: SuiteFile, problems: Collection[Problem]) -> None:
             accepted = parameters(entry.format)
             for op in {problem.op for problem in problems if _competes(entry, problem)}:
                 of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
-                _known(f"{where}.params", entry.params, accepted, of_one)
+                _require_names(f"{where}.params", entry.params, accepted, of_one)
             if not removal(entry.kernel):
-                _known(f"{where}.options", entry.options, keywords(kernel.prepare))
+                _require_names(f"{where}.options", entry.options, keywords(kernel.prepare))
 
 
 def _competes(entry: ContenderEntry, problem: Problem) -> bool:
@@ -326,7 +326,7 @@ def _contenders(
             yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
 
 
-def _known(
+def _require_names(
     where: str, mapping: Mapping[str, Any], allowed: set[str], of_one: Collection[str] = ()
 ) -> None:
     """Raise SuiteError for an unknown name; `of_one` are parameters of single weights."""

@@ -44,7 +44,7 @@ from sparsebench.harness.run.worker_process import require_plan
 from sparsebench.results import bundle, provenance, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.files import utf8
-from sparsebench.results.formatting import rounded
+from sparsebench.results.formatting import number
 from sparsebench.results.frame import logs_over
 from sparsebench.results.record import Problem, Row, Status
 from sparsebench.results.statistics import FEWEST
@@ -219,8 +219,8 @@ def _created(
 ) -> Path:
     state = record.at("running", Counts(), {})
     named = Path("runs") / f"{record.since:%Y%m%d-%H%M%S}-{suite.name}-{slug}"
-    for number in count(1):
-        path = out or named.with_name(f"{named.name}-{number}" if number > 1 else named.name)
+    for attempt in count(1):
+        path = out or named.with_name(f"{named.name}-{attempt}" if attempt > 1 else named.name)
         try:
             store.create(path, suite.text, environment, state)
             break
@@ -350,6 +350,6 @@ def leader(rows: Sequence[Row]) -> str:
         return ""
     logs = [float(np.median(logs_over(row, over))) for row in timed]
     best, base = timed[logs.index(max(logs))].case.contender, over.case.contender
-    ratio = f"{best.kernel} {rounded(exp(max(logs)))}× faster than {base.kernel}"
+    ratio = f"{best.kernel} {number(exp(max(logs)))}× faster than {base.kernel}"
     result = f"{base.kernel} is the fastest" if best is base else ratio
     return f"{describe(over.case.problem)}: {result}"

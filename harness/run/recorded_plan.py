@@ -79,9 +79,9 @@ def require_planned(run: Run, suite: Suite) -> int:
     present = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
     for key, case in {**present, **expected}.items():
         if (key in expected) != (key in present):
-            wanted, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
+            needed, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
             where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"
-            raise ResultError(f"{run.path / bundle.ROWS}: {where}: expected {wanted}, found {had}")
+            raise ResultError(f"{run.path / bundle.ROWS}: {where}: expected {needed}, found {had}")
     return len(expected)
 
 

@@ -32,7 +32,8 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
-from sparsebench.results.analysis import analyse, compared
+from sparsebench.results.analysis import analyse
+from sparsebench.results.cases import compared
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import conditions
 from sparsebench.results.frame import fields
@@ -174,7 +175,7 @@ def again(
     suite = own_suite(run, data)
     require_planned(run, suite)
     require_plan(device, planned(suite, device))
-    flags = Flags.recorded(run.state, device=device, data=data, **changed)
+    flags = Flags.from_state(run.state, device=device, data=data, **changed)
     here = about_device(device, data)["environment"]
     same_kind = device_name(here) == device_name(run.environment)
     pinned = pinned_by_process([*run.reference, *run.rows]) if inherit and same_kind else ()

@@ -41,7 +41,7 @@ class Flags:
     shard: str = ""
 
     @classmethod
-    def recorded(cls, state: Mapping[str, Any], **changed: Any) -> Self:
+    def from_state(cls, state: Mapping[str, Any], **changed: Any) -> Self:
         """Return the flags of a run's run.json, some of them changed."""
         names = {field.name for field in fields(cls)}
         return cls(**{n: f for n, f in state["flags"].items() if n in names} | changed)

@@ -32,11 +32,12 @@ from sparsebench.harness.run.measure import describe
 from sparsebench.harness.run.runner import Runner
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
+from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Case, Contender, Row, Status
 
 T = TypeVar("T")
-USERS = "default"  # the kernel of a contender without one: what users of the format get
+
 TIMEOUT_S = 300.0  # without an answer; a first search compiles some forty programs
 
 
@@ -147,7 +148,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
         for contender in contest.contenders:
             if not meets(contest.problem, contender, condition):
                 continue
-            if contender.kernel == USERS:
+            if contender.kernel == DEFAULT:
                 pairs[Case(contest.problem, contender).id] = (contender,)
             elif load_kernel(contender.kernel).tunes:
                 wide, default = (
@@ -169,7 +170,7 @@ def _groups(items: Sequence[T], kernel_of: Callable[[T], str]) -> Iterator[tuple
     """Yield contenders without a kernel alone, and each other one beside its default."""
     rest = iter(items)
     for item in rest:
-        yield (item,) if kernel_of(item) == USERS else (item, next(rest))
+        yield (item,) if kernel_of(item) == DEFAULT else (item, next(rest))
 
 
 def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[Entry], list[str]]:

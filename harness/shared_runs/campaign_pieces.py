@@ -131,14 +131,14 @@ def pack(run: Path) -> None:
     """Compress the rows of a sealed run; its manifest has the digest of the uncompressed text."""
     plain = run / bundle.ROWS
     if plain.exists() and (run / bundle.MANIFEST).exists():
-        packed = gzip.compress(plain.read_bytes(), mtime=0)
-        write_file(run / f"{bundle.ROWS}.gz", packed)
+        zipped = gzip.compress(plain.read_bytes(), mtime=0)
+        write_file(run / f"{bundle.ROWS}.gz", zipped)
         plain.unlink()
 
 
 def unpack(run: Path) -> None:
     """Write the rows of a run as text again, before it is resumed."""
-    packed = run / f"{bundle.ROWS}.gz"
-    if packed.exists():
+    zipped = run / f"{bundle.ROWS}.gz"
+    if zipped.exists():
         write_file(run / bundle.ROWS, bundle.content(run, bundle.ROWS))
-        packed.unlink()
+        zipped.unlink()

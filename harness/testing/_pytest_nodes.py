@@ -56,7 +56,8 @@ class SuiteFile(pytest.File):
             beyond: dict[str, Value] = {"seed": problem.seed} if problem.seed else {}
             if problem.source:
                 beyond["source"] = problem.source.label
-            name = _named(problem.op, {**problem.fields, **beyond})
+            stated = {n: value for n, value in problem.fields.items() if value is not None}
+            name = _named(problem.op, {**stated, **beyond})
             yield ContestNode.from_parent(
                 self, name=name, contest=each, device=device, measures=measures
             )

@@ -15,9 +15,8 @@ from sparsebench.harness.plan.suite import expand
 from sparsebench.harness.sim import simulated_contest
 from sparsebench.harness.sim.gpu_model import Spec
 from sparsebench.harness.testing.contract import Check, checker, expect
-from sparsebench.reports.build import load_figure
+from sparsebench.reports.build import frames_of, load_figure
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Row, Status
 from sparsebench.results.store import Run
 
@@ -71,5 +70,4 @@ def _frames(refused: bool) -> Frames:
     gpu = {"name": "simulated", "uuid": spec.identity, "l2_bytes": spec.l2_bytes}
     text = {"title": "Simulated"}
     run = Run(Path("simulated"), text, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
-    analysis = analyse(run)
-    return Frames(run, analysis.rows, analysis.cases, analysis.noise)
+    return frames_of(run)

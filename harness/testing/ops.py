@@ -128,9 +128,9 @@ def _rounding(name: str) -> None:
     op = load_op(name)
     run, spread = pinned(name, op.definition), pinned(name, op.spread)
     for dtype in DTYPES[:3]:
-        rounded = drawn(name, dtype)
-        exact = {operand: tensor.double() for operand, tensor in rounded.items()}
-        ratio = (run(**rounded).double() - run(**exact)).abs() / spread(**exact)
+        operands = drawn(name, dtype)
+        exact = {operand: tensor.double() for operand, tensor in operands.items()}
+        ratio = (run(**operands).double() - run(**exact)).abs() / spread(**exact)
         actual, most = float(ratio.nan_to_num(0).max()), FEWEST_BITS * torch.finfo(dtype).eps
         message = f"expected errors above 0 and below {most:g} of the spread, found {actual:g}"
         expect(0 < actual < most, f"{dtype}: {message}")

@@ -31,9 +31,6 @@ from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.cubins import cached
 from sparsebench.kernels._common.driver import (
-    CLUSTER_DIMENSION,
-    LaunchAttribute,
-    LaunchConfig,
     driver,
     launch_config,
     require_success,
@@ -141,11 +138,15 @@ class TransposedCopy(NamedTuple):
 
 
 class MatrixProduct(NamedTuple):
-    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k]."""
+    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k].
+
+    fixed  `b` is a weight: no new tensor, but the same one in every call
+    """
 
     a: Tensor
     b: Tensor
     result: Tensor
+    fixed: bool = False
 
 
 ByTorch = TransposedCopy | MatrixProduct
@@ -331,20 +332,6 @@ def _headers_of(name: str) -> dict[bytes, bytes]:
 def source_of(name: str) -> Path:
     """Return the path of NAME.cu in the folder of its family."""
     return next(HEADERS.parent.glob(f"*/{name}.cu"))
-
-
-@cache
-def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
-    """Return how many clusters of such CTAs the device runs at a time (clusters.cu)."""
-    kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
-    of_cluster = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
-    shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
-    config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
-    found = ctypes.c_int()
-    pointer, reference = ctypes.c_void_p(kernel.ptr), ctypes.byref(config)
-    result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), pointer, reference)
-    require_success(result, f"clusters of {ctas} CTAs of {threads}")
-    return found.value
 
 
 @lru_cache(4096)  # the allocator reuses addresses

@@ -176,7 +176,7 @@ PyObject* front_guard(PyObject* object, PyObject* args) {
   int content;
   if (!PyArg_ParseTuple(args, "OOOp", &dict, &name, &tensor, &content)) return nullptr;
   Guard guard{dict == Py_None ? nullptr : dict, name, tensor, {}, nullptr, -1, false};
-  if (tensor != Py_None) {
+  if (THPVariable_Check(tensor)) {
     guard.tensor = THPVariable_Unpack(tensor);
     guard.address = guard.tensor.data_ptr();
     guard.requires_grad = guard.tensor.requires_grad();
@@ -205,12 +205,14 @@ PyObject* front_differentiate(PyObject* object, PyObject* args) {
 
 bool parse_step(PyObject* tuple, Step& step) {
   unsigned long long function;
-  PyObject *attributes, *parameters, *patches;
+  PyObject *attributes, *parameters, *patches, *weight;
   const char* image;
   Py_ssize_t bytes;
-  if (!PyArg_ParseTuple(tuple, "KIIIOy#OO", &function, &step.grid, &step.threads,
-                        &step.shared_bytes, &attributes, &image, &bytes, &parameters, &patches))
+  if (!PyArg_ParseTuple(tuple, "KIIIOy#OOO", &function, &step.grid, &step.threads,
+                        &step.shared_bytes, &attributes, &image, &bytes, &parameters, &patches,
+                        &weight))
     return false;
+  if (weight != Py_None) step.weight = THPVariable_Unpack(weight);
   step.function = reinterpret_cast<void*>(function);
   step.image.assign(image, image + bytes);
   for (Py_ssize_t i = 0; i < PyList_Size(attributes); i++)
@@ -236,7 +238,8 @@ bool parse_step(PyObject* tuple, Step& step) {
 // a call with these inputs on this stream. Returns false if kernels cannot read their layout.
 //   outputs  [tensor, ...]: tensors that the steps write, of which sizes and dtype are taken
 //   fixed    numbers of inputs that no step reads: the entry is for their addresses alone
-//   steps    [(function, grid, threads, shared_bytes, attributes, image, parameters, patches)]
+//   steps    [(function, grid, threads, shared_bytes, attributes, image, parameters, patches,
+//            weight or None)]
 PyObject* front_add(PyObject* object, PyObject* args) {
   HANDLE_TH_ERRORS
   Front* self = reinterpret_cast<Front*>(object);

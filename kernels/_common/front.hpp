@@ -122,6 +122,7 @@ using Inputs = std::vector<at::Tensor>;
 struct Patch { int operand; int64_t start; uint32_t offset; };  // start: bytes into the operand
 struct Step {
   void* function;  // nullptr: torch computes the last operand of `patches` from those before it
+  at::Tensor weight;  // and from this one, if it is defined
   uint32_t grid, threads, shared_bytes;
   std::vector<Attribute> attributes;
   std::vector<char> image;
@@ -186,11 +187,14 @@ class Entries {
 
 at::Tensor as_matrix(const at::Tensor& t) { return t.dim() == 2 ? t : t.view({-1, t.size(-1)}); }
 
-// The blocks of one operand transposed, or the product of two operands.
+// The blocks of one operand transposed, or the product of two operands, or of one and a weight.
 void compute_by_torch(const Step& step, const std::vector<at::Tensor>& operands) {
   const auto operand = [&](size_t i) { return operands[step.patches[i].operand]; };
   at::Tensor to = operand(step.patches.size() - 1);
-  if (step.patches.size() == 2) {
+  if (step.weight.defined()) {
+    to = as_matrix(to);
+    at::_ops::mm_out::call(as_matrix(operand(0)), step.weight, to);
+  } else if (step.patches.size() == 2) {
     at::_ops::copy_::call(to, operand(0).transpose(1, 2), false);
   } else {
     to = as_matrix(to);

@@ -42,6 +42,7 @@ from sparsebench.kernels._common.cuda import (
     Arguments,
     ByTorch,
     Loaded,
+    MatrixProduct,
     Tape,
     taping,
 )
@@ -71,6 +72,22 @@ class Guard(NamedTuple):
         if (t := self.tensor) is None:
             return None
         return id(t), t.data_ptr(), t._version if self.content else 0, t.requires_grad
+
+
+class ModuleGuard(NamedTuple):
+    """`holder[name]` must stay this module, which holds guarded tensors."""
+
+    holder: dict[str, Any]
+    name: str
+    module: torch.nn.Module
+    content: bool = False
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Return what must not change."""
+        return (id(self.module),)
+
+
+Guards = Sequence[Guard | ModuleGuard]
 
 
 class Derivative(NamedTuple):
@@ -119,7 +136,7 @@ class Fronts(dict[Any, Any]):
 
 
 def recorded(
-    front: Any, x: Tensor, run: Callable[[], Tensor], guards: Sequence[Guard], **options: Any
+    front: Any, x: Tensor, run: Callable[[], Tensor], guards: Guards, **options: Any
 ) -> tuple[Tensor, Any]:
     """Run a call of X [..., k], and return Y [..., n] and the Front for later calls.
 
@@ -133,7 +150,8 @@ def recorded(
     bias, differentiated = options.get("bias"), options.get("differentiated")
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
-    tensors = [x, *(guard.tensor for guard in guards if guard.tensor is not None)]
+    guarded = (guard.tensor for guard in guards if isinstance(guard, Guard))
+    tensors = [x, *(t for t in guarded if t is not None)]
     in_python = is_capturing(x) or any(t.is_inference() for t in tensors)
     front = front if in_python else _front_of(front, guards, options)
     if in_python or not planned or front is None or isinstance(front, Pending):
@@ -148,7 +166,7 @@ def recorded(
     return differentiated() if fast is None else fast, front
 
 
-def _front_of(front: Any, guards: Sequence[Guard], options: Mapping[str, Any]) -> Any:
+def _front_of(front: Any, guards: Guards, options: Mapping[str, Any]) -> Any:
     """Return the Front to record in, Pending if it is too early, or None without a compiler."""
     if (kind := front_type()) is None:
         return None
@@ -229,7 +247,7 @@ def _steps(
         start = whole.data_ptr()
         places[view.data_ptr()] = numbers[start], view.data_ptr() - start
     steps = [_step(launch, places) for launch in tape.launches]
-    patched = {operand for *_, patches in steps for operand, *_ in patches}
+    patched = {operand for *_, patches, _ in steps for operand, *_ in patches}
     rest = [i for i in range(len(operands)) if i not in patched]
     return (steps, rest) if set(rest) <= {*fixed} else None
 
@@ -243,8 +261,9 @@ def _step(
     patch   both, and where the address is in the bytes of the arguments
     """
     if isinstance(launch, ByTorch):
-        patches = [(*places[t.data_ptr()], 0) for t in launch]
-        return 0, 0, 0, 0, [], b"", [], patches
+        weight = launch.b if isinstance(launch, MatrixProduct) and launch.fixed else None
+        tensors = [t for t in launch if isinstance(t, Tensor) and t is not weight]
+        return 0, 0, 0, 0, [], b"", [], [(*places[t.data_ptr()], 0) for t in tensors], weight
     loaded, (pointers, memory) = launch
     image, base = bytes(memory), ctypes.addressof(memory)
     parameters = [pointer - base for pointer in pointers]
@@ -252,7 +271,7 @@ def _step(
     patches = [(*places[word], at) for at, word in words if word and word in places]
     attributes = [n for n, on in ((COOPERATIVE, loaded.together), (EARLY, loaded.early)) if on]
     shape = loaded.grid, loaded.threads, loaded.shared_bytes
-    return loaded.kernel.ptr, *shape, attributes, image, parameters, patches
+    return loaded.kernel.ptr, *shape, attributes, image, parameters, patches, None
 
 
 # ---- the extension ----

@@ -97,7 +97,7 @@ class Template:
         for launch in self._launches:
             launch(tensors, addresses)
         results = [tensors[i] for i in self._results]
-        on_tape(*buffers[-1:], owners=(self,), complete=len(buffers) == 1)
+        on_tape(*buffers[-1:], owners=(self,), complete=len(buffers) <= 1)
         return results
 
 
@@ -191,7 +191,7 @@ class Raw:
         signature = [*compiled.src.signature.values()]
         scratch = ("global_scratch_size", "profile_scratch_size")
         special = [getattr(metadata, name, 0) for name in (*scratch, "launch_cooperative_grid")]
-        special += [getattr(metadata, "launch_pdl", False), getattr(metadata, "num_ctas", 1) != 1]
+        special.append(getattr(metadata, "num_ctas", 1) != 1)
         described = [*(getattr(metadata, "tensordesc_meta", None) or ())]
         if any(special) or len(grid) > 1 or device.type != "cuda":
             return None
@@ -219,7 +219,9 @@ class Raw:
         formats += ["P", "P"]
         parts.append(partial(_constant, 0, 0))
         threads, kernel = 32 * metadata.num_warps, SimpleNamespace(ptr=compiled.function)
-        loaded = Loaded(kernel, "", device.index, grid[0], threads, metadata.shared)
+        early = bool(getattr(metadata, "launch_pdl", False))
+        sizes = grid[0], threads, metadata.shared
+        loaded = Loaded(kernel, "", device.index, *sizes, early=early)
         return cls(loaded, formats, lambda at: [value for part in parts for value in part(at)])
 
 

@@ -14,12 +14,16 @@ than LONG times the mean of blocks come before all sections; else they might pro
 """
 
 import ctypes
+from functools import reduce
+from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats._format import offsets_of, rows_of
+from sparsebench.formats.block_mask import PARTIAL, BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.driver import driver, require_success
 from sparsebench.kernels.attention._shapes import Shape
@@ -27,6 +31,7 @@ from sparsebench.kernels.attention._shapes import Shape
 SECTION_BYTES = 24 << 20  # the L2 cache of an H100 has 50 MB
 LONG = 2
 INNER = 64  # elements of a row of a box: 128 bytes, the widest swizzle
+PRESENT, PARTLY = 24, 20  # first bits of a row of joined blocks (KeyLists)
 
 
 def span_of(block: int) -> int:
@@ -50,22 +55,69 @@ def query_tiles(mask: BlockMask, shape: Shape, rows: int, span: int) -> Tensor:
     return _sorted(columns, count, head, section)
 
 
-def key_tiles(mask: BlockMask, shape: Shape, rows: int) -> Tensor:
-    """Return int32 [tiles, 4]: first key, KV head of all sequences, block of keys, blocks."""
+class KeyLists(NamedTuple):
+    """The lists of query blocks by blocks of keys, as attention_wgmma_backward.cu reads them.
+
+    side     keys of a block: those of the mask, or 64 if smaller blocks are joined
+    offsets  int32 [batch * lists * blocks + 1]
+    rows     int32, query blocks, ascending; bit 31 is set in partial blocks. If blocks are joined,
+             bits 24 to 27 say which of them the query block has, and bits 20 to 23 which of these
+             are partial
+    slots    places of the bits of partial blocks, or None
+    present  int32 [batch * lists, blocks]: which of the joined blocks have a query block
+    """
+
+    side: int
+    offsets: Tensor
+    rows: Tensor
+    slots: Tensor | None
+    present: Tensor
+
+
+def key_lists(mask: BlockMask) -> KeyLists:
+    """Return the transposed lists; blocks of 16 or 32 keys are joined to blocks of 64."""
+    offsets, rows, slots = mask.transpose()
+    count, ratio = mask.batch * mask.lists, max(1, INNER // mask.block[1])
+    blocks = ceil(mask.kv_blocks / ratio)
+    present = rows.new_zeros(count * blocks)
+    if ratio == 1:
+        return KeyLists(mask.block[1], offsets, rows, slots, present.view(count, blocks))
+    row = rows_of(offsets)
+    number, column = row // mask.kv_blocks, row % mask.kv_blocks
+    joined, bit = number * blocks + column // ratio, 1 << column % ratio
+    cells, place = (joined * mask.q_blocks + (rows & ~PARTIAL)).unique(return_inverse=True)
+    kinds = (bit << PRESENT) + torch.where(rows < 0, bit << PARTLY, 0)
+    rows = (cells % mask.q_blocks).index_add(0, place, kinds)
+    of_block = cells // mask.q_blocks
+    for at in range(ratio):
+        some = of_block[rows >> PRESENT + at & 1 == 1]
+        present[some] |= 1 << at
+    rows = torch.where(rows >> PARTLY & 15 != 0, rows - (1 << 31), rows).to(torch.int32)
+    offsets = offsets_of(of_block, count * blocks)
+    return KeyLists(INNER, offsets, rows, None, present.view(count, blocks))
+
+
+def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tensor:
+    """Return int32 [tiles, 4]: first key, KV head of all sequences, block of `lists`, present.
+
+    present  which of the joined blocks some query selects, one bit each
+    """
     device = mask.offsets.device
-    offsets = mask.transpose().offsets
-    counts = offsets.diff().view(-1, mask.kv_blocks)
+    blocks = ceil(shape.kv_tokens / lists.side)
+    counts = lists.offsets.diff().view(-1, blocks)
     head = torch.arange(shape.batch * shape.heads, device=device)
     group = shape.heads // shape.kv_heads
-    total = counts[_lists(mask, shape, head)].view(-1, group, mask.kv_blocks).sum(1)
+    total = counts[_lists(mask, shape, head)].view(-1, group, blocks).sum(1)
     start = torch.arange(0, shape.kv_tokens, rows, device=device)
     kv_head = torch.arange(shape.batch * shape.kv_heads, device=device)
-    block = start // mask.block[1]
+    block = start // lists.side
     count = total[:, block]
+    of_lists = lists.present[_lists(mask, shape, head)].view(-1, group, blocks)
+    present = reduce(torch.bitwise_or, of_lists.unbind(1))[:, block]
     columns = start.expand_as(count), kv_head[:, None].expand_as(count), block.expand_as(count)
-    bytes_of_group = group * shape.q_tokens * shape.head_dim * (2 * shape.itemsize + 4)  # and sums
+    bytes_of_group = 2 * group * shape.q_tokens * shape.head_dim * shape.itemsize  # Q and dO
     section = max(1, SECTION_BYTES // bytes_of_group)
-    return _sorted((*columns, count), count, kv_head, section)
+    return _sorted((*columns, present), count, kv_head, section)
 
 
 def _lists(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ from sparsebench.results.record import Problem
 
 MOST_QUERIES = 16  # of a sequence; more fill the SMs without a split
 FEW_ROWS = 16  # of a tile, the least that tl.dot takes
-PARTS = 1, 2, 4  # programs for each SM, among which the search chooses
+PARTS = 1, 2, 0.5  # programs for each SM, among which the search chooses
 LN_2 = tl.constexpr(1 / LOG2_E)
 
 
@@ -92,7 +92,7 @@ def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list
     steps = [(32, 4, 2)] if shape.itemsize == 4 else [(64, 4, 3), (128, 4, 2), (32, 4, 4)]
     configs = [
         Config(
-            *(tokens, pack, shared, keys, max(1, min(64, -(-parts * programs // tiles)))),
+            *(tokens, pack, shared, keys, max(1, min(64, round(parts * programs / tiles)))),
             *(stages, warps),
             path=path if shape.block[1] % keys == 0 else "pointers",
         )

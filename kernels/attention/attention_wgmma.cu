@@ -13,7 +13,9 @@
 //   rows are SPAN queries of each of several heads       P stays in registers
 //
 // Blocks smaller than a step are laid side by side, each by a TMA box of its own. What is missing
-// in the last step of a tile is read behind the last key, where TMA writes zeros, and masked.
+// in the last step of a tile is read behind the last key, where TMA writes zeros, and masked. If
+// the second of two blocks of 64 is missing, SHORTENS makes the step short instead: it loads and
+// multiplies 64 keys.
 //
 // The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time,
 // each with CONSUMERS warpgroups, a producer warp and a ring.
@@ -46,7 +48,7 @@
 // Tiles of 64 queries read 64 KB for half the products: 1.7 us, so loads are their bottleneck.
 //
 // Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS SPAN=16|32|64|128
-// CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
+// SHORTENS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
@@ -59,14 +61,15 @@ constexpr int QUERY_MAPS = 1, LAGGING = 1, CONSUMER_REGISTERS = 232, PRODUCER_RE
 struct State { float most[2], sum[2]; };  // of a row's scores, and of its exponentials
 #define EMPTY State{{-INF, -INF}, {0.f, 0.f}}
 
-// Exponentials of the scores, in place; `rescale` is the factor of what was summed before.
+// Exponentials of the scores of N keys, in place; `rescale` is the factor of the sums so far.
+template <int N = KEYS>
 __device__ __forceinline__ void softmax(float (&s)[KEYS / 2], State& state, float (&rescale)[2],
                                         float scale) {
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     float most = s[2 * r];
     #pragma unroll
-    for (int i = 0; i < KEYS / 8; i++)
+    for (int i = 0; i < N / 8; i++)
       most = fmaxf(fmaxf(most, s[4 * i + 2 * r]), s[4 * i + 2 * r + 1]);
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
@@ -76,7 +79,7 @@ __device__ __forceinline__ void softmax(float (&s)[KEYS / 2], State& state, floa
     state.most[r] = most;
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < KEYS / 8; i++)
+    for (int i = 0; i < N / 8; i++)
       #pragma unroll
       for (int j = 0; j < 2; j++) {
         float& x = s[4 * i + 2 * r + j];
@@ -108,41 +111,86 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
   store_rows<HEAD_DIM>(o, sums, to, query, sizes.queries, row_bytes);
 }
 
+// Registers of a consumer: scores of the next step, O, P of this step, Q.
+struct Held {
+  float s[KEYS / 2], o[HEAD_DIM / 2], rescale[2];
+  u32 p[KEYS / 4], q[HEAD_DIM / 4];
+  State state;
+};
+
+// Compute the scores and P of the next step, of NEXT keys, while O += P V of this step, of THIS
+// keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the
+// last of its tile, but not the first.
+template <int THIS, int NEXT>
+__device__ __forceinline__ void step(Held& h, const Ring& k, const Ring& v, const Buffer& buffer,
+                                     int consumer, int flags, int row, int barrier,
+                                     const Lists& lists, const Sizes& sizes, char* out,
+                                     float* lse) {
+  multiply_keys<NEXT>(h.s, h.q, k.tile());
+  wgmma_commit();
+  mbarrier_wait(v.full_barrier(), v.phase, "V");
+  add_rows<THIS>(h.o, h.p, v.tile());
+  give_turn(consumer);
+  wgmma_wait<1>();  // for the scores
+  hold(h.s);
+  if (flags & MASKED) {
+    mask<NEXT>(h.s, k.note(), row, lists, sizes);
+    warpgroup_sync(barrier);  // all warps have read the note
+  }
+  release(k.empty_barrier());
+  const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
+  if (first) release(buffer.empty);
+  const State done = h.state;
+  if (first) h.state = EMPTY;
+  softmax<NEXT>(h.s, h.state, h.rescale, sizes.scale);
+  wgmma_wait<0>();
+  hold(h.o);
+  if (first) {
+    store(h.o, done, v.note(), row, sizes, out, lse);
+    warpgroup_sync(barrier);
+  }
+  release(v.empty_barrier());
+  #pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; i++) h.o[i] = first ? 0.f : h.o[i] * h.rescale[i / 2 % 2];
+  #pragma unroll
+  for (int i = 0; i < NEXT / 4; i++) h.p[i] = pack_pair(h.s[2 * i], h.s[2 * i + 1]);
+}
+
 __device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, const Lists& lists,
                                         const Sizes& sizes, char* out, float* lse) {
   const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // in the tile
   const int barrier = 3 + threadIdx.x / 128;  // of this warpgroup
   const u32 q_tile = buffer.tile + consumer * 64 * HEAD_DIM * 2;
-  float s[KEYS / 2], o[HEAD_DIM / 2], rescale[2];
-  u32 p[KEYS / 4], q[HEAD_DIM / 4];
-  State state = EMPTY;
+  Held h;
+  h.state = EMPTY;
 
   mbarrier_wait(ring.full_barrier(), ring.phase, "the first K");
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   if (flags & END) return;
   mbarrier_wait(buffer.full, buffer.phase, "Q");
   buffer.phase ^= 1;
-  queries_to_registers(q, q_tile);
+  queries_to_registers(h.q, q_tile);
   if (consumer == 1) give_turn(1);
   take_turn(consumer);
-  multiply_keys(s, q, ring.tile());
+  multiply_keys(h.s, h.q, ring.tile());
   wgmma_commit();
   give_turn(consumer);
   wgmma_wait<0>();
-  hold(s);
+  hold(h.s);
   if (flags & MASKED) {
-    mask(s, ring.note(), row, lists, sizes);
-    warpgroup_sync(barrier);  // all warps have read the note
+    mask(h.s, ring.note(), row, lists, sizes);
+    warpgroup_sync(barrier);
   }
   release(ring.empty_barrier());
   release(buffer.empty);
   ring.advance();
-  softmax(s, state, rescale, sizes.scale);
+  softmax(h.s, h.state, h.rescale, sizes.scale);
   #pragma unroll
-  for (int i = 0; i < KEYS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < KEYS / 4; i++) h.p[i] = pack_pair(h.s[2 * i], h.s[2 * i + 1]);
   #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+  for (int i = 0; i < HEAD_DIM / 2; i++) h.o[i] = 0.f;
 
+  bool is_short = false;  // whether the step of P is
   for (;;) {
     const Ring k = ring;
     ring.advance();
@@ -152,43 +200,28 @@ __device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, 
     if (flags & FIRST) {
       mbarrier_wait(buffer.full, buffer.phase, "Q");
       buffer.phase ^= 1;
-      queries_to_registers(q, q_tile);
+      queries_to_registers(h.q, q_tile);
     }
     take_turn(consumer);
-    multiply_keys(s, q, k.tile());
-    wgmma_commit();
-    mbarrier_wait(ring.full_barrier(), ring.phase, "V");
-    add_rows(o, p, ring.tile());
-    give_turn(consumer);
-    wgmma_wait<1>();  // for the scores
-    hold(s);
-    if (flags & MASKED) {
-      mask(s, k.note(), row, lists, sizes);
-      warpgroup_sync(barrier);
-    }
-    release(k.empty_barrier());
-    if (flags & FIRST) release(buffer.empty);
-    const State done = state;
-    if (flags & FIRST) state = EMPTY;
-    softmax(s, state, rescale, sizes.scale);
-    wgmma_wait<0>();
-    hold(o);
-    if (flags & FIRST) {
-      store(o, done, ring.note(), row, sizes, out, lse);
-      warpgroup_sync(barrier);
-    }
-    release(ring.empty_barrier());
+    #define STEP(now, next) \
+      step<now, next>(h, k, ring, buffer, consumer, flags, row, barrier, lists, sizes, out, lse)
+    if (SHORTENS && flags & SHORT) STEP(KEYS, 64);
+    else if (SHORTENS && is_short) STEP(64, KEYS);
+    else STEP(KEYS, KEYS);
+    is_short = flags & SHORT;
     ring.advance();
-    #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = flags & FIRST ? 0.f : o[i] * rescale[i / 2 % 2];
-    #pragma unroll
-    for (int i = 0; i < KEYS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
   }
   mbarrier_wait(ring.full_barrier(), ring.phase, "the last V");
-  add_rows(o, p, ring.tile());
-  wgmma_wait<0>();
-  hold(o);
-  store(o, state, ring.note(), row, sizes, out, lse);
+  if (SHORTENS && is_short) {
+    add_rows<64>(h.o, h.p, ring.tile());
+    wgmma_wait<0>();
+    hold(h.o);
+  } else {
+    add_rows(h.o, h.p, ring.tile());
+    wgmma_wait<0>();
+    hold(h.o);
+  }
+  store(h.o, h.state, ring.note(), row, sizes, out, lse);
 }
 
 // ---- the kernel ----

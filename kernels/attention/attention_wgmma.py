@@ -33,6 +33,7 @@ HEAD_DIMS = 64, 128
 WARPGROUP = 128  # threads
 MOST_BYTES = 224 * 1024  # of shared memory, for Q and the ring
 ALIGNMENT = 1024  # of a swizzled tile
+SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
 ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
 
 
@@ -70,6 +71,17 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
     return [*wide, *(Config(64, 2, n) for n in keys)][:3]
 
 
+def shortens(config: Config, mask: BlockMask) -> bool:
+    """Return whether to end lists of odd length with a short step.
+
+    It saves half a step for each such list, but all other steps take 1 to 4 % longer.
+    """
+    if config.keys != 128 or mask.block[1] != 64:
+        return False
+    odd = mask.counts % 2
+    return bool(odd.sum() > SHORT * (mask.counts + odd).sum())
+
+
 def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the slots of a ring: what the shared memory has room for beside the tile of queries.
 
@@ -96,6 +108,7 @@ def constants_of(
         *(("KEYS", config.keys), ("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim, query_maps)),
         ("SPAN", min(span_of(shape.block[0]), config.rows)),
+        ("SHORTENS", int(shortens(config, mask))),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )

@@ -1,8 +1,7 @@
-// dK and dV of block-sparse attention over the transposed lists, by wgmma and TMA (Hopper). With
-// SUMS also dQ, whose sums are added up in memory:
+// dK and dV of block-sparse attention over the transposed lists, by wgmma and TMA (Hopper):
 //
 //    S.T = K Q.T    P.T = 2^(scale S.T - LSE)    dP.T = V dO.T    dS.T = P.T (dP.T - delta)
-//    dV += P.T dO         dK += dS.T Q                dQ += dS K
+//    dV += P.T dO         dK += dS.T Q
 //
 //   tile: 64 keys for each consumer warpgroup            step: 64 queries of one head
 //
@@ -14,53 +13,54 @@
 //   |   64   |                      | 64 x 64 |                      |    64    |
 //   +--------+                      +---------+                      +----------+
 //
-// The transposed scores leave P.T and dS.T in registers as wgmma takes them for A. Only dQ needs dS
-// by queries: it goes through shared memory, and is read there MN-major. If two warpgroups share a
-// tile (SHARED), each multiplies all of dS by half of K's columns, so a step adds one tile to dQ.
+// The transposed scores leave P.T and dS.T in registers as wgmma takes them for A.
+//
+// Blocks of 16 or 32 queries are laid side by side in a step, each by a TMA box of its own. Blocks
+// of 16 or 32 keys are joined in a tile of 64: its list has each block of queries that any of them
+// has, and the mask zeroes what only the others have. So random blocks compute more than they need:
+// at 10 %, 1.9 times as much in blocks of 32, and 3.4 times in blocks of 16.
 //
 // The pipeline: one CTA per SM for the whole launch. GROUPS tiles are in work at the same time,
 // each with CONSUMERS warpgroups, a producer warp and a ring:
 //
 //    producer warp   K and V of a tile; Q 0, dO 0, Q 1, dO 1, ... of all heads of the KV head
-//    consumer        dP | P | dV += | dS | dK += | dQ, S of the next step | dQ to memory
+//    consumer        dP | P | dV += | dS | dK += | S of the next step
 //
 //   The heads that share a KV head are walked one after the other, so dK and dV are sums in
 //   registers. A tile without a block has one step of queries that do not exist: their LSE is
 //   infinite, so P is zero, as it is for the queries behind the last one. LSE is in units of log2
 //   (2^x). The scores of the step after a tile's last one are computed with the wrong K, and again.
 //
-// dQ's sums: [batch * heads, padded / 64, halves of D][8][128 threads][4], the order in which the
-// threads hold them; red.v4 adds them in L2.
+// Cost of a step of 64 queries and 128 keys, D = 128: 8.4 MFLOP, 1.3 us of an SM at 850 TFLOP/s;
+// loads of 32 KB, 0.4 us.
 //
-// Cost of a step of 64 queries and 128 keys, D = 128: 10.5 MFLOP (8.4 without dQ), 1.6 us of an SM
-// at 850 TFLOP/s; loads of 32 KB, 0.4 us; additions of 32 KB, 1.2 us at the 3.7 TB/s that L2 adds
-// fp32.
-//
-// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K GROUPS CONSUMERS=1|2 SLOTS SUMS=0|1 CAUSAL=0|1 BITS=0|1,
-// and hopper.cuh's. Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
+// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K GROUPS CONSUMERS=1|2 SLOTS CAUSAL=0|1 BITS=0|1, and
+// hopper.cuh's. Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
 #include "warpgroup.cuh"
 
 constexpr int ROW_BYTES = 128, HALVES = HEAD_DIM / 64;
-constexpr int ROWS = 64, PARTS = BLOCK_Q / ROWS;  // queries of a step, steps of a block
-constexpr int KV_ROWS = 64 * CONSUMERS;           // of a tile
+constexpr int ROWS = 64, BOX_Q = BLOCK_Q < ROWS ? BLOCK_Q : ROWS;  // queries of a step, of an entry
+constexpr int ENTRIES = ROWS / BOX_Q, PARTS = BLOCK_Q / BOX_Q;     // of a step; steps of a block
+constexpr int KV_ROWS = 64 * CONSUMERS;                            // of a tile
+constexpr bool JOINED = BLOCK_K < 64;  // a tile has several blocks of keys, and one list
+static_assert(!JOINED || CONSUMERS == 1 && !BITS, "unwritten");
 constexpr int SLOT_BYTES = ROWS * HEAD_DIM * 2, KV_BYTES = KV_ROWS * HEAD_DIM * 2;
-constexpr bool SHARED = CONSUMERS == 2 && HALVES == 2;
-constexpr int DQ_KEYS = SHARED ? 128 : 64, DQ_HALVES = SHARED ? 1 : HALVES;  // of a warpgroup
-constexpr int DS_BUFFERS = SUMS ? SHARED ? 2 : 1 : 0, DS_BYTES = KV_ROWS * ROW_BYTES;
-constexpr int RING_AT = 2 * KV_BYTES + DS_BUFFERS * DS_BYTES;
-constexpr int GROUP_BYTES = RING_AT + SLOTS * SLOT_BYTES, STATS_BYTES = 8 * ROWS;
+constexpr int GROUP_BYTES = 2 * KV_BYTES + SLOTS * SLOT_BYTES, STATS_BYTES = 8 * ROWS;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int NOTE_INTS = 6;  // flags, query, head, key, KV head, slot of bits
-constexpr int PARTIAL = 1 << 31;
-// Flags of a step; PARTLY: of a partial block, EMPTY: of no query.
-enum { FIRST = 1, MASKED = 2, PARTLY = 4, EMPTY = 8, END = 16 };
+constexpr int NOTE_INTS = 3 + 3 * ENTRIES;  // flags, key, KV head; query, row and slot of an entry
+// Bits of a row of a list, beside the block of queries. JOINED: which of the blocks of keys the
+// block of queries has (PRESENT), and which of these are partial (PARTLY).
+constexpr int PARTIAL = 1 << 31, PRESENT = 24, PARTLY = 20;
+constexpr int INDEX = JOINED ? (1 << PARTLY) - 1 : ~PARTIAL;
+enum { FIRST = 1, MASKED = 2, EMPTY = 4, END = 8 };  // flags of a step; EMPTY: of no query
 #define INF __int_as_float(0x7f800000)
 
 struct Maps { TensorMap q, d_o, k, v; };  // [batch, tokens, heads * D]
 // The host writes these (_wgmma_tiles.py). KV heads count through all sequences.
-struct alignas(16) Tile { int key, kv_head, block, unused; };
+// present: JOINED: which blocks of keys have a block of queries of any head.
+struct alignas(16) Tile { int key, kv_head, block, present; };
 struct Lists {
   const Tile* tiles;
   const int *offsets, *rows, *slots;
@@ -77,6 +77,9 @@ struct Ring {
   u32 phase;
   __device__ __forceinline__ u32 tile() const { return slots + slot * SLOT_BYTES; }
   __device__ __forceinline__ u32 note() const { return notes + slot * 4 * NOTE_INTS; }
+  __device__ __forceinline__ u32 query(int entry) const { return note() + 4 * (3 + entry); }
+  __device__ __forceinline__ u32 row(int entry) const { return query(entry + ENTRIES); }
+  __device__ __forceinline__ u32 bits(int entry) const { return query(entry + 2 * ENTRIES); }
   __device__ __forceinline__ u32 lse() const { return stats + slot * STATS_BYTES; }
   __device__ __forceinline__ u32 delta() const { return lse() + 4 * ROWS; }
   __device__ __forceinline__ u32 full_barrier() const { return full + 8 * slot; }
@@ -85,7 +88,7 @@ struct Ring {
     if (++slot == SLOTS) { slot = 0; phase ^= 1; }
   }
 };
-struct Resident { u32 k, v, ds, full, empty, phase; };
+struct Resident { u32 k, v, full, empty, phase; };
 
 // wgmma synchronises the four warps, so one thread releases what their products have read.
 __device__ __forceinline__ void release(u32 barrier) {
@@ -94,12 +97,13 @@ __device__ __forceinline__ void release(u32 barrier) {
 
 // ---- producer: a warp ----
 
+// Each lane loads one box, of an entry and half of the head.
 __device__ __forceinline__ void load_slot(const TensorMap* map, const Ring& ring, int head,
                                           int query, int sequence) {
-  const int half = threadIdx.x % 32;
-  if (half < HALVES)
-    tma_load(ring.tile() + half * ROWS * ROW_BYTES, map, head * HEAD_DIM + 64 * half, query,
-             sequence, ring.full_barrier());
+  const int lane = threadIdx.x % 32, entry = lane / HALVES, half = lane % HALVES;
+  if (lane < ENTRIES * HALVES)
+    tma_load(ring.tile() + (half * ROWS + entry * BOX_Q) * ROW_BYTES, map,
+             head * HEAD_DIM + 64 * half, query, sequence, ring.full_barrier());
 }
 
 __device__ __forceinline__ void load_keys(const Maps& maps, const Resident& kv, int kv_head,
@@ -116,48 +120,58 @@ __device__ __forceinline__ void load_keys(const Maps& maps, const Resident& kv, 
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
                                          const Stats& stats, Ring ring, Resident kv, int group) {
-  const int lane = threadIdx.x % 32, workers = gridDim.x * GROUPS;
+  const int lane = threadIdx.x % 32;
+  const int e = lane / HALVES % ENTRIES;  // of the boxes that this lane loads
+  const bool writes = lane % HALVES == 0 && lane < ENTRIES * HALVES;
   const int heads = sizes.heads / sizes.kv_heads;  // of a KV head
   int ticket = blockIdx.x * GROUPS + group;
   while (ticket < lists.tile_count) {
-    const Tile tile = lists.tiles[ticket];
-    if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
-    const int sequence = tile.kv_head / sizes.kv_heads, kv_head = tile.kv_head % sizes.kv_heads;
-    const bool ragged = tile.key + KV_ROWS > sizes.keys;
+    const Tile* const tile = lists.tiles + ticket;  // few registers: read again where it is needed
+    if (lane == 0) ticket = gridDim.x * GROUPS + atomicAdd(lists.counters, 1);
+    const int sequence = tile->kv_head / sizes.kv_heads, kv_head = tile->kv_head % sizes.kv_heads;
+    const bool ragged = tile->key + KV_ROWS > sizes.keys;
     bool first = true;
     for (int h = 0; h <= heads; h++) {  // the last time only if there was no step
       const int head = kv_head * heads + min(h, heads - 1);
       const int list = sequence * lists.lists + head * lists.lists / sizes.heads;
-      const int* offsets = lists.offsets + list * lists.blocks + tile.block;
+      const int* offsets = lists.offsets + list * lists.blocks + tile->block;
       const int begin = offsets[0];
-      const int steps = h < heads ? (offsets[1] - begin) * PARTS : first;
-      int entry = h < heads && steps ? lists.rows[begin] : 0;
+      const int count = h < heads ? (offsets[1] - begin) * PARTS : 0;  // entries of all steps
+      const int steps = h < heads ? (count + ENTRIES - 1) / ENTRIES : first;
+      int at = e, next = e < count ? lists.rows[begin + e / PARTS] : 0;
       for (int step = 0; step < steps; step++) {
-        const int next = step + 1 < steps ? lists.rows[begin + (step + 1) / PARTS] : 0;
-        const int query = h < heads ? (entry & ~PARTIAL) * BLOCK_Q + step % PARTS * ROWS
-                                    : sizes.padded - ROWS;
+        const int row = next, after = at + ENTRIES;
+        next = after < count ? lists.rows[begin + after / PARTS] : 0;
+        const int query = at < count ? (row & INDEX) * BLOCK_Q + at % PARTS * ROWS
+                                     : sizes.padded - ROWS;
         const int of_all = sequence * sizes.heads + head;
         mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for Q");
+        const bool masked = JOINED || ragged || __any_sync(~0u, row < 0);
         if (lane == 0) {
-          st_shared(ring.note(), (first ? FIRST : 0) | (ragged || entry < 0 ? MASKED : 0) |
-                                     (entry < 0 ? PARTLY : 0) | (h == heads ? EMPTY : 0));
-          st_shared(ring.note() + 4, query);
-          st_shared(ring.note() + 8, of_all);
-          st_shared(ring.note() + 12, tile.key);
-          st_shared(ring.note() + 16, tile.kv_head);
-          if (BITS && entry < 0) st_shared(ring.note() + 20, lists.slots[begin + step / PARTS]);
+          st_shared(ring.note(), (first ? FIRST | tile->present << PRESENT : 0) |
+                                     (masked ? MASKED : 0) | (h == heads ? EMPTY : 0));
+          if (first) {
+            st_shared(ring.note() + 4, tile->key);
+            st_shared(ring.note() + 8, tile->kv_head);
+          }
           mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES + STATS_BYTES);
+        }
+        if (writes) {
+          st_shared(ring.query(e), query);
+          st_shared(ring.row(e), row);
+          if (BITS && row < 0) st_shared(ring.bits(e), lists.slots[begin + at / PARTS]);
         }
         __syncwarp();
         load_slot(&maps.q, ring, head, query, sequence);
-        const long long place = (long long)of_all * sizes.padded + query;
-        if (lane == HALVES) bulk_load(ring.lse(), stats.lse + place, 4 * ROWS, ring.full_barrier());
-        if (lane == HALVES + 1)
-          bulk_load(ring.delta(), stats.delta + place, 4 * ROWS, ring.full_barrier());
+        if (writes) {
+          const u32 place = (u32)of_all * sizes.padded + query, to = 4 * BOX_Q * e;
+          bulk_load(ring.lse() + to, stats.lse + place, 4 * BOX_Q, ring.full_barrier());
+          bulk_load(ring.delta() + to, stats.delta + place, 4 * BOX_Q, ring.full_barrier());
+        }
         __syncwarp();
         ring.advance();
         if (first) {
-          load_keys(maps, kv, kv_head, tile.key, sequence);
+          load_keys(maps, kv, kv_head, tile->key, sequence);
           kv.phase ^= 1;
         }
         mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for dO");
@@ -166,7 +180,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
         __syncwarp();
         ring.advance();
         first = false;
-        entry = next;
+        at = after;
       }
     }
     ticket = __shfl_sync(~0u, ticket, 0);
@@ -175,7 +189,8 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
   if (lane == 0) {
     st_shared(ring.note(), END | FIRST);
     mbarrier_arrive(ring.full_barrier());
-    if (atomicAdd(lists.counters + 1, 1) == workers - 1) lists.counters[0] = lists.counters[1] = 0;
+    if (atomicAdd(lists.counters + 1, 1) == gridDim.x * GROUPS - 1)
+      lists.counters[0] = lists.counters[1] = 0;
   }
 }
 
@@ -203,58 +218,55 @@ __device__ __forceinline__ void add_queries(float (&d)[HEAD_DIM / 2], const u32 
     WGMMA_RS(HEAD_DIM, p + 4 * i, b + (i * 16 * ROW_BYTES >> 4), i > 0 || keep, 1);
   wgmma_commit();
 }
-// d[64 queries x 64 of D] = dS[64 x keys] K[keys x 64]
-__device__ __forceinline__ void query_gradients(float (&d)[32], u32 ds, u32 keys) {
-  const u64 a = smem_descriptor(ds), b = smem_descriptor(keys);
-  wgmma_fence();
-  #pragma unroll
-  for (int i = 0; i < DQ_KEYS / 16; i++)
-    WGMMA_SS(64, a + (i * 16 * ROW_BYTES >> 4), b + (i * 16 * ROW_BYTES >> 4), i > 0, 1, 1);
-  wgmma_commit();
-}
 
-__device__ __forceinline__ void mask(float (&p)[ROWS / 2], u32 note, int key, const Lists& lists,
-                                     const Sizes& sizes) {
-  const int flags = ld_shared(note), query = ld_shared(note + 4), t = threadIdx.x % 4;
+// Zero where the mask allows no element; key: this lane's first.
+__device__ __forceinline__ void mask(float (&p)[ROWS / 2], const Ring& ring, int key,
+                                     const Lists& lists, const Sizes& sizes) {
+  const int t = threadIdx.x % 4, block = JOINED ? key % 64 / BLOCK_K : 0;  // of keys, in the tile
   #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int k = key + 8 * r;
-    int begin = k < sizes.keys ? 0 : ROWS;  // of the allowed queries
-    if (CAUSAL && flags & PARTLY) begin = max(begin, k - sizes.keys + sizes.queries - query);
+  for (int e = 0; e < ENTRIES; e++) {
+    const int query = ld_shared(ring.query(e)), row = ld_shared(ring.row(e));
+    const bool partial = JOINED ? row >> (PARTLY + block) & 1 : row < 0;
     #pragma unroll
-    for (int i = 0; i < ROWS / 8; i++)
+    for (int r = 0; r < 2; r++) {
+      const int k = key + 8 * r;
+      int begin = k < sizes.keys ? 0 : BOX_Q;  // of the allowed queries of the entry
+      if (JOINED && !(row >> (PRESENT + block) & 1)) begin = BOX_Q;
+      if (CAUSAL && partial) begin = max(begin, k - sizes.keys + sizes.queries - query);
+      float* const of_entry = p + e * BOX_Q / 2 + 2 * r;
       #pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (8 * i + 2 * t + j < begin) p[4 * i + 2 * r + j] = 0.f;
-    if (BITS && flags & PARTLY && k < sizes.keys) {
-      constexpr int LINE = (BLOCK_K + 7) / 8;  // bytes of a query
-      const long long line = (long long)ld_shared(note + 20) * BLOCK_Q + query % BLOCK_Q + 2 * t;
-      const unsigned char* bytes = lists.bits + line * LINE + k % BLOCK_K / 8;
-      #pragma unroll
-      for (int i = 0; i < ROWS / 8; i++)
+      for (int i = 0; i < BOX_Q / 8; i++)
         #pragma unroll
         for (int j = 0; j < 2; j++)
-          if (!(bytes[(8 * i + j) * LINE] >> k % 8 & 1)) p[4 * i + 2 * r + j] = 0.f;
+          if (8 * i + 2 * t + j < begin) of_entry[4 * i + j] = 0.f;
+      if (BITS && partial && k < sizes.keys) {
+        constexpr int LINE = (BLOCK_K + 7) / 8;  // bytes of a query
+        const long long line =
+            (long long)ld_shared(ring.bits(e)) * BLOCK_Q + query % BLOCK_Q + 2 * t;
+        const unsigned char* bytes = lists.bits + line * LINE + k % BLOCK_K / 8;
+        #pragma unroll
+        for (int i = 0; i < BOX_Q / 8; i++)
+          #pragma unroll
+          for (int j = 0; j < 2; j++)
+            if (!(bytes[(8 * i + j) * LINE] >> k % 8 & 1)) of_entry[4 * i + j] = 0.f;
+      }
     }
   }
 }
 
-__device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, int group,
-                                        const Lists& lists, const Sizes& sizes, float* sums,
-                                        char* dk, char* dv) {
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+__device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, const Lists& lists,
+                                        const Sizes& sizes, char* dk, char* dv) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row = 64 * consumer + 16 * warp + lane / 4, t = lane % 4;  // key in the tile
   const u32 rows_at = consumer * 64 * ROW_BYTES;                       // in a tile of keys
-  const int ds_row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;          // of stmatrix
-  const int ds_barrier = 1 + (SHARED ? group : warpgroup);
   float k_sum[HEAD_DIM / 2], v_sum[HEAD_DIM / 2], s[ROWS / 2], dp[ROWS / 2];
-  u32 p[ROWS / 4], ds[ROWS / 4], ds_tile = kv.ds;
+  u32 p[ROWS / 4], ds[ROWS / 4];
 
   mbarrier_wait(ring.full_barrier(), ring.phase, "the first Q");
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   while (!(flags & END)) {
-    const bool empty = flags & EMPTY;
-    const int key = ld_shared(ring.note() + 12) + row, kv_head = ld_shared(ring.note() + 16);
+    const int key = ld_shared(ring.note() + 4) + row, kv_head = ld_shared(ring.note() + 8);
+    const bool empty = JOINED ? !(flags >> (PRESENT + key % 64 / BLOCK_K) & 1) : flags & EMPTY;
     mbarrier_wait(kv.full, kv.phase, "K and V");
     kv.phase ^= 1;
     scores(s, kv.k + rows_at, ring.tile());
@@ -278,7 +290,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
           pair[1] = exp2_approx(fmaf(pair[1], sizes.log_scale, -lse.y));
         }
       }
-      if (flags & MASKED) mask(s, q.note(), key, lists, sizes);
+      if (flags & MASKED) mask(s, q, key, lists, sizes);
       #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
       add_queries(v_sum, p, d_o.tile(), keep);
@@ -293,50 +305,14 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
           ds[2 * i + r] = pack_pair(s[at] * (dp[at] - delta.x), s[at + 1] * (dp[at + 1] - delta.y));
         }
       }
-      if (SUMS) {
-        if (DS_BUFFERS == 2) ds_tile ^= kv.ds ^ (kv.ds + DS_BYTES);
-        else barrier_sync(ds_barrier, 128);  // the last products have read dS
-        #pragma unroll
-        for (int i = 0; i < ROWS / 16; i++)
-          stmatrix_x4(ds_tile + rows_at + ds_row * ROW_BYTES +
-                          (((2 * i + lane / 16) ^ ds_row % 8) << 4), ds + 4 * i);
-        fence_proxy_async();
-      }
       add_queries(k_sum, ds, q.tile(), keep);
       keep = 1;
-      const long long tile = (long long)ld_shared(q.note() + 8) * (sizes.padded / ROWS) +
-                             ld_shared(q.note() + 4) / ROWS;
-      float* const to = sums + tile * (ROWS * HEAD_DIM) + threadIdx.x % 128 * 4;
-      if (SUMS) barrier_sync(ds_barrier, SHARED ? 256 : 128);
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
-      if (!SUMS) {
-        scores(s, kv.k + rows_at, ring.tile());
-        wgmma_wait<1>();  // for dV and dK
-        release(q.empty_barrier());
-        release(d_o.empty_barrier());
-      }
-      #pragma unroll
-      for (int i = 0; i < SUMS * DQ_HALVES; i++) {
-        const int half = SHARED ? consumer : i;
-        float dq[32];
-        query_gradients(dq, SHARED ? ds_tile : ds_tile + rows_at,
-                        kv.k + half * KV_ROWS * ROW_BYTES + (SHARED ? 0 : rows_at));
-        if (i == 0) {
-          wgmma_wait<1>();
-          release(q.empty_barrier());
-          release(d_o.empty_barrier());
-        }
-        if (i == DQ_HALVES - 1) {
-          scores(s, kv.k + rows_at, ring.tile());
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-        }
-        hold(dq);
-        #pragma unroll
-        for (int j = 0; j < 8; j++) red_add(to + (half * 8 + j) * 512, dq + 4 * j);
-      }
+      scores(s, kv.k + rows_at, ring.tile());
+      wgmma_wait<1>();  // for dV and dK
+      release(q.empty_barrier());
+      release(d_o.empty_barrier());
       wgmma_wait<0>();
       hold(s);
     } while (!(flags & FIRST));
@@ -361,7 +337,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, in
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists,
               const __grid_constant__ Stats stats, const __grid_constant__ Sizes sizes,
-              float* sums, char* dk, char* dv) {
+              char* dk, char* dv) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], kv_full[GROUPS], kv_empty[GROUPS];
@@ -382,9 +358,9 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const u32 group_at = base + group * GROUP_BYTES;
-  Resident kv{group_at, group_at + KV_BYTES, group_at + 2 * KV_BYTES, smem_address(&kv_full[group]),
+  Resident kv{group_at, group_at + KV_BYTES, smem_address(&kv_full[group]),
               smem_address(&kv_empty[group]), 0};
-  Ring ring{group_at + RING_AT, smem_address(notes[group]),
+  Ring ring{group_at + 2 * KV_BYTES, smem_address(notes[group]),
             base + GROUPS * GROUP_BYTES + group * SLOTS * STATS_BYTES, smem_address(full[group]),
             smem_address(empty[group]), 0, 0};
   if (warpgroup == WARPGROUPS) {
@@ -393,6 +369,6 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
     if (warp < GROUPS) producer(maps, lists, sizes, stats, ring, kv, group);
   } else {
     setmaxnreg_inc<240>();
-    consume(ring, kv, warpgroup % CONSUMERS, group, lists, sizes, sums, dk, dv);
+    consume(ring, kv, warpgroup % CONSUMERS, lists, sizes, dk, dv);
   }
 }

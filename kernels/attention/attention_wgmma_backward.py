@@ -1,18 +1,16 @@
 """Gradients of block-sparse attention in CUDA C++ for Hopper: dQ, dK and dV, one below the other.
 
-There are two ways:
+    differentiate_queries   dQ of a tile of queries; delta = sum(dO O), and the LSE for exp2
+    differentiate           dK and dV of a tile of keys
 
-    sums   prepare_queries   delta = sum(dO O) of each query; LSE for exp2; dQ's sums set to zero
-           differentiate     dK and dV of a tile of keys; adds to dQ's sums, in fp32, in L2
-           finish_queries    dQ = scale times its sums, in the dtype of Q
-    twice  differentiate_queries   dQ of a tile of queries; delta, LSE for exp2
-           differentiate           dK and dV of a tile of keys
+Both compute S and dP, which takes 14 D operations for each allowed element instead of 10. In return
+no sum is added up in memory, so the same operands give the same bits. attention_wgmma_dq.cu and
+attention_wgmma_backward.cu are the kernels. They support
 
-`sums` computes S and dP once. Its sums come in the order in which CTAs finish, so two calls may
-differ in the last bits. `twice` computes them in both kernels, 14 D operations for each allowed
-element instead of 10, and gives the same bits each time; the option `deterministic` chooses it.
-attention_wgmma_backward.cu, attention_wgmma_sums.cu and attention_wgmma_dq.cu are the kernels. They
-support blocks of a multiple of 64 queries and 64 keys, head_dim 64 and 128, fp16 and bf16.
+    head_dim   64 and 128, fp16 or bf16
+    queries    blocks of a multiple of 64, or of 16 or 32 as attention_wgmma does
+    keys       blocks of a multiple of 64, or of 16 or 32 without bits. Small blocks are joined to
+               blocks of 64, whose list is the union of theirs
 """
 
 from collections.abc import Sequence
@@ -24,51 +22,53 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.block_mask import BlockMask, Transposed
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, table_sizes, task_of
-from sparsebench.kernels.attention._wgmma_tiles import key_tiles, span_of, tensor_map
+from sparsebench.kernels.attention._wgmma_tiles import (
+    KeyLists,
+    key_lists,
+    key_tiles,
+    span_of,
+    tensor_map,
+)
 from sparsebench.kernels.attention.attention_wgmma import (
     ALIGNMENT,
     MOST_BYTES,
-    WARPGROUP,
     load_persistent,
     unsupported,
     walk,
 )
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
 from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
+from sparsebench.kernels.attention.attention_wgmma import configurations as query_configurations
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
-OF_CTA, OF_WARPS = 256, 8  # threads of a CTA of prepare_queries, and its queries
-PREPARE = cuda.Layout(*"PPPPPP", "28s", "i")  # o, do, lse, LSE for exp2, delta, dQ's sums, Sizes
-DIFFERENTIATE = cuda.Layout("512s", "64s", "16s", "28s4x", *"PPP")  # Maps, Lists, Stats, Sizes, dQ
-FINISH = cuda.Layout(*"PP", "28s")  # dQ's sums, dQ, Sizes
+SMALL = 16, 32  # sides of blocks of which a step or a tile has several
+KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", *"PP")  # Maps, Lists, Stats, Sizes, dK, dV
 QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernels.
+    """One way to run the kernel of dK and dV.
 
-    rows   of keys in a tile of dK and dV: 64 for each warpgroup
+    rows   of keys in a tile: 64 for each warpgroup
     tiles  that a CTA works on at the same time
-    sums   dQ by sums in L2, else by a kernel of its own
     """
 
     rows: int
     tiles: int
-    sums: bool
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The three kernels and their arguments: each call computes `out`, in the same buffer."""
+    """Both kernels and their arguments: each call computes `out`, in the same buffer."""
 
     kernels: tuple[tuple[cuda.Loaded, cuda.Arguments], ...]
     tensors: tuple[Tensor, ...]
@@ -86,20 +86,19 @@ class Gradients:
         return " ".join(dict.fromkeys(loaded.code for loaded, _ in self.kernels))
 
 
-def configurations(shape: Shape, *, deterministic: bool = False) -> list[Config]:
-    """Return the configurations to try, the default first. Raises Unsupported."""
-    if shape.block[0] % ROWS or shape.block[1] % ROWS:
+def configurations(shape: Shape, shared: int) -> list[Config]:
+    """Return the configurations to try, the default first. Raises Unsupported.
+
+    shared  query heads that share a list and a KV head
+    """
+    if any(side % ROWS and side not in SMALL for side in shape.block):
         raise Unsupported(
-            f"expected blocks of a multiple of 64 queries and keys, found {list(shape.block)}"
+            f"expected blocks of 16, 32 or a multiple of 64 queries and keys, "
+            f"found {list(shape.block)}"
         )
-    tiles = [(128, 1), (64, 2)] if shape.block[1] % 128 == 0 else [(64, 2)]
-    return [Config(*tile, sums=not deterministic) for tile in tiles]
-
-
-def ds_bytes(config: Config, head_dim: int) -> int:
-    """Return the shared memory of dS; two warpgroups that share it alternate two buffers."""
-    buffers = 2 if config.rows == 128 and head_dim == 128 else 1
-    return config.rows * ROWS * 2 * buffers if config.sums else 0
+    query_configurations(shape, shared)  # raises Unsupported
+    wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
+    return [Config(128, 1), Config(64, 2)] if wide else [Config(64, 2)]
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
@@ -110,41 +109,46 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
 
 
 class Work(NamedTuple):
-    """A mask prepared for a launch: its transpose, tiles of keys and, if needed, tiles of queries.
+    """A mask prepared for a launch: tiles of keys, their lists, and tiles of queries.
 
     counters  zero between launches
     """
 
     tiles: Tensor
-    transpose: Transposed
+    lists: KeyLists
     counters: Tensor
-    queries: QueryWork | None
+    queries: QueryWork
 
 
 def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
-    """Transpose the lists and sort the tiles; launches that share them must not overlap."""
-    tiles = key_tiles(mask, shape, config.rows)
+    """Transpose the lists and sort the tiles; launches that share them must not overlap.
+
+    Raises Unsupported.
+    """
+    if mask.bits is not None and mask.block[1] < ROWS:
+        raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
+    lists = key_lists(mask)
+    tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    queries = None if config.sums else query_work(mask, shape, of_queries(shape, mask))
-    return Work(tiles, mask.transpose(), counters, queries)
+    return Work(tiles, lists, counters, query_work(mask, shape, of_queries(shape, mask)))
 
 
 def slots_of(config: Config, head_dim: int) -> int:
     """Return the slots of the ring of Q and dO: what the shared memory has room for, at most 8."""
     row = head_dim * 2
-    fixed = 2 * config.rows * row + ds_bytes(config, head_dim)
+    fixed = 2 * config.rows * row
     return min(8, (MOST_BYTES // config.tiles - fixed) // (ROWS * row + 8 * ROWS))
 
 
 def shared_bytes(config: Config, head_dim: int) -> int:
     """Return the shared memory of a CTA."""
     slots, row = slots_of(config, head_dim), head_dim * 2
-    tile = 2 * config.rows * row + ds_bytes(config, head_dim) + slots * (ROWS * row + 8 * ROWS)
+    tile = 2 * config.rows * row + slots * (ROWS * row + 8 * ROWS)
     return ALIGNMENT + config.tiles * tile
 
 
 def padded(queries: int) -> int:
-    """Return the rows of a head's sums: whole steps, and one step without a query."""
+    """Return the rows of a head's LSE and delta: whole steps, and one step without a query."""
     return (-(-queries // ROWS) + 1) * ROWS
 
 
@@ -153,7 +157,7 @@ def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constant
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
-        *(("SLOTS", slots_of(config, shape.head_dim)), ("SUMS", int(config.sums))),
+        ("SLOTS", slots_of(config, shape.head_dim)),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )
@@ -187,64 +191,38 @@ def launch(
     else:
         out = q.new_empty(sum(heights), depth)
         dq, dk, dv = out.split(heights)
-    tiles, transpose, counters, queries = work or work_of(mask, shape, config)
+    tiles, transposed, counters, queries = work or work_of(mask, shape, config)
     lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
     delta = torch.zeros(heads, rows, device=device)
-    sums = torch.empty(heads if config.sums else 0, rows, depth, device=device)
-    maps = b"".join(tensor_map(x, shape.batch, ROWS) for x in (q, do))
+    maps = b"".join(tensor_map(x, shape.batch, min(ROWS, shape.block[0])) for x in (q, do))
     maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
-    bits = () if mask.bits is None or transpose.slots is None else (transpose.slots, mask.bits)
-    index = tiles, transpose.offsets, transpose.rows
+    bits = () if mask.bits is None or transposed.slots is None else (transposed.slots, mask.bits)
+    index = tiles, transposed.offsets, transposed.rows
     pointers = [x.data_ptr() for x in (*index, *bits)] + [0] * (2 - len(bits))
-    lists = pack(
-        "PPPPPPiii4x", *pointers, counters.data_ptr(), len(tiles), mask.lists, mask.kv_blocks
-    )
+    blocks = transposed.present.shape[1]
+    lists = pack("PPPPPPiii4x", *pointers, counters.data_ptr(), len(tiles), mask.lists, blocks)
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, rows
     sizes = pack("iiiiiff", *counts, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
+    names = "attention_wgmma_backward", "differentiate"
     constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
-
-    def kernel(
-        function: str, args: cuda.Arguments, grid: int, threads: int
-    ) -> tuple[cuda.Loaded, cuda.Arguments]:
-        macros = ("HEAD_DIM", depth), ("FP16", int(shape.dtype == "fp16"))
-        loaded = cuda.load("attention_wgmma_sums", function, macros, 0, device)
-        return cuda.Loaded(*loaded, device.index, grid, threads, 0), args
-
-    names, layout = ("attention_wgmma_backward", "differentiate"), (config.tiles, config.rows)
-    addresses = [x.data_ptr() for x in (sums, dk, dv)]
-    by_keys = (
-        load_persistent(*names, constants, size, tiles, *layout),
-        DIFFERENTIATE(maps, lists, stats, sizes, *addresses),
-    )
-    tensors = *operands, *index, *bits, counters, sums, lse_2, delta, dk, dv
-    if config.sums:
-        addresses = [x.data_ptr() for x in (o, do, lse, lse_2, delta, sums)]
-        ctas = -(-heads * rows // OF_WARPS)
-        before = kernel("prepare_queries", PREPARE(*addresses, sizes, heads), ctas, OF_CTA)
-        finish = FINISH(sums.data_ptr(), dq.data_ptr(), sizes)
-        after = kernel("finish_queries", finish, heads * rows // ROWS, WARPGROUP)
-        program = Gradients((before, by_keys, after), tensors, out)
-        return Bound(program, tuple(operands), (dq, dk, dv))
-    assert queries is not None
+    by_keys = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
+    of_keys = KEYS(maps, lists, stats, sizes, dk.data_ptr(), dv.data_ptr())
     names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
     call = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
     row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
     args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
-    program = Gradients(((call.loaded, args), by_keys), (*tensors, *call.tensors), out)
+    tensors = *operands, *index, *bits, *call.tensors, counters, lse_2, delta, dk, dv
+    program = Gradients(((call.loaded, args), (by_keys, of_keys)), tensors, out)
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 
-def prepare(operands: Operands, *, deterministic: bool = False, tuned: Tuned = True) -> Launch:
-    """Transpose the lists; take a table's configuration, or compile and time up to four.
-
-    `deterministic` demands the same bits in each call. Raises Unsupported.
-    """
-    tensors, mask, shape, _, scale = task_of(operands)
-    sizes, searched = table_sizes(shape, mask), configurations(shape, deterministic=deterministic)
-    fixed = {"sums": False} if deterministic else {}
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Transpose the lists; take a table's configuration, or compile and time up to two."""
+    tensors, mask, shape, shared, scale = task_of(operands)
+    searched, sizes = configurations(shape, shared), table_sizes(shape, mask)
     name = "attention_wgmma_backward"
-    configs, by = choose(name, Config, operands, sizes, tuned, searched, **fixed)
+    configs, by = choose(name, Config, operands, sizes, tuned, searched)
     cuda.compile_ahead(name, [constants_of(config, shape, mask) for config in configs])
     candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
     return fastest_launch(configs, candidates, by, operands.device)

@@ -17,7 +17,8 @@ constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, -; keys; slots of bits
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
-enum { FIRST = 1, MASKED = 2, END = 4 };             // flags
+enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8 };  // flags; SHORT: a last step of one entry
+static_assert(!SHORTENS || KEYS == 128 && BOX_KEYS == 64, "a short step has one of two blocks");
 #define INF __int_as_float(0x7f800000)
 
 template <int BITS_OF_IT> struct UnsignedOf { using type = u32; };
@@ -67,12 +68,12 @@ __device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int 
   return (column & PARTIAL) | ((column & ~PARTIAL) * BLOCK_K + place % PARTS * BOX_KEYS);
 }
 
-// Each lane loads one box, of an entry and half of the head.
+// Each lane loads one box, of an entry and half of the head; of a short step the first entries.
 __device__ __forceinline__ void load_slot(const TensorMap* map, const Ring& ring, int key,
-                                          int column, int sequence) {
+                                          int column, int sequence, bool is_short) {
   const int lane = threadIdx.x % 32, entry = lane / HALVES, half = lane % HALVES;
-  if (lane == 0) mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES);
-  if (lane < ENTRIES * HALVES)
+  if (lane == 0) mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES >> is_short);
+  if (lane < ENTRIES * HALVES >> is_short)
     tma_load(ring.tile() + (half * KEYS + entry * BOX_KEYS) * ROW_BYTES, map, column + 64 * half,
              key & ~PARTIAL, sequence, ring.full_barrier());
   __syncwarp();
@@ -91,7 +92,7 @@ __device__ __forceinline__ void load_queries(const Maps& maps, const Buffer& q, 
   __syncwarp();
 }
 
-struct Value { int key, column, query, head; };  // the V that is loaded next
+struct Value { int key, column, query, head; bool is_short; };  // the V that is loaded next
 
 __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, const Value& value,
                                             const Sizes& sizes) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, co
     st_shared(ring.note() + 4, value.query);
     st_shared(ring.note() + 8, value.head);
   }
-  load_slot(map, ring, value.key, value.column, value.head / sizes.heads);
+  load_slot(map, ring, value.key, value.column, value.head / sizes.heads, value.is_short);
   ring.advance();
 }
 
@@ -109,7 +110,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
   const int lane = threadIdx.x % 32, entry = min(lane / HALVES, ENTRIES - 1);
   const int workers = gridDim.x * GROUPS;
   int ticket = blockIdx.x * GROUPS + group;
-  Value value{0, 0, 0, 0};
+  Value value{};
   bool pending = false;
   while (ticket < lists.tile_count) {
     const Tile tile = lists.tiles[ticket];
@@ -120,10 +121,13 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
     int key = key_of(lists.columns, tile, entry, sizes.keys);
     for (int step = 0; step < steps; step++) {
       const int next = key_of(lists.columns, tile, (step + 1) * ENTRIES + entry, sizes.keys);
+      const int left = tile.count * PARTS - step * ENTRIES;
+      const bool is_short = SHORTENS && step && left <= ENTRIES / 2;
       mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for K");
-      const bool masked = __any_sync(~0u, key < 0 || key + BOX_KEYS > sizes.keys);
+      const bool masked = __any_sync(~0u, (key < 0 || key + BOX_KEYS > sizes.keys) &&
+                                              entry < ENTRIES >> is_short);
       if (lane == 0) {
-        st_shared(ring.note(), (step ? 0 : FIRST) | (masked ? MASKED : 0));
+        st_shared(ring.note(), (step ? 0 : FIRST) | (masked ? MASKED : 0) | (is_short ? SHORT : 0));
         st_shared(ring.note() + 4, tile.query);
         st_shared(ring.note() + 8, tile.head);
       }
@@ -134,7 +138,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
                     lists.slots[tile.first + (step * ENTRIES + entry) / PARTS]);
       }
       __syncwarp();
-      load_slot(&maps.k, ring, key, column, sequence);
+      load_slot(&maps.k, ring, key, column, sequence, is_short);
       ring.advance();
       if (step == 0) {
         mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
@@ -143,7 +147,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       }
       if (LAGGING && pending) load_values(&maps.v, ring, value, sizes);
       pending = true;
-      value = Value{key, column, tile.query, tile.head};
+      value = Value{key, column, tile.query, tile.head, is_short};
       if (!LAGGING) load_values(&maps.v, ring, value, sizes);
       key = next;
     }
@@ -175,22 +179,27 @@ __device__ __forceinline__ void queries_to_registers(u32 (&q)[HEAD_DIM / 4], u32
   }
 }
 
-// d = Q K.T, or dO V.T: the caller ends the group.
+// d = Q K.T, or dO V.T: the caller ends the group. N keys; N = 64 leaves the rest of d as it is.
+template <int N = KEYS>
 __device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], const u32 (&q)[HEAD_DIM / 4],
                                               u32 tile) {
   const u64 k = smem_descriptor(tile);
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 16; i++)
-    WGMMA_RS(KEYS, q + 4 * i, k + ((i / 4 * KEYS * ROW_BYTES + i % 4 * 32) >> 4), i > 0, 0);
+  for (int i = 0; i < HEAD_DIM / 16; i++) {
+    const u64 k_at = k + ((i / 4 * KEYS * ROW_BYTES + i % 4 * 32) >> 4);
+    if (N == 64) WGMMA_RS(64, q + 4 * i, k_at, i > 0, 0);
+    else WGMMA_RS(KEYS, q + 4 * i, k_at, i > 0, 0);
+  }
 }
-// d += P V, or dS K.
+// d += P V, or dS K, of N keys.
+template <int N = KEYS>
 __device__ __forceinline__ void add_rows(float (&d)[HEAD_DIM / 2], const u32 (&p)[KEYS / 4],
-                                           u32 tile) {
+                                         u32 tile) {
   const u64 v = smem_descriptor(tile, ROW_BYTES, KEYS * ROW_BYTES);
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < KEYS / 16; i++)
+  for (int i = 0; i < N / 16; i++)
     WGMMA_RS(HEAD_DIM, p + 4 * i, v + (i * 16 * ROW_BYTES >> 4), 1, 1);
   wgmma_commit();
 }
@@ -198,11 +207,12 @@ __device__ __forceinline__ void add_rows(float (&d)[HEAD_DIM / 2], const u32 (&p
 using Word = Unsigned<(BOX_KEYS < 32 ? BOX_KEYS : 32)>;
 constexpr int WORD = sizeof(Word);  // bytes of bits that are read at once
 
+template <int N = KEYS>
 __device__ __forceinline__ void mask(float (&s)[KEYS / 2], u32 note, int row, const Lists& lists,
                                      const Sizes& sizes) {
   const int t = threadIdx.x % 4, query = ld_shared(note + 4) + row % SPAN;
   #pragma unroll
-  for (int e = 0; e < ENTRIES; e++) {
+  for (int e = 0; e < ENTRIES * N / KEYS; e++) {
     const int note_key = ld_shared(note + 16 + 4 * e), key = note_key & ~PARTIAL;
     #pragma unroll
     for (int r = 0; r < 2; r++) {

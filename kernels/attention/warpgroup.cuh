@@ -54,14 +54,6 @@ __device__ __forceinline__ float2 ld_shared_pair(u32 from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ void stmatrix_x4(u32 place, const u32* v) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               :: "r"(place), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-__device__ __forceinline__ void red_add(float* to, const float* v) {  // 16 bytes
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }

@@ -214,4 +214,5 @@ def packed_order(tiles: Tiles, lists: Lists) -> Tensor:
     Tiles are in the order of the steps. In a tile, all features of the first 8 of k come first.
     """
     pieces = tiles.pieces[torch.from_numpy(lists.order)]
-    return pieces.unflatten(2, (-1, PIECE // tiles.piece)).transpose(1, 2).flatten()
+    in_steps: Tensor = pieces.unflatten(2, (-1, PIECE // tiles.piece)).transpose(1, 2)
+    return in_steps.flatten()

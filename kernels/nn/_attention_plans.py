@@ -10,10 +10,10 @@
       forward    attention_split, attention_triton
     CPU          torch, with every element of the mask: a reference for small masks
 
-selection.py chooses the fastest in a search, or else the first one in this list. Under
-torch.use_deterministic_algorithms the backward kernel is Triton's, which always gives the same
-bits. Plans are made for a mask and the sizes of q, k and v. Calls of one plan must run one after
-the other on the device, as they do on one stream, because some kernels keep counters.
+selection.py chooses the fastest in a search, or else the first one in this list. All of them give
+the same bits each time. Plans are made for a mask and the sizes of q, k and v. Calls of one plan
+must run one after the other on the device, as they do on one stream, because some kernels keep
+counters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,15 +59,11 @@ ENGINES = tuple(KERNELS)
 
 
 class Call(NamedTuple):
-    """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan.
-
-    exact  the same operands must give the same bits
-    """
+    """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan."""
 
     op: Literal["attention", "attention_backward"]
     shape: Shape
     scale: float
-    exact: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -110,7 +106,6 @@ def operator_of(mask: BlockMask) -> Operator:
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         density = float(f"{sizes['density']:.2g}")
         kinds = {"causal": mask.causal, "bits": mask.bits is not None, "lists": mask.lists}
-        kinds["exact"] = call.exact
         return {"op": call.op, **heads, **kinds, **sizes, "density": density}
 
     def offer(call: Call, choice: Mapping[str, Any] | None) -> list[Iterator[Candidate]]:
@@ -132,8 +127,7 @@ def engines_of(call: Call, device: torch.device) -> list[str]:
         return ["attention_split", "attention_triton"]
     backward = "_backward" if call.op == "attention_backward" else ""
     names = [f"attention_wgmma{backward}", f"attention_triton{backward}"]
-    inexact = backward and call.exact
-    if inexact or KERNELS[names[0]].unsupported(call.problem, device):
+    if KERNELS[names[0]].unsupported(call.problem, device):
         return names[1:]
     return names
 
@@ -146,7 +140,7 @@ def _offered(
     shared = shared_heads(owner.mask, shape.heads, shape.kv_heads)
     if name.startswith("attention_wgmma"):
         product: Any = _Wgmma
-        sizes: tuple[Any, ...] = (shape, shared) if call.op == "attention" else (shape,)
+        sizes: tuple[Any, ...] = (shape, shared)
     else:
         path = choose_path(None, unsupported_row(shape.head_dim, shape.itemsize), device)
         product, sizes = _Triton, (shape, shared, path)

@@ -67,8 +67,8 @@ def layer(operands: Operands, select: Select) -> Launch:
     if not x.is_cuda:
         return Launch(call, {"kernel": "torch"})
     operator, m = mlp.operator, bucket(len(x))
-    weights = [mlp.gate.weight, mlp.up.weight, mlp.down.weight_t]
-    selected = operator.select(m, lambda product: partial(product.run, x, *weights), pinned)
+    ws = [mlp.gate.weight, mlp.up.weight, mlp.down.weight_t]
+    selected = operator.select(m, lambda product: partial(product.run, x, *ws), pinned)
     return Launch(call, selected.row, selected.product.code, selected.lines)
 
 

@@ -8,7 +8,7 @@
 A weight's Operator is an attribute of the weight, and is made again if torch counts a write to it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +22,13 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, lasting
 from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.front import DGRAD, record, rows_of
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket, configured
+from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bitmap import bitmap_mma, bitmap_wgmma
 from sparsebench.kernels.csr import csr_cuda
+from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
@@ -85,6 +88,27 @@ def dense_copy(w: Bitmap) -> Tensor:
     if is_capturing(plans.dense):
         keep(plans.dense)
     return plans.dense
+
+
+def derivative_of(w: Bitmap) -> Callable[..., tuple[Tensor, None]]:
+    """Return how a recorded call is differentiated: by X, with the dense copy."""
+    versions = plans_of(w).versions
+
+    def run(front: Any, dy: Tensor, *_: Any) -> tuple[Tensor, None]:
+        plans = plans_of(w)
+        if plans.versions != versions:
+            raise RuntimeError("expected W as forward read it, found it modified before backward")
+        transposed, rows = dense_copy(w).T, readable(rows_of(dy))
+        if torch.is_grad_enabled() or watched():
+            return batched(linear(rows, transposed), dy), None
+
+        def product() -> Tensor:
+            on_tape(dense=transposed)
+            return linear(rows, transposed)
+
+        return batched(record(front, DGRAD, [rows], product), dy), None
+
+    return run
 
 
 def bits_are_faster(m: int, w: Bitmap) -> bool:

@@ -11,7 +11,7 @@ A plan reads the weights as they are, so writes to them need no new plan. It dep
 of active units, which a search learns from X; `slots` stands for it in the lists of choices.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -83,14 +83,20 @@ def operator_of(
         return [[c for engine in engines for c in engine if c.choice.items() <= choice.items()]]
 
     def _on_hopper(m: int) -> list[Candidate]:
-        sizes = {"m": m, "n": n, "k": k, "dtype": NAMES[dtype], "activation": activation}
+        sizes: dict[str, Any] = {
+            "m": m,
+            "n": n,
+            "k": k,
+            "dtype": NAMES[dtype],
+            "activation": activation,
+        }
         if _layer.unsupported(Problem("ffn", sizes), device):
             return []
         few = [ffn_few.Config(way) for way in ffn_few.ways_of(m, n)]
         whole = [_grouped.Config(alone=True)] if m <= _grouped.MOST_ALONE else []
         whole.append(_grouped.Config())
         words = [_grouped.Config(cluster=gate.cluster) for gate in configurations()]
-        kernels = {
+        kernels: dict[str, tuple[Any, Sequence[Any]]] = {
             "ffn_few": (ffn_few.Product, few if m <= ffn_few.MOST_TOKENS else []),
             "ffn_sparse": (_grouped.Product, whole),
             "ffn_twell": (_grouped.Product, words),

@@ -47,6 +47,7 @@ class BitmapLinear(nn.Linear):
     records: Tensor
     offsets: Tensor
     bias: nn.Parameter | None  # type: ignore[assignment]
+    _front: Any = None  # calls without Python (front.py)
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class BitmapLinear(nn.Linear):
         zeros = torch.zeros(out_features, device=device, dtype=dtype)
         self.bias = frozen(zeros) if bias else None
         self._bitmap: tuple[Tensor, Tensor, Bitmap] | None = None
-        self._front: Any = None  # calls without Python (front.py)
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None) -> Self:

@@ -39,7 +39,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.cuda import HOPPER
-from sparsebench.kernels._common.front import Guard, recorded, rows_of
+from sparsebench.kernels._common.front import Derivative, Guard, recorded, rows_of
 from sparsebench.kernels._common.transforms import transformed, watched
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -155,15 +155,34 @@ def of_layer(
     front   what this function returned for the layer before, or None
     guards  of the layer's tensors
     """
+
+    def in_python() -> Tensor:
+        y = matmul(x, w)
+        return y if bias is None else y + bias
+
     layout = x.dtype, x.device, x.dim() > 0 and x.shape[-1]
     plain = x.is_cuda and layout == (w.dtype, w.records.device, w.shape[1])
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias))
-    if plain and not (training or _is_traced() or torch.is_autocast_enabled(x.device.type)):
-        rows = rows_of(x)
-        if _bsr_autograd.readable(rows) is rows and _frozen_op.is_planned(rows.shape[0], w):
-            return recorded(front, x, partial(_frozen_op.multiply, rows, w), guards, bias=bias)
-    y = matmul(x, w)
-    return y if bias is None else y + bias, front
+    if not plain or _is_traced() or torch.is_autocast_enabled(x.device.type):
+        return in_python(), front
+    rows = rows_of(x)
+    if not rows.shape[0] or _bsr_autograd.readable(rows) is not rows:
+        return in_python(), front
+    with_bias = bias is not None and bias.requires_grad
+    training = torch.is_grad_enabled() and (x.requires_grad or with_bias)
+    planned = _frozen_op.is_planned(rows.shape[0], w)
+    if training and not planned:
+        with torch.no_grad():
+            _frozen_op.multiply(rows, w)  # the path in Python multiplies by the dense copy
+    return recorded(
+        front,
+        x,
+        partial(_frozen_op.multiply, rows, w),
+        guards,
+        planned=planned,
+        bias=bias,
+        derivative=Derivative(_frozen_op.derivative_of(w), bias=bias),
+        differentiated=in_python if training else None,
+    )
 
 
 def _recorded(x: Tensor, w: Format, run: Callable[[], Tensor]) -> Tensor:

@@ -34,6 +34,7 @@ The L1 term is that of Cetin et al., arXiv 2603.23198, as in their code: not div
 of units. Their published coefficient, 2e-5, applies to the mean of this term over layers.
 """
 
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -41,7 +42,8 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
-from sparsebench.kernels._common.selection import Operator
+from sparsebench.kernels._common.front import Fronts, Guard, ModuleGuard, recorded
+from sparsebench.kernels._common.selection import Operator, bucket
 from sparsebench.kernels._common.transforms import batched, transformed, watched
 from sparsebench.kernels.nn._sparse_mlp_op import eager, inference, operator_of
 from sparsebench.kernels.nn._weight import FusedPart
@@ -133,6 +135,7 @@ class SparseGatedMLP(nn.Module):
         for name in ("gate_proj", "up_proj", "down_proj"):
             self.add_module(name, FusedPart("SparseGatedMLP", ADAPT))
         self.sparse = True
+        self._fronts = Fronts()  # calls without Python (front.py)
         self.active: Tensor
         active = torch.zeros((), dtype=torch.int32, device=device)
         self.register_buffer("active", active, persistent=False)
@@ -162,30 +165,62 @@ class SparseGatedMLP(nn.Module):
 
     def forward(self, x: Tensor, *, l1: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return Y [..., k] of X [..., k]; with `l1` also the L1 term, fp32. Raises Unsupported."""
-        k = self.in_features
+        k, kind = self.in_features, (self.activation, self.slots)
+        if self.sparse and not l1 and not torch.compiler.is_compiling() and kind in self._fronts:
+            fast: Tensor | None = self._fronts[kind](x)
+            if fast is not None:
+                return fast
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
         if not isinstance(self.gate, nn.Linear) or not isinstance(self.up, nn.Linear):
             raise Unsupported(f"expected gate and up without adapters, found some: {ADAPT}")
-        weights: list[Tensor] = [self.gate.weight, self.up.weight, self.down.weight_t]
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        wg: Tensor = self.gate.weight
+        wu: Tensor = self.up.weight
+        wd_t: Tensor = self.down.weight_t
+        cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+        if cast:
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, *weights = (t.to(dtype) for t in (x, *weights))
+            x, wg, wu, wd_t = (t.to(dtype) for t in (x, wg, wu, wd_t))
         flat, squared = x.reshape(-1, k), self.activation == "relu2"
-        require_one_kind(flat, *weights)
-        if self.sparse and not l1 and flat.is_cuda and not _watched_by_gradients(flat, *weights):
-            run = inference if watched() else eager
-            return batched(run(plain(flat), *map(plain, weights), squared, self.slots), x)
+        require_one_kind(flat, wg, wu, wd_t)
+        if self.sparse and not l1 and x.is_cuda and not _differentiated(flat, wg, wu, wd_t):
+            return self._inference(x, flat, wg, wu, wd_t, kind, recorded_calls=not cast)
         tokens = max(1, flat.shape[0])
         if self.sparse:
-            y, norms, offsets = product(flat, *weights, squared, self.slots)
+            y, norms, offsets = product(flat, wg, wu, wd_t, squared, self.slots)
             count = offsets[-1]
         else:
-            y, norms, count = dense_forward(flat, *weights, squared, l1)
+            y, norms, count = dense_forward(flat, wg, wu, wd_t, squared, l1)
         if not transformed():
             self.active.copy_(count // -tokens).neg_()  # rounded up
         y = batched(y, x)
         return (y, norms.sum() / tokens) if l1 else y
+
+    def _inference(
+        self,
+        x: Tensor,
+        flat: Tensor,
+        wg: Tensor,
+        wu: Tensor,
+        wd_t: Tensor,
+        kind: tuple[str, int],
+        *,
+        recorded_calls: bool,
+    ) -> Tensor:
+        """Return Y of a call without gradients, and record it if nothing must be copied."""
+        squared = self.activation == "relu2"
+        operands = plain(flat), plain(wg), plain(wu), plain(wd_t)
+        if watched():
+            return batched(inference(*operands, squared, self.slots), x)
+        run = partial(eager, *operands, squared, self.slots)
+        copied = any(a is not b for a, b in zip(operands, (flat, wg, wu, wd_t), strict=True))
+        planned = len(flat) > 0 and bucket(len(flat)) in self.operator.plans
+        if copied or not recorded_calls or not planned:
+            return batched(run(), x)
+        y, front = recorded(self._fronts.pop(kind, None), x, run, self._guards())
+        if front is not None:
+            self._fronts[kind] = front
+        return y
 
     @property
     def operator(self) -> Operator:
@@ -202,12 +237,21 @@ class SparseGatedMLP(nn.Module):
         self.sparse = active <= self.slots and active * EVEN <= self.hidden_features
         return self.sparse
 
+    def _guards(self) -> list[Guard | ModuleGuard]:
+        """Return what must not change while recorded calls hold: modules, and their weights."""
+        guards: list[Guard | ModuleGuard] = []
+        for part, name in {"gate": "weight", "up": "weight", "down": "weight_t"}.items():
+            parameters = (module := getattr(self, part))._parameters
+            guards.append(ModuleGuard(self._modules, part, module))
+            guards.append(Guard(parameters, name, parameters[name], content=False))
+        return guards
+
     def extra_repr(self) -> str:
         """Return the activation, the slots and `sparse`."""
         slots = f"slots={self.slots} of {self.hidden_features}"
         return f"activation={self.activation}, {slots}, sparse={self.sparse}"
 
 
-def _watched_by_gradients(*operands: Tensor) -> bool:
+def _differentiated(*operands: Tensor) -> bool:
     """Return whether autograd or torch.func must see a call with these operands."""
     return transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in operands))

@@ -162,7 +162,7 @@ def library(name: str, version: str, target: str, *flags: str) -> ctypes.CDLL:
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as fresh:
             fresh_file = Path(fresh) / file.name
-            command = *NVCC, f"-arch={target}", *flags, source, "-o", fresh_file
+            command = [*NVCC, f"-arch={target}", *flags, str(source), "-o", str(fresh_file)]
             try:
                 built = subprocess.run(
                     command, capture_output=True, check=False, encoding="utf-8", errors="replace"

@@ -133,14 +133,16 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
     return {**choice, "workspace_bytes": size}, run
 
 
-def stage_for(x: Tensor, columns: int, *, turned: bool) -> Tensor:
-    """Return X, or a buffer [m, columns] that the launch copies X to, with zeros past k.
+def stage_for(x: Tensor, columns: int, *, turned: bool, rows: int | None = None) -> Tensor:
+    """Return X, or a buffer [rows, columns] that the launch copies X to, with zeros past m and k.
 
-    The buffer is column-major if `turned`. X is returned only if it has the right layout.
+    The buffer is column-major if `turned`. X is returned only if it has the right layout. `rows`
+    are m by default.
     """
+    rows = len(x) if rows is None else rows
     if turned:
-        return x.new_zeros(columns, len(x)).t()
-    return x if x.shape[1] == columns else x.new_zeros(len(x), columns)
+        return x.new_zeros(columns, rows).t()
+    return x if x.shape == (rows, columns) else x.new_zeros(rows, columns)
 
 
 def describe_dense(matrix: Tensor) -> int:

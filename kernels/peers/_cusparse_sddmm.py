@@ -30,6 +30,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.peers import _cusparse
 from sparsebench.kernels.peers._cusparse import ONE, ZERO, Plan, describe_dense, stage_for
+from sparsebench.kernels.peers._padding import multiple_of
 
 TRANSPOSED = "transposed"
 DY_LAYOUTS = "columns", TRANSPOSED, "rows"
@@ -44,11 +45,13 @@ class Pattern:
     packed    the pattern in our format; keeps its arrays alive
     shape     rows and columns, padded to whole blocks
     describe  returns a new descriptor
+    tokens    the number of tokens must be a multiple of this; the launch pads them
     """
 
     packed: Bsr | Csr
     shape: tuple[int, int]
     describe: Callable[[], int]
+    tokens: int = 1
 
 
 def prepare(pattern: Pattern, operands: Operands) -> Launch:
@@ -70,8 +73,9 @@ def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str)
     from nvmath.bindings import cusparse
 
     handle, descriptor = _cusparse.library_handle(), pattern.describe()
-    staged_dy = stage_for(dy, pattern.shape[0], turned=dy_layout == "rows")
-    staged_x = stage_for(x, pattern.shape[1], turned=x_layout == "columns")
+    rows = multiple_of(pattern.tokens, len(x))
+    staged_dy = stage_for(dy, pattern.shape[0], turned=dy_layout == "rows", rows=rows)
+    staged_x = stage_for(x, pattern.shape[1], turned=x_layout == "columns", rows=rows)
     flips = dy_layout == TRANSPOSED, x_layout == TRANSPOSED
     a, b = staged_dy if flips[0] else staged_dy.t(), staged_x.t() if flips[1] else staged_x
     arguments = (
@@ -88,11 +92,12 @@ def plan(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str)
     def run() -> Bsr | Csr:
         for source, staged in ((dy, staged_dy), (x, staged_x)):
             if staged is not source:
-                staged[:, : source.shape[1]].copy_(source)
+                staged[: len(source), : source.shape[1]].copy_(source)
         values = torch.empty_like(pattern.packed.values)
         cusparse.sp_mat_set_values(descriptor, values.data_ptr())
         cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
         cusparse.sddmm(*arguments, workspace.data_ptr())
         return replace(pattern.packed, values=values)
 
-    return {"dy_layout": dy_layout, "x_layout": x_layout, "workspace_bytes": int(size[0])}, run
+    layouts = {"dy_layout": dy_layout, "x_layout": x_layout, "workspace_bytes": int(size[0])}
+    return {**layouts, **({"tokens": rows} if rows != len(x) else {})}, run

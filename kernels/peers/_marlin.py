@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.int4 import Int4
 from sparsebench.kernels._common.cuda import AMPERE, unsupported_device
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Launch, Operands
@@ -108,7 +107,7 @@ def tiled(codes: Tensor, *, four_columns: bool) -> Tensor:
     k, n = codes.shape
     quads = codes.view(k // TILE, TILE, n // (4 * TILE), 4 * TILE).transpose(1, 2).flatten(2)
     nibbles = quads[..., places].to(torch.int64).unflatten(2, (-1, 8))
-    words = (nibbles << 4 * torch.arange(8, device=codes.device)).sum(3)
+    words: Tensor = (nibbles << 4 * torch.arange(8, device=codes.device)).sum(3)
     return words.view(k // TILE, 2 * n).to(torch.int32)
 
 
@@ -135,13 +134,10 @@ def tiles_of(m: int) -> list[tuple[int, int]]:
     return [(128, 128), (64, 256)] if m <= TILE else [(64, 256)]
 
 
-def weights_of(operands: Operands) -> Int4:
-    """Return the weights if they have the library's groups. Raises Unsupported."""
-    w = operands.weights["w"]
-    assert isinstance(w, Int4)
-    if w.group != GROUP:
-        raise Unsupported(f"expected a group of {GROUP}, found {w.group}")
-    return w
+def require_groups(group: int) -> None:
+    """Raise Unsupported unless the weights have the library's groups."""
+    if group != GROUP:
+        raise Unsupported(f"expected a group of {GROUP}, found {group}")
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -3,7 +3,8 @@
 Needs an NVIDIA GPU and nvmath-python; square blocks of any size, for the gradient of W of 2, 4, 8,
 16, 32, 64 or 128. fp16, bf16 and fp32; fp32 accumulation. Neither kernel has a tensor-core
 instruction in cuSPARSE 12.6, so the GPU's fp32 rate limits all three types. If n or k is not a
-multiple of the block, the launch copies X or dY and pads it with zeros.
+multiple of the block, the launch copies X or dY and pads it with zeros; for the gradient of W also
+if the number of tokens is none, because the library then refuses the product (12.6).
 Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM, CUSPARSE_SPMM_BSR_ALG1; cusparseSDDMM.
 """
 
@@ -47,7 +48,7 @@ def prepare_wgrad(operands: Operands) -> Launch:
     """Choose the fastest layouts of dW = dY.T @ X at the stored blocks."""
     w = operands.pattern
     assert isinstance(w, Bsr)
-    pattern = _cusparse_sddmm.Pattern(w, padded(w), partial(describe, w))
+    pattern = _cusparse_sddmm.Pattern(w, padded(w), partial(describe, w), w.block[0])
     return _cusparse_sddmm.prepare(pattern, operands)
 
 

@@ -198,21 +198,22 @@ class _Gradients:
         """Take the call; the first call of this object compiles both passes."""
         self.call, self.inputs, self.options = call, inputs, options
         self.o, self.lse = o, lse
-        self.node: Any = None
+        self.result: Tensor | None = None
 
     def __call__(self, do: Tensor) -> list[Tensor]:
         """Return dQ, dK and dV [batch, heads, tokens, D]."""
-        if self.node is not None:
-            return self._run(do)
+        if self.result is not None:
+            return self._run(self.result, do)
         # A donated buffer is overwritten: that would be the given O.
         with functorch.patch(donated_buffer=False), self._tiles():
             with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda saved: saved):
-                self.node = self.call(*self.inputs).grad_fn
-            return self._run(do)
+                self.result = self.call(*self.inputs)  # its node lives as long as it does
+            return self._run(self.result, do)
 
-    def _run(self, do: Tensor) -> list[Tensor]:
+    def _run(self, result: Tensor, do: Tensor) -> list[Tensor]:
+        node: Any = result.grad_fn
         with torch.no_grad():
-            return [x for x in self.node.apply(do) if isinstance(x, Tensor)]
+            return [x for x in node.apply(do) if isinstance(x, Tensor)]
 
     def _saved(self, saved: Tensor) -> Tensor:
         places = {x.data_ptr() for x in self.inputs}

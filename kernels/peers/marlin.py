@@ -4,7 +4,9 @@
 
 Made for Ampere: the kernel loads weights by cp.async, converts them in registers and multiplies by
 mma.sync. Zeros of W are stored and multiplied like other weights. The two tiles that exist for up
-to 16 tokens are searched; there is one for more.
+to 16 tokens are searched; there is one for more. On Hopper the tile of 128 x 128 ends with an
+illegal instruction, because ptxas (12.8 to 13.1) loses the cache policy of its copies
+(github.com/IST-DASLab/marlin, issue 44), so it is not tried there.
 
     needs   the authors' library marlin_cuda, which also has Sparse-Marlin (_marlin.py); compute
             capability 8.0 or newer
@@ -12,17 +14,24 @@ to 16 tokens are searched; there is one for more.
     sizes   n a multiple of 256, k of 128
 """
 
+import torch
 from torch import Tensor
 
 from sparsebench.formats.int4 import Int4
+from sparsebench.kernels._common.cuda import HOPPER
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _marlin
 
 
 def prepare(operands: Operands) -> Launch:
     """Pack the weights, and choose the faster tile. Raises Unsupported."""
-    arrays = _packed(_marlin.weights_of(operands))
+    w = operands.weights["w"]
+    assert isinstance(w, Int4)
+    _marlin.require_groups(w.group)
+    arrays = _packed(w)
     tiles = _marlin.tiles_of(operands.problem["m"])
+    if torch.cuda.get_device_capability(operands.device) == HOPPER:
+        tiles = tiles[-1:]
     return _marlin.prepared(operands, _marlin.DENSE, arrays, tiles)
 
 

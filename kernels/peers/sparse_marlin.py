@@ -9,14 +9,13 @@
     needs   the authors' library marlin_cuda (_marlin.py), compute capability 8.0 or newer; its
             README says that it is not optimised for Hopper
     dtype   fp16 with fp32 accumulation, parts of k added in fp16
-    sizes   n a multiple of 256, k of 128; the weights must be 2:4 sparse along k
+    sizes   n a multiple of 256, k of 128
 """
 
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
-from sparsebench.formats.int4 import ZERO, Int4
+from sparsebench.formats.int4_two_four import Int4TwoFour
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _marlin
 
@@ -24,24 +23,22 @@ IN_LANES = 0, 4, 1, 5, 2, 6, 3, 7  # columns of scales in the order of a lane's 
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pack the weights, and choose the faster tile. Raises Unsupported unless they are 2:4."""
-    arrays = packed(_marlin.weights_of(operands))
+    """Pack the weights, and choose the faster tile. Raises Unsupported."""
+    w = operands.weights["w"]
+    assert isinstance(w, Int4TwoFour)
+    _marlin.require_groups(w.group)
+    arrays = packed(w)
     tiles = _marlin.tiles_of(operands.problem["m"])
     return _marlin.prepared(operands, _marlin.SPARSE, arrays, tiles)
 
 
-def packed(w: Int4) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of the kept weights, metadata, and scales. Raises Unsupported."""
-    groups = w.unpacked().unflatten(1, (-1, 4))
-    kept = groups != ZERO
-    most = int(kept.sum(2).max())
-    if most > 2:
-        raise Unsupported(f"expected at most 2 weights of every 4 along k, found {most}")
-    positions = kept.byte().argsort(dim=2, descending=True, stable=True)[..., :2].sort(2).values
-    codes = groups.gather(2, positions).flatten(1)
+def packed(w: Int4TwoFour) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes of the kept weights, metadata, and scales."""
+    codes, positions = w.unpacked()
     scales = w.scales.t().contiguous()
     in_lanes = scales.view(-1, 8)[:, IN_LANES].view(scales.shape)
-    return _marlin.tiled(codes.t(), four_columns=True), _metadata(positions), in_lanes
+    halved = codes.flatten(1).t().contiguous()
+    return _marlin.tiled(halved, four_columns=True), _metadata(positions), in_lanes
 
 
 def _metadata(positions: Tensor) -> Tensor:
@@ -52,10 +49,10 @@ def _metadata(positions: Tensor) -> Tensor:
     """
     groups = positions[..., 0] | positions[..., 1] << 2
     shifts = 4 * torch.arange(4, device=groups.device)
-    words = (groups.unflatten(1, (-1, 4)) << shifts).sum(2).to(torch.int16)
+    words: Tensor = (groups.unflatten(1, (-1, 4)) << shifts).sum(2).to(torch.int16)
     n, count = words.shape
     by_bit = words.view(n // 64, 8, 2, 2, 2, count // 2, 2)  # rows, h, c, b, a, t, p
     return by_bit.permute(5, 0, 3, 1, 4, 6, 2).reshape(n, count)
 
 
-KERNEL = Kernel("linear", "int4", "cuda", prepare, _marlin.unsupported)
+KERNEL = Kernel("linear", "int4_two_four", "cuda", prepare, _marlin.unsupported)

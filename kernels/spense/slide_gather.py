@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.slide import Slide
+from sparsebench.formats.spense import DTYPES
 from sparsebench.kernels._common.cuda import BoundKernel, compile_ahead
 from sparsebench.kernels._common.lift import lifting
 from sparsebench.kernels._common.search import fastest_launch
@@ -57,7 +58,7 @@ def unsupported_operands(x: Tensor, w: Slide) -> str | None:
     """Return why neither kernel of slide weights can read these operands, or None."""
     limits = {"most_tokens": spense_wgmma.TOKENS[-1], "most_columns": 2**20, "y_step": 8}
     tiles_of_x = replace(w.lifted, shape=w.shape)  # X has k columns, not k'
-    return _operands.unsupported(x, tiles_of_x, spense_wgmma.DTYPES, **limits)
+    return _operands.unsupported(x, tiles_of_x, DTYPES, **limits)
 
 
 def slide_of(operands: Operands) -> Slide:

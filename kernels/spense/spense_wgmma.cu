@@ -123,7 +123,7 @@ constexpr int X_STAGES =
     at_most(2 * AHEAD, (STAGES_BYTES - W_STAGES * WARPGROUPS * W_BYTES) / X_BYTES);
 
 // Registers of a thread. All start with LAUNCHED; then producers give some to consumers.
-constexpr int LAUNCHED = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = WINDOWS ? 72 : 56;
+constexpr int LAUNCHED = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = WINDOWS ? 88 : 56;
 constexpr int CONSUMER_REGISTERS = at_most(
     240, (LAUNCHED * THREADS - 128 * PRODUCER_REGISTERS) / (128 * WARPGROUPS) / 8 * 8);
 
@@ -277,19 +277,32 @@ __device__ __forceinline__ uint2 middle_of(const uint4& piece) {
     return uint2{__byte_perm(piece.x, piece.y, 0x5432), __byte_perm(piece.z, piece.w, 0x5432)};
   return uint2{piece.y, piece.z};
 }
-// Write a middle box. Eight threads write a row; all arguments are the addresses of boxes.
+// Write a middle box. Eight threads write a row; all arguments are the addresses of boxes. A thread
+// reads BATCH rows before it writes them, because their latencies add up otherwise.
 __device__ __forceinline__ void expand_box(u32 low, u32 high, u32 middle) {
+  constexpr int STEP = 4 * EXPANDERS, ROUNDS = TOKENS / STEP;
+  constexpr int BATCH = ROUNDS % 8 == 0 && TOKENS < 256 ? 8 : ROUNDS % 4 == 0 ? 4 : 2;
   const int thread = threadIdx.x % 128 - 32 * (WARPGROUPS + 1);
   const int piece = thread % 8, late = piece / 4;
   const u32 from = late ? high : low;
-  #pragma unroll 4
-  for (int row = thread / 8; row < TOKENS; row += 4 * EXPANDERS) {
-    const u32 first = row * ROW_BYTES + (((2 * piece + late) % 8 ^ row % 8) << 4);
-    const uint2 a = middle_of(ld_shared_uint4(from + first));
-    const uint2 b = middle_of(ld_shared_uint4(from + (first ^ 1 << 4)));
-    const uint2 even = late ? b : a, odd = late ? a : b;
-    st_shared_uint4(middle + row * ROW_BYTES + ((piece ^ row % 8) << 4),
-                    uint4{even.x, even.y, odd.x, odd.y});
+  #pragma unroll 1
+  for (int start = thread / 8; start < TOKENS; start += BATCH * STEP) {
+    uint2 first[BATCH], second[BATCH];
+    #pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int row = start + i * STEP;
+      const u32 at = from + row * ROW_BYTES + (((2 * piece + late) % 8 ^ row % 8) << 4);
+      first[i] = middle_of(ld_shared_uint4(at));
+      second[i] = middle_of(ld_shared_uint4(at ^ 1 << 4));
+    }
+    #pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int row = start + i * STEP;
+      const uint2 a = first[i], b = second[i];
+      st_shared_uint4(middle + row * ROW_BYTES + ((piece ^ row % 8) << 4),
+                      uint4{late ? b.x : a.x, late ? b.y : a.y, late ? a.x : b.x,
+                            late ? a.y : b.y});
+    }
   }
 }
 __device__ __forceinline__ void expanders_sync() {
@@ -392,7 +405,7 @@ __device__ __forceinline__ void fence_metadata(const uint2& v) {
 struct InFlight { int x, w; };  // stages that the wgmma in flight read; -1 for none
 
 // Release both stages. The empty barrier of X counts one arrival of each warpgroup of each CTA that
-// receives the box, and with WINDOWS one of the expanders of each. That of W counts one of each warp.
+// receives the box, and one of the expanders of each. That of W counts one arrival of each warp.
 __device__ __forceinline__ void consumer_release(const XPipeline& x, const WPipeline& w,
                                                  InFlight done) {
   const int thread = threadIdx.x % 128;

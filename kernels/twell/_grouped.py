@@ -25,17 +25,19 @@ An inactive unit counts as zero even if X is not finite; dense products make it 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.clusters import clusters_at_once
 from sparsebench.kernels._common.cuda import (
     BoundKernel,
     Constants,
     Layout,
     Loaded,
-    clusters_at_once,
+    MatrixProduct,
     compile_ahead,
     load,
     on_tape,
@@ -258,19 +260,27 @@ class Product:
             gate = _twell_gate.launch(x, wg, self.tiles, _twell_gate.Config(self.config.cluster))
             gate()
             g, words = gate.dense, gate.words
+            on_tape(words)
         else:
             g = torch.mm(x, wg.t())
+            on_tape(by_torch=MatrixProduct(x, wg.t(), g, fixed=True))
         y, groups = x.new_empty(x.shape), -(-m // GROUP)
         left, heavy = counters(x, 3), x.new_empty(groups, dtype=torch.int32)
         assert left is not None
-        options = {"squared": self.squared, "words": words, "tiles": self.tiles, "alone": alone}
+        options: dict[str, Any] = {"squared": self.squared, "alone": alone}
+        options |= {"words": words, "tiles": self.tiles}
         rest = _remainder.Rest(left, heavy, self.programs)
         split, limit = self.split(groups), limit_of(m, n)
-        launch(x, g, wu, wd_t, y, rest, split=split, limit=limit, **options)()
+        sparse = launch(x, g, wu, wd_t, y, rest, split=split, limit=limit, **options)
+        sparse()
+        if self.tiles:
+            on_tape(sparse.tensors[-1])
         if not alone:
             template = self.remainder(m, programs=self.programs, squared=self.squared)
             template(x, g, wu, wd_t, y, left, heavy)
-        on_tape(complete=False)
+        on_tape(g)
+        on_tape(heavy)
+        on_tape(y, owners=(self, wg, wu, wd_t, left))
         return y
 
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.clusters import clusters_at_once
 from sparsebench.kernels._common.cuda import (
     BoundKernel,
     Constants,
     Layout,
     Loaded,
-    clusters_at_once,
     compile_ahead,
     load,
     on_tape,
@@ -210,7 +210,8 @@ class Product:
         counts = zeros.data_ptr() + 8 * self.words
         tensors = x, wg, wu, wd_t, y, h, zeros
         self.loaded.enqueue(ARGUMENTS(*(t.data_ptr() for t in tensors), counts, len(x)))
-        on_tape(complete=False)
+        on_tape(h)
+        on_tape(y, owners=(self, wg, wu, wd_t, zeros))
         return y
 
 

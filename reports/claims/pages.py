@@ -16,6 +16,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
@@ -86,7 +87,11 @@ def pages(
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page and badge; `gpus` are as for `lines`."""
     table = lines(judged, gpus)
-    yield "claims/index.html", render("claims.html", site=site, lines=table, tally=tally(table))
+    sentences = for_site({entry.planned.name: entry.verdicts for entry in judged})
+    yield (
+        "claims/index.html",
+        render("claims.html", site=site, lines=table, tally=tally(table), announcements=sentences),
+    )
     for entry in judged:
         page = render(
             "claim.html",

@@ -8,7 +8,7 @@ from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
 from sparsebench.results.claims.verdict import Verdict
-from sparsebench.results.formatting import rounded
+from sparsebench.results.formatting import number
 
 STYLES = {
     Word.REPRODUCED: "good",
@@ -47,7 +47,7 @@ def bounded(claims: Iterable[PlannedClaim]) -> Table:
             lines.append([claim.name, answer, most, test.name + proxy, test.sentence])
         for bound in claim.claim.bounds:
             share = f", {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
-            most = f"{rounded(bound.most, 0.01)}{SIGNS['x']}"
+            most = f"{number(bound.most, 0.01)}{SIGNS['x']}"
             lines.append([claim.name, "", most, bound.of + share, ""])
     title = "Bounds for kernels as efficient as dense; no: none of these can meet the threshold"
     columns = ("claim", "can be met", "at most", "test or part", "threshold")

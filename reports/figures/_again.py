@@ -33,12 +33,12 @@ def selected_fields(run: Run, cases: pd.DataFrame) -> list[str]:
 def again_command(run: Run, cases: pd.DataFrame, case_id: str) -> str:
     """Return the command that measures the problem of a case again, with all its contenders."""
     case = cases[cases.case_id == case_id].iloc[0]
-    words = [f"{n}={plain(case[n])}" for n in selected_fields(run, cases) if _known(case[n])]
+    words = [f"{n}={plain(case[n])}" for n in selected_fields(run, cases) if _has_value(case[n])]
     if not pd.isna(case.source):
         words = [f"case={case_id}"]  # a pattern from a file has no field that names it
     only = f' --only "{" ".join(words)}"' if words else ""
     return f"sparsebench run {suite_name(run)}{only}"
 
 
-def _known(value: Any) -> bool:
+def _has_value(value: Any) -> bool:
     return not pd.isna(value) and bool(value != "")

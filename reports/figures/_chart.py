@@ -237,14 +237,14 @@ class Chart:
 
 def apart(labels: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
     """Drop the labels that would touch the next one; places are pixels from the left."""
-    kept: list[tuple[float, str]] = []
+    places: list[tuple[float, str]] = []
     free = float("inf")
     for middle, label in sorted(labels, reverse=True):
         half = CHARACTER * (len(label) + 1) / 2
         if middle + half <= free:
-            kept.append((middle, label))
+            places.append((middle, label))
             free = middle - half
-    return kept[::-1]
+    return places[::-1]
 
 
 def round_values(low: float, high: float, logarithmic: bool = True) -> list[float]:

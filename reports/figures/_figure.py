@@ -19,13 +19,10 @@ from markupsafe import Markup
 from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, undecided
-from sparsebench.results.contests import View, all_views, with_gains
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.formatting import percent, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.model_files import Pruning
-from sparsebench.results.noise import Noise
-from sparsebench.results.provenance import device_name
-from sparsebench.results.store import Run
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
@@ -38,39 +35,21 @@ SCOPES = {
 
 
 @dataclass(frozen=True)
-class Frames:
-    """The data of a figure.
+class Frames(Analysis):
+    """The data of a figure: the tables of a run (results/analysis.py).
 
-    rows     one line per row (results/frame.py)
-    cases    one line per case, scope and cache state (results/analysis.py)
-    noise    A/A pairs and noise floors (results/noise.py)
     pruning  errors of pruning, if the report got any (results/model_files.py)
     """
 
-    run: Run
-    rows: pd.DataFrame
-    cases: pd.DataFrame
-    noise: Noise
     pruning: Pruning | None = None
-
-    @property
-    def device(self) -> str:
-        """Name the GPU or CPU."""
-        return device_name(self.run.environment)
 
     @cached_property
     def raced(self) -> pd.DataFrame:
-        """Return the cases with a time, without twins, as `contests.with_gains` returns them.
+        """Return `timed` with more columns.
 
         `clear`: clearly faster than the baseline. `undecided`: perhaps as fast as the baseline.
         """
-        cases = with_gains(self.cases)
-        return cases.assign(clear=clear(cases), undecided=undecided(cases))
-
-    @cached_property
-    def views(self) -> list[View]:
-        """Return the grids of contests for all choices of fields, the first to show in front."""
-        return all_views(self.cases)
+        return self.timed.assign(clear=clear(self.timed), undecided=undecided(self.timed))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
         """Return the contenders of these cases with their numbers on the whole page."""

@@ -62,18 +62,18 @@ def _contests(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panel(taken: pd.DataFrame, name: str, title: str) -> Markup:
-    known = taken[taken[name].notna()]
+    readings = taken[taken[name].notna()]
     chart = Chart(SIZE, "contest", title)
     for start in taken.contest[taken.replicate.diff().fillna(0) != 0]:
         chart.rule("x", start - 0.5, Look(width=0.6, alpha=0.35))
     for chosen, look in (
-        (known["mark"] == "", series(0).but(marker="o")),
-        (known["mark"] != "", series(6).but(marker="D")),
+        (readings["mark"] == "", series(0).but(marker="o")),
+        (readings["mark"] != "", series(6).but(marker="D")),
     ):
-        points = known[chosen]
+        points = readings[chosen]
         texts = [_text(line, name) for line in points.to_dict("records")]
         chart.line(points.contest, points[name], look.but(dash=None), texts)
-    low, high = known[name].min(), known[name].max()
+    low, high = readings[name].min(), readings[name].max()
     least = 100 * LEAST if name == "drift" else LEAST * abs(high)
     margin = max(0.08 * (high - low), (least - (high - low)) / 2)
     chart.limits["y"] = float(low - margin), float(high + margin)

@@ -29,10 +29,10 @@ DATA = ["op", "m", "n", "k", "dtype", "block", "level", "label", "speedup", "sav
 def draw(frames: Frames) -> Markup:
     """Draw a point per case if its energy and its baseline's were measured."""
     raced = frames.raced
-    known = raced.set_index(PLACE).energy_j
-    known = known[~known.index.duplicated()]
+    energies = raced.set_index(PLACE).energy_j
+    energies = energies[~energies.index.duplicated()]
     bases = pd.MultiIndex.from_frame(raced[[*PLACE[:3], "baseline_label"]])
-    saved = known.reindex(bases).to_numpy(dtype=float) / raced.energy_j.to_numpy(dtype=float)
+    saved = energies.reindex(bases).to_numpy(dtype=float) / raced.energy_j.to_numpy(dtype=float)
     cases = raced.assign(saved=saved)
     cases = cases[np.isfinite(cases.saved) & (cases.saved > 0) & cases.speedup.notna()]
     cases = cases[cases.label != cases.baseline_label]

@@ -59,8 +59,12 @@ def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Marku
     chart.rule("x", 0, Look(width=0.8))
     for y, (_, pair) in enumerate(pairs.iterrows()):
         _pair(chart, y, pair)
-    known = pairs.different.dropna()
-    called = f"{known.sum()} of {len(known)}" if len(known) else "unknown, too few processes"
+    differences = pairs.different.dropna()
+    called = (
+        f"{differences.sum()} of {len(differences)}"
+        if len(differences)
+        else "unknown, too few processes"
+    )
     words = f"floor {100 * floor:.2g} %; different: {called}"
     drawing = chart.svg(f"A/A pairs, {name}")
     text = "<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>"

@@ -70,9 +70,9 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
     The dense baseline (speedup 1, error 0) is one of them unless a faster point has error 0.
     """
     baseline = pd.DataFrame({"speedup": [1.0], "error": [0.0]})
-    known = pd.concat([points[["speedup", "error"]], baseline])
-    known = known.sort_values(["speedup", "error"], ascending=[False, True])
-    return known[known.error < known.error.cummin().shift(fill_value=np.inf)][::-1]
+    candidates = pd.concat([points[["speedup", "error"]], baseline])
+    candidates = candidates.sort_values(["speedup", "error"], ascending=[False, True])
+    return candidates[candidates.error < candidates.error.cummin().shift(fill_value=np.inf)][::-1]
 
 
 def _cases(raced: pd.DataFrame) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
-from sparsebench.results.analysis import NoCrossing, break_even
+from sparsebench.results.cases import NoCrossing, break_even
 from sparsebench.results.formatting import amount, percent, significant
 from sparsebench.results.frame import fields
 

@@ -16,7 +16,7 @@ from sparsebench.reports.figures._figure import (
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._verdict import intervals, meaning, outcome, speedup
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.analysis import winners
+from sparsebench.results.cases import winners
 from sparsebench.results.formatting import between, percent, plain, significant, times
 from sparsebench.results.outcome import Outcome
 

@@ -18,7 +18,6 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.results.analysis import CONTEST, Analysis
 from sparsebench.results.answer import (
     evidence,
     field_text,
@@ -30,6 +29,7 @@ from sparsebench.results.answer import (
     where,
 )
 from sparsebench.results.badges import Badge, badges
+from sparsebench.results.cases import CONTEST
 from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
@@ -131,7 +131,6 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
     first = frames.views[0] if frames.views else None
     table, facts = _lines(frames), flat(run.environment)
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
-    analysis = Analysis(frames.rows, frames.noise, cases)
     return Card(
         schema=SCHEMA,
         address=at.address,
@@ -167,9 +166,9 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         cells={
             claim.name: [cell.to_json() | {"run": at.address} for cell in claim_cells]
             for claim in claims
-            if (claim_cells := claim.cells(run, analysis))
+            if (claim_cells := claim.cells(frames))
         },
-        verdicts=asdict(verdicts(run, cases, at.address)),
+        verdicts=asdict(verdicts(frames, at.address)),
     )
 
 

@@ -18,6 +18,7 @@ import pandas as pd
 
 from sparsebench.reports.figures._svg import shade
 from sparsebench.results.contests import ordered
+from sparsebench.results.families import QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -28,9 +29,9 @@ from sparsebench.results.formatting import (
     duration,
     interval,
     listed,
+    number,
     percent,
     plain,
-    rounded,
     times,
 )
 
@@ -129,16 +130,19 @@ def named(kind: str) -> str:
 
 def chosen(lines: pd.DataFrame) -> pd.DataFrame:
     """Return the lines with the op and the dtype of a grid."""
-    for column, wanted in (("op", OP), ("dtype", DTYPE)):
+    for column, preferred in (("op", OP), ("dtype", DTYPE)):
         values = lines[column].value_counts()
         if len(values):
-            lines = lines[lines[column] == (wanted if wanted in values else values.index[0])]
+            lines = lines[lines[column] == (preferred if preferred in values else values.index[0])]
     return lines
 
 
 def grids(lines: pd.DataFrame) -> list[Grid]:
-    """Return a grid for each of the usual numbers of tokens that was measured, most tokens last."""
-    sparse = chosen(lines[lines.side != "dense"])
+    """Return a grid for each of the usual numbers of tokens that was measured, most tokens last.
+
+    A grid compares sparse formats with dense weights of the same bits, so QUANTISED are left out.
+    """
+    sparse = chosen(lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)])
     sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
     if sparse.empty:
         return []
@@ -209,10 +213,10 @@ def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
     order = best.groupby("head").gain.max().sort_values(ascending=False, kind="stable")
     lines = []
     for head in order.index:
-        own = best[best["head"] == head]
-        cells = [_cell(own[own.level == level]) for level in levels]
-        kind, tile = own[["kind", "tile"]].iloc[0]
-        lines.append(Line(head, str(kind), str(tile), cells, _rival(own, sparse)))
+        of_head = best[best["head"] == head]
+        cells = [_cell(of_head[of_head.level == level]) for level in levels]
+        kind, tile = of_head[["kind", "tile"]].iloc[0]
+        lines.append(Line(head, str(kind), str(tile), cells, _rival(of_head, sparse)))
     top = best.sort_values("gain").iloc[-1]
     op, dtype = (str(top[name]) for name in ("op", "dtype"))
     processes = _span(best[best.verdict].processes if best.verdict.any() else best.processes)
@@ -280,10 +284,10 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
     )
 
 
-def _rival(own: pd.DataFrame, sparse: pd.DataFrame) -> str:
+def _rival(best: pd.DataFrame, sparse: pd.DataFrame) -> str:
     """Return the best kernel of the other side in the problem of the row's usual cell."""
-    levels = sorted(own.level.unique(), key=lambda level: (abs(level - USUAL), level))
-    top = own[own.level == levels[0]].sort_values("gain").iloc[-1]
+    levels = sorted(best.level.unique(), key=lambda level: (abs(level - USUAL), level))
+    top = best[best.level == levels[0]].sort_values("gain").iloc[-1]
     contest = sparse[(sparse.run == top["run"]) & (sparse.place == top["place"])]
     others = contest[(contest.side != top["side"]) & (contest["head"] == top["head"])]
     if others.empty:
@@ -300,7 +304,7 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """Return the range of several gains, or a single gain and its interval."""
     gain, low, high = (records[0][name] for name in ("gain", "low", "high"))
     if len(records) > 1:
-        ends = dict.fromkeys(rounded(end, SMALL / 10) if end < SMALL else rounded(end)
+        ends = dict.fromkeys(number(end, SMALL / 10) if end < SMALL else number(end)
                              for end in (records[-1]["gain"], gain))  # fmt: skip
         return f"{'–'.join(ends)}×", ""
     if pd.isna(low) or high <= low:
@@ -343,7 +347,7 @@ def _heads(lines: Sequence[Line]) -> str:
     return listed([*blocks, *others])
 
 
-def _most(values: "pd.Series[Any]", wanted: list[float], count: int) -> list[float]:
+def _most(values: "pd.Series[Any]", preferred: list[float], count: int) -> list[float]:
     """Return the preferred values, or if there is none the most frequent ones, in order."""
-    often = [] if wanted else list(values.value_counts().index)
-    return ordered(pd.Series([*wanted, *often][:count]))
+    often = [] if preferred else list(values.value_counts().index)
+    return ordered(pd.Series([*preferred, *often][:count]))

@@ -52,8 +52,11 @@ class Case:
 
 def page(cards: Sequence[Card], site: Any) -> str:
     """Return the page; without a case that was measured twice, it says so."""
-    known = histories(cards)
-    gpus = {gpu: [case for case in known if case.gpu == gpu] for gpu in {c.gpu: 0 for c in known}}
+    cases_over_time = histories(cards)
+    gpus = {
+        gpu: [case for case in cases_over_time if case.gpu == gpu]
+        for gpu in {c.gpu: 0 for c in cases_over_time}
+    }
     return render("site_history.html", site=site, gpus=gpus, width=WIDTH, units=units)
 
 

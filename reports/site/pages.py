@@ -182,19 +182,19 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
     """Return the GPUs of the first page with their grids; the one with the most runs is first."""
     by_address = {card.address: card for card in cards}
     gpus = []
-    for gpu, own in every.groupby("gpu", sort=False):
-        drawn = grids.grids(own)
-        steps, run = grids.whole_models(own)
+    for gpu, of_gpu in every.groupby("gpu", sort=False):
+        drawn = grids.grids(of_gpu)
+        steps, run = grids.whole_models(of_gpu)
         if drawn:
             views = [
                 {"grid": grid, "confirmed": _confirmed(by_address[grid.best], cards)}
                 for grid in drawn
             ]
-            simulated = bool(own.simulated.any())
+            simulated = bool(of_gpu.simulated.any())
             gpus.append(
                 {
                     "name": str(gpu),
-                    "runs": own.run.nunique(),
+                    "runs": of_gpu.run.nunique(),
                     "simulated": simulated,
                     "views": views,
                 }
@@ -206,17 +206,25 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
 def _confirmed(card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
     """Return the run that confirms a run's headline, on another card if there is one."""
     others = [_related(card, other) for other in cards if other.source == card.origin]
-    found = [other for other in others if other["gain"]]
-    return max(found, key=lambda other: "another" in other["how"], default=None)
+    with_gain = [other for other in others if other["gain"]]
+    return max(with_gain, key=lambda other: "another" in other["how"], default=None)
 
 
 def _groups(cards: Sequence[Card]) -> list[dict[str, Any]]:
     """Return the runs by GPU, measured ones first; those of one question lie together."""
     groups = []
     for gpu in dict.fromkeys(card.gpu for card in cards):
-        own = [card for card in cards if card.gpu == gpu]
-        own.sort(key=lambda card: (bool(card.role), not card.verdict, card.suite, card.name))
-        groups.append({"name": gpu, "cards": own, "simulated": all(c.simulated for c in own)})
+        cards_of_gpu = [card for card in cards if card.gpu == gpu]
+        cards_of_gpu.sort(
+            key=lambda card: (bool(card.role), not card.verdict, card.suite, card.name)
+        )
+        groups.append(
+            {
+                "name": gpu,
+                "cards": cards_of_gpu,
+                "simulated": all(c.simulated for c in cards_of_gpu),
+            }
+        )
     return sorted(groups, key=lambda group: (group["simulated"], -len(group["cards"])))
 
 
@@ -226,7 +234,9 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
         {
             "best": grids.best_places(part),
             "cases": grids.cases(part),
-            "grids": [(gpu, grids.grids(own)) for gpu, own in part.groupby("gpu", sort=False)],
+            "grids": [
+                (gpu, grids.grids(of_gpu)) for gpu, of_gpu in part.groupby("gpu", sort=False)
+            ],
         }
         for part in (cases[~simulated], cases[simulated])
     ]

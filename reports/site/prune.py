@@ -27,7 +27,7 @@ from sparsebench.results.model_shapes import MODELS
 PAGE = "prune.html"
 TOKENS = (1, 16, 64, 256, 4096)
 CLASSES = {TRY: "worth", TRAIN: "look", NO: "lost"}
-UNDER = {TRY: "half 2:4", TRAIN: "if trained"}
+UNDER = {"half of each MLP 2:4": "half 2:4"}  # short names of kinds
 FIRST = "Llama-3-8B", "NVIDIA H200", 16
 
 
@@ -63,7 +63,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             cases=[_case(answer, links, common) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],
             notes=common,
-            costs=costs.costs(evidence, FIRST[1]).html(),
+            costs=[table.html() for table in costs.costs(evidence, FIRST[1])],
             cost_notes=costs.notes(evidence, FIRST[1]),
             coverage=evidence.layers.coverage,
             steps=html_table(heads, steps, "stacked"),
@@ -90,6 +90,13 @@ def _case(answer: Answer, links: dict[str, str], common: Sequence[str]) -> dict[
     }
 
 
+def _under(answer: Answer) -> str:
+    """Return the words below a gain: the kind that is worth trying, or that it needs training."""
+    if answer.word == TRY and answer.best:
+        return UNDER.get(answer.best.kind, answer.best.kind)
+    return "if trained" if answer.word == TRAIN else ""
+
+
 def _grid(answers: Sequence[Answer]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Return a line of cells for each model: the gain of the way that the verdict is about."""
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -98,7 +105,7 @@ def _grid(answers: Sequence[Answer]) -> list[tuple[str, list[dict[str, Any]]]]:
             "id": _id(answer.model.name, answer.gpu, answer.tokens),
             "classes": CLASSES[answer.word],
             "text": times(answer.best.step.value) if answer.best else "no",
-            "under": UNDER.get(answer.word, ""),
+            "under": _under(answer),
             "title": answer.verdict,
         }
         rows.setdefault(answer.model.name, []).append(cell)

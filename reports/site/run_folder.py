@@ -151,8 +151,8 @@ def move(run: RunFolder, name: str) -> None:
 def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
     """Write the report, the card, the picture and the downloads of a run."""
     folder, related = work
-    path, run = folder.path, store.read(folder.path)
-    frames = frames_of(run)
+    path = folder.path
+    frames = frames_of(store.read(path))
     identity = bundle.identity(path)
     place = Place(folder.address, folder.slug, identity, folder.origin, folder.name)
     run_card = card(frames, place, site.claims)
@@ -167,7 +167,7 @@ def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
     beside = around(
         run_card, site, folder.removed, downloads, others, related.source, related.newer
     )
-    build(run, path / "index.html", surrounding=beside, frames=frames)
+    build(frames, path / "index.html", beside)
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.analysis import Analysis, chose_dense
+from sparsebench.results.analysis import Analysis
+from sparsebench.results.cases import chose_dense
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.formatting import between, blocks_text, percent, plain, significant
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import Reliability
-from sparsebench.results.provenance import Choices, choices_of, device_name
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.store import Run
@@ -94,13 +95,15 @@ class Cell:
     @property
     def label(self) -> str:
         """Describe the cell by its fields: linear, bf16, m 64, 4096 × 4096, 32 × 32 blocks."""
-        known = self.fields
-        parts = [str(known.get("op", "")), str(known.get("dtype", ""))]
-        parts += [f"m {known['m']}"] if "m" in known else []
-        parts += [f"{known['n']} × {known['k']}"] if {"n", "k"} <= known.keys() else []
-        parts += [percent(known["level"])] if known.get("level") else []
-        parts += [blocks_text(known["block"])] if known.get("block") not in (None, 1, "1") else []
-        others = {n: v for n, v in known.items() if n not in IN_LABEL and v != "iid"}
+        problem = self.fields
+        parts = [str(problem.get("op", "")), str(problem.get("dtype", ""))]
+        parts += [f"m {problem['m']}"] if "m" in problem else []
+        parts += [f"{problem['n']} × {problem['k']}"] if {"n", "k"} <= problem.keys() else []
+        parts += [percent(problem["level"])] if problem.get("level") else []
+        parts += (
+            [blocks_text(problem["block"])] if problem.get("block") not in (None, 1, "1") else []
+        )
+        others = {n: v for n, v in problem.items() if n not in IN_LABEL and v != "iid"}
         parts += [f"{name} {plain(value)}" for name, value in others.items()]
         return ", ".join(filter(None, parts))
 
@@ -115,16 +118,16 @@ class Cell:
         return cls(**{**data, **tuples})
 
 
-def cells(test: Test, problems: Collection[str], run: Run, analysis: Analysis) -> list[Cell]:
+def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cell]:
     """Return the cells of a test in a run; `problems` are the ids of its problems."""
-    cases = analysis.cases
+    run, cases = analysis.run, analysis.cases
     here = cases[cases.problem_id.isin(list(problems)) & ~cases.twin.astype(bool)]
     if run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
         here = here[(here.scope == test.scope) & (here.cache == test.cache)]
     here = here.assign(chose_dense=chose_dense(here) if len(here) else False)
     ceilings = run.environment.get("ceilings")
     launch_us = Ceilings.from_json(ceilings).launch_us if ceilings else 0.0
-    made = []
+    cells_of_test = []
     for problem, contest in here.groupby("problem_id", sort=False):
         lines: list[Line] = [*contest.to_dict("records")]  # type: ignore[list-item]
         named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "source", "level")}
@@ -135,7 +138,7 @@ def cells(test: Test, problems: Collection[str], run: Run, analysis: Analysis) -
             test=test.name,
             problem=str(problem),
             run=run.path.name,
-            device=device_name(run.environment),
+            device=analysis.device,
             fields={n: v for n, v in named.items() if v is not None},
             simulated=run.state["flags"]["device"].partition(":")[0] == "sim",
             confirms="confirms" in run.state,
@@ -143,8 +146,8 @@ def cells(test: Test, problems: Collection[str], run: Run, analysis: Analysis) -
             commit=str(run.environment.get("commit") or "")[:12],
             searched=choices_of(run.state) is not Choices.BUNDLE,
         )
-        made += _cell(test, lines, blank, analysis.rows, launch_us)
-    return made
+        cells_of_test += _cell(test, lines, blank, analysis.rows, launch_us)
+    return cells_of_test
 
 
 def covers(test: Test, fields: Mapping[str, Any]) -> bool:
@@ -170,7 +173,7 @@ def file_problems(test: Test, measure: Measure | None, run: Run) -> set[str]:
     return {name for name, problem in problems.items() if covers(test, problem.fields)}
 
 
-def over_op(test: Test, known: Sequence[Cell]) -> list[Cell]:
+def over_op(test: Test, measured: Sequence[Cell]) -> list[Cell]:
     """Return cells over those of the test's op `over` with equal fields; unchanged without `over`.
 
     Both are speedups over a dense product with as many operations, so this is a ratio of rates.
@@ -179,18 +182,18 @@ def over_op(test: Test, known: Sequence[Cell]) -> list[Cell]:
     are paired in order.
     """
     if test.over is None:
-        return list(known)
-    made = []
-    for cell in (cell for cell in known if cell.fields["op"] != test.over):
+        return list(measured)
+    ratios = []
+    for cell in (cell for cell in measured if cell.fields["op"] != test.over):
         same = [
             other
-            for other in known
+            for other in measured
             if other.fields["op"] == test.over and _place(other) == _place(cell)
         ]
         if same:
             best = max(same, key=lambda each: (each.reliable, each.run == cell.run, *each.weight))
-            made.append(_over(test, cell, best))
-    return made
+            ratios.append(_over(test, cell, best))
+    return ratios
 
 
 def value_text(test: Test, cell: Cell, template: str = "{}") -> str:
@@ -207,10 +210,12 @@ def largest_value(test: Test, cell: Cell) -> float | None:
     return METRICS[test.metric].of(cell.bound, cell.density) if cell.bound else None
 
 
-def judging_cells(known: Mapping[str, Sequence[Cell]]) -> dict[str, list[Cell]]:
+def judging_cells(by_claim: Mapping[str, Sequence[Cell]]) -> dict[str, list[Cell]]:
     """Return the cells that judge, by claim: simulated ones only if there are no others."""
-    real = any(not cell.simulated for cells in known.values() for cell in cells)
-    return {name: [c for c in cells if not (real and c.simulated)] for name, cells in known.items()}
+    real = any(not cell.simulated for cells in by_claim.values() for cell in cells)
+    return {
+        name: [c for c in cells if not (real and c.simulated)] for name, cells in by_claim.items()
+    }
 
 
 def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:
@@ -227,21 +232,21 @@ def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:
     return all(f"{name}={value}" in words for name, value in chosen.options.items())
 
 
-def pooled(known: Sequence[Cell], test: Test) -> Cell:
+def pooled(members: Sequence[Cell], test: Test) -> Cell:
     """Return cells, each with a value, as one: the mean of their log-ratios in each process.
 
     Cells of different runs have different processes, which are paired in order.
     """
-    count = min(cell.processes for cell in known)
-    density = exp(float(np.mean([log(max(1e-9, cell.density)) for cell in known])))
-    logs = [np.array([np.mean([cell.logs[i] for cell in known])]) for i in range(count)]
-    bounds = [cell.bound for cell in known if cell.bound]
+    count = min(cell.processes for cell in members)
+    density = exp(float(np.mean([log(max(1e-9, cell.density)) for cell in members])))
+    logs = [np.array([np.mean([cell.logs[i] for cell in members])]) for i in range(count)]
+    bounds = [cell.bound for cell in members if cell.bound]
     cell = replace(
-        known[0],
+        members[0],
         fields={"level": 1 - density},
-        bound=exp(float(np.mean(np.log(bounds)))) if len(bounds) == len(known) else 0.0,
-        reliable=all(cell.reliable for cell in known),
-        between=float(np.mean([cell.between for cell in known])),
+        bound=exp(float(np.mean(np.log(bounds)))) if len(bounds) == len(members) else 0.0,
+        reliable=all(cell.reliable for cell in members),
+        between=float(np.mean([cell.between for cell in members])),
     )
     return with_value(test, cell, logs)
 

@@ -1,7 +1,7 @@
 """The decision on one test from its cells, by its quantifier; verdict.py lists the rules."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import log
 
@@ -48,9 +48,9 @@ class Decision:
 def cell_state(test: Test, cell: Cell) -> str:
     """Return whether a cell is "met", "missed" or "not settled"."""
     up = test.at_least is not None
-    met = cell.low >= test.limit if up else cell.high <= test.limit
+    reached = cell.low >= test.limit if up else cell.high <= test.limit
     missed = cell.high < test.limit if up else cell.low > test.limit
-    return "met" if met else "missed" if missed else "not settled"
+    return "met" if reached else "missed" if missed else "not settled"
 
 
 def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
@@ -111,20 +111,20 @@ def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
 
 def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     """Judge by one cell; the best of several must be met in a run made for it."""
-    met, open_ = (
+    reaching, open_ = (
         [cell for cell in cells if cell_state(test, cell) == state]
         for state in ("met", "not settled")
     )
     alone = len(cells) == 1 and not unmeasured
     only = "the only cell" if alone else "the only measured cell"
     which = f"the best of {len(cells)} cells" if len(cells) > 1 else only
-    if proven := [cell for cell in met if cell.confirms or alone]:
+    if proven := [cell for cell in reaching if cell.confirms or alone]:
         best = _best(test, proven)
         cell = "the cell measured again after a screening" if best.confirms else "the only cell"
         why = f"{cell}, {best.label}, has {_value(test, best)}; {_claimed(test)}."
         return Decision(Word.REPRODUCED, why, [best])
-    if met:
-        best = _best(test, met)
+    if reaching:
+        best = _best(test, reaching)
         why = f"{which}, {best.label}, has {_value(test, best)}; {_claimed(test)}"
         why += ". A run made for this cell alone would settle it"
         return Decision(Word.NOT_SETTLED, f"{why}.", [best], confirm=best)
@@ -140,19 +140,20 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
         return _open(f"the best so far has {value_text(test, best)}; {left}", [best])
     name = "" if alone else f", {best.label},"
     why = f"{which}{name} has {_value(test, best)}; {_claimed(test)}"
+    confirm = None if alone or best.processes >= FEWEST else best
     if _partly(test, best):
-        return Decision(Word.PARTLY, f"{why}.", [best])
-    return _missed(test, why, cells, best)
+        return Decision(Word.PARTLY, f"{why}.", [best], confirm)
+    return replace(_missed(test, why, cells, best), confirm=confirm)
 
 
 def _missed(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Decision:
     """Refute, unless the device's ceilings do not allow the limit in any of these cells."""
     up = test.at_least is not None
     allowed = [largest_value(test, cell) if up else None for cell in cells]
-    known = [value for value in allowed if value is not None]
-    if len(known) < len(allowed) or max(known) >= test.limit:
+    limits = [value for value in allowed if value is not None]
+    if len(limits) < len(allowed) or max(limits) >= test.limit:
         return Decision(Word.REFUTED, f"{why}.", [deciding])
-    most = f"this device allows at most {max(known):.3g}{SIGNS[test.unit]}"
+    most = f"this device allows at most {max(limits):.3g}{SIGNS[test.unit]}"
     why = f"{why}, which these cells cannot reach: {most}."
     return Decision(Word.NOT_TESTABLE, why, [deciding])
 

@@ -11,6 +11,7 @@ counts as one process.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from math import log
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ def read_model_file(path: Path) -> ModelFile:
     except (ValueError, KeyError):
         schema = ""
     if schema not in READERS:
-        found = repr(schema[:60]) if schema else "no schema"
-        raise ResultError(f"{path}: expected {' or '.join(READERS)}; found {found}")
+        actual = repr(schema[:60]) if schema else "no schema"
+        raise ResultError(f"{path}: expected {' or '.join(READERS)}; found {actual}")
     return READERS[schema](path)
 
 
@@ -70,7 +71,8 @@ def trained(test: Test, file: PatternTrainings, name: str) -> Iterator[Cell]:
         return
     for model in dict.fromkeys(one.model for one in file.trained if one.pattern != DENSE):
         seeds = [one for one in file.trained if one.model == model]
-        if all(_has(seeds[0], field, value) for field, value in test.at.items()):
+        facts = {"data": file.data, **asdict(seeds[0])}
+        if all(_is(facts[field], value) for field, value in test.at.items()):
             yield _trained_cell(test, test.trained, seeds, file, name)
 
 
@@ -91,7 +93,7 @@ def _trained_cell(
     first, pairs = seeds[0], [(one, file.dense_match(one, equal)) for one in seeds]
     values = [(getattr(dense, column), getattr(one, column)) for one, dense in pairs if dense]
     logs = [np.array([log(base / subject)]) for base, subject in values if base and subject]
-    named = {"op": "train-lm", "weights": first.pattern, "block": first.block}
+    named = {"op": "train-lm", "data": file.data, "weights": first.pattern, "block": first.block}
     width = next((dense.width for _, dense in pairs if dense), 0)
     cell = Cell(
         test=test.name,
@@ -139,8 +141,8 @@ def _whole_cell(
     return with_value(test, cell, [np.array([log(_value(base, column) / _value(subject, column))])])
 
 
-def _has(training: PatternTraining, field: str, value: Any) -> bool:
-    return getattr(training, field) in (value if isinstance(value, list) else [value])
+def _is(fact: Any, value: Any) -> bool:
+    return fact in (value if isinstance(value, list) else [value])
 
 
 def _value(timing: MlpTiming, column: str) -> float:

@@ -10,7 +10,6 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.claims.cells import Cell, cells, file_problems
 from sparsebench.results.claims.schema import Claim, ClaimFile
 from sparsebench.results.claims.verdict import Verdict, judge
-from sparsebench.results.store import Run
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class PlannedClaim:
         """Return the claim."""
         return self.written.claim
 
-    def cells(self, run: Run, analysis: Analysis) -> list[Cell]:
+    def cells(self, analysis: Analysis) -> list[Cell]:
         """Return the cells of all its tests in a run."""
         return [
             cell
@@ -50,16 +49,15 @@ class PlannedClaim:
                 test,
                 {
                     *self.problems.get(test.name, ()),
-                    *file_problems(test, self.claim.measured(test), run),
+                    *file_problems(test, self.claim.measured(test), analysis.run),
                 },
-                run,
                 analysis,
             )
         ]
 
-    def verdicts(self, known: Sequence[Cell]) -> list[Verdict]:
+    def verdicts(self, measured: Sequence[Cell]) -> list[Verdict]:
         """Return the verdicts on its cells, one per device, or one without a device."""
-        return judge(self.name, self.claim, known, self.problems, self.refused)
+        return judge(self.name, self.claim, measured, self.problems, self.refused)
 
 
 def problems(claims: Iterable[PlannedClaim]) -> set[str]:

@@ -38,7 +38,6 @@
 `read` refuses a claim that is incomplete or contradicts itself, and names the line.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -50,12 +49,13 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results import files
 from sparsebench.results.claims.metrics import METRICS, SIGNS
+from sparsebench.results.yaml_lines import first_error, line_of
 
 SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # the longest verbatim quotation
 OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
-FIELDS_OF_TRAINING = "pattern", "block", "width"
+FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
 
 Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -181,8 +181,8 @@ class Test(_Model):
         if self.unit != metric.unit:
             raise ValueError(f"unit {metric.unit} of {self.metric}, not {self.unit}")
         if (self.at_least is None) == (self.at_most is None):
-            found = "both" if self.at_least is not None else "neither"
-            raise ValueError(f"a threshold, at_least or at_most, not {found}")
+            actual = "both" if self.at_least is not None else "neither"
+            raise ValueError(f"a threshold, at_least or at_most, not {actual}")
         self._agree_on_files()
         if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
             raise ValueError("over with a speedup that is typical or for_all")
@@ -205,9 +205,9 @@ class Test(_Model):
             raise ValueError("trained, for a metric of the loss")
         if self.of_file and (self.measure or (self.trained and self.whole)):
             raise ValueError("one of measure, trained and whole, not two")
-        kind, known = ("training", OF_TRAINING) if self.trained else ("a whole model", OF_WHOLE)
-        if self.of_file and self.metric not in known:
-            raise ValueError(f"a metric of {kind}, {' or '.join(known)}, not {self.metric}")
+        kind, metrics = ("training", OF_TRAINING) if self.trained else ("a whole model", OF_WHOLE)
+        if self.of_file and self.metric not in metrics:
+            raise ValueError(f"a metric of {kind}, {' or '.join(metrics)}, not {self.metric}")
         fields = FIELDS_OF_TRAINING if self.trained else ()
         if self.of_file and (lost := [name for name in self.at if name not in fields]):
             expected = ", ".join(fields) or "none"
@@ -332,6 +332,13 @@ class Claim(_Model):
         return test.measure or (None if test.of_file else self.measure)
 
 
+KEYS = [
+    info.alias or name
+    for model in (Claim, Source, Hardware, Condition, Chosen, Measure, Test, Bound)
+    for name, info in model.model_fields.items()
+]
+
+
 @dataclass(frozen=True)
 class ClaimFile:
     """A claim with its name, and the lines of its parts in the file."""
@@ -343,7 +350,7 @@ class ClaimFile:
 
     def at(self, *path: str | int) -> str:
         """Return `FILE:LINE` of a part; if it is missing, of its nearest parent."""
-        return f"{self.where}:{_line(self.root, path)}"
+        return f"{self.where}:{line_of(self.root, path)}"
 
 
 def read(path: Path) -> ClaimFile:
@@ -360,50 +367,5 @@ def parse(where: str, text: str) -> ClaimFile:
     try:
         claim = Claim.model_validate(data)
     except ValidationError as error:
-        raise SuiteError(f"{where}:{_message(error, root)}") from error
+        raise SuiteError(f"{where}:{first_error(error, root, KEYS)}") from error
     return ClaimFile(Path(where).stem, where, claim, root)
-
-
-def _message(error: ValidationError, root: yaml.Node) -> str:
-    """Write the first error: its line, its place, what was expected and found.
-
-    An unknown key comes before a missing one, because it may be that key misspelt.
-    """
-    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-    path = [part for part in first["loc"] if not _is_branch(part)]
-    place = ".".join(map(str, path)) or "top"
-    line = f"{_line(root, path)}: {place}"
-    if first["type"] == "missing":
-        return f"{line}: expected a value, found none"
-    if first["type"] == "extra_forbidden":
-        return f"{line}: unknown key{did_you_mean(str(path[-1]), _KEYS)}"
-    wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    found = "" if first["type"] == "value_error" else f"; found {str(first['input'])[:60]!r}"
-    return f"{line}: expected {wanted}{found}"
-
-
-_KEYS = [
-    info.alias or name
-    for model in (Claim, Source, Hardware, Condition, Chosen, Measure, Test, Bound)
-    for name, info in model.model_fields.items()
-]
-
-
-def _is_branch(part: str | int) -> bool:
-    """Return whether pydantic added this part to a place to name a type of a union."""
-    return part in ("str", "int", "float", "bool") or (isinstance(part, str) and "[" in part)
-
-
-def _line(node: yaml.Node, path: Sequence[str | int]) -> int:
-    """Return the line of a part of a document; if it is missing, of its nearest parent."""
-    line = node.start_mark.line
-    for part in path:
-        parts: Mapping[Any, tuple[int, yaml.Node]] = {}
-        if isinstance(node, yaml.MappingNode):
-            parts = {key.value: (key.start_mark.line, value) for key, value in node.value}
-        elif isinstance(node, yaml.SequenceNode):
-            parts = {i: (item.start_mark.line, item) for i, item in enumerate(node.value)}
-        if part not in parts:
-            break
-        line, node = parts[part]
-    return line + 1

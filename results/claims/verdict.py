@@ -168,10 +168,10 @@ def basis_of(hardware: Hardware, device: str, proxy: bool) -> Basis:
 
 
 def _test(
-    claim: Claim, test: Test, known: list[Cell], problems: set[str], refused: str
+    claim: Claim, test: Test, measured: list[Cell], problems: set[str], refused: str
 ) -> TestVerdict:
-    unmeasured = len(problems - {cell.problem for cell in known})
-    measured = over_op(test, known)
+    unmeasured = len(problems - {cell.problem for cell in measured})
+    measured = over_op(test, measured)
     cells = _one_per_problem(measured)
     if not cells:
         why = refused or _no_cell(claim, test)

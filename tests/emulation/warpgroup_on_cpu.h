@@ -34,24 +34,10 @@ template <int REGISTERS> void setmaxnreg_inc() {}
 template <int REGISTERS> void setmaxnreg_dec() {}
 template <int COUNT> void hold(float (&)[COUNT]) {}
 static float exp2_approx(float x) { return std::exp2(x); }
-static void red_add(float* to, const float* v) {
-  for (int i = 0; i < 4; i++) to[i] += v[i];
-}
 static void tma_load(u32 to, const TensorMap* map, int column, int row, int plane, u32 barrier) {
   TensorMap of_plane = *map;
   of_plane.from += (size_t)plane * map->rows * map->step;
   tma_load(to, &of_plane, column, row, barrier);
-}
-
-// Lane l gives the address of row l % 8 of matrix l / 8, whose elements are in word l / 8 of lanes
-// 4 (l % 8) to 4 (l % 8) + 3.
-static void stmatrix_x4(u32 place, const u32* v) {
-  if (place % 16) std::abort();
-  std::memcpy(warp()[lane()], v, 16);
-  warp_in_step();
-  for (int i = 0; i < 4; i++)
-    std::memcpy(in_shared(place + 4 * i), &warp()[4 * (lane() % 8) + i][lane() / 8], 4);
-  warp_in_step();
 }
 
 // ---- wgmma: tiles are swizzled by 128 bytes, K-major or (transposed) MN-major ----

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.decision import Word
@@ -28,7 +28,6 @@ from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
 from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem
-from sparsebench.results.store import Run
 from tests.results.claim_examples import CLAIM
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
@@ -78,11 +77,11 @@ def fast(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Check a claim whose kernel is slower than dense; nothing is confirmed."""
+    """Check a claim whose kernel is slower than dense; its best cell is measured again, too."""
     folder = tmp_path_factory.mktemp("slow")
     flags = Flags(device(folder, 0.1), replicates=6)
     check([written(folder)], flags, [], folder / "out", QUIET)
-    assert [path.name for path in folder.glob("out/*/")] == ["mine"]
+    assert sorted(path.name for path in folder.glob("out/*/")) == ["mine", "mine-confirmed"]
     return folder / "out"
 
 
@@ -108,9 +107,9 @@ def test_a_claim_is_judged_from_one_file(
 def test_an_unreliable_confirming_run_is_repeated(
     fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def doubted(test: Test, problems: set[str], run: Run, result: Any) -> list[Cell]:
-        reliable = run.path.name != "mine-confirmed"
-        return [replace(c, reliable=reliable) for c in cells(test, problems, run, result)]
+    def doubted(test: Test, problems: set[str], analysis: Analysis) -> list[Cell]:
+        reliable = analysis.run.path.name != "mine-confirmed"
+        return [replace(c, reliable=reliable) for c in cells(test, problems, analysis)]
 
     monkeypatch.setattr(checking, "cells", doubted)
     out = tmp_path / "out"
@@ -132,6 +131,7 @@ def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
     screening, again = (store.read(fast / name) for name in ("mine", "mine-confirmed"))
     assert {row.case.problem["sparsity"] for row in screening.rows} == {0.5, 0.8}
     assert {row.case.problem["sparsity"] for row in again.rows} == {0.8}
+    assert [run.state["flags"]["replicates"] for run in (screening, again)] == [1, 6]
     assert again.state["confirms"]["screened"] == 4
     expected = json.loads((fast / "verdicts.json").read_text())["claims"]["mine"][0]
     assert (expected["verdict"], expected["basis"]) == ("reproduced", "as published")
@@ -339,7 +339,7 @@ def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> Non
     assert all(part.contests for part in others)
     (line,) = left_out(result)
     assert line.startswith("dlmc: left out")
-    assert "dlmc" not in {gaps[0][0].suite.name for gaps in checking.missing(result, "sim")}
+    assert "dlmc" not in {run.suite.name for run in checking.missing(result, "sim", 8)}
     assert "--data" in judged(result).why
     judging = evidence([claim], [PUBLISHED / "nvidia-h200" / "dlmc"])
     (verdict,) = judging.verdicts()["cusparse-slower"]

@@ -483,3 +483,11 @@ def test_prune_never_overwrites_its_input(files: tuple[Path, Path], tmp_path: Pa
                 to=out,
             )
     assert weights.read_bytes() == before
+
+
+def test_hidden_units_that_pruning_turned_off_are_no_error_of_down() -> None:
+    gate, x = -torch.ones(8, 8), torch.ones(4, 8)
+    mlp = GatedMLP(gate, torch.ones(8, 8), torch.ones(8, 8), "relu")
+    live = GatedMLP(gate.abs(), mlp.up, mlp.down, "relu")
+    errors = mlp_errors(live, PrunedMLP(mlp, torch.arange(8), 0), x)
+    assert (errors["down"], errors["output"]) == (0, 1)

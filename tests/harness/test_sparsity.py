@@ -237,7 +237,7 @@ def test_operands_come_from_the_file_and_each_draw_takes_other_rows(tmp_path: Pa
         assert torch.equal(layer.weights[name], tensors[f"a.{name}"])
     x, starts = layer.activations["x"], []
     for draw in (0, 1, 2, 0):
-        redraw(problem, op, layer.activations, draw, layer.recorded)
+        redraw(problem, op, layer.activations, draw, layer.recordings)
         start = int((tensors["a.x"] == x[0]).all(1).nonzero())
         assert torch.equal(x, torch.cat([tensors["a.x"]] * 2)[start : start + 16])
         starts.append(start)

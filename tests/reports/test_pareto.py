@@ -15,7 +15,6 @@ from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports import build as building
-from sparsebench.reports.build import build
 from sparsebench.reports.figures.pareto import front
 from sparsebench.results import store
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, read_pruning
@@ -23,6 +22,7 @@ from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
+from tests.tools.reports import report_of
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -93,7 +93,7 @@ def section(page: str) -> str:
 
 
 def test_speed_and_pruning_errors_share_one_panel_per_shape(run: Run, tmp_path: Path) -> None:
-    found = section(build(run, pruning=read(tmp_path, document())))
+    found = section(report_of(run, pruning=read(tmp_path, document())))
     assert found.count("<figure>") == 4
     for words in [
         "m 16 · bf16",
@@ -130,7 +130,7 @@ def test_zeros_anywhere_share_the_panel_of_their_shape_with_2_4(
     run = store.read(measure(asked, Flags("sim", replicates=1), tmp_path / "run", None))
     known = document()["outcomes"]
     known += [outcome("wanda", 0.0, 0.1) | {"sparsity": 0.5, "pattern": "unstructured"}]
-    found = section(build(run, pruning=read(tmp_path, document(outcomes=known))))
+    found = section(report_of(run, pruning=read(tmp_path, document(outcomes=known))))
     assert found.count("<figure>") == 4
     assert "spense/spense_wgmma and csr/cusparse_csr over dense/cublas" in found
     assert "wanda, unstructured" in found
@@ -138,26 +138,26 @@ def test_zeros_anywhere_share_the_panel_of_their_shape_with_2_4(
 
 
 def test_without_errors_the_figure_names_the_commands(run: Run) -> None:
-    found = section(build(run))
+    found = section(report_of(run))
     assert "--dense 0,0.5,1 --json &gt; errors.json" in found
     assert "<figure>" not in found
 
 
 def test_a_fraction_without_error_is_named_and_not_drawn(run: Run, tmp_path: Path) -> None:
     half = document(outcomes=[outcome("wanda", 0.502, 0.2), outcome("wanda", 0.875, 0.1)])
-    found = section(build(run, pruning=read(tmp_path, half)))
+    found = section(report_of(run, pruning=read(tmp_path, half)))
     assert "at 0 %, 100 % dense" in found
     assert found.count("<figure>") == 4
     none = document(outcomes=[outcome("wanda", 0.25, 0.2)])
-    found = section(build(run, pruning=read(tmp_path, none)))
+    found = section(report_of(run, pruning=read(tmp_path, none)))
     assert "at 0 %, 50 %, 100 % dense" in found
 
 
 def test_a_run_of_one_dense_fraction_has_no_such_figure(run: Run, tmp_path: Path) -> None:
     rows = [row for row in run.rows if row.case.problem["sparsity"] == 0.25]
     one = replace(run, rows=rows)
-    assert section(build(one)) == ""
-    found = section(build(one, pruning=read(tmp_path, document())))
+    assert section(report_of(one)) == ""
+    found = section(report_of(one, pruning=read(tmp_path, document())))
     assert "this run has 50 %" in found
     assert "<svg" not in found
 
@@ -167,7 +167,7 @@ def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> Non
     problem = run.rows[0].case.problem
     rows = [replace(row, case=replace(row.case, problem=problem)) for row in run.rows]
     rows = [row for row in rows if not row.case.contender.twin]
-    found = section(build(replace(run, rows=rows), pruning=read(tmp_path, document())))
+    found = section(report_of(replace(run, rows=rows), pruning=read(tmp_path, document())))
     assert found.count("spense/spense_wgmma over dense/cublas") == 1
 
 

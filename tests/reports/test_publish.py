@@ -96,6 +96,10 @@ def test_a_cell_shows_the_range_over_problems_or_one_gain_with_its_interval() ->
     assert (cell.text, cell.span, cell.wins) == ("0.89×", "[0.88, 0.90]", False)
 
 
+def test_a_grid_of_sparse_formats_leaves_out_quantised_ones() -> None:
+    assert shown(only(lines(("spense", "", 1.4), ("int4", "", 3.5)))).keys() == {"2:4"}
+
+
 def test_the_row_with_the_largest_gain_comes_first() -> None:
     grid = only(lines(("csr", "", 0.23), ("bsr", "64", 3.17), ("spense", "", 1.4)))
     assert [*shown(grid)] == ["blocks of 64", "2:4", "CSR"]

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from sparsebench.reports.figures._figure import Frames
+from sparsebench.reports.build import frames_of
 from sparsebench.results import store
-from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Row
 from tests.tools.paths import PUBLISHED, ROOT
 
@@ -35,11 +34,10 @@ def test_every_field_of_a_row_is_in_the_table() -> None:
 
 def test_the_example_of_a_figure_draws() -> None:
     run = store.read(PUBLISHED / "nvidia-h200" / "ffn-step")
-    found = analyse(run)
     (example,) = blocks("reports/README.md", "python")
     module: dict[str, Any] = {}
     exec(example, module)
-    frames = Frames(run, found.rows, found.cases, found.noise)
+    frames = frames_of(run)
     drawn = module["draw"](frames)
     assert "Measured on NVIDIA H200." in drawn
     assert len(frames.raced) > 10

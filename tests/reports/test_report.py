@@ -16,19 +16,18 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from sparsebench.reports.build import build, figures
+from sparsebench.reports.build import figures, frames_of
 from sparsebench.reports.figures import answer, storage
 from sparsebench.reports.figures._chart import CHARACTER, Chart, apart, round_values
 from sparsebench.reports.figures._figure import Frames, panels, swept
 from sparsebench.reports.figures._svg import COLOURS, Look, looks, shade
 from sparsebench.reports.figures._sweep import NARROWEST, Sweep, _bounds
 from sparsebench.reports.figures.speedup import SPEEDUP
-from sparsebench.results.analysis import analyse
-from sparsebench.results.contests import all_views
 from sparsebench.results.formatting import percent, significant
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.store import Run
 from tests.tools.marks import exhaustive
+from tests.tools.reports import report_of
 
 DENSE = Contender("dense", "cublas", baseline=True)
 SPARSE = [
@@ -218,8 +217,7 @@ NEED_MORE = {
 
 
 def frames(rows: list[Row]) -> Frames:
-    found = analyse(run(rows))
-    return Frames(run(rows), found.rows, found.cases, found.noise)
+    return frames_of(run(rows))
 
 
 RUNS: dict[str, Callable[[], Run]] = {
@@ -239,7 +237,7 @@ RUNS: dict[str, Callable[[], Run]] = {
 
 @cache
 def page_of(kind: str) -> str:
-    return build(RUNS[kind]())
+    return report_of(RUNS[kind]())
 
 
 class Page(HTMLParser):
@@ -313,7 +311,7 @@ def test_a_speed_up_is_shown_with_interval_baseline_shape_dtype_and_device() -> 
 
 def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     data = frames([row for row in sweep((0.5, 0.9)) if row.case.problem["m"] == 64])
-    views = len(all_views(data.cases))
+    views = len(data.views)
     assert f"1 of {views} choices" not in answer.draw(data)
     monkeypatch.setattr("sparsebench.reports.figures.answer.MOST", views - 1)
     assert f"1 of {views} choices" in answer.draw(data)
@@ -321,7 +319,7 @@ def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPa
 
 def test_a_baseline_that_ran_alone_does_not_win() -> None:
     rows = [r if r.case.contender == DENSE else bad(r, Status.FAILED, "") for r in quick()]
-    assert "No sparse contender has a time here" in build(run(rows))
+    assert "No sparse contender has a time here" in report_of(run(rows))
 
 
 def test_bytes_are_drawn_if_a_format_saves_some() -> None:
@@ -338,14 +336,14 @@ def test_cases_with_one_reason_are_counted_together() -> None:
 
 def test_a_run_in_several_processes_names_its_ranges() -> None:
     rows = [replace(row, replicate=replicate) for replicate in range(3) for row in quick()]
-    assert "Intervals: range over 3 processes;" in build(run(rows), only="winners")
+    assert "Intervals: range over 3 processes;" in report_of(run(rows), only="winners")
 
 
 def test_a_part_of_a_suite_shows_the_selection() -> None:
     assert "<dt>only</dt>" not in page_of("quick")
     part = run(quick())
     part = replace(part, state=part.state | {"flags": {"only": "m=16|64 n=4096"}})
-    assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in build(part, only="winners")
+    assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in report_of(part, only="winners")
 
 
 def test_a_case_without_a_time_has_its_reason() -> None:
@@ -437,7 +435,7 @@ def test_names_at_the_ends_of_lines_do_not_overlap() -> None:
 
 
 def test_the_same_run_gives_the_same_bytes() -> None:
-    assert build(RUNS["quick"]()) == page_of("quick")
+    assert report_of(RUNS["quick"]()) == page_of("quick")
 
 
 def test_a_failing_figure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +443,7 @@ def test_a_failing_figure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RuntimeError, match=r"figure rates \(sparsebench.reports.figures.rates\): KeyError"
     ):
-        build(RUNS["quick"]())
+        report_of(RUNS["quick"]())
 
 
 def test_links_lead_from_the_page_to_the_run(tmp_path: Path) -> None:
@@ -453,8 +451,8 @@ def test_links_lead_from_the_page_to_the_run(tmp_path: Path) -> None:
     (tmp_path / "one" / "rows.jsonl.gz").touch()
     (tmp_path / "site").mkdir()
     here = replace(run(quick()), path=tmp_path / "one")
-    assert 'href="rows.jsonl.gz"' in build(here)
-    build(here, tmp_path / "site" / "index.html")
+    assert 'href="rows.jsonl.gz"' in report_of(here)
+    report_of(here, tmp_path / "site" / "index.html")
     text = (tmp_path / "site" / "index.html").read_text()
     assert 'href="../one/rows.jsonl.gz"' in text
     assert 'href="suite.yaml"' not in text
@@ -485,7 +483,7 @@ def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
                 choice = {"way": "dense", "by": "ffn_dense_triton", "dense": {}}
                 case = replace(first.case, contender=portfolio)
                 rows[-1] = replace(first, case=case, choice=choice)
-    page = build(run(rows))
+    page = report_of(run(rows))
     named = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
     assert f"<b>{named}</b>" in page
     assert "dense, ffn_dense_triton" in page
@@ -513,7 +511,7 @@ def nasty() -> list[Row]:
 
 
 def test_names_that_are_markup_formulas_or_long_stay_text() -> None:
-    text = build(run(nasty()))
+    text = report_of(run(nasty()))
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(2)&lt;/script&gt;$\\frac{$" in text
     packed = re.search(r'download="cases.csv(?:.gz)?" href="data:[^,]*,([^"]*)"', text)
@@ -545,7 +543,7 @@ def test_kernels_of_a_panel_look_different_and_the_same_on_every_page() -> None:
 
 def test_a_panel_of_one_point_is_not_drawn() -> None:
     rows = [row for row in quick() if row.case.problem["sparsity"] == 0.5]
-    text = build(run(rows))
+    text = report_of(run(rows))
     speedup = text[text.index('<section id="speedup">') : text.index('<section id="times">')]
     assert "<figure>" not in speedup
     assert "1 panel" in speedup
@@ -570,7 +568,9 @@ def test_a_run_with_ceilings_energy_and_sensors_has_their_figures() -> None:
         for row in quick()
     ]
     ceilings = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 800.0}}
-    text = build(run(rows, H200 | {"ceilings": ceilings | {"launch_us": 4.5, "l2_bytes": 2**26}}))
+    text = report_of(
+        run(rows, H200 | {"ceilings": ceilings | {"launch_us": 4.5, "l2_bytes": 2**26}})
+    )
     drift = text[text.index('<section id="drift">') : text.index('<section id="untimed">')]
     assert "4 of 4 contests" in drift
     assert drift.count("<svg") == 3

@@ -14,16 +14,16 @@ import pandas as pd
 import pytest
 from markupsafe import Markup
 
-from sparsebench.reports.build import build
+from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.figures._figure import Frames, each_measure, measures
 from sparsebench.reports.figures._verdict import outcome
 from sparsebench.reports.figures.ceilings import draw as ceilings
 from sparsebench.reports.figures.conversion import draw as conversion
 from sparsebench.reports.tables import without_dashes
-from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read
 from tests.tools.paths import PUBLISHED
+from tests.tools.reports import report_of
 
 WOBBLE = (-4, 3, -2, 1, -1, 2, -3, 4)
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -96,19 +96,23 @@ def run(
     return Run(Path("runs/one"), {"title": "T"}, "title: T\n", environment, state, rows, reference)
 
 
-def frames(of: Run) -> Frames:
-    found = analyse(of)
-    return Frames(of, found.rows, found.cases, found.noise)
+@cache
+def frames(**how: Any) -> Frames:
+    return frames_of(run(**how))
 
 
 @cache
-def page(**how: Any) -> str:
-    return build(run(**how))
+def page(name: str, **how: Any) -> str:
+    """Return a page with one figure; all of them take seconds."""
+    return build(frames(**how), only=name)
+
+
+def drawn(name: str, **how: Any) -> str:
+    return section(name, page(name, **how))
 
 
 def alone(name: str, of: Run) -> str:
-    """Return the section of a figure, drawn without the others."""
-    return section(name, build(of, only=name))
+    return section(name, report_of(of, only=name))
 
 
 def section(name: str, text: str) -> str:
@@ -118,50 +122,50 @@ def section(name: str, text: str) -> str:
 
 
 def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
-    text = page(twin=1.03)
+    text = page("noise", twin=1.03)
     why = text.index('<p class="why unreliable">This run is unreliable: 3 of')
     assert text.index(">UNRELIABLE</span>") < text.index("<h1>") < why < text.index("<main>")
-    assert "UNRELIABLE" not in page()
-    assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page()
-    assert ">VERDICT: " in page()
+    assert "UNRELIABLE" not in page("winners")
+    assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page("winners")
+    assert ">VERDICT: " in page("winners")
 
 
 def test_a_look_is_marked_once() -> None:
-    text = page(processes=5)
+    text = page("noise", processes=5)
     assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
     assert '<p class="quiet">Whether this run is reliable is unknown' in text
-    assert "LOOK" not in page()
-    assert '<p class="why look">1 process: a look' in build(run(processes=1), only="winners")
+    assert "LOOK" not in page("winners")
+    assert '<p class="why look">1 process: a look' in report_of(run(processes=1), only="winners")
 
 
 def test_the_answer_is_the_largest_speed_up_and_marks_undecided_ones() -> None:
-    said = re.findall("<li>(.*?)</li>", section("answer", page()))
+    said = re.findall("<li>(.*?)</li>", drawn("answer"))
     assert said[0].startswith("BSR beats dense with every block")
     assert "bsr in blocks" not in said[1]
     assert re.search(r"<b>At 80 %:</b> .*faster_perhaps", said[1])
-    assert 'class="cell undecided"' in section("answer", page())
+    assert 'class="cell undecided"' in drawn("answer")
 
 
 def test_the_table_has_the_largest_speed_up_with_its_outcome() -> None:
-    table = section("winners", page())
+    table = drawn("winners")
     assert "<b>bsr/faster_perhaps</b>" in table
     assert re.search(r"not settled \(\+\d+ would settle it\)", table)
 
 
 def test_intervals_are_named_for_what_they_are() -> None:
-    assert "Intervals: 95 % over 8 processes (Hodges-Lehmann)." in page()
-    assert "Intervals: range over 5 processes;" in page(processes=5)
+    assert "Intervals: 95 % over 8 processes (Hodges-Lehmann)." in page("winners")
+    assert "Intervals: range over 5 processes;" in page("winners", processes=5)
 
 
 def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
     said = "Noise floor of one process: below 8 µs 2.1 %, above 100 µs 0.5 %."
-    assert said in section("winners", page())
-    drawn = section("noise", page())
-    assert re.findall("<figure><h3>(.*?)</h3>", drawn) == ["below 8 µs", "above 100 µs"]
-    assert re.findall(r"different: (\d of \d)", drawn) == ["0 of 1", "0 of 2"]
-    different = section("noise", page(twin=1.03))
+    assert said in drawn("winners")
+    figure = drawn("noise")
+    assert re.findall("<figure><h3>(.*?)</h3>", figure) == ["below 8 µs", "above 100 µs"]
+    assert re.findall(r"different: (\d of \d)", figure) == ["0 of 1", "0 of 2"]
+    different = drawn("noise", twin=1.03)
     assert re.findall(r"different: (\d of \d)", different) == ["1 of 1", "2 of 2"]
-    assert section("noise", page(processes=5)).count("different: unknown") == 3
+    assert drawn("noise", processes=5).count("different: unknown") == 3
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_outcomes_are_words(name: str, more: Any, text: str) -> None:
 
 
 def test_undecided_cases_have_hollow_markers() -> None:
-    cases = frames(run()).raced.drop_duplicates("label").set_index("kernel")
+    cases = frames().raced.drop_duplicates("label").set_index("kernel")
     assert cases.undecided.to_dict() == {
         "cublas": True,
         "fast": False,
@@ -188,25 +192,24 @@ def test_undecided_cases_have_hollow_markers() -> None:
         "slow": False,
     }
     assert cases.clear[cases.clear].index.to_list() == ["fast"]
-    assert "hollow: equal within 1 %, or not settled" in section("speedup", page())
-    assert "var(--paper)" in section("speedup", page())
+    assert "hollow: equal within 1 %, or not settled" in drawn("speedup")
+    assert "var(--paper)" in drawn("speedup")
 
 
 def test_in_a_look_hollow_means_that_the_interval_contains_one() -> None:
-    cases = frames(run(processes=5)).raced.drop_duplicates("label").set_index("kernel")
+    cases = frames(processes=5).raced.drop_duplicates("label").set_index("kernel")
     assert cases.undecided[["fast", "equal"]].to_list() == [False, True]
-    assert "hollow: the interval contains 1" in section("speedup", page(processes=5))
+    assert "hollow: the interval contains 1" in drawn("speedup", processes=5)
 
 
 def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:
     kinds = ("op", "hot"), ("op", "cold"), ("kernel", "hot"), ("kernel", "cold")
-    text = page(kinds=kinds)
     for name in ("winners", "speedup", "times"):
-        first, *rest = section(name, text).split("<details><summary>kernel time · hot cache")
+        first, *rest = drawn(name, kinds=kinds).split("<details><summary>kernel time · hot cache")
         assert "kernel time · cold cache" in first, name
         assert "as called from Python" not in first, name
         assert len(rest) == 1
-    found = [(group.scope.iloc[0], group.cache.iloc[0]) for group in measures(frames(run()).raced)]
+    found = [(group.scope.iloc[0], group.cache.iloc[0]) for group in measures(frames().raced)]
     assert found == [("kernel", "cold")]
 
 
@@ -220,9 +223,9 @@ def test_values_shared_by_all_measures_are_written_once() -> None:
         for row in broken.rows
     ]
     of = replace(broken, rows=rows)
-    assert "16 ok, 4 wrong, of 4 problems" in build(of, only="untimed")
+    assert "16 ok, 4 wrong, of 4 problems" in report_of(of, only="untimed")
     assert '<td class="num">4</td>' in alone("untimed", of)
-    assert section("storage", page()).count("<figure>") == alone("storage", of).count("<figure>")
+    assert drawn("storage").count("<figure>") == alone("storage", of).count("<figure>")
 
 
 def test_a_measure_with_nothing_to_draw_is_left_out() -> None:
@@ -231,49 +234,49 @@ def test_a_measure_with_nothing_to_draw_is_left_out() -> None:
 
 
 def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
-    drawn = section("ceilings", page())
-    assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in drawn
-    assert "an empty launch 4.50 µs; L2 cache 64.0 MiB" in drawn
-    assert '<td>bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in drawn
+    figure = drawn("ceilings")
+    assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in figure
+    assert "an empty launch 4.50 µs; L2 cache 64.0 MiB" in figure
+    assert '<td>bsr/slow</td><td class="num">4</td><td class="num">10.0</td>' in figure
 
 
 def test_a_raised_ceiling_is_reported() -> None:
     of = run()
     above = replace(of.reference[2], raises=1.05)  # dense against dense, bound by memory
-    drawn = alone("ceilings", replace(of, reference=[above, *of.reference]))
+    figure = alone("ceilings", replace(of, reference=[above, *of.reference]))
     said = "Read raised from 4100 to 4305 GB/s by cublas (m 2, n 4096, k 4096, bf16, cold, replica"
-    assert said in drawn
-    assert "raised" not in section("ceilings", page())
+    assert said in figure
+    assert "raised" not in drawn("ceilings")
 
 
 def test_a_run_without_ceilings_and_bounds_shows_none() -> None:
     bare = run(bound_us=None, bound_by=None)
     of = replace(bare, environment={"gpu": {"name": "A GPU"}})
-    assert not ceilings(frames(of))
+    assert not ceilings(frames_of(of))
 
 
 def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
     telemetry = {"seconds": 1.0, "power_capped_us": 5e5, "power_w": 690.0, "sm_mhz": 1755.0}
     sizes: dict[str, Any] = {"held_bytes": 10**7, "peak_bytes": 2 * 10**7}
-    text = build(run(telemetry=telemetry, energy_j=0.25, **sizes), only="cases")
+    text = report_of(run(telemetry=telemetry, energy_j=0.25, **sizes), only="cases")
     assert "20 of 20 cases were timed (20 power-limited)" in text
     table = section("cases", text)
     for cell in ["power-limited", "690", "1,755", "10.0", "20.0", "250"]:
         assert f">{cell}</td>" in table, cell
-    assert "Marked" not in page()
-    assert not re.search("energy, mJ|power, W|SM clock|held, MB", section("cases", page()))
+    assert "Marked" not in page("winners")
+    assert not re.search("energy, mJ|power, W|SM clock|held, MB", drawn("cases"))
 
 
 def test_conversion_is_paid_back_with_and_without_preparing() -> None:
     tuned = run(prepare_s=0.004)
     rows = [replace(r, prepare_s=9.0) if r.replicate == 0 else r for r in tuned.rows]
-    lines = re.findall("<tr>(.*?)</tr>", str(conversion(frames(replace(tuned, rows=rows)))))
+    lines = re.findall("<tr>(.*?)</tr>", str(conversion(frames_of(replace(tuned, rows=rows)))))
     fast = re.findall(">([^<]+)</td>", next(line for line in lines if "bsr/fast" in line))
     assert fast[2:] == ["1.00", "1.00", "9,000", "4.00", "20", "100", "0 of 2"]
 
 
 def test_runs_in_which_every_process_searched_have_no_preparing_without_a_search() -> None:
-    assert "with preparing" not in str(conversion(frames(replace(run(), reference=[]))))
+    assert "with preparing" not in str(conversion(frames_of(replace(run(), reference=[]))))
 
 
 def test_columns_of_dashes_are_left_out() -> None:
@@ -290,7 +293,7 @@ def test_a_run_of_the_older_schema_has_its_page() -> None:
         if not row.case.contender.twin and row.replicate < 3
     ]
     environment = {k: v for k, v in whole.environment.items() if k != "ceilings"}
-    text = build(replace(whole, rows=rows, reference=[], environment=environment))
+    text = report_of(replace(whole, rows=rows, reference=[], environment=environment))
     assert "3 processes: a look, no verdict" in text
     assert "The run has no A/A pair" in text
     assert '<section id="noise">' not in text
@@ -298,13 +301,13 @@ def test_a_run_of_the_older_schema_has_its_page() -> None:
 
 
 def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:
-    text = build(replace(run(), rows=[]))
+    text = report_of(replace(run(), rows=[]))
     assert "<svg" not in section("answer", text)
     assert "different: 0 of 1" in section("noise", text)
 
 
 def test_without_pairs_eight_processes_have_intervals_and_no_verdict() -> None:
-    text = build(replace(run(), reference=[]))
+    text = report_of(replace(run(), reference=[]), only="winners")
     assert "Intervals: 95 % over 8 processes" in text
     assert "Clearly faster: the whole interval is above 1." in text
 
@@ -313,6 +316,6 @@ def test_names_of_contenders_are_never_markup() -> None:
     of, bad = problem(), Contender("bsr", "<script>x</script>")
     twin = replace(bad, twin=True)
     rows = [timed(of, c, 9.0, p) for p in range(8) for c in (DENSE, bad, twin)]
-    text = build(replace(run(), rows=rows))
+    text = report_of(replace(run(), rows=rows))
     assert "<script>x" not in text
     assert "&lt;script&gt;x" in section("noise", text)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparsebench.reports.build import build
 from sparsebench.reports.elsewhere import Elsewhere
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
@@ -17,6 +16,7 @@ from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read
 from tests.tools.paths import PUBLISHED
+from tests.tools.reports import report_of
 
 DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)
@@ -39,7 +39,7 @@ def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> Run:
 def lines(shown: Run, width: int = 160) -> list[str]:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(Answer(shown, analyse(shown)))
+        console.print(Answer(analyse(shown)))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -128,7 +128,7 @@ def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(
         for row in made.rows
     ]
     made = replace(made, rows=rows)
-    text, page = said(made), build(made)
+    text, page = said(made), report_of(made)
     assert ("bsr_triton 2.00 µs inside a chain, 4.000× cublas" in text) is chained
     assert ("isolated 5.00 µs, 2.00×" in text) is chained
     assert ("2.00 µs inside a chain; isolated 2.00×" in page) is chained
@@ -144,8 +144,8 @@ def test_if_nothing_beats_dense_the_answer_says_so() -> None:
 
 def test_page_and_terminal_print_the_same_break_evens() -> None:
     made = run(8, 50.0)
-    ((_, (general, *_)),) = answers(analyse(made).cases)
-    page, text = build(made), said(made)
+    ((_, (general, *_)),) = answers(analyse(made).views)
+    page, text = report_of(made), said(made)
     for words in ("VERDICT: 8 processes", general):
         assert words in page
         assert words in text
@@ -224,7 +224,7 @@ def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None
 
 def test_the_json_holds_the_same_answer() -> None:
     made = run(8, 50.0)
-    found = answer_json(made, analyse(made))
+    found = answer_json(analyse(made))
     assert found["noise_floor"] == {"above 100 µs": 0.005}
     assert found["reliability"] == "reliable"
     assert found["badges"] == ["VERDICT: 8 processes"]
@@ -238,7 +238,7 @@ def test_the_json_holds_the_same_answer() -> None:
 
 def test_markdown_has_the_tables_for_pasting() -> None:
     made = run(8, 50.0)
-    text = answer_markdown(made, analyse(made))
+    text = answer_markdown(analyse(made))
     assert "| format | kernel | time | dense | × dense | outcome |" in text
     assert r"| BSR | bsr_triton | 50.0 µs | 100 µs | 2.00 \[" in text
 
@@ -248,7 +248,7 @@ def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:
         console = Console(width=80, color_system=system, no_color=system is None)
         with console.capture() as capture:
             made = run(8, 50.0)
-            console.print(Answer(made, analyse(made)))
+            console.print(Answer(analyse(made)))
         assert ("\x1b[32m" in capture.get()) == (system is not None)
 
 

@@ -11,7 +11,7 @@ import pytest
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import break_evens, sentences, variants, where
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.contests import View, views
+from sparsebench.results.contests import View
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 
@@ -36,7 +36,7 @@ def analysed(found: list[Row]) -> Analysis:
 
 
 def view(found: list[Row]) -> View:
-    return views(analysed(found).cases)[0]
+    return analysed(found).views[0]
 
 
 def swept(ratios: dict[float, float], processes: int = 8, **fields: Any) -> list[Row]:
@@ -94,10 +94,10 @@ def test_a_level_that_was_measured_alone_is_not_the_first_of_several() -> None:
 def test_the_better_of_two_variants_is_said_to_be_one() -> None:
     few, many = (Contender("bsr", "bsr_wgmma", options={"slots": n}) for n in (88, 176))
     found = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (many, 25.0), (PEER, 50.0)]))
-    (first,) = views(found.cases)
+    (first,) = found.views
     assert variants(first, found.cases) == "bsr_wgmma: the faster of slots=88 and slots=176"
     alone = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (PEER, 50.0)]))
-    assert variants(views(alone.cases)[0], alone.cases) == ""
+    assert variants(alone.views[0], alone.cases) == ""
 
 
 def test_nothing_that_beats_dense_is_the_sentence() -> None:
@@ -143,7 +143,7 @@ def test_m_is_chosen_or_along_the_rows() -> None:
         for block in (32, 64)
         for row in swept({0.5: 0.7, 0.9: 3.0}, m=m, block=block)
     ]
-    ways = views(analysed(found).cases)
+    ways = analysed(found).views
     assert (ways[0].x, ways[0].y) == ("level", "m")
     chosen = {tuple(way.choice.items()) for way in ways}
     assert (("m", "16"), ("block", "all")) in chosen
@@ -159,7 +159,7 @@ def test_badges_say_what_a_run_can_say() -> None:
     assert words == [Badge.SIMULATED, Badge.LOOK]
     none = analysed([])
     assert [word for word, _ in badges(none.cases, none.noise, {})] == [Badge.EMPTY]
-    assert views(none.cases) == []
+    assert none.views == []
 
 
 def test_a_run_without_dense_times_or_sparse_ones_says_so() -> None:

@@ -53,7 +53,7 @@ def test_what_only_one_run_has_is_said() -> None:
     a, b = rows(0.9, 10, 5) + rows(0.5, 10, 9), rows(0.9, 10, 5)[:1] + rows(0.7, 10, 7)
     found = compare(run("A", a), run("B", b))
     assert len(found.cases) == 1
-    assert list(found.only_a.sparsity) == [0.9, 0.5, 0.5]
+    assert list(found.only_a.sparsity) == [0.5, 0.5, 0.9]
     assert list(found.only_b.sparsity) == [0.7, 0.7]
 
 

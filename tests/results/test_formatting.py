@@ -9,7 +9,7 @@ from sparsebench.results.formatting import (
     are,
     between,
     duration,
-    rounded,
+    number,
     selection,
     significant,
     times,
@@ -34,14 +34,14 @@ from sparsebench.results.formatting import (
 def test_a_value_ends_where_its_uncertainty_does(
     value: float, uncertainty: float, written: str
 ) -> None:
-    assert rounded(value, uncertainty) == written
+    assert number(value, uncertainty) == written
 
 
 def test_without_an_uncertainty_there_are_two_digits() -> None:
     for unknown in (math.nan, 0.0):
-        assert rounded(5.6234, unknown) == "5.6"
-        assert rounded(0.3456, unknown) == "0.35"
-        assert rounded(1234.5, unknown) == "1234"
+        assert number(5.6234, unknown) == "5.6"
+        assert number(0.3456, unknown) == "0.35"
+        assert number(1234.5, unknown) == "1234"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_an_interval_ends_where_its_value_does(
     value: float, low: float, high: float, uncertainty: float, written: str
 ) -> None:
     assert between(value, low, high, uncertainty) == written
-    assert times(value, uncertainty).strip("×") == rounded(value, uncertainty)
+    assert times(value, uncertainty).strip("×") == number(value, uncertainty)
 
 
 def test_a_share_has_its_own_unit():
@@ -85,7 +85,7 @@ def test_numbers_have_no_exponent() -> None:
 
 
 def test_no_value_is_a_dash() -> None:
-    assert rounded(math.nan, 0.1) == rounded(math.nan) == "–"
+    assert number(math.nan, 0.1) == number(math.nan) == "–"
 
 
 def test_a_selection_of_many_cases_is_written_as_their_number() -> None:

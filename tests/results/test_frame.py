@@ -1,4 +1,4 @@
-"""results/frame.py and results/analysis.py, on numbers small enough to check by hand."""
+"""results/frame.py and results/cases.py, on numbers small enough to check by hand."""
 
 import sys
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results.analysis import break_even, summary, winners
+from sparsebench.results.cases import break_even, summary, winners
 from sparsebench.results.frame import fields, frame, to_csv, to_parquet
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
 

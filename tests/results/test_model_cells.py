@@ -98,6 +98,23 @@ def test_metrics_are_those_of_a_training(changed: dict[str, Any], value: float) 
     assert cell.value == pytest.approx(value, rel=0.01)
 
 
+def test_a_test_may_be_about_samples_alone() -> None:
+    (test,) = claim(at={"data": "samples"}).tests
+    text = replace(trainings(1), text="Python 3.12.3's standard library")
+    assert not [*trained(test, text, "a-file")]
+    assert len([*trained(test, trainings(1), "a-file")]) == 2
+
+
+def test_a_dense_model_of_equal_time_takes_at_most_15_percent_longer() -> None:
+    (test,) = claim(trained="time", at={"pattern": "uniform"}).tests
+    file = trainings(1)
+    (cell,) = trained(test, file, "a-file")
+    assert cell.reason
+    between = PatternTraining("dense", 1, 0.0, 320, 150, 0, 1.2, 42.0, 400, 1.0)
+    (cell,) = trained(test, replace(file, trained=[*file.trained, between]), "a-file")
+    assert cell.baseline == "dense, 320 wide"
+
+
 @pytest.mark.parametrize(
     ("seeds", "gain", "word", "tendency"),
     [
@@ -133,7 +150,7 @@ def test_a_shipped_claim_is_about_training() -> None:
     [
         ({"trained": None}, "expected trained, for a metric of the loss"),
         ({"metric": "of_ideal"}, "expected a metric of training, speedup or memory_saved or"),
-        ({"at": {"m": 4}}, "expected fields of training, some of pattern, block, width, not m"),
+        ({"at": {"m": 4}}, "some of data, pattern, block, width, not m"),
         ({"whole": "step"}, "expected one of measure, trained and whole, not two"),
         ({**OF_WHOLE, "at": {"m": 1}}, "expected fields of a whole model, some of none, not m"),
         ({"measure": {"suite": "quick"}}, "expected one of measure, trained and whole, not two"),

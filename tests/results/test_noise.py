@@ -1,4 +1,4 @@
-"""results/noise.py and results/analysis.py: what A/A pairs say, and what follows for every case."""
+"""results/noise.py and results/cases.py: what A/A pairs say, and what follows for every case."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebench.results.analysis import analyse, break_even, winners
+from sparsebench.results.analysis import analyse
+from sparsebench.results.cases import break_even, winners
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import classes, floors, pairs
 from sparsebench.results.record import Case, Contender, Problem, Row, Status

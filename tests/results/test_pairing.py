@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sparsebench.results.analysis import compared, summary, winners
+from sparsebench.results.cases import compared, summary, winners
 from sparsebench.results.frame import blocks_us, frame, opponents
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import IntervalKind, ratio_over

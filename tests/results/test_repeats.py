@@ -11,8 +11,8 @@ import pytest
 from sparsebench.errors import ResultError
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
 from sparsebench.results import between_cards, comparison, store
-from sparsebench.results.analysis import summary
 from sparsebench.results.between_cards import SCHEMA, State, Variation, half_of, packaged, state_of
+from sparsebench.results.cases import summary
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import Noise
 from sparsebench.results.outcome import Outcome
@@ -155,7 +155,7 @@ def sides() -> dict[str, Side]:
 
 @pytest.fixture(scope="module")
 def published(sides: dict[str, Side]) -> list[Verdicts]:
-    return [verdicts(each.runs[0], each.analyses[0].cases) for each in sides.values()]
+    return [verdicts(each.analyses[0]) for each in sides.values()]
 
 
 def test_a_second_card_is_judged_by_the_difference_and_never_over_a_change_of_sign(

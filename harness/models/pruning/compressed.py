@@ -73,9 +73,11 @@ class Checkpoint:
         self.sparse = _sparse_format(folder, compression)
         self._files: dict[Path, Any] = {}
         self.modules, self.others, self.unused = _modules([*self.places])
-        packed = next((name for name, m in self.modules.items() if len(m.packed) > 1), None)
-        if packed and self.sparse == "dense":
-            expected = f"sparsity_config.format {TWO_FOUR} or {BITMASK} for the bitmask of {packed}"
+        bitmask = next((name for name, m in self.modules.items() if len(m.packed) > 1), None)
+        if bitmask and self.sparse == "dense":
+            expected = (
+                f"sparsity_config.format {TWO_FOUR} or {BITMASK} for the bitmask of {bitmask}"
+            )
             raise SuiteError(f"{folder}: expected {expected}, found dense or none")
 
     @cached_property
@@ -163,12 +165,14 @@ def _modules(names: list[str]) -> tuple[dict[str, Module], list[str], list[str]]
     """Group tensors by module; return modules, the other tensors, and those that are not used."""
     modules: dict[str, Module] = {}
     others, unused = [], []
-    packed = {n.rpartition(".")[0] for n in names if n.endswith((".bitmask", ".compressed"))}
+    compressed_names = {
+        n.rpartition(".")[0] for n in names if n.endswith((".bitmask", ".compressed"))
+    }
     for name in names:
         prefix, _, part = name.rpartition(".")
-        owner = prefix.removesuffix(".weight") if prefix in packed else prefix
+        owner = prefix.removesuffix(".weight") if prefix in compressed_names else prefix
         module = modules.setdefault(owner, Module())
-        if (part in PACKED and prefix in packed) or part == "weight":
+        if (part in PACKED and prefix in compressed_names) or part == "weight":
             module.packed[part] = name
         elif part == "weight_scale":
             module.scale = name

@@ -126,8 +126,8 @@ class _Weight:
         require(fits, f"weight_scale: expected one for each of {rows} rows or one, found {actual}")
         scaled = values.is_floating_point() or scale is not None
         require(scaled, f"weight: expected a weight_scale with {values.dtype}, found none")
-        packed = len(module.packed) > 1
-        weight = cls(stored.sparse if packed else "dense", values, scale)
+        is_compressed = len(module.packed) > 1
+        weight = cls(stored.sparse if is_compressed else "dense", values, scale)
         if dtype is not None:
             return cls(weight.format, weight.scaled(dtype), None)
         require(

@@ -111,7 +111,7 @@ def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
     """Return ||XW^T - XW'^T|| / ||XW^T|| of gate, up and down, and the error of the whole output.
 
     x [tokens, k] should be tokens that pruning did not see. In both products of down, the inputs
-    are the outputs of the pruned gate and up.
+    are the outputs of the pruned gate and up; if these are all zero, its error is 0.
     """
     require_inputs(x, mlp.gate.shape[1])
     x, before = x.float(), mlp.to(torch.float32).permuted(pruned.permutation)
@@ -120,7 +120,7 @@ def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
     return {
         "gate": _error(linear(x, after.gate), linear(x, before.gate)),
         "up": _error(linear(x, after.up), linear(x, before.up)),
-        "down": _error(linear(seen, after.down), linear(seen, before.down)),
+        "down": _error(linear(seen, after.down), linear(seen, before.down)) if seen.any() else 0.0,
         "output": _error(linear(seen, after.down), before(x)),
     }
 

@@ -198,8 +198,8 @@ def contexts(loaded: Loaded, text: str, tokens: int) -> tuple[Tensor, Tensor]:
         expected = f"{needed} tokens for {calibration} and {held_out} contexts of {size}"
         raise SuiteError(f"text: expected at least {expected}; found {len(numbers)}")
     rows = [begin + numbers[start : start + body] for start in range(0, needed, body)]
-    tokens = torch.tensor(rows, device=loaded.model.device)
-    return tokens[:calibration], tokens[calibration:]
+    cut = torch.tensor(rows, device=loaded.model.device)
+    return cut[:calibration], cut[calibration:]
 
 
 def python_reference() -> str:

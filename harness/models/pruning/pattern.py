@@ -45,6 +45,7 @@ class Pattern:
     def of(cls, text: str) -> Self:
         """Parse `2:4`, `0.5` or `64x64:0.8`. Raises SuiteError."""
         shape, _, rest = text.rpartition(":")
+        message = f"pattern: expected {FORMS}; found {text!r}"
         try:
             if shape.isdecimal():
                 pattern = cls(text, 1 - int(shape) / int(rest), int(rest))
@@ -52,10 +53,10 @@ class Pattern:
                 pattern = cls(shape, float(rest), block=int(sides[1]))
             else:
                 pattern = cls("unstructured", float(text))
-        except (ValueError, ZeroDivisionError):
-            pattern = None
-        if pattern is None or not 0 < pattern.sparsity < 1 or pattern.block < 1:
-            raise SuiteError(f"pattern: expected {FORMS}; found {text!r}")
+        except (ValueError, ZeroDivisionError) as error:
+            raise SuiteError(message) from error
+        if not 0 < pattern.sparsity < 1 or pattern.block < 1:
+            raise SuiteError(message)
         return pattern
 
     @property

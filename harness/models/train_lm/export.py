@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from sparsebench._writing import write_file
 from sparsebench.errors import SuiteError
 from sparsebench.harness.models.train_lm.model import BASE, BYTES, EPSILON, Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text
@@ -68,12 +70,12 @@ def save(model: Decoder, sizes: Sizes, text: Text, to: Path) -> None:
         llama.save_pretrained(to)
         tokenizer().save_pretrained(to)
         words = text.unseen.numpy().tobytes().decode(errors="replace")
-        (to / HELD_OUT).write_text(words, encoding="utf-8")
+        write_file(to / HELD_OUT, words)
     except OSError as error:
         raise SuiteError(f"{to}: expected a writable folder; found {error}") from error
 
 
-def tokenizer() -> object:
+def tokenizer() -> Any:
     """Return a tokenizer for which the token of each byte is the byte itself."""
     tokenizers = import_module("tokenizers")
     printable = [*range(33, 127), *range(161, 173), *range(174, BYTES)]
@@ -87,8 +89,7 @@ def tokenizer() -> object:
     )
     inner.decoder = tokenizers.decoders.ByteLevel()
     fast = import_module("transformers").PreTrainedTokenizerFast
-    result: object = fast(tokenizer_object=inner)
-    return result
+    return fast(tokenizer_object=inner)
 
 
 def _renamed(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

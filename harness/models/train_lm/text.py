@@ -87,8 +87,8 @@ def evenly(text: Tensor, count: int, context: int) -> Tensor:
 
 
 def _text(name: str, seen: bytes, unseen: bytes, row: int = 1) -> Text:
-    parts = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (seen, unseen))
-    return Text(name, hashlib.sha256(seen + unseen).hexdigest(), *parts, row)
+    first, last = (torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (seen, unseen))
+    return Text(name, hashlib.sha256(seen + unseen).hexdigest(), first, last, row)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -95,6 +95,7 @@ def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing() -> None:
     assert not any(x.isnan().any() for x in (o, *grads))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from the compiler's own code
 def test_a_call_can_be_compiled_and_captured_with_its_gradients() -> None:
     mask, _, (*leaves, do) = problem(CASES[0])
     for x in leaves:

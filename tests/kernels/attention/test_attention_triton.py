@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -39,7 +38,8 @@ CASES = [
     Small((40, 40), 16, (4, 1), (64, 16, "tma"), lists=1, causal=True),
     Small((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
 ]
-PATHS = sampled((case._replace(dtype=d) for case, d in product(CASES, ("fp16", "fp32"))), 0, 5)
+# The dtypes alternate, so that each path, mask and grouping has both.
+PATHS = sampled((c._replace(dtype=("fp16", "fp32")[i % 2]) for i, c in enumerate(CASES)), 1, 4, 7)
 FEW = [
     Small((1, 96), (16, 16), (4, 2), (16, 32, "pointers"), batch=2, density=1.0),
     Small((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
@@ -72,7 +72,7 @@ def test_o_and_lse_are_right(case: Case) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("case", sampled(FEW, 0, 2))
+@pytest.mark.parametrize("case", sampled(FEW, 2, 3))
 def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> None:
     mask, shape, operands = case.mask(), case.shape(), case.operands()[:3]
     _, keys, path = case.config
@@ -182,10 +182,7 @@ def test_a_block_has_configurations_that_fit(block: Any, dtype: str, module: Any
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_front_door_binds_the_kernels_for_hopper(
-    exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_front_door_binds_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((70, 130), 64, (2, 1), lists=2, head_dim=64)
     mask, operands = case.mask(), case.operands()[:3]
     launches = []
@@ -209,13 +206,8 @@ def test_the_front_door_binds_the_kernels_for_hopper(
         monkeypatch.setattr(module, "launch", bound_by(module, outputs))
         monkeypatch.setattr(module, "work_of", lambda *_: None)
     leaves = [x.requires_grad_() for x in operands]
-    torch.use_deterministic_algorithms(exact)
-    try:
-        sparsebench.attention(*leaves, mask).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    both = [attention_wgmma, attention_wgmma_backward]
-    assert launches == (both[:1] if exact else both)
+    sparsebench.attention(*leaves, mask).sum().backward()
+    assert launches == [attention_wgmma, attention_wgmma_backward]
 
 
 @pytest.mark.interpreted

@@ -133,6 +133,7 @@ def test_recorded_calls_equal_those_in_python_on_a_gpu(
 
 
 @hopper
+@pytest.mark.filterwarnings("ignore")  # of inductor
 @pytest.mark.parametrize("name", ["blocks of 16", "frozen", "half 2:4", "bitmap"])
 def test_a_first_call_by_reduce_overhead_leaves_nothing_in_the_pool_of_its_graph_on_a_gpu(
     name: str,
@@ -180,6 +181,7 @@ def test_a_planned_layer_that_is_moved_cast_written_or_shared_is_right_on_a_gpu(
 
 
 @hopper
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("name", [*LAYERS, "bitmap"])
 def test_a_capture_before_the_first_call_is_an_error_on_a_gpu(name: str) -> None:
     layer, x = layers()[name], torch.randn(100, 512, device="cuda").bfloat16()
@@ -244,7 +246,7 @@ def trained() -> dict[str, Any]:
     kinds["frozen"].bias.requires_grad_()
     w = Bsr.from_dense(torch.randn(256, 512, device="cuda").bfloat16(), block=32)
     w.values.requires_grad_()
-    functions = {name: (kinds[name], [*kinds[name].parameters()]) for name in LAYERS}
+    functions = {name: (kinds[name], [*kinds[name].parameters()]) for name in (*LAYERS, "bitmap")}
     return {**functions, "matmul": (partial(times, w), [w.values])}
 
 
@@ -261,7 +263,7 @@ def gradients(
 
 
 @hopper
-@pytest.mark.parametrize("name", [*LAYERS, "matmul"])
+@pytest.mark.parametrize("name", [*LAYERS, "bitmap", "matmul"])
 def test_recorded_gradients_equal_those_in_python_on_a_gpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +281,10 @@ def test_recorded_gradients_equal_those_in_python_on_a_gpu(
                 patch.setattr(_bsr_autograd, "recorded", in_python)
                 patch.setattr(_spense_op, "recorded", in_python)
                 right = gradients(fresh(function), x, dy, parameters)
-            assert all(map(torch.equal, found, right))
+            if name == "bitmap":  # the path in Python multiplies by the dense copy
+                torch.testing.assert_close(found, right, rtol=0.02, atol=0.5)
+            else:
+                assert all(map(torch.equal, found, right))
         assert "Product" in type(function(x).grad_fn).__name__ + function(x).grad_fn.name()
 
 

@@ -594,6 +594,33 @@ def test_every_way_to_call_without_gradients_is_correct_on_a_gpu(m: int, n: int,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("m", [16, 200, 1500])
+def test_recorded_calls_see_writes_and_new_modules_on_a_gpu(m: int) -> None:
+    mlp, x = on_gpu(m, 5632, 2048, 60, 2.5, "bfloat16")
+
+    def assert_right() -> None:
+        expected = Dense(mlp, torch.float64)(x.double())
+        for _ in range(4):
+            poison()
+            verdict = check(mlp(x), Expected(expected, next(spreads(mlp, x, 0)), x.dtype, 5632))
+            assert verdict.reason is None, verdict.reason
+
+    with torch.no_grad():
+        assert_right()
+        assert mlp._fronts
+        mlp.up.weight.mul_(2)
+        assert_right()
+        mlp.gate = copy.deepcopy(mlp.gate)
+        mlp.gate.weight[:, 1] += 1
+        assert_right()
+        mlp.activation, mlp.slots = "relu2", 30
+        assert_right()
+        assert torch.equal(copy.deepcopy(mlp)(x), mlp(x))
+    y = mlp(x)
+    assert y.requires_grad  # with gradients, the layer trains
+
+
+@pytest.mark.gpu
 def test_a_gpu_keeps_plans_of_sizes_apart() -> None:
     mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
     expected = {m: step(mlp, x[:m]) for m in (300, 33, 1)}

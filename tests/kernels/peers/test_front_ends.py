@@ -85,7 +85,8 @@ ANSWERS: dict[str, list[Answers]] = {
     "stk_wgrad": [Answers("stk.ops.sdd", (*HALVES, "tf32"), tokens(256, 384, 32, 100), 128)],
     "cusparse_csr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37))],
     "cusparse_csr_dgrad": [Answers(MM, FLOATS, tokens(96, 200, 37))],
-    "cusparse_csr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37))],
+    # NOT_SUPPORTED for CSR in bf16.
+    "cusparse_csr_wgrad": [Answers("cusparseSDDMM", ("fp16", "fp32"), tokens(96, 200, 37))],
     # Square blocks; the library multiplies fp32 Blocked-ELL in TF32.
     "cusparse_bsr": [Answers(MM, FLOATS, tokens(96, 200, 1, 37), block) for block in (5, 32)],
     "cusparse_bsr_wgrad": [Answers("cusparseSDDMM", FLOATS, tokens(96, 200, 37), 32)],
@@ -129,7 +130,14 @@ ANSWERS: dict[str, list[Answers]] = {
     "torch_dense": [Answers("torch.nn.functional.linear", FLOATS, tokens(13, 11, 7))],
 }
 WITHOUT_A_FRONT_END = {
-    *("cusparselt_dense", "cusparselt_hybrid", "decoder_dense", "ffn_dense_triton", "reference"),
+    *(
+        "cusparselt_dense",
+        "cusparselt_hybrid",
+        "cusparselt_slide",
+        "decoder_dense",
+        "ffn_dense_triton",
+        "reference",
+    ),
     *("torch_decoded", "torch_twell", "torch_wgrad"),
 }
 """Programs of this repository: no other front end answers for them."""

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.formats.int4 import ZERO, Int4
+from sparsebench.formats.int4 import Int4
+from sparsebench.formats.int4_two_four import Int4TwoFour
 from sparsebench.harness.bench.operands import operands
-from sparsebench.harness.catalog import load_op
+from sparsebench.harness.catalog import load_format, load_op
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import _authors, _marlin, marlin, sparse_marlin, torch_int4
 from sparsebench.results.record import Problem
@@ -73,9 +74,8 @@ def test_other_types_and_sizes_have_a_reason(
 
 
 def test_weights_that_are_not_2_4_are_refused() -> None:
-    w = Int4.from_dense(weight(pattern="dense", sparsity=0.0))
-    with pytest.raises(Unsupported, match="found 4"):
-        sparse_marlin.packed(w)
+    with pytest.raises(FormatError, match="row 0, columns 0 to 3"):
+        Int4TwoFour.from_dense(weight(pattern="dense", sparsity=0.0))
 
 
 @pytest.mark.parametrize("four_columns", [False, True])
@@ -89,9 +89,9 @@ def test_a_lane_of_the_library_reads_the_rows_of_its_fragment(four_columns: bool
 
 
 def test_metadata_of_2_4_holds_the_positions_of_kept_weights() -> None:
-    w = Int4.from_dense(weight())
-    _, metadata, _ = sparse_marlin.packed(w)
-    groups = w.unpacked().unflatten(1, (-1, 4)) != ZERO
+    dense = weight()
+    _, metadata, _ = sparse_marlin.packed(Int4TwoFour.from_dense(dense))
+    groups = dense.unflatten(1, (-1, 4)) != 0
     pairs = groups.nonzero()[:, 2].view(256, -1, 2)
     expected = (pairs[..., 0] | pairs[..., 1] << 2).flatten().bincount(minlength=16)
     nibbles = (metadata.int()[..., None] >> 4 * torch.arange(4)) & 15
@@ -117,7 +117,8 @@ def test_products_of_4_bits_are_right_on_a_gpu(peer: ModuleType, dtype: str, m: 
         pytest.skip(reason)
     inputs = operands(four_bits, OP, CUDA, None)
     w, x = inputs.weights["w"], inputs.activations["x"]
-    launch = peer.prepare(Operands(four_bits, {"w": Int4.from_dense(w)}, {"x": x}, OP.definition))
+    stored = load_format(peer.KERNEL.consumes).from_dense(w)
+    launch = peer.prepare(Operands(four_bits, {"w": stored}, {"x": x}, OP.definition))
     for _ in range(2):
         expected = x.double() @ w.double().T
         y = launch()

@@ -139,6 +139,18 @@ extern "C" void run(char* boxes) {
 )
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_of_three_boxes_of_the_lifted_columns_are_boxes_of_x(size: int) -> None:
+    width = 128 // size
+    boxes = columns_of(10 * width, 6, 8, size).unflatten(0, (-1, width))
+    for box, columns in enumerate(boxes):
+        if box % 3 < 2:
+            assert columns.tolist() == [
+                *range((box - box // 3) * width, (box - box // 3 + 1) * width)
+            ]
+    assert len(boxes) % (2 * UNIT) == 0
+
+
 # ---- work lists ----
 
 

@@ -1,0 +1,322 @@
+"""The cases of a run: one line per case, scope and cache state, with an interval and a verdict.
+
+    rows of frame.py ─> summary ─> with_verdicts
+
+The process is the unit of replication: allocation, tuning and clocks differ between processes, and
+more samples in one process cannot show that. With FEWEST or more processes a speedup has an
+interval and an outcome (statistics.py), which is a verdict. With fewer it has a range: a look.
+
+    outcome              from the interval; faster and slower also need q <= 5 %, else the case is
+                         not settled, because among many equal cases some appear faster
+    more_processes       how many more processes would settle a case
+    uncertainty          of a speedup: the distance to the farther end of its interval, and at
+                         least speedup x floor / sqrt(processes), which the A/A pairs allow; 0 for
+                         a baseline
+
+Baselines and twins have no verdict. A run without A/A pairs cannot show that equal kernels come
+out equal, so its cases have none either.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparsebench.results.between_cards import State, cards_of, half_of, state_of
+from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, records, table_of
+from sparsebench.results.noise import Noise
+from sparsebench.results.outcome import Outcome, among_many
+from sparsebench.results.record import Status
+from sparsebench.results.statistics import (
+    FEWEST,
+    IntervalKind,
+    Ratio,
+    more_processes,
+    p_value,
+    q_values,
+    ratio,
+    ratio_over,
+    student,
+)
+
+CONTEST = ["problem_id", "scope", "cache"]
+FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high", "between"]
+SUMMARY = [
+    "ran",
+    "processes",
+    "on_cards",
+    *FLOATS,
+    "interval",
+    "interval_kind",
+    "speedups",
+    "blocks",
+]
+OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
+
+
+class NoCrossing(StrEnum):
+    """The reason why a contender has no break-even between the measured levels.
+
+    BELOW  it is faster at every level, so it breaks even below the first one
+    ABOVE  it is slower at the last level, so it breaks even above it, if at all
+    """
+
+    BELOW = "below the first level"
+    ABOVE = "not reached"
+
+
+def summary(
+    table: pd.DataFrame, noise: Noise | None = None, inherited: bool = False
+) -> pd.DataFrame:
+    """Return one line per case, scope and cache state: medians over processes, and verdicts.
+
+    speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
+    speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text
+    t_low         and t_high: Student's 95 % interval from the processes alone, if FEWEST or more
+    between       half of the interval between cards, in logs, which widens the interval
+    on_cards      the number of cards that the processes ran on; 0 on a CPU and in a simulation
+    speedups      the speedup of each process
+    processes     the number of processes used: fewer than the run has if the baseline failed in
+                  some, or if only some captured the case in a graph
+    blocks        median times by block for each (replicate, attempt), for statistics.ratio_over
+    low_us        and high_us: range of the processes' medians; for one process, quartiles
+    ran           the label; for a portfolio also the kernel that it chose
+    level         sparsity of the problem. Weights from a file may have more zeros than the problem
+                  asks for; then `level` and `sparsity` are what they have
+
+    A case that is not ok in every process has the status and detail of the first process in which
+    it is not, and no numbers. Verdicts need the noise of the run. `inherited` says whether the run
+    took its configurations from another one.
+    """
+    cases: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
+    for line in records(table):
+        processes = cases.setdefault((line["case_id"], line["scope"], line["cache"]), {})
+        processes[line["replicate"]] = line
+    dropped = "replicate", "attempt", "reference", "aa_log", "blocks_us", *QUARTILES
+    names = [name for name in table.columns if name not in dropped]
+    lines = [_case(list(processes.values()), inherited) for processes in cases.values()]
+    types = {str(name): kind for name, kind in table.dtypes.items() if name in names}
+    types |= {**dict.fromkeys(FLOATS, np.dtype("float64")), "on_cards": pd.Int64Dtype()}
+    return with_verdicts(table_of(lines, [*names, *SUMMARY], types), noise)
+
+
+def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
+    """Add verdicts to a summary; a case without a verdict has the outcome ""."""
+    floor = noise.floor(cases) if noise else pd.Series(np.nan, cases.index)
+    floor = floor.where(cases.median_us.notna())
+    table = cases.assign(
+        floor=floor,
+        q=np.nan,
+        uncertainty=uncertainty(
+            cases.speedup, cases.speedup_low, cases.speedup_high, floor, cases.processes
+        ),
+        outcome=pd.Series("", cases.index, dtype="str"),
+        more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
+    )
+    table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
+    lines = table[cases.t_low.notna() & compared(cases) & floor.notna()]
+    logs = [np.log(speedups) for speedups in lines.speedups]
+    q = q_values([float(p_value(d, half)) for d, half in zip(logs, lines.between, strict=True)])
+    outcomes = [
+        among_many(*line) for line in zip(lines.speedup_low, lines.speedup_high, q, strict=True)
+    ]
+    more = [
+        more_processes(d, between=half) if verdict is Outcome.NOT_SETTLED else None
+        for d, half, verdict in zip(logs, lines.between, outcomes, strict=True)
+    ]
+    table.loc[lines.index, "q"] = q
+    table.loc[lines.index, "outcome"] = [str(verdict) for verdict in outcomes]
+    table.loc[lines.index, "more_processes"] = pd.array(more, dtype="Int64")
+    return table
+
+
+def compared(cases: pd.DataFrame) -> pd.Series:
+    """Return which lines of a summary are compared with a baseline other than themselves."""
+    named = cases.baseline_label.notna() & (cases.label != cases.baseline_label)
+    return named & ~cases.twin.astype(bool)
+
+
+def uncertainty(
+    ratio: pd.Series, low: pd.Series, high: pd.Series, floor: pd.Series, processes: pd.Series
+) -> pd.Series:
+    """Return the uncertainty of ratios: to the farther end, at least what A/A pairs allow."""
+    least: pd.Series = ratio * floor / np.sqrt(processes.astype("float64"))
+    half: pd.Series = pd.concat([ratio - low, high - ratio, least], axis=1).max(axis=1)
+    return half
+
+
+def by_size(cases: pd.DataFrame) -> pd.DataFrame:
+    """Sort cases by the fields of their problems, because a run takes them in random order."""
+    names = ["op", *fields(cases), "source", "seed"]
+    return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
+
+
+def winners(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest case of each contest, baselines included, with its lead.
+
+    The fastest case has the largest speedup or, without a baseline, the shortest median time.
+    `lead` is its speedup over the runner-up, computed like every speedup, and `lead_half` the
+    uncertainty. `tied` means that the lead cannot be distinguished from 1: its interval is not
+    above 1 or, with fewer than FEWEST processes, the noise floor covers it.
+    """
+    timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+    timed = timed.sort_values(["speedup", "median_us"], ascending=[False, True], kind="stable")
+    ranks = timed.groupby(CONTEST, sort=False).cumcount()
+    best = timed[ranks == 0].sort_index()
+    second = timed[ranks == 1].set_index(CONTEST)[["ran", "blocks"]]
+    second = second.reindex(pd.MultiIndex.from_frame(best[CONTEST])).set_axis(best.index)
+    leads = [
+        ratio_over(first, next_best, half) if isinstance(next_best, dict) else None
+        for first, next_best, half in zip(best.blocks, second.blocks, best.between, strict=True)
+    ]
+    ends = [(lead.value, lead.low, lead.high) if lead else (np.nan,) * 3 for lead in leads]
+    table = pd.DataFrame(ends, best.index, ["lead", "low", "high"], dtype="float64")
+    half = uncertainty(table.lead, table.low, table.high, best.floor, best.processes)
+    least: pd.Series = best.floor / np.sqrt(best.processes.astype("float64"))
+    return best.drop(columns="blocks").assign(
+        runner_up=second.ran,
+        lead=table.lead,
+        lead_half=half,
+        tied=[_tied(lead, floor) for lead, floor in zip(leads, least, strict=True)],
+    )
+
+
+def _tied(lead: Ratio | None, least: float) -> bool:
+    if lead is None:
+        return False
+    look = lead.interval_kind != IntervalKind.CONFIDENCE
+    return not lead.low > 1 or (look and lead.value <= 1 + least)
+
+
+def break_even(cases: pd.DataFrame) -> pd.DataFrame:
+    """Return the sparsity from which each contender stays faster than the baseline.
+
+    `break_even` is interpolated between two measured levels, with log speedup linear in log
+    density, which is exact if the time is proportional to the non-zeros. If it is NaN, `note` is a
+    NoCrossing. A contender is not faster at a level where a portfolio chose a dense kernel; if that
+    is the last such level, `break_even` is the next one.
+    """
+    keys = ["op", *(name for name in fields(cases) if name != "sparsity"), "scope", "cache"]
+    keys += ["format", "kernel", "label", "baseline_label"]
+    timed = cases[cases.speedup.notna() & cases.level.notna() & ~cases.twin.astype(bool)]
+    timed = timed[timed.label != timed.baseline_label]
+    lines = []
+    for key, group in timed.groupby(keys, sort=False, dropna=False):
+        logs = np.log(group.speedup).mask(chose_dense(group), -np.inf)
+        logs = logs.groupby(group.level.round(6)).mean()
+        lines.append(dict(zip(keys, key, strict=True)) | crossing(logs))
+    return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
+
+
+def crossing(logs: pd.Series) -> dict[str, Any]:
+    """Return where log speedup, indexed by level in ascending order, last becomes positive."""
+    levels, values = logs.index.to_numpy(dtype=float), logs.to_numpy(dtype=float)
+    slower = np.flatnonzero(values < 0)
+    result = {"break_even": np.nan, "note": "", "first_level": levels[0], "last_level": levels[-1]}
+    if not slower.size:
+        return result | {"note": str(NoCrossing.BELOW)}
+    i = slower[-1]
+    if i == len(values) - 1:
+        return result | {"note": str(NoCrossing.ABOVE)}
+    if np.isneginf(values[i]):
+        return result | {"break_even": levels[i + 1]}
+    densities = np.log(np.maximum(1 - levels[i : i + 2], 1e-9))
+    density = np.exp(np.interp(0, values[i : i + 2], densities))
+    return result | {"break_even": 1 - float(density)}
+
+
+def chose_dense(cases: pd.DataFrame) -> pd.Series:
+    """Return in which cases a portfolio chose a dense kernel, so that no sparse format won."""
+    return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
+
+
+def _case(processes: list[dict[str, Any]], inherited: bool) -> dict[str, Any]:
+    bad = [process for process in processes if process["status"] != Status.OK]
+    used = bad or _with_common_baseline(_with_common_clock(processes))
+    count = len(processes) if bad else len(used)
+    level = _level(used[0])
+    case = used[0] | {"processes": count, "level": level}
+    if case["sparsity"] > 0:
+        case["sparsity"] = level
+    case["chosen"] = " or ".join(sorted({process["chosen"] for process in used} - {""}))
+    case["ran"] = _ran(case["label"], case["chosen"])
+    if bad:
+        return case
+    for name in (*TIMES, *RATES, *SENSORS):
+        values = [process[name] for process in used if not np.isnan(process[name])]
+        case[name] = float(np.median(values)) if values else np.nan
+    case["samples"] = sum(process["samples"] for process in used)
+    case["late"] = float(np.fmax.reduce([process["late"] for process in used]))
+    for name in ("mark", "marks"):
+        marks = {mark for process in used for mark in process[name].split(", ")}
+        case[name] = ", ".join(sorted(marks - {""}))
+    return case | _interval(used, state_of(case["limited"], inherited))
+
+
+def _level(case: Mapping[str, Any]) -> float:
+    """Return the sparsity that the problem asks for, or that weights from a file have instead."""
+    requested, achieved = float(case["sparsity"]), float(case["sparsity_achieved"])
+    from_file = case["source"] is not None and not pd.isna(case["source"])
+    other = from_file and abs(achieved - requested) > OTHER_LEVEL * (1 - requested)
+    return achieved if other or not requested > 0 else requested
+
+
+def _ran(label: str, chosen: str) -> str:
+    """Name what ran: the label, with the kernel that a portfolio chose, dense kernels first."""
+    if not chosen.startswith("dense, "):
+        return f"{label} (chosen: {chosen})" if chosen else label
+    return f"{chosen.replace(', ', '/', 1)} (chosen by {label})"
+
+
+def _with_common_clock(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the processes with the most common clock: in a graph, times have no launch gap."""
+    ((clock, _),) = Counter(process["clock"] for process in processes).most_common(1)
+    return [process for process in processes if process["clock"] == clock]
+
+
+def _with_common_baseline(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the processes with a speedup over the most common baseline; all if none has one."""
+    paired = [process for process in processes if not np.isnan(process["speedup"])]
+    bases = Counter(process["baseline_label"] for process in paired).most_common(1)
+    return [p for p in paired if p["baseline_label"] == bases[0][0]] or processes
+
+
+def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
+    """Return the speedup and the times of a case, with their intervals."""
+    count, times = len(processes), [process["median_us"] for process in processes]
+    speedups = tuple(process["speedup"] for process in processes)
+    logs, low_us, high_us = np.log(speedups), min(times), max(times)
+    cards = [str(process["device"]) for process in processes]
+    between = half_of([*logs], cards, state) if count >= FEWEST else 0.0
+    estimate = ratio([np.array([log]) for log in logs], between)
+    low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
+    if count == 1:
+        low_us, high_us = processes[0]["q1_us"], processes[0]["q3_us"]
+        low, high = processes[0]["speedup_q1"], processes[0]["speedup_q3"]
+    elif estimate.interval_kind == IntervalKind.CONFIDENCE:
+        check = student(logs)
+        t_low, t_high = float(np.exp(check.low)), float(np.exp(check.high))
+    return {
+        "low_us": low_us,
+        "high_us": high_us,
+        "speedup": estimate.value,
+        "speedup_low": low,
+        "speedup_high": high,
+        "t_low": t_low,
+        "t_high": t_high,
+        "between": between,
+        "on_cards": cards_of(cards),
+        "speedups": speedups,
+        "interval": estimate.interval_kind.over(count, between > 0),
+        "interval_kind": str(estimate.interval_kind),
+        "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in processes},
+    }
+
+
+def _sizes(column: pd.Series) -> pd.Series:
+    """Return the sort key of a column: its numbers if it has any, else its text."""
+    numbers = pd.to_numeric(column, errors="coerce")
+    return numbers if numbers.notna().any() else column.astype(str)

@@ -1,0 +1,196 @@
+"""The figures of README.md and of results/published/README.md.
+
+They are the headline, the captions, the terminal, the list of runs, the table of two cards and the
+digests. Each function yields the figures that the rows do not give.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pandas as pd
+
+from tests.outsider.ratios import agreements, agrees, fastest, ratio, repeats, shows, variation
+from tests.outsider.rows import (
+    HOME,
+    OURS,
+    ROOT,
+    cases,
+    dense,
+    digest,
+    every_case,
+    rows,
+    runs,
+    usual,
+)
+
+CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|runs \*\*.*? as fast"
+
+
+def published(page: str) -> Iterator[str]:
+    """Yield each figure of results/published/README.md that the bundles do not give."""
+    yield from headline(table(page, "question"))
+    file = json.loads((ROOT / "results/between_cards.json").read_text())["variation"]
+    for state, (sd, freedom) in variation().items():
+        if (file[state]["sd"], file[state]["freedom"]) != (sd, freedom):
+            yield f"between_cards.json, {state}: found {sd}, {freedom}"
+    yield from listed(table(page, "run | suite"))
+    yield from agreement(table(page, "first run"))
+    expected = {f"{digest(run)}  {run}/manifest.json" for run in runs()}
+    yield from expected ^ {*re.findall(r"^[0-9a-f]{64}  .*$", page, re.MULTILINE)}
+
+
+def headline(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each speedup of the headline that its run, or the run that confirms it, lacks."""
+    for line in lines:
+        (run,) = re.findall(r"\((.*?)\)", line[13])
+        inside, _, single = line[8].partition(" inside a chain; isolated ")
+        scope = "chain" if single else "kernel"
+        contest = same_problem(usual(cases(run), scope), line)
+        confirmed = [
+            same_problem(usual(cases(other), scope), line)
+            for other in runs()
+            if confirms(other, run)
+        ]
+        isolated = [same_problem(usual(cases(run)), line)]
+        shown = [(inside, [contest]), (line[10], confirmed)]
+        shown += [(single, isolated)] if single else []
+        for cell, contests in shown:
+            if cell != "not yet" and not any(over_baseline(cell, c, line) for c in contests):
+                yield f"{line[0]} {cell}"
+        share = re.search(r"heat for (\d+) %", line[14])
+        ours = contest[contest.kernel == line[7].split("`")[1]].limited
+        if not any(agrees(share[1] if share else "0", 100 * case) for case in ours):
+            yield f"{line[0]} {line[14]}"
+        peer, gain = line[11].replace("`", "").split()
+        best = fastest(contest, ~contest.kernel.isin(OURS))
+        if best is None or best.kernel != peer or not shows(gain, (best.gain,)):
+            yield f"{line[0]} {line[11]}"
+
+
+def same_problem(matches: pd.DataFrame, line: list[str]) -> pd.DataFrame:
+    """Keep the cases of the problem that a line of the headline names."""
+    _, _, op, shape, dtype, tokens, level, *_ = line
+    for name, value in {"op": op, "n × k": shape, "dtype": dtype, "tokens": tokens}.items():
+        matches = matches[matches[name] == value]
+    if level.endswith("active"):
+        return matches[matches.active == float(level.split()[0])]
+    level, _, block = level.partition(", ")
+    matches = matches[matches.sparsity == level]
+    return matches[matches.block.astype(str) == side(block)] if block else matches
+
+
+def side(blocks: str) -> str:
+    """Return a block as rows name it: 64 for `64 × 64 blocks`, 16x32 for `16 × 32 blocks`."""
+    rows, columns = blocks.removesuffix(" blocks").split(" × ")
+    return rows if rows == columns else f"{rows}x{columns}"
+
+
+def over_baseline(cell: str, contest: pd.DataFrame, line: list[str]) -> bool:
+    """Return whether our kernel of a line has this speedup over its baseline in a contest."""
+    kernel, base = line[7].split("`")[1], contest[contest.label == line[9]]
+    ours = contest[contest.kernel == kernel]
+    return any(shows(cell, ratio(blocks, base.blocks.iloc[0])) for blocks in ours.blocks)
+
+
+def confirms(run: str, screened: str) -> bool:
+    """Return whether a run measured chosen cases of another one alone."""
+    state = json.loads((HOME / run / "run.json").read_text())
+    return (state.get("confirms") or {}).get("manifest_sha256") == digest(screened)
+
+
+def listed(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of the list of runs that its bundle does not give."""
+    every = with_factors()
+    for line in lines:
+        (run,) = re.findall(r"\((.*?)\)", line[0])
+        problems, processes, limited = counted(run)
+        matches = cases(run)
+        slow = every[every.place.isin(matches.place) & ~every.kernel.isin(OURS)].factor
+        slow = slow[slow > 1.1]
+        facts = (HOME / run / "environment.json").read_text()
+        cards = sorted({uuid[:8] for uuid in re.findall(r'"uuid": "(?:GPU-)?(.*?)"', facts)})
+        expected = [", ".join(cards), *(str(len(each)) for each in (problems, limited, processes))]
+        expected += [f"{sum(limited[key] for key in matches.key)} of {len(matches)}"]
+        expected += [f"{len(slow)}, to {max(slow):.2f}" if len(slow) else "0"]
+        if [*line[4:8], *line[-2:]] != expected:
+            yield f"{line}: found {expected}"
+
+
+@cache
+def with_factors() -> pd.DataFrame:
+    """Return all cases with `factor`: the time over the least of any run of the same case."""
+    every = every_case()
+    what = [every[name].map(json.dumps) for name in ("fields", "params", "options")]
+    keys = ["device", "op", "source", "kernel", "scope", "cache", *what]
+    least = every.groupby(keys, dropna=False).median_us.transform("min")
+    return every.assign(factor=every.median_us / least)
+
+
+@cache
+def counted(run: str) -> tuple[set[str], set[int], dict[str, bool]]:
+    """Return a run's problems, its processes, and whether each case was ever power-limited."""
+    problems, processes, limited = set(), set(), {}
+    for row, problem, contender in rows(run):
+        key = json.dumps([problem, contender, row["scope"], row["cache"]])
+        problems.add(json.dumps(problem))
+        sensors = row["telemetry"] or {}
+        share = sensors.get("power_capped_us", 0) / (1e6 * sensors.get("seconds", np.inf))
+        limited[key] = limited.get(key, False) or share > 0.2
+        processes.add(row["replicate"])
+    return problems, processes, limited
+
+
+def agreement(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of the table of two cards that the runs do not give."""
+    for line in lines:
+        both = repeats()
+        of_kind = (both.b == "inherited") == line[2].startswith("the second")
+        names = both.pair.map(lambda pair: " ".join(run.rpartition("/")[2] for run in pair))
+        both = both[of_kind & ((names == " ".join(line[:2])) | (line[0] == "all"))]
+        checks = [agreements(repeat) for repeat in both.itertuples()]
+        expected = [f"{count} of {len(both)}" for count in np.sum(checks, axis=0)]
+        if line[3:] != [str(len(both)), *expected]:
+            yield f"{line}: found {expected}"
+
+
+def captions(page: str) -> Iterator[str]:
+    """Yield each number of the finding, the caption and the terminal that no case gives."""
+    (swept,) = (run for run in runs() if run.endswith("/sparsity-4096"))
+    for text in re.findall(CAPTION, page):
+        yield from stated(text, cases(swept))
+
+
+def stated(text: str, matches: pd.DataFrame) -> Iterator[str]:
+    """Yield each number of a text that no case gives: 4.85×, [4.83, 4.86], 33.9 µs."""
+    gains = []
+    for _, contest in matches.groupby("place"):
+        for base in contest.blocks[contest.baseline | dense(contest)]:
+            gains += [ratio(blocks, base) for blocks in contest.blocks]
+    times = [time * unit for time in matches.median_us for unit in (1, 1e-3)]
+    leads = [
+        ratio(ours, next_one)[0]
+        for _, contest in matches.groupby("place")
+        for ours in contest.blocks
+        for next_one in contest.blocks
+    ]
+    for number in re.findall(r"([\d.]+)× faster than", text):
+        if not any(agrees(number, lead) for lead in leads):
+            yield f"{number}× faster"
+    for number in re.findall(r"([\d.]+)(?:×(?! faster than)| \[)", text):
+        if not any(agrees(number, gain[0]) for gain in gains):
+            yield number
+    for low, high in re.findall(r"\[([\d.]+), ([\d.]+)\]", text):
+        if not any(agrees(low, gain[1]) and agrees(high, gain[2]) for gain in gains):
+            yield f"[{low}, {high}]"
+    for number in re.findall(r"([\d.]+)(?= [µm]s| to \d+ µs)", text):
+        if not any(agrees(number, time) for time in times):
+            yield f"{number} µs or ms"
+
+
+def table(page: str, start: str) -> list[list[str]]:
+    """Return the lines of the Markdown table whose header starts so."""
+    lines = page[page.index(f"| {start}") :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]

@@ -1,0 +1,176 @@
+"""The rows of the published runs, and the cases that every process of a run timed."""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / "results/published"
+FAMILIES = "bitmap", "bsr", "csr", "twell", "spense"
+FILES = [file for name in FAMILIES for file in (ROOT / "kernels" / name).glob("*.py")]
+OURS = {file.stem for file in FILES}
+OURS |= {f"{file.stem}_dgrad" for file in FILES if "\nDGRAD = " in file.read_text()}
+
+
+class Timed(NamedTuple):
+    """A row with times: the medians of its blocks and of its samples, and what ran it."""
+
+    clock: str
+    process: int
+    block_us: np.ndarray
+    median_us: float
+    card: str
+    limited: float
+
+
+class Blocks(dict):
+    """Times by block of a case, by process, and what its intervals need beside them.
+
+    `logs` are its log speedups by process, `cards` the GPU of each process, `state` is free,
+    limited or inherited.
+    """
+
+    logs: dict[int, float]
+    cards: dict[int, str]
+    state: str
+    __hash__ = object.__hash__  # each case has one, so that its ratios can be kept
+
+
+def runs() -> list[str]:
+    """Name every published run: GPU/NAME."""
+    return sorted(f"{file.parts[-3]}/{file.parts[-2]}" for file in HOME.glob("*/*/run.json"))
+
+
+def digest(run: str) -> str:
+    """Return the SHA-256 of a run's manifest, whose start is part of its folder in a site."""
+    return hashlib.sha256((HOME / run / "manifest.json").read_bytes()).hexdigest()
+
+
+def device(run: str) -> str:
+    """Return the name of the GPU, or of the CPU, that a run was measured on."""
+    facts = json.loads((HOME / run / "environment.json").read_text())
+    return (facts["gpu"] or facts["cpu"])["name"]
+
+
+def rows(run: str) -> Iterator[tuple[dict, dict, dict]]:
+    """Yield the rows of a suite's own cases, each with its problem and its contender."""
+    text = gzip.decompress((HOME / run / "rows.jsonl.gz").read_bytes())
+    for line in text.splitlines()[1:]:
+        row = json.loads(line)
+        if not row["reference"] and not row["case"]["contender"]["twin"]:
+            yield row, row["case"]["problem"], row["case"]["contender"]
+
+
+def by_block(row: dict) -> np.ndarray:
+    """Return the median time of each whole block of samples."""
+    size = min(row["samples_per_block"], len(row["samples_us"]))
+    samples = np.array(row["samples_us"][: len(row["samples_us"]) // size * size])
+    return np.median(samples.reshape(-1, size), 1)
+
+
+def label_of(contender: dict) -> str:
+    """Return a contender as pages name it: bsr/torch_bsr tuned=True."""
+    options = " ".join(f"{k}={v}" for k, v in sorted(contender["options"].items()))
+    return f"{contender['format']}/{contender['kernel']} {options}".strip()
+
+
+@cache
+def cases(run: str) -> pd.DataFrame:
+    """Return the cases that every process of a run timed, with their samples by process."""
+    by_case: dict[tuple[str, ...], dict] = {}
+    for row, problem, contender in rows(run):
+        if row["status"] != "ok" or not row["samples_us"]:
+            continue
+        key = json.dumps([problem, contender, row["scope"], row["cache"]])
+        place = json.dumps([run, problem, row["scope"], row["cache"]])
+        case = by_case.setdefault(key, {"place": place, "key": key, "timed": [], "peaks": Blocks()})
+        share = limited(row["telemetry"] or {})
+        case["timed"].append(
+            Timed(
+                row["clock"],
+                row["replicate"],
+                by_block(row),
+                float(np.median(row["samples_us"])),
+                row["device"],
+                share,
+            )
+        )
+        case["peaks"][row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
+        fields = problem["fields"]
+        case |= {
+            **{"skew": "iid", "pattern": "dense", "active": None, **fields, **contender},
+            **{"op": problem["op"], "scope": row["scope"], "cache": row["cache"]},
+            "label": label_of(contender),
+            "chose_dense": (row["choice"] or {}).get("way") == "dense",  # a portfolio
+            "fields": sorted(fields.items()),
+            "tokens": str(fields["m"]),
+            "n × k": f"{fields['n']} × {fields['k']}" if "n" in fields else "",
+            "zeros": fields.get("sparsity"),
+            "sweep": json.dumps([run, {n: v for n, v in fields.items() if n != "sparsity"}]),
+            "sparsity": f"{round(100 * fields.get('sparsity', 0), 2):g} %",
+            "source": (problem["source"] or {}).get("path"),
+        }
+    most = max(len(case["timed"]) for case in by_case.values())
+    whole = [case for case in by_case.values() if len(case["timed"]) == most]
+    for case in whole:
+        clocks = [timed.clock for timed in case["timed"]]
+        same = [timed for timed in case["timed"] if timed.clock == max(clocks, key=clocks.count)]
+        case["blocks"] = Blocks({timed.process: timed.block_us for timed in same})
+        case["blocks"].cards = {timed.process: timed.card for timed in same}
+        case["median_us"] = np.median([timed.median_us for timed in same])
+        shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
+        case["limited"] = np.median(shares) if shares else np.nan
+        case["device"] = device(run)
+    bases = {case["place"]: case for case in reversed(whole) if case["baseline"]}
+    inherited = json.loads((HOME / run / "run.json").read_text()).get("choices") == "bundle"
+    for case in whole:
+        blocks, base = case["blocks"], bases.get(case["place"], case)
+        of_board = "limited" if case["limited"] > 0.2 else "free"
+        blocks.state = "inherited" if inherited else of_board
+        both = blocks.keys() & base["blocks"].keys()
+        blocks.logs = dict(zip(both, logs_of(blocks, base["blocks"]), strict=True))
+        case["base"] = base["label"]
+    return pd.DataFrame(whole, dtype=object)
+
+
+@cache
+def every_case() -> pd.DataFrame:
+    """Return the cases of all runs; `level` is the share of zeros or of inactive units: 95 %."""
+    table = pd.concat([cases(run) for run in runs()], ignore_index=True)
+    inactive = 1 - (table.active / table.n).astype(float)
+    zeros = table.zeros.astype(float).where(table.zeros > 0, inactive)
+    return table.assign(level=[f"{100 * part:.0f} %" for part in zeros])
+
+
+def limited(sensors: dict) -> float:
+    """Return the share of time in which power, heat or the board lowered the clock."""
+    counters = [sensors.get(f"{name}_us") for name in ("power_capped", "thermal", "hardware")]
+    slow_us = [counter for counter in counters if counter is not None]
+    timed = slow_us and sensors.get("seconds")
+    return max(slow_us) / (1e6 * sensors["seconds"]) if timed else np.nan
+
+
+def logs_of(ours: dict, other: dict) -> np.ndarray:
+    """Return the log of the speedup of each process that both sides have."""
+    pairs = [(ours[process], other[process]) for process in ours.keys() & other.keys()]
+    return np.array([np.median(np.log(b[: len(a)] / a[: len(b)])) for a, b in pairs])
+
+
+def dense(contest: pd.DataFrame) -> pd.Series:
+    """Return which contenders are dense; a portfolio is if it chose a dense kernel."""
+    stored = (contest.format == "dense") & ~contest.kernel.isin(OURS)
+    return stored | contest.chose_dense.astype(bool)
+
+
+def usual(chosen: pd.DataFrame, scope: str = "kernel") -> pd.DataFrame:
+    """Keep times of a scope with a cold cache and evenly spread active units, if there are any."""
+    for name, value in {"scope": scope, "cache": "cold", "skew": "iid"}.items():
+        chosen = chosen[chosen[name] == value] if (chosen[name] == value).any() else chosen
+    return chosen

@@ -1,0 +1,188 @@
+"""The figures of a site: its grids, its list of runs, the answer of each run, cells of claims.
+
+Each function yields the figures that the rows do not give.
+"""
+
+import html
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tests.outsider.ratios import fastest, ratio, shows
+from tests.outsider.readme import side, stated
+from tests.outsider.rows import HOME, Blocks, cases, dense, every_case, runs, usual
+
+METRICS = {  # the values of claims, from a ratio and the density
+    "speedup, ×": lambda ratio, density: ratio,
+    "of_ideal, %": lambda ratio, density: 100 * ratio * density,
+    "memory_saved, %": lambda ratio, density: 100 * (1 - 1 / ratio),
+}
+
+
+def grids(page: str) -> Iterator[str]:
+    """Yield each gain of a page's grids, by tokens and sparsity, that no run gives."""
+    every = every_case()
+    names = " ".join(f'data-{name}="([^"]*)"' for name in ("gpu", "op", "dtype", "tokens"))
+    grids = re.findall(f'data-grid="gains" {names}>(.*?)</table>', page, re.DOTALL)
+    for gpu, op, dtype, tokens, grid in grids:
+        own = every[(every.device == html.unescape(gpu)) & (every.op == op)]
+        own = own[(own.dtype == dtype) & (own.tokens == tokens)]
+        for head, level, lines in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', grid):
+            for shape, name, gain in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", lines):
+                here = own[(own.sparsity == level) | (own.level == level)]  # 94.68 % is 95 %
+                here = usual(here[(here["n × k"] == shape)])
+                here = here[here.label.str.partition("/")[2] == name]
+                block = head.rpartition("blocks of ")[2] if "blocks of " in head else ""
+                here = here[[str(params.get("block", "")) == block for params in here.params]]
+                if not any(over_dense(gain, case, every) for _, case in here.iterrows()):
+                    yield f"m {tokens} {level} {shape} {head} {name} {gain}"
+
+
+def over_dense(text: str, case: pd.Series, matches: pd.DataFrame) -> bool:
+    """Return whether a case has this speedup over the fastest dense contender of its contest."""
+    contest = matches[matches.place == case.place]
+    base = fastest(contest, dense(contest))
+    return base is not None and shows(text, ratio(case.blocks, base.blocks))
+
+
+def listed_runs(page: str) -> Iterator[str]:
+    """Yield each figure of a site's list of runs that the runs do not give."""
+    row = r'<tr id="[^"]*"><td class="wrap"><a href="(.*?)/index.html">(.*?)</tr>'
+    for name, line in re.findall(row, page):
+        run = at_address(name)
+        text = re.sub(r"<[^>]*>", " ", line)
+        yield from (f"{run} {each}" for each in stated(html.unescape(text), cases(run)))
+
+
+def answer(file: Path) -> Iterator[str]:
+    """Yield each figure of the answer at the top of a run's page that the run does not give."""
+    run = at_address(file.parent.name)
+    page = re.sub(r"<(style|script).*?</\1>", "", file.read_text(), flags=re.DOTALL)
+    top = page.partition('<p class="headline">')[2].partition("</p>")[0]
+    answer = page.partition('<section id="answer">')[2].partition('<section id="measured">')[0]
+    answer = re.sub(r"<svg.*?</svg>", "", answer, flags=re.DOTALL)
+    yield from stated(html.unescape(re.sub(r"<[^>]*>", " ", top + answer)), cases(run))
+
+
+def at_address(address: str) -> str:
+    """Return the run at an address of a site, such as h200/sparsity-4096; a name is enough."""
+    name = address.rpartition("/")[2]
+    (run,) = (run for run in runs() if run.endswith(f"/{name}"))
+    return run
+
+
+def claimed(page: str) -> Iterator[str]:
+    """Yield each cell of a claim's page whose value its run or its file does not give."""
+    for text in re.findall(r"<thead><tr><th[^>]*>cell<.*?</table>", page, re.DOTALL):
+        header, *lines = [
+            [html.unescape(each) for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)]
+            for line in re.split(r"<tr[^>]*>", text)[1:]
+        ]
+        for line in lines:
+            shown = re.match(r"-?[\d.]+(?:×| %)", line[1]) and header[1] in METRICS
+            if shown and not holds(header[1], line):
+                yield " | ".join(line)
+
+
+def holds(metric: str, line: list[str]) -> bool:
+    """Return whether a cell's subject has its value over its baseline, in as many processes."""
+    label, shown, _, subject, baseline, *_, source = line
+    name, _, processes = source.rpartition(", ")
+    if " of " in baseline:
+        return beside_op(line)
+    files = [file for kind in ("training", "whole") for file in HOME.glob(f"{kind}/{name}.json")]
+    if files:
+        return in_file(metric, json.loads(files[0].read_text()), line)
+    run = at_address(name)
+    matches = labelled(cases(run), label)
+    matches = matches[matches.cache == "cold"]
+    subject, baseline = (
+        re.sub(r".*\(chosen by (.*)\)| \(.*", r"\1", who) for who in (subject, baseline)
+    )
+    column = "peaks" if metric.startswith("memory") else "blocks"
+    for _, ours in matches[named(matches, subject)].iterrows():
+        for other in matches[(matches.place == ours.place) & (matches.label == baseline)][column]:
+            density = 1 - (ours.zeros or 0)
+            values = tuple(METRICS[metric](r, density) for r in ratio(ours[column], other))
+            count = len(ours[column].keys() & other.keys())
+            if count == int(processes.split()[0]) and shows(shown, values):
+                return True
+    return False
+
+
+def beside_op(line: list[str]) -> bool:
+    """Return whether a speedup over dense, divided by that of another op, is the cell's value."""
+    label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
+    names, _, processes = line[-1].rpartition(", ")
+    places = [at_address(name) for name in names.split(" over ")]
+    sides: list[list[Blocks]] = []
+    for run, where, who in (
+        (places[0], label, subject),
+        (places[-1], f"{op}, {label.partition(', ')[2]}", other),
+    ):
+        matches = labelled(cases(run), where)
+        matches = matches[(matches.cache == "cold") & (matches.scope == "kernel")]
+        sides.append([])
+        for _, ours in matches[named(matches, who)].iterrows():
+            contest = matches[matches.place == ours.place]
+            base = fastest(contest, contest.format == "dense").blocks
+            both = ours.blocks.keys() & base.keys()
+            logs = {p: np.log(ours.blocks[p] / base[p]) for p in both}
+            sides[-1].append(Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()}))
+    return any(
+        len(own) == int(processes.split()[0]) and shows(line[1], ratio(own, beside))
+        for own in sides[0]
+        for beside in sides[1]
+    )
+
+
+def in_file(metric: str, data: dict, line: list[str]) -> bool:
+    """Return whether a cell's value is that of a training, by seed, or of a whole model."""
+    label, subject, baseline = line[0], *(re.sub(r" \(.*", "", who) for who in line[3:5])
+    if "trained" not in data:
+        ours, other = (
+            next(w for w in data["ways"] if [w["what"], w["mlp"]] == [label.split(",")[0], who])
+            for who in (subject, baseline)
+        )
+        column = "peak_bytes" if metric.startswith("memory") else "times_us"
+        value = METRICS[metric](np.median(other[column]) / np.median(ours[column]), 1)
+        return shows(line[1], (value,)) and "[" not in line[1]
+    trained = pd.DataFrame(data["trained"])
+    dense_ones, factors = trained[trained.pattern == "dense"], []
+    for one in trained.itertuples():
+        name = f"train-lm, {100 * one.sparsity:.2f} %, {one.block} × {one.block} blocks, "
+        if f"{name}weights {one.pattern}, width {one.width}" == label:
+            enough = dense_ones[
+                (dense_ones.seed == one.seed) & (dense_ones.parameters >= one.parameters)
+            ]
+            if len(enough):
+                factors.append(enough.loc[enough.parameters.idxmin()].step_us / one.step_us)
+    return shows(line[1], (np.exp(np.log(factors).mean()), min(factors), max(factors)))
+
+
+def named(matches: pd.DataFrame, label: str) -> pd.Series:
+    """Return which contenders have a name; older rows name the format of the weights, dense."""
+    return matches.label.str.partition("/")[2] == label.partition("/")[2]
+
+
+def labelled(matches: pd.DataFrame, label: str) -> pd.DataFrame:
+    """Keep the cases that a cell names: linear, bf16, m 64, 4096 × 4096, active 29."""
+    for part in label.split(", "):
+        name, _, value = part.rpartition(" ")
+        if part.endswith(" %"):
+            matches = matches[matches.sparsity == part]
+        elif part.endswith(" blocks"):
+            matches = matches[matches.block.astype(str) == side(part)]
+        elif " × " in part:
+            matches = matches[matches["n × k"] == part]
+        elif not name:
+            matches = matches[(matches.op == part) | (matches.dtype == part)]
+        else:
+            column = {"m": "tokens"}.get(name, name)
+            own = matches[column].map(lambda v: f"{v:g}" if isinstance(v, int | float) else str(v))
+            matches = matches[own == value]
+    return matches

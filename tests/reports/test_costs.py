@@ -1,0 +1,57 @@
+"""The table of what pruning costs, and the losses that an advice takes from it."""
+
+from dataclasses import replace
+
+import pytest
+
+from sparsebench.reports.costs import COSTS, METHODS, OF_MODEL, costs, markdown
+from sparsebench.results.measured_layers import (
+    Evidence,
+    costs_of_pruning,
+    of_pruning,
+    packaged,
+)
+from sparsebench.results.model_files import Pruning, PruningOutcome
+
+GPU = "NVIDIA H200"
+SOURCE = "pruning/small.json"
+ABOUT = "sparsebench/pruning@1", "small.gguf", "0", "a text", 4096, 2048, 2.0
+
+
+def outcome(method: str, pattern: str, sparsity: float, loss: float) -> PruningOutcome:
+    return PruningOutcome(method, "scored", 0.0, sparsity, {"output": 0.1}, loss, pattern)
+
+
+@pytest.fixture(scope="module")
+def pruning() -> Pruning:
+    outcomes = [
+        outcome("magnitude", "6:8", 0.25, 2.5),
+        outcome("wanda", "6:8", 0.25, 2.25),
+        outcome("wanda", "32x32", 0.8, 4.0),
+        outcome("wanda", "4x4", 0.8, 3.0),
+    ]
+    return Pruning(*ABOUT, outcomes)  # type: ignore[arg-type]
+
+
+def test_a_line_has_the_rises_by_method_and_the_gains_of_layers(pruning: Pruning) -> None:
+    measured = packaged()
+    evidence = Evidence(measured.gpus, measured.measured, [], [], costs_of_pruning(pruning, SOURCE))
+    (table,) = costs(evidence, GPU)
+    lines = {line[0]: line[1:] for line in table.lines}
+    assert [*lines] == [*COSTS]
+    assert [cell[0] for cell in lines["6:8"][:2]] == ["+0.500", "+0.250"]
+    assert [cell[0] for cell in lines["32 × 32 blocks, 80 % zeros"][:2]] == ["–", "+2.000"]
+    assert len(table.columns) == 1 + 2 + len(OF_MODEL)
+    assert "over 2,048 held-out tokens" in markdown(evidence, GPU)
+
+
+def test_an_advice_has_the_best_method_and_only_losses_per_token(pruning: Pruning) -> None:
+    losses = {(each.way, each.sparsity): each.loss for each in of_pruning(pruning, SOURCE)}
+    assert losses == {("6:8", 0.25): 0.25, ("blocks of 32", 0.8): 2.0}
+    assert of_pruning(replace(pruning, unit="byte"), SOURCE) == []
+
+
+def test_the_published_table_has_each_method_of_a_real_model() -> None:
+    evidence = packaged()
+    gemma = {each.method for each in evidence.costs if each.model.startswith("gemma-3-270m")}
+    assert gemma == METHODS.keys()
