@@ -270,18 +270,6 @@ __device__ __forceinline__ void quad_transpose(u32 (&words)[4]) {
                A_AND_B_##N ", 1, 1, 1;" : D_##N : "l"(a), "l"(b))
 #define WGMMA_E4M3(N, a, b) WGMMA_E4M3_(N, a, b)
 
-// The same with A in registers, u32 a[4] of each lane, in 16 bits; B is K-major.
-#define REGISTERS_32 "{%16, %17, %18, %19}, %20"
-#define REGISTERS_48 "{%24, %25, %26, %27}, %28"
-#define REGISTERS_64 "{%32, %33, %34, %35}, %36"
-#define REGISTERS_96 "{%48, %49, %50, %51}, %52"
-#define REGISTERS_128 "{%64, %65, %66, %67}, %68"
-#define WGMMA_A_(N, a, b)                                                                         \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \
-               REGISTERS_##N ", 1, 1, 1, 0;"                                                              \
-               : D_##N : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b))
-#define WGMMA_A(N, a, b) WGMMA_A_(N, a, b)
-
 // Return the shared memory descriptor of a swizzled tile with rows of 128, 64 or 32 bytes. Its
 // fields count in 16 bytes. SBO, the stride to the next 8 rows, is 8 * row_bytes.
 //   K-major   (K along a row)    the next 16 of K are 32 bytes on; LBO is not used

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,17 +85,6 @@ class Config:
     table: bool = True
     split: int = 1
 
-    source = "bitmap_mma"
-
-    @property
-    def threads(self) -> int:
-        """Return the threads of a CTA: the warps that multiply, and one that loads X."""
-        return 32 * (self.warps + 1)
-
-    def constants(self, dtype: torch.dtype) -> Constants:
-        """Return the macros of bitmap_mma.cu."""
-        return constants_of(self, dtype)
-
     @property
     def warps(self) -> int:
         """Return the warps of a CTA that multiply."""
@@ -132,11 +120,11 @@ def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
 
 
 class Product:
-    """A configuration of a bitmap kernel, to call: a new Y of X and this W (selection.Product)."""
+    """A configuration to call: a new Y of X and of this W (selection.Product)."""
 
     pack = order = None
 
-    def __init__(self, w: Bitmap, config: Any, device: torch.device) -> None:
+    def __init__(self, w: Bitmap, config: Config, device: torch.device) -> None:
         """Load the kernel, and keep the arguments for the addresses used last."""
         self.w, self.config, self.device, self.room = w, config, device, w.room
         self.kind = output_dtype(w.dtype)
@@ -171,10 +159,11 @@ class Product:
 
     def _loaded(self, m: int) -> Loaded:
         config, shared = self.config, self._shared(m)
-        constants = config.constants(self.w.dtype)
-        kernel, code = load(config.source, "multiply_records", constants, shared, self.device)
+        constants = constants_of(config, self.w.dtype)
+        kernel, code = load("bitmap_mma", "multiply_records", constants, shared, self.device)
         grid = self.workers * config.split * -(-m // config.tokens)
-        return Loaded(kernel, code, self.device.index, grid, config.threads, shared)
+        threads = 32 * (config.warps + 1)
+        return Loaded(kernel, code, self.device.index, grid, threads, shared)
 
     def _arguments(self, m: int, x: int, stride: int, y: int) -> Arguments:
         (n, k), w = self.w.shape, self.w
@@ -263,12 +252,6 @@ def _fullest(
     return sorted(busy, key=lambda config: -busy[config])
 
 
-def offered(m: int, w: Bitmap, device: torch.device, most: int | None = TRIED) -> list[Config]:
-    """Return the likeliest `configurations` for m tokens on a device; all if `most` is None."""
-    workers = {split: at_once(split, device) for split in SPLITS}
-    return configurations(*w.shape, m, w.room, w.dtype.itemsize, workers)[:most]
-
-
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
@@ -278,8 +261,11 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     n, k = w.shape
     density = w.stored_bytes / (n * k * x.itemsize)
     sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, density)
-    most = None if tuned == "wide" else TRIED
-    searched = [] if operands.pinned else offered(len(x), w, x.device, most)
+    possible: list[Config] = []
+    if not operands.pinned:
+        workers = {split: at_once(split, x.device) for split in SPLITS}
+        possible = configurations(n, k, len(x), w.room, x.itemsize, workers)
+    searched = possible if tuned == "wide" else possible[:TRIED]
     configs, by = choose("bitmap_mma", Config, operands, sizes, tuned, searched)
     compile_ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])
     candidates = [launch(x, w, config) for config in configs]

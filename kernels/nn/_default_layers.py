@@ -26,11 +26,11 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
 from sparsebench.kernels._common.selection import Selected, bucket, configured
 from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_triton
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
 from sparsebench.kernels.nn import _spense_op
-from sparsebench.kernels.nn._frozen_op import BITMAP_KERNELS
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
 from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
@@ -246,8 +246,7 @@ def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
     if isinstance(w, Bitmap):
         if choice["kernel"] == "dense":
             return _DenseCall(x, w.to_dense(), x.new_empty(len(x), w.shape[0]))
-        kernel = BITMAP_KERNELS[choice["kernel"]]
-        return kernel.launch(x, w, configured(kernel, choice))
+        return bitmap_mma.launch(x, w, configured(bitmap_mma, choice))
     assert isinstance(w, Bsr)
     if isinstance(product, _launch.Product):
         return _launch.bind(product.plan, x, w.values)

@@ -1,8 +1,7 @@
 """The plans of weights that layers and `matmul` never train: bitmap and CSR.
 
-    bitmap   bitmap_mma, bitmap_wgmma from 17 to 128 tokens, or torch's own product with a dense
-             copy of W. The copy is made when it is first chosen, and stays: with it W takes three
-             times the memory or more
+    bitmap   bitmap_mma, or torch's own product with a dense copy of W. The copy is made when it is
+             first chosen, and stays: with it W takes three times the memory or more
     csr      csr_cuda
 
 A weight's Operator is an attribute of the weight, and is made again if torch counts a write to it.
@@ -26,7 +25,7 @@ from sparsebench.kernels._common.front import DGRAD, record, rows_of
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket, configured
 from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.bitmap import bitmap_mma, bitmap_wgmma
+from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.results.record import Problem
@@ -34,7 +33,6 @@ from sparsebench.results.record import Problem
 Weight = Bitmap | Csr
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 ATTRIBUTE = "_sparsebench_operator"
-BITMAP_KERNELS: dict[str, Any] = {"bitmap_wgmma": bitmap_wgmma, "bitmap_mma": bitmap_mma}
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
@@ -144,31 +142,35 @@ def _bitmap(w: Bitmap) -> Operator:
         dense = [Candidate("dense", NoConfig(), lambda: Dense(w))]
         if device.type != "cuda" or (choice and choice["kernel"] == "dense"):
             return [dense]
+        bits = _bits(m, choice)
         if choice:
-            return [_bits(choice["kernel"], m, choice)]
-        names = [*BITMAP_KERNELS][m < bitmap_wgmma.LEAST_TOKENS :]
-        bits = [_bits(name, m, None) for name in names]
-        return [*bits, dense] if bits_are_faster(m, w) else [dense, *bits]
+            return [bits]
+        return [bits, dense] if bits_are_faster(m, w) else [dense, bits]
 
-    def _bits(name: str, m: int, choice: Mapping[str, Any] | None) -> Iterable[Candidate]:
-        kernel, x = BITMAP_KERNELS[name], torch.empty(m, k, dtype=w.dtype, device="meta")
-        reason = kernel.unsupported(Problem("linear", {"m": m, "dtype": NAMES[w.dtype]}), device)
-        if reason := reason or kernel.unsupported_operands(x, w):
+    def _bits(m: int, choice: Mapping[str, Any] | None) -> Iterable[Candidate]:
+        x = torch.empty(m, k, dtype=w.dtype, device="meta")
+        sizes = Problem("linear", {"m": m, "dtype": NAMES[w.dtype]})
+        reason = bitmap_mma.unsupported(sizes, device)
+        if reason := reason or bitmap_mma.unsupported_operands(x, w):
             raise Unsupported(reason)
-        configs = [configured(kernel, choice)] if choice else kernel.offered(m, w, device)
-        for config in configs:
-            yield Candidate(name, config, partial(_bits_product, kernel, w, m, config))
+        if choice:
+            configs = [configured(bitmap_mma, choice)]
+        else:
+            workers = {split: bitmap_mma.at_once(split, device) for split in bitmap_mma.SPLITS}
+            configs = bitmap_mma.configurations(n, k, m, w.room, w.dtype.itemsize, workers)
+        for config in configs[: bitmap_mma.TRIED]:
+            yield Candidate("bitmap_mma", config, partial(_bits_product, w, m, config))
 
     def problem(m: int) -> dict[str, Any]:
         density = float(f"{w.stored_bytes / bytes_of_dense:.2g}")
         fields = {"op": "bitmap.linear", "dtype": NAMES[w.dtype]}
         return {**fields, "m": m, "n": n, "k": k, "density": density}
 
-    return Operator((*BITMAP_KERNELS, "dense"), offer, problem, device)
+    return Operator(("bitmap_mma", "dense"), offer, problem, device)
 
 
-def _bits_product(kernel: Any, w: Bitmap, m: int, config: Any) -> bitmap_mma.Product:
-    product: bitmap_mma.Product = kernel.Product(w, config, w.records.device)
+def _bits_product(w: Bitmap, m: int, config: bitmap_mma.Config) -> bitmap_mma.Product:
+    product = bitmap_mma.Product(w, config, w.records.device)
     product.require(m)
     return product
 

@@ -26,17 +26,31 @@ from tests.emulation.cuda_on_cpu import built, device_code
 from tests.kernels.contract import assert_device_refusal, captured, refusal
 from tests.tools.marks import needs_cupy, needs_gxx, sampled
 
-RECORDS_ON_CPU = """
+STAND_INS = """
+  #include "mma_on_cpu.h"
   #include <cmath>
   static u32 load_32(u32 a) { return *(u32*)(dynamic_shared() + a); }
   static uint2 load_64(u32 a) { return *(uint2*)(dynamic_shared() + a); }
   static u32 load_16(u32 a) { return *(unsigned short*)(dynamic_shared() + a); }
   static void store_32(u32 a, u32 v) { *(u32*)(dynamic_shared() + a) = v; }
   static u32 prmt(u32 a, u32 b, u32 how) { return __byte_perm(a, b, how); }
+  static int __popc(u32 v) { return __builtin_popcount(v); }
   static u32 upper_half(u32 v) { return (v >> 16) * 0x10001; }
   static u32 __funnelshift_r(u32 low, u32 high, u32 by) {
     return (u32)(((u64)high << 32 | low) >> (by & 31));
   }
+  static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
+    counted_copy(mine(), to, from, bytes, barrier);
+  }
+  static void fence_proxy_async() {}
+  static void fence_mbarrier_init() {}
+  static void copy_of_x(u32 to, const char* from, bool there) {  // lands at once
+    if (to % 16 || (u64)from % 16) std::abort();
+    char* at = dynamic_shared() + to;
+    there ? std::memcpy(at, from, 16) : std::memset(at, 0, 16);
+  }
+  #define copy_16 copy_of_x
+  static void cp_async_arrive(u32 barrier) { mbarrier_arrive(barrier); }
   #define multiplying_warps_sync() in_step(1, 32 * WARPS)
   static uint4 load_128(u32 a) { return *(uint4*)(dynamic_shared() + a); }
   static u32 narrowed_fp8(u32 byte) {  // to fp16
@@ -54,28 +68,12 @@ RECORDS_ON_CPU = """
     return FP16 && VALUE_BYTES == 2 ? narrow(f) : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
 """
-STAND_INS = """
-  #include "mma_on_cpu.h"
-  static int __popc(u32 v) { return __builtin_popcount(v); }
-  static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
-    counted_copy(mine(), to, from, bytes, barrier);
-  }
-  static void fence_proxy_async() {}
-  static void fence_mbarrier_init() {}
-  static void copy_of_x(u32 to, const char* from, bool there) {  // lands at once
-    if (to % 16 || (u64)from % 16) std::abort();
-    char* at = dynamic_shared() + to;
-    there ? std::memcpy(at, from, 16) : std::memset(at, 0, 16);
-  }
-  #define copy_16 copy_of_x
-  static void cp_async_arrive(u32 barrier) { mbarrier_arrive(barrier); }
-"""
 
 
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
     """Build the kernel's source for this machine."""
-    source = STAND_INS + RECORDS_ON_CPU + device_code("bitmap_mma.cu")
+    source = STAND_INS + device_code("bitmap_mma.cu")
     source += """
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }
