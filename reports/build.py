@@ -29,7 +29,7 @@ from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
-from sparsebench.results.badges import badge_text, badges
+from sparsebench.results.badges import badges
 from sparsebench.results.contests import empty_launch
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
@@ -83,7 +83,7 @@ def build(
         first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
         groups=_grouped([part for part in drawn if part[0].name != (only or FIRST)]),
         evidence=_evidence(frames),
-        badges=_badges(frames),
+        badges=[label.parts for label in badges(frames)],
         links=[] if only else _links(run.path, out_path),
         surrounding=surrounding,
         facts=_facts(frames),
@@ -162,13 +162,6 @@ def _evidence(frames: Frames) -> dict[str, str]:
     gain, rest = evidence(frames.views[0])
     again = again_command(run, cases, line.best_case_id)
     return {"gain": gain, "rest": rest, "counts": " · ".join(counts), "again": again}
-
-
-def _badges(frames: Frames) -> list[tuple[str, str, str]]:
-    """Return the class, the text and the reason of each badge."""
-    run, cases = frames.run, frames.cases
-    shown = badges(cases, frames.noise, run.environment, run.state)
-    return [(badge.name.lower(), badge_text(badge, cases), why) for badge, why in shown]
 
 
 def _facts(frames: Frames) -> list[tuple[str, str]]:

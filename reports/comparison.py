@@ -22,8 +22,8 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
-from sparsebench.reports.terminal import labels
 from sparsebench.results.analysis import Analysis
+from sparsebench.results.badges import badges
 from sparsebench.results.changes import Changes, changes, mean
 from sparsebench.results.formatting import (
     amount,
@@ -189,12 +189,10 @@ def _sentences(other: Changes) -> list[str]:
 
 
 def _notes(result: Compared) -> list[str]:
-    first, notes = result.sides[0], []
-    columns = "time" if len(result.sides) == 2 else "each time"
-    notes.append(
-        f"Parentheses after {columns}: the 95 % interval of the time in percent of {first.name}'s. "
-        "Runs share no process, so the interval also holds what differs between cards."
-    )
+    notes = [
+        "Brackets after “shorter”: the 95 % interval of the difference. Runs share no process, so "
+        "it also includes what differs between cards."
+    ]
     looks = [
         s.name for s in result.sides if any(r.state["flags"]["replicates"] < FEWEST for r in s.runs)
     ]
@@ -247,7 +245,7 @@ def _about(analysis: Analysis) -> str:
     words += [f"card {listed(cards)}"] if cards else []
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
-    words += [text for _, text in labels(analysis)]
+    words += [label.text for label in badges(analysis)]
     return ", ".join(filter(None, words))
 
 

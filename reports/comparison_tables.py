@@ -159,15 +159,18 @@ def _changed(other: Changes, line: Line) -> list[Cell]:
 
 
 def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> str:
-    """Write `H200 10 % shorter (89 to 92 %)`: b's time in percent of a's, and its interval."""
+    """Write `H200 10 % shorter [9, 11]`; `ratio` is a's time over b's, with its interval."""
     if word == Outcome.NOT_MEASURED:
         return word
-    span = f"({significant(100 / high)} to {significant(100 / low)} %)"
     if word not in DIFFERENT:
-        return f"{word} {span}"
+        span = f"{significant(100 / high, 3)} to {significant(100 / low, 3)} %"
+        return f"{word} ({other.b.name} takes {span} of the time)"
     name = other.b.name if ratio > 1 else other.a.name
-    saved = 100 * (1 - min(ratio, 1 / ratio))
-    return f"{name} {significant(saved, 2)} % shorter {span}"
+    ends = (1 / low, 1 / high) if ratio > 1 else (high, low)
+    saved, least, most = (
+        significant(100 * (1 - each), 2) for each in (min(ratio, 1 / ratio), *ends)
+    )
+    return f"{name} {saved} % shorter [{least}, {most}]"
 
 
 def _measured(line: Line, end: str) -> str:

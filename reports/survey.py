@@ -23,7 +23,7 @@ from rich.text import Text
 
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.badges import Badge, badge_text, badges
+from sparsebench.results.badges import Badge, badges
 from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
 from sparsebench.results.formatting import (
@@ -287,7 +287,4 @@ def _badges(by_run: Mapping[str, Frames]) -> list[tuple[str, str, str]]:
     if not by_run:
         return [(Badge.EMPTY.name.lower(), str(Badge.EMPTY), "Nothing was measured.")]
     frames = next(iter(by_run.values()))
-    shown_badges = badges(frames.cases, frames.noise, frames.run.environment)
-    return [
-        (badge.name.lower(), badge_text(badge, frames.cases), why) for badge, why in shown_badges
-    ]
+    return [label.parts for label in badges(frames, with_state=False)]

@@ -23,7 +23,7 @@ from sparsebench.reports.findings import findings, who
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
-from sparsebench.results.badges import Badge, badge_text, badges, unfit
+from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.cases import CONTEST, break_even, winners
 from sparsebench.results.contests import empty_launch
 from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
@@ -89,7 +89,7 @@ class Answer:
 def answer_markdown(analysis: Analysis) -> str:
     """Return the answer as Markdown with every line of the table."""
     cases = analysis.cases
-    badge_texts = [text for _, text in labels(analysis)]
+    badge_texts = [label.text for label in badges(analysis)]
     heading = f"**{_heading(analysis.run)}** ({'; '.join(badge_texts)})"
     parts = [heading, "\n".join(findings(analysis))]
     parts += [results(analysis).markdown()] if (cases.status == Status.OK).any() else []
@@ -106,17 +106,10 @@ def answer_json(analysis: Analysis) -> dict[str, Any]:
         "answer": [
             {"where": about, "sentences": lines} for about, lines in answers(analysis.views)
         ],
-        "badges": [text for _, text in labels(analysis)],
+        "badges": [label.text for label in badges(analysis)],
     }
     floors = {"noise_floor": analysis.noise.floors}
     return answer | plain | floors | {"reliability": word, "reliability_why": why}
-
-
-def labels(analysis: Analysis) -> list[tuple[Badge, str]]:
-    """Return a run's badges and their texts, the most severe first."""
-    run, cases = analysis.run, analysis.cases
-    shown_badges = badges(cases, analysis.noise, run.environment, run.state)
-    return [(badge, badge_text(badge, cases)) for badge, _ in shown_badges]
 
 
 def counted(analysis: Analysis) -> dict[str, int]:
@@ -203,8 +196,9 @@ def _heading(run: Run) -> str:
 
 def _title(analysis: Analysis) -> Text:
     line = Text(_heading(analysis.run))
-    for badge, text in labels(analysis):
-        line.append("  ").append(f"[{text}]", style="" if badge in GOOD else BAD)
+    for label in badges(analysis):
+        style = "" if label.badge in GOOD else BAD
+        line.append("  ").append(f"[{label.text}]", style=style)
     return line
 
 

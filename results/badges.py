@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-import pandas as pd
-
+from sparsebench.results.analysis import Analysis
 from sparsebench.results.formatting import amount
-from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.noise import Reliability
 from sparsebench.results.statistics import FEWEST
 
 
@@ -24,40 +22,46 @@ class Badge(StrEnum):
     EMPTY = "NO TIMES"
 
 
-def badges(
-    cases: pd.DataFrame,
-    noise: Noise,
-    environment: Mapping[str, Any],
-    state: Mapping[str, Any] = MappingProxyType({}),
-) -> list[tuple[Badge, str]]:
-    """Return the badges of a run with their reasons, the gravest first; `state` is its run.json."""
-    reliability, why = noise.reliability
-    notes = []
-    if "sim" in environment:
-        notes.append((Badge.SIMULATED, "No GPU ran: these times come from a model of one."))
+class Label(NamedTuple):
+    """A badge of a run, its text such as `LOOK: 3 processes`, and its reason."""
+
+    badge: Badge
+    text: str
+    why: str
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """Return the class in HTML, the text and the reason."""
+        return self.badge.name.lower(), self.text, self.why
+
+
+def badges(analysis: Analysis, with_state: bool = True) -> list[Label]:
+    """Return the badges of a run, the gravest first.
+
+    `with_state` includes those that follow from its run.json: a busy machine, an unfinished run.
+    """
+    cases, (reliability, why) = analysis.cases, analysis.noise.reliability
+    state = analysis.run.state if with_state else {}
+    notes = {}
+    if "sim" in analysis.run.environment:
+        notes[Badge.SIMULATED] = "No GPU ran: these times come from a model of one."
     if reliability is Reliability.UNRELIABLE:
-        notes.append((Badge.UNRELIABLE, why))
+        notes[Badge.UNRELIABLE] = why
     if busy := "; ".join(unfit(state)):
-        reason = f"The machine was busy, so do not trust these numbers: {busy}."
-        notes.append((Badge.BUSY, reason))
+        notes[Badge.BUSY] = f"The machine was busy, so do not trust these numbers: {busy}."
     if (status := state.get("status", "finished")) != "finished":
-        notes.append((Badge.UNFINISHED, f"This run is not finished: its status is {status}."))
+        notes[Badge.UNFINISHED] = f"This run is not finished: its status is {status}."
     timed = cases[cases.median_us.notna()]
     if timed.empty:
-        return [*notes, (Badge.EMPTY, "No case of this run has a time.")]
+        notes[Badge.EMPTY] = "No case of this run has a time."
+        return [Label(badge, badge.value, reason) for badge, reason in notes.items()]
     count = int(timed.processes.max())
-    if count < FEWEST:
-        need = f"a verdict needs at least {FEWEST}."
-        return [*notes, (Badge.LOOK, f"{amount(count, 'process')}: a look, no verdict; {need}")]
-    return [*notes, (Badge.VERDICT, f"{amount(count, 'process')}. {why}")]
-
-
-def badge_text(badge: Badge, cases: pd.DataFrame) -> str:
-    """Write a badge: `LOOK: 3 processes`, `SIMULATED`."""
-    if badge not in (Badge.LOOK, Badge.VERDICT):
-        return badge.value
-    most = int(cases[cases.median_us.notna()].processes.max())
-    return f"{badge.value}: {amount(most, 'process')}"
+    processes, badge = amount(count, "process"), Badge.VERDICT if count >= FEWEST else Badge.LOOK
+    look = f"{processes}: a look, no verdict; a verdict needs at least {FEWEST}."
+    last = Label(
+        badge, f"{badge.value}: {processes}", look if badge is Badge.LOOK else f"{processes}. {why}"
+    )
+    return [*(Label(other, other.value, reason) for other, reason in notes.items()), last]
 
 
 def unfit(state: Mapping[str, Any]) -> list[str]:

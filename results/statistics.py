@@ -154,8 +154,8 @@ def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
 def student(logs: ArrayLike) -> Interval:
     """Return the mean and Student's 95 % interval, a cross-check that is exact if d_p is normal."""
     values = _enough(logs)
-    mean, error = values.mean(axis=-1), scipy.stats.sem(values, axis=-1)
-    half = student_quantile(values.shape[-1] - 1) * error
+    mean = values.mean(axis=-1)
+    half = student_quantile(values.shape[-1] - 1) * _standard_error(values)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -185,10 +185,10 @@ def p_value(logs: ArrayLike, between: float = 0.0) -> Floats:
     """
     values = _enough(logs)
     cards = between / student_quantile(values.shape[-1] - 1)
-    error = np.hypot(scipy.stats.sem(values, axis=-1), cards)
+    error = np.hypot(_standard_error(values), cards)
     error = np.maximum(error, 1e-12)  # no clock resolves less
     away = np.abs(values.mean(axis=-1)) / error
-    p: Floats = np.minimum(1, 2 * scipy.stats.t.sf(away, values.shape[-1] - 1))
+    p: Floats = np.minimum(1, 2 * scipy.special.stdtr(values.shape[-1] - 1, -away))
     return p
 
 
@@ -211,7 +211,7 @@ def more_processes(logs: ArrayLike, margin: float = MARGIN, between: float = 0.0
     mean = abs(values.mean())
     distance = max(mean, np.log1p(margin) - mean)
     counts = np.arange(values.size + 1, MOST + 1)
-    halves = scipy.stats.t.ppf(1 - TAIL, counts - 1) * values.std(ddof=1) / np.sqrt(counts)
+    halves = scipy.special.stdtrit(counts - 1, 1 - TAIL) * values.std(ddof=1) / np.sqrt(counts)
     halves = np.hypot(halves, between)
     deciding = counts[halves < distance]
     return int(deciding[0]) - values.size if deciding.size else None
@@ -220,7 +220,7 @@ def more_processes(logs: ArrayLike, margin: float = MARGIN, between: float = 0.0
 @cache
 def student_quantile(freedom: float) -> float:
     """Return the quantile of Student's t at which a 95 % interval ends."""
-    return float(scipy.stats.t.ppf(1 - TAIL, freedom))
+    return float(scipy.special.stdtrit(freedom, 1 - TAIL))
 
 
 @cache
@@ -230,6 +230,11 @@ def _rank(count: int) -> int:
     for rank in range(1, count + 1):
         ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))
     return int(np.searchsorted(np.cumsum(ways / 2.0**count), TAIL, side="right"))
+
+
+def _standard_error(values: Floats) -> Any:
+    """Return the standard error of the mean; scipy.stats.sem takes ten times as long."""
+    return values.std(axis=-1, ddof=1) / np.sqrt(values.shape[-1])
 
 
 def _enough(logs: ArrayLike) -> Floats:

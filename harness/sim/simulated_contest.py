@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from sparsebench.formats.dense import Dense
+from sparsebench.formats.int4 import Int4
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
@@ -46,6 +47,7 @@ from sparsebench.kernels import _kernel as kernel_contract
 from sparsebench.kernels._common.search import Search, Trial, finalists
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import check_bound
+from sparsebench.results.families import QUANTISED
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 ENDS = {
@@ -215,11 +217,20 @@ def _draw(seed: str) -> np.random.Generator:
 
 def _stored(case: Case, work: Work) -> int:
     """Return the bytes of a contender's weights, indices left out."""
-    return work.dense_bytes if _dense_weights(case.contender) else work.sparse_bytes
+    stored = work.dense_bytes if _dense_weights(case.contender) else work.sparse_bytes
+    fewer = case.contender.format in QUANTISED
+    return round(_quantised(case.problem) * stored) if fewer else stored
+
+
+def _quantised(problem: Problem) -> float:
+    """Return the bits of a weight's value over those of its dtype."""
+    full = 8 * DTYPES[problem["dtype"]].itemsize
+    bits = problem["weight_bits"] if "weight_bits" in problem.fields else None
+    return float((bits or full) / full)
 
 
 def _dense_weights(contender: Contender) -> bool:
-    return weights_format(contender.format) is Dense
+    return weights_format(contender.format) in (Dense, Int4)
 
 
 def _faults(spec: Spec, row: Row) -> set[str]:
@@ -263,7 +274,8 @@ def _effects(spec: Spec, row: Row) -> float:
 
 def _call_us(spec: Spec, row: Row, work: Work) -> float:
     problem, contender = row.case.problem, row.case.contender
-    moved = work.fewest_bytes - work.sparse_bytes + _stored(row.case, work)
+    counted = round(_quantised(problem) * work.sparse_bytes)
+    moved = work.fewest_bytes - counted + _stored(row.case, work)
     cached = spec.l2_bytes / layers_of(row.scope) if row.cache == "hot" else 0
     flops = work.dense_flops if _dense_weights(contender) else work.flops
     return call_us(spec, contender, problem["dtype"], flops, max(0, moved - cached), row.scope)

@@ -134,7 +134,7 @@ def headers() -> Path:
 @cache
 def version() -> str:
     """Return the version of the headers, such as 4.2.0."""
-    text = (headers() / "include/cutlass/version.h").read_text()
+    text = (headers() / "include/cutlass/version.h").read_text("utf-8")
     parts = (re.search(rf"define CUTLASS_{name}\s+(\d+)", text) for name in VERSION)
     return ".".join(part[1] if part else "?" for part in parts)
 

@@ -155,8 +155,7 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         processes=int(run.state["flags"]["replicates"]),
         cases=int(cases[~cases.twin.astype(bool)].case_id.nunique()),
         badges=[
-            [badge.name.lower(), badge.value, why]
-            for badge, why in badges(cases, frames.noise, run.environment, run.state)
+            [label.badge.name.lower(), label.badge.value, label.why] for label in badges(frames)
         ],
         where=" · ".join(filter(None, [where(first), variants(first, cases)])) if first else "",
         sentences=sentences(first) if first else ["No case of this run has a time."],

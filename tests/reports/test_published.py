@@ -114,7 +114,8 @@ def filled(
 ) -> Callable[[str], str]:
     """Return what a page of another checkout should hold, without what takes seconds."""
     monkeypatch.setattr(published, "BLOCKED", ("docs/README.md",))
-    monkeypatch.setattr(published, "agreement", lambda runs: "")
+    for name in ("headline", "agreement"):
+        monkeypatch.setattr(published, name, lambda runs: "")
     monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
     for module in (published.advice, published.repeats):
         monkeypatch.setattr(module, "text_of", lambda rows: "")

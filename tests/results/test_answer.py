@@ -154,11 +154,12 @@ def test_m_is_chosen_or_along_the_rows() -> None:
 def test_badges_say_what_a_run_can_say() -> None:
     for processes, badge in ((8, Badge.VERDICT), (3, Badge.LOOK)):
         found = analysed(rows(processes, [(DENSE, 100.0), (OURS, 50.0)]))
-        assert [word for word, _ in badges(found.cases, found.noise, {})] == [badge]
-    words = [word for word, _ in badges(found.cases, found.noise, {"sim": {"seed": 0}})]
+        assert [label.badge for label in badges(found)] == [badge]
+    simulated = replace(found, run=replace(found.run, environment={"sim": {"seed": 0}}))
+    words = [label.badge for label in badges(simulated)]
     assert words == [Badge.SIMULATED, Badge.LOOK]
     none = analysed([])
-    assert [word for word, _ in badges(none.cases, none.noise, {})] == [Badge.EMPTY]
+    assert [label.badge for label in badges(none)] == [Badge.EMPTY]
     assert none.views == []
 
 

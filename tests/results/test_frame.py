@@ -1,4 +1,4 @@
-"""results/frame.py and results/analysis.py, on numbers small enough to check by hand."""
+"""results/frame.py and results/cases.py, on numbers small enough to check by hand."""
 
 import sys
 from dataclasses import replace

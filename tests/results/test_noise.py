@@ -1,4 +1,4 @@
-"""results/noise.py and results/analysis.py: what A/A pairs say, and what follows for every case."""
+"""results/noise.py and results/cases.py: what A/A pairs say, and what follows for every case."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparsebench._writing import write_file
 from sparsebench.errors import SuiteError
 from sparsebench.harness.models.train_lm.model import BASE, BYTES, EPSILON, Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text
@@ -69,7 +70,7 @@ def save(model: Decoder, sizes: Sizes, text: Text, to: Path) -> None:
         llama.save_pretrained(to)
         tokenizer().save_pretrained(to)
         words = text.unseen.numpy().tobytes().decode(errors="replace")
-        (to / HELD_OUT).write_text(words, encoding="utf-8")
+        write_file(to / HELD_OUT, words)
     except OSError as error:
         raise SuiteError(f"{to}: expected a writable folder; found {error}") from error
 

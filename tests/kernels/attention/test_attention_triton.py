@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -39,7 +38,8 @@ CASES = [
     Small((40, 40), 16, (4, 1), (64, 16, "tma"), lists=1, causal=True),
     Small((33, 33), 48, (1, 1), (32, 16, "tma"), bits=True),
 ]
-PATHS = sampled((case._replace(dtype=d) for case, d in product(CASES, ("fp16", "fp32"))), 0, 5)
+# The dtypes alternate, so that each path, mask and grouping has both.
+PATHS = sampled((c._replace(dtype=("fp16", "fp32")[i % 2]) for i, c in enumerate(CASES)), 1, 4, 7)
 FEW = [
     Small((1, 96), (16, 16), (4, 2), (16, 32, "pointers"), batch=2, density=1.0),
     Small((1, 130), (16, 64), (8, 2), (16, 32, "tma"), batch=3, lists=2, causal=True),
@@ -72,7 +72,7 @@ def test_o_and_lse_are_right(case: Case) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("case", sampled(FEW, 0, 2))
+@pytest.mark.parametrize("case", sampled(FEW, 2, 3))
 def test_split_lists_give_the_same_output_each_time(case: Case, splits: int) -> None:
     mask, shape, operands = case.mask(), case.shape(), case.operands()[:3]
     _, keys, path = case.config

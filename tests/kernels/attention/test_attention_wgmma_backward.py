@@ -71,7 +71,7 @@ CASES = [
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
-@pytest.mark.parametrize("case", sampled(CASES, 0, 1, 4))
+@pytest.mark.parametrize("case", sampled(CASES, 1, 4))
 def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Path) -> None:
     mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)

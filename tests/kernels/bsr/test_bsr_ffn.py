@@ -16,6 +16,7 @@ from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.results.record import Problem, Value
 from tests.compiling.nvcc import hopper
 from tests.kernels.layers import CPU, assert_right, assert_right_twice, given, problem_of
+from tests.tools.marks import sampled
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,7 +44,7 @@ LAYERS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("m", "n", "k", "dtype", "block", "more"), LAYERS)
+@pytest.mark.parametrize(("m", "n", "k", "dtype", "block", "more"), sampled(LAYERS, 1, 2, 3))
 def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
     launch = assert_right_twice(
         operands_of(problem(m, n, k, dtype, block, **more)), bsr_ffn.prepare

@@ -1,0 +1,70 @@
+"""CUTLASS's 2:4 product: what it refuses, and the macros of its tiles."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.spense import Spense
+from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.peers import cutlass_sparse
+from sparsebench.kernels.peers.cutlass_sparse import CONFIGS
+from sparsebench.results.record import Problem
+
+CUDA = torch.device("cuda")
+OP = load_op("linear")
+
+
+def problem(**fields: Any) -> Problem:
+    sizes = {"m": 3, "n": 128, "k": 256, "dtype": "bf16", "pattern": "two_four", "sparsity": 0.5}
+    return Problem("linear", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "include/cutlass/version.h"
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(f"#define CUTLASS_{n} {i}\n" for n, i in version_of(4).items()))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda name: True)
+    monkeypatch.setattr(cutlass_sparse, "headers", lambda: tmp_path)
+    cutlass_sparse.version.cache_clear()
+    return file
+
+
+def version_of(major: int) -> dict[str, int]:
+    return {"MAJOR": major, "MINOR": 2, "PATCH": 0}
+
+
+def test_another_version_of_the_headers_is_refused(package: Path) -> None:
+    assert cutlass_sparse.unsupported(problem(), CUDA) is None
+    package.write_text("".join(f"#define CUTLASS_{n} {i}\n" for n, i in version_of(3).items()))
+    cutlass_sparse.version.cache_clear()
+    assert "found 3.2.0" in (cutlass_sparse.unsupported(problem(), CUDA) or "")
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "fp32"}, {"n": 100}, {"k": 24}])
+def test_other_types_and_sizes_have_a_reason(fields: dict[str, Any], package: Path) -> None:
+    assert "expected" in (cutlass_sparse.unsupported(problem(**fields), CUDA) or "")
+
+
+def test_a_missing_package_has_a_reason(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda name: None)
+    assert "pip install" in (cutlass_sparse.unsupported(problem(), CUDA) or "")
+
+
+def test_weights_with_a_dense_part_are_refused() -> None:
+    w = torch.zeros(256, 256).bfloat16()
+    half = Spense.from_dense(w, dense_fraction=0.5)
+    x = {"x": torch.zeros(3, 256).bfloat16()}
+    with pytest.raises(Unsupported, match="all of W"):
+        cutlass_sparse.prepare(Operands(problem(), {"w": half}, x, OP.definition))
+
+
+def test_a_tile_has_as_many_bytes_of_k_in_every_dtype() -> None:
+    for config in CONFIGS:
+        depth = {dtype: config.defines(dtype)[5] for dtype in ("bf16", "fp8")}
+        assert depth == {"bf16": "-DTILE_K=128", "fp8": "-DTILE_K=256"}
