@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cuda import AMPERE, unsupported_device
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.peers import _authors
-from sparsebench.kernels.peers.torch_int4 import BITS, unsupported_bits
+from sparsebench.kernels.peers.torch_int4 import BITS, unsupported_in_4_bits
 from sparsebench.results.record import Problem
 
 LIBRARY, MARKER = "marlin_cuda", "marlin/marlin_cuda_kernel_nm.cu"
@@ -142,13 +141,5 @@ def require_groups(group: int) -> None:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the authors' library cannot run here, or None."""
-    if reason := unsupported_device(device, AMPERE, newer=True):
-        return reason
-    if problem["dtype"] != "fp16":
-        return f"expected fp16, found {problem['dtype']}"
-    if reason := unsupported_bits(problem):
-        return reason
-    n, k = problem["n"], problem["k"]
-    if n % COLUMNS or k % GROUP:
-        return f"expected n a multiple of {COLUMNS} and k of {GROUP}, found {n} and {k}"
-    return _authors.not_built(LIBRARY, MARKER, LOADER)
+    reason = unsupported_in_4_bits(problem, device, "fp16", COLUMNS, GROUP)
+    return reason or _authors.not_built(LIBRARY, MARKER, LOADER)

@@ -54,23 +54,27 @@ def prepare(operands: Operands) -> Launch:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why torch's product cannot run here, or None."""
+    return unsupported_in_4_bits(problem, device, "bf16", ROWS, min(INNER_K_TILES) * TILE)
+
+
+def unsupported_in_4_bits(
+    problem: Problem, device: torch.device, dtype: str, rows: int, columns: int
+) -> str | None:
+    """Return why a kernel cannot run here, or None.
+
+    The kernel takes weights of 4 bits and activations of one dtype, on Ampere and newer, with n a
+    multiple of `rows` and k of `columns`.
+    """
     if reason := unsupported_device(device, AMPERE, newer=True):
         return reason
-    if problem["dtype"] != "bf16":
-        return f"expected bf16, found {problem['dtype']}"
-    if reason := unsupported_bits(problem):
-        return reason
+    if problem["dtype"] != dtype:
+        return f"expected {dtype}, found {problem['dtype']}"
+    if problem.fields.get("weight_bits") != BITS:
+        return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {dtype}"
     n, k = problem["n"], problem["k"]
-    if n % ROWS or k % (min(INNER_K_TILES) * TILE):
-        return f"expected n a multiple of 8 and k of 32, found {n} and {k}"
+    if n % rows or k % columns:
+        return f"expected n a multiple of {rows} and k of {columns}, found {n} and {k}"
     return None
-
-
-def unsupported_bits(problem: Problem) -> str | None:
-    """Return that a problem's weights have other values than those of 4 bits, or None."""
-    if problem.fields.get("weight_bits") == BITS:
-        return None
-    return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {problem['dtype']}"
 
 
 KERNEL = Kernel("linear", "int4", "cuda", prepare, unsupported)
