@@ -36,7 +36,7 @@ from sparsebench.harness.new_gpu.problem_choice import coarse
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.early_start import PYTHON
 from sparsebench.harness.run.worker import CUDA_PACKAGES
-from sparsebench.kernels._common import front
+from sparsebench.kernels._common import front, search
 
 COMMAND = *PYTHON, "sparsebench.harness.new_gpu.compile_ahead"
 CORES, MOST = 2, 8  # a process compiles in several threads; more than MOST take too much memory
@@ -112,6 +112,7 @@ class CompileAhead:
 def main() -> None:
     """Prepare the contests that no other process has claimed."""
     end_with_parent()
+    search.compile_only = True
     name, suite, folder = sys.argv[1:]
     for package in CUDA_PACKAGES:
         with suppress(ImportError):  # the kernel reports it when it is used
