@@ -150,11 +150,10 @@ def recorded(
     bias, differentiated = options.get("bias"), options.get("differentiated")
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
-    guarded = (guard.tensor for guard in guards if isinstance(guard, Guard))
-    tensors = [x, *(t for t in guarded if t is not None)]
-    in_python = is_capturing(x) or any(t.is_inference() for t in tensors)
-    front = front if in_python else _front_of(front, guards, options)
-    if in_python or not planned or front is None or isinstance(front, Pending):
+    kind = front_type()
+    in_python = kind is None or is_capturing(x) or _in_inference(x, guards)
+    front = front if in_python else _front_of(kind, front, guards, options)
+    if in_python or not planned or isinstance(front, Pending):
         y = batched(_with_bias(run(), bias), x) if differentiated is None else differentiated()
         return y, front
     inputs = [rows_of(x), values] if values is not None and values.requires_grad else [rows_of(x)]
@@ -166,10 +165,14 @@ def recorded(
     return differentiated() if fast is None else fast, front
 
 
-def _front_of(front: Any, guards: Guards, options: Mapping[str, Any]) -> Any:
-    """Return the Front to record in, Pending if it is too early, or None without a compiler."""
-    if (kind := front_type()) is None:
-        return None
+def _in_inference(x: Tensor, guards: Guards) -> bool:
+    """Return whether torch does not count the writes to an operand, which is of inference mode."""
+    guarded = (guard.tensor for guard in guards if isinstance(guard, Guard))
+    return x.is_inference() or any(t is not None and t.is_inference() for t in guarded)
+
+
+def _front_of(kind: Any, front: Any, guards: Guards, options: Mapping[str, Any]) -> Any:
+    """Return the Front to record in, or Pending if it is too early."""
     if front is not None and not front.stale:
         return front
     pending = Pending(tuple(guard.stamp() for guard in guards))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.front import Guard
+from sparsebench.kernels._common.front import Guard, front_type
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._bsr_plans import require_index
@@ -84,6 +84,9 @@ class BlockSparseLinear(nn.Linear):
         layout = f"{pattern.dtype} {list(pattern.shape)}"
         require(pattern.shape == grid, f"pattern: expected bool {list(grid)}, found {layout}")
         require(not pattern.is_meta, "pattern: expected values, found a tensor on meta")
+        require(
+            dtype is None or dtype.itemsize > 1, f"dtype: expected 16 or 32 bits, found {dtype}"
+        )
         options: dict[str, Any] = {"device": torch.empty(0, device=device).device, "dtype": dtype}
         self.register_buffer("offsets", None)
         self.register_buffer("columns", None)
@@ -280,17 +283,18 @@ class BlockSparseLinear(nn.Linear):
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Unsupported(f"expected [..., {self.in_features}], found {list(x.shape)}")
         parameters, buffers = self._parameters, self._buffers
-        guards = [Guard(parameters, name, parameters.get(name)) for name in ("values", "bias")]
-        guards += [Guard(buffers, name, buffers[name]) for name in ("offsets", "columns")]
+        values: Any = parameters.get("values")
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         if cast:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), self.values.to(dtype)
-            guards[0] = Guard(None, "values", values)
-        if torch.compiler.is_compiling():
-            operands: list[Any] = [guard.tensor for guard in guards]
-            blocks, bias, *index = operands
-            return _bsr_autograd.multiply(x, blocks, bias, index[0], index[1], self.out_features)
+        if torch.compiler.is_compiling() or not x.is_cuda or front_type() is None:
+            index: Any = buffers["offsets"], buffers["columns"]
+            bias = parameters.get("bias")
+            return _bsr_autograd.multiply(x, values, bias, *index, self.out_features)
+        guards = [Guard(None if cast else parameters, "values", values)]
+        guards.append(Guard(parameters, "bias", parameters.get("bias")))
+        guards += [Guard(buffers, name, buffers[name]) for name in ("offsets", "columns")]
         y, self._front = _bsr_autograd.multiply_recorded(
             self._front, x, self.out_features, guards, cast=cast
         )

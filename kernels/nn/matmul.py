@@ -39,7 +39,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.cuda import HOPPER
-from sparsebench.kernels._common.front import Derivative, Guard, recorded, rows_of
+from sparsebench.kernels._common.front import Derivative, Guard, front_type, recorded, rows_of
 from sparsebench.kernels._common.transforms import transformed, watched
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -130,7 +130,7 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
     """Return Y [..., n] of X [..., k]."""
     if captured_into():  # writes into the index replace its pattern
         keep(pattern_of(w.offsets, w.columns))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not x.is_cuda or front_type() is None:
         return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
     names = "values", "bias", "offsets", "columns"
     guards = [Guard(None, name, getattr(w, name, None)) for name in names]
@@ -142,7 +142,7 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
 def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
     """Multiply by a weight without a gradient (_frozen_op.py)."""
     x = _bsr_autograd.readable(x)
-    if not x.is_cuda or not _frozen_op.is_planned(x.shape[0], w):
+    if not x.is_cuda or front_type() is None or not _frozen_op.is_planned(x.shape[0], w):
         return _frozen_op.multiply(x, w)
     return _recorded(x, w, partial(_frozen_op.multiply, x, w))
 
@@ -162,7 +162,8 @@ def of_layer(
 
     layout = x.dtype, x.device, x.dim() > 0 and x.shape[-1]
     plain = x.is_cuda and layout == (w.dtype, w.records.device, w.shape[1])
-    if not plain or _is_traced() or torch.is_autocast_enabled(x.device.type):
+    traced = _is_traced() or torch.is_autocast_enabled(x.device.type)
+    if not plain or traced or front_type() is None:
         return in_python(), front
     rows = rows_of(x)
     if not rows.shape[0] or _bsr_autograd.readable(rows) is not rows:

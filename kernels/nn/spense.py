@@ -38,7 +38,7 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
-from sparsebench.kernels._common.front import Fronts, Guard, rows_of
+from sparsebench.kernels._common.front import Fronts, Guard, front_type, rows_of
 from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn._packed import (
     dense_linear,
@@ -231,7 +231,8 @@ class SpenseLinear(nn.Linear):
         layout = self.out_features, self.in_features, *self.sparse_shape, activation
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
         y: Tensor
-        if cast or not_recorded() or not planned(*tensors, layout, self.scale):
+        in_python = cast or not_recorded() or not x.is_cuda or front_type() is None
+        if in_python or not planned(*tensors, layout, self.scale):
             operands: tuple[Any, ...] = (*tensors, *layout, self.scale)
             y = linear(*operands) if training or watched() else eager(*operands)
             return batched(y if bias is None else y.add_(bias), x)

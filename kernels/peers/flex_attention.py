@@ -122,8 +122,8 @@ def candidates(mask: BlockMask, heads: int) -> list[Way]:
         exact = exact_mask(mask, heads)
         m, n = min(128, b_q), min(128, b_k)
         tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
-        if mask.q_blocks == 1:
-            options: list[Options] = [{}]
+        if mask.q_blocks == 1:  # the tiles of torch do not divide blocks of 16 keys
+            options: list[Options] = [{}, {"BLOCK_M": SMALLEST, "BLOCK_N": min(64, n)}]
         elif m == n == 128:
             options = [{}, {**tile, "num_warps": 8, "num_stages": 3}]
         elif min(m, n) == 64:

@@ -71,7 +71,7 @@ DOUBLE, ADD = 2, 3  # a kernel's number of arguments
 
 def add(made: Any, x: torch.Tensor, owners: list[Any] | None = None) -> None:
     """Record one launch, 2 X, for as many tokens as X has."""
-    step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (1, 0, 8)])
+    step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (1, 0, 8)], None)
     made.add(0, [x], [torch.empty(len(x), COLUMNS)], [step], [], None, owners or [], None)
 
 
@@ -181,7 +181,7 @@ class Layer:
         self.front.guard(None, "values", self.values, False)
         self.front.guard(None, "bias", bias, False)
         self.front.differentiate(self.derivative, self.values, bias, False)
-        step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (2, 0, 8)])
+        step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (2, 0, 8)], None)
         inputs, like = [x.detach(), self.values.detach()], torch.empty(len(x), COLUMNS)
         self.front.add(0, inputs, [like], [step], [1], bias, [], None)
 
@@ -202,6 +202,7 @@ class Layer:
             b"\0" * 24,
             [0, 8, 16],
             [(0, 0, 0), (1, 0, 8), (2, 0, 16)],
+            None,
         )
         like = torch.empty(len(x), COLUMNS)
         for op, other in ((1, self.values.detach()), (2, x.detach())):
@@ -303,7 +304,7 @@ def test_an_input_that_no_launch_reads_must_stay_where_it_is(kind: Any) -> None:
     x, dy = torch.randn(6, COLUMNS, requires_grad=True), torch.randn(6, COLUMNS)
     layer = Layer(kind, x)
     packed = layer.values.detach()
-    step: Any = (DOUBLE, 6, 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (2, 0, 8)])
+    step: Any = (DOUBLE, 6, 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (2, 0, 8)], None)
     layer.front.add(1, [dy, packed], [torch.empty_like(dy)], [step], [1], None, [packed], None)
     (dx,) = torch.autograd.grad(layer.front(x), x, dy)
     assert torch.equal(dx, 2 * dy)
@@ -344,8 +345,8 @@ def test_a_product_with_a_weight_that_launches_write_out(kind: Any) -> None:
     halves: list[Any] = []
     for i, start in enumerate((0, half * COLUMNS * 4)):
         image = tiles[i * half :].data_ptr().to_bytes(8, "little") + b"\0" * 8
-        halves.append((DOUBLE, half, 32, 0, [], image, [0, 8], [(1, start, 8)]))
-    product = (0, 0, 0, 0, [], b"", [], [(0, 0, 0), (1, 0, 0), (2, 0, 0)])
+        halves.append((DOUBLE, half, 32, 0, [], image, [0, 8], [(1, start, 8)], None))
+    product = (0, 0, 0, 0, [], b"", [], [(0, 0, 0), (1, 0, 0), (2, 0, 0)], None)
     outputs = [torch.empty(COLUMNS, COLUMNS), torch.empty(6, COLUMNS)]
     rows = dy.view(6, COLUMNS)
     assert made.add(1, [rows], outputs, [*halves, product], [], None, [tiles], None)
@@ -372,7 +373,7 @@ def test_a_graph_keeps_its_recordings_and_frees_them(kind: Any) -> None:
     x = torch.randn(6, COLUMNS, requires_grad=True)
     layer, owner = Layer(kind, x), Owner()
     freed = weakref.ref(owner)
-    step: Any = (DOUBLE, 6, 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (2, 0, 8)])
+    step: Any = (DOUBLE, 6, 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (2, 0, 8)], None)
     made = [torch.empty(6, COLUMNS)]
     layer.front.add(1, [made[0], layer.values], made, [step], [1], None, [owner], None)
     y = layer.front(x)
