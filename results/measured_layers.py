@@ -195,8 +195,13 @@ def _model(pruning: Pruning) -> str:
 
 
 def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
-    """Return the loss of the models with the most zeros beside dense ones of the same width."""
+    """Return the loss of the models with the most zeros beside dense ones of the same width.
+
+    Trainings on samples, or without blocks of 64, say nothing about the way BLOCKS.
+    """
     sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == 64]
+    if trainings.data != "text" or not sparse:
+        return []
     most = max(one.sparsity for one in sparse)
     chosen = [one for one in sparse if one.sparsity == most]
     dense = [other.loss for one in chosen if (other := trainings.dense_match(one, "width"))]
