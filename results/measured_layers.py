@@ -61,7 +61,7 @@ KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 PLAIN = ("plain", "torch_compile", "cublas_ffn")  # dense MLPs in the timings of a whole model
 LOST = (
     "Losses are those of {model} with pruned MLPs: nats per token over {tokens} held-out tokens, "
-    "by the best of {methods} methods."
+    "by the best method that was measured."
 )
 TRAINED = "training"
 
@@ -168,8 +168,8 @@ def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
     for cost in costs:
         key = cost.way, cost.sparsity
         best[key] = min(best.get(key, cost.rise), cost.rise)
-    model, methods = _model(pruning), len({cost.method for cost in costs})
-    text = LOST.format(model=model, tokens=pruning.held_out, methods=methods)
+    model = _model(pruning)
+    text = LOST.format(model=model, tokens=pruning.held_out)
     return [Loss(*key, rise, model, text, source) for key, rise in best.items()]
 
 
@@ -195,15 +195,20 @@ def _model(pruning: Pruning) -> str:
 
 
 def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
-    """Return the loss of the models with the most zeros beside dense ones of the same width."""
+    """Return the loss of the models with the most zeros beside dense ones of the same width.
+
+    Trainings on samples, or without blocks of 64, say nothing about the way BLOCKS.
+    """
     sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == 64]
+    if trainings.data != "text" or not sparse:
+        return []
     most = max(one.sparsity for one in sparse)
     chosen = [one for one in sparse if one.sparsity == most]
     dense = [other.loss for one in chosen if (other := trainings.dense_match(one, "width"))]
     text = (
         f"Blocks were trained from scratch, with {percent(round(most, 2))} zeros and for "
         f"{trainings.settings['steps']} steps only: {fmean(one.loss for one in chosen):.2f} nats "
-        f"per byte, {fmean(dense):.2f} if dense. Pruning to blocks was not measured."
+        f"per byte, {fmean(dense):.2f} if dense. Pruning to blocks without training costs far more."
     )
     return [Loss(BLOCKS, 0.9, None, "a small model", text, source)]
 

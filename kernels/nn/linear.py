@@ -84,6 +84,9 @@ class BlockSparseLinear(nn.Linear):
         layout = f"{pattern.dtype} {list(pattern.shape)}"
         require(pattern.shape == grid, f"pattern: expected bool {list(grid)}, found {layout}")
         require(not pattern.is_meta, "pattern: expected values, found a tensor on meta")
+        require(
+            dtype is None or dtype.itemsize > 1, f"dtype: expected 16 or 32 bits, found {dtype}"
+        )
         options: dict[str, Any] = {"device": torch.empty(0, device=device).device, "dtype": dtype}
         self.register_buffer("offsets", None)
         self.register_buffer("columns", None)

@@ -638,3 +638,8 @@ def test_blocks_of_tiny_and_huge_weights_are_chosen_like_others(power: int) -> N
         linear.weight.mul_(2.0**power)
     scaled = BlockSparseLinear.from_dense(linear, 16, 0.5)
     assert torch.equal(scaled.columns, usual.columns)
+
+
+def test_a_layer_of_fp8_is_refused_when_it_is_made():
+    with pytest.raises(FormatError, match="float8_e4m3fn"):
+        layer_of(128, 128, 64, sparsity=0.5, dtype=torch.float8_e4m3fn)
