@@ -43,8 +43,8 @@ class Int4TwoFour(Format):
         kept = fours != ZERO
         bad = (kept.sum(2) > 2).nonzero()
         if len(bad):
-            row, first = int(bad[0, 0]), 4 * int(bad[0, 1])
-            where = f"row {row}, columns {first} to {first + 3}"
+            row, column = int(bad[0, 0]), 4 * int(bad[0, 1])
+            where = f"row {row}, columns {column} to {column + 3}"
             require(False, f"expected at most 2 elements of every 4; found more in {where}")
         order = kept.byte().argsort(dim=2, descending=True, stable=True)
         places = order[..., :2].sort(2).values

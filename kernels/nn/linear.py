@@ -289,9 +289,8 @@ class BlockSparseLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), self.values.to(dtype)
         if torch.compiler.is_compiling() or not x.is_cuda or front_type() is None:
-            index: Any = buffers["offsets"], buffers["columns"]
-            bias = parameters.get("bias")
-            return _bsr_autograd.multiply(x, values, bias, *index, self.out_features)
+            bias, offsets, columns = parameters.get("bias"), self.offsets, self.columns
+            return _bsr_autograd.multiply(x, values, bias, offsets, columns, self.out_features)
         guards = [Guard(None if cast else parameters, "values", values)]
         guards.append(Guard(parameters, "bias", parameters.get("bias")))
         guards += [Guard(buffers, name, buffers[name]) for name in ("offsets", "columns")]

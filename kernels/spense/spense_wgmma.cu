@@ -96,7 +96,7 @@ constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
 constexpr int BOX_COLUMNS = ROW_BYTES / 2;  // the tensor map counts in 16 bits
 constexpr int TILE_ROWS = WARPGROUPS * CLUSTER;  // of W in a work item: one for each warpgroup
 constexpr bool GATED = ACTIVATION != 0;
-constexpr int UNIT = WINDOWS ? 3 : 1;  // tiles of W: items start at multiples of it
+[[maybe_unused]] constexpr int UNIT = WINDOWS ? 3 : 1;  // tiles of W: items start at multiples of it
 constexpr int EXPANDERS = WARPGROUPS < 3 ? 3 - WARPGROUPS : 1;  // warps that make middle boxes
 
 // The epilogue writes EPI_TOKENS tokens at a time to shared memory, and TMA STORE_TOKENS of them.

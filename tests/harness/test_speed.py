@@ -14,7 +14,7 @@ import pytest
 
 from sparsebench.harness.bench.sampling import BLOCKS, SAMPLES_PER_BLOCK
 from sparsebench.harness.plan.suite import Suite, read
-from sparsebench.reports.build import build
+from sparsebench.reports.build import build, frames_of
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row, Status
@@ -72,7 +72,7 @@ def test_frame_and_summary_of_a_million_samples(suite: Suite) -> None:
 
 
 def test_a_report_of_24_problems(suite: Suite) -> None:
-    assert seconds(build, run(suite, 24, replicates=3)) < 12
+    assert seconds(build, frames_of(run(suite, 24, replicates=3))) < 12
 
 
 def test_appending_hundreds_of_rows(suite: Suite, tmp_path: Path) -> None:

@@ -149,4 +149,7 @@ def test_a_problem_is_refused_by_device_and_fields(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
 def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
     constants = attention_wgmma.constants_of(case.config, case.shape(), case.mask())
-    assert_compiles_cleanly("attention_wgmma", constants, tmp_path)
+    # With short steps, ptxas serialises some products. That costs 0 to 4.5 %, and only masks that
+    # gain more by short steps have them (NOTES.md).
+    allowed = "(C7511)" if dict(constants)["SHORTENS"] else ""
+    assert_compiles_cleanly("attention_wgmma", constants, tmp_path, allowed)
