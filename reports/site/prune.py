@@ -63,7 +63,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             cases=[_case(answer, links, common) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],
             notes=common,
-            costs=[table.html() for table in costs.costs(evidence, FIRST[1])],
+            costs=[(table.title, table.html()) for table in costs.costs(evidence, FIRST[1])],
             cost_notes=costs.notes(evidence, FIRST[1]),
             coverage=evidence.layers.coverage,
             steps=html_table(heads, steps, "stacked"),
