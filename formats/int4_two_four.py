@@ -40,13 +40,13 @@ class Int4TwoFour(Format):
         whole = Int4.from_dense(dense, group=group)
         (n, k), codes = whole.shape, whole.unpacked()
         fours = pad(codes, (0, -k % 8), value=ZERO).view(n, -1, 4)
-        kept = fours != ZERO
-        bad = (kept.sum(2) > 2).nonzero()
+        nonzero = fours != ZERO
+        bad = (nonzero.sum(2) > 2).nonzero()
         if len(bad):
             row, column = int(bad[0, 0]), 4 * int(bad[0, 1])
             where = f"row {row}, columns {column} to {column + 3}"
             require(False, f"expected at most 2 elements of every 4; found more in {where}")
-        order = kept.byte().argsort(dim=2, descending=True, stable=True)
+        order = nonzero.byte().argsort(dim=2, descending=True, stable=True)
         places = order[..., :2].sort(2).values
         first, second = fours.gather(2, places).unbind(2)
         four_bits = (places[..., 0] | places[..., 1] << 2).to(torch.uint8)

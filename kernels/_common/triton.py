@@ -288,8 +288,8 @@ def unsupported(
         return f"Triton's interpreter multiplies {dtype} wrongly" if wrong else None
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, found {device.type}"
-    if (found := torch.cuda.get_device_capability(device)) < needed:
-        at_least, actual = (f"{major}.{minor}" for major, minor in (needed, found))
+    if (capability := torch.cuda.get_device_capability(device)) < needed:
+        at_least, actual = (f"{major}.{minor}" for major, minor in (needed, capability))
         return f"needs compute capability {at_least} or newer, found {actual}"
     return None
 

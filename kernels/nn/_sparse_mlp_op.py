@@ -73,7 +73,6 @@ def operator_of(
     n: int, k: int, dtype: torch.dtype, squared: bool, slots: int, device: torch.device
 ) -> Operator:
     """Return the plans of all layers of these sizes, by number of tokens (selection.bucket)."""
-    kinds: dict[str, Any] = {"squared": squared, "dtype": dtype, "device": device}
     activation = "relu2" if squared else "relu"
 
     def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
@@ -92,6 +91,7 @@ def operator_of(
         }
         if _layer.unsupported(Problem("ffn", sizes), device):
             return []
+        plan = _layer.Plan(m, n, k, squared, dtype, device)
         few = [ffn_few.Config(way) for way in ffn_few.ways_of(m, n)]
         whole = [_grouped.Config(alone=True)] if m <= _grouped.MOST_ALONE else []
         whole.append(_grouped.Config())
@@ -102,7 +102,7 @@ def operator_of(
             "ffn_twell": (_grouped.Product, words),
         }
         return [
-            Candidate(name, config, partial(product, m, n, k, config, **kinds))
+            Candidate(name, config, partial(product, plan, config))
             for name, (product, configs) in kernels.items()
             for config in configs
         ]

@@ -24,7 +24,7 @@ An inactive unit counts as zero even if X is not finite; dense products make it 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import _remainder, _twell_gate
-from sparsebench.kernels.twell._layer import Layer
+from sparsebench.kernels.twell._layer import Layer, Plan
 from sparsebench.kernels.twell._remainder import GROUP
 from sparsebench.kernels.twell._twell_gate import Gate, Tiles
 
@@ -68,6 +68,12 @@ def split_of(m: int, at_once: Callable[[int], int]) -> int:
     """Return how many CTAs share a group; `at_once` maps this to the clusters that run at once."""
     groups = -(-m // GROUP)
     return next((s for s in range(MOST_SPLIT, 1, -1) if groups <= at_once(s)), 1)
+
+
+def _split(m: int, k: int, device: torch.device, alone: bool) -> int:
+    """Return how many CTAs share a group on a device; without a fallback, at least two."""
+    split = split_of(m, partial(clusters, k=k, device=device, alone=alone))
+    return max(split, 2) if alone else split
 
 
 def limit_of(m: int, n: int) -> int:
@@ -170,8 +176,7 @@ def prepare(
     if alone and m > MOST_ALONE:
         raise Unsupported(f"option way: alone takes at most {MOST_ALONE} tokens, found {m}")
     device, pinned = layer.x.device, (operands.pinned or {}).get("gate")
-    split = split_of(m, partial(clusters, k=k, device=device, alone=alone))
-    split, squared = max(split, 2) if alone else split, layer.squared
+    split, squared = _split(m, k, device, alone), layer.squared
     gated = layer.up is not None
     compile_ahead(
         "ffn_sparse", [constants_of(k, split, squared, gated, layer.x.dtype, tiles, alone)]
@@ -223,34 +228,20 @@ class Product:
 
     pack = order = None
 
-    def __init__(
-        self,
-        tokens: int,
-        n: int,
-        k: int,
-        config: Config,
-        *,
-        squared: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: Plan, config: Config) -> None:
         """Compile for this number of tokens; fewer may need another kernel of ffn_sparse.cu."""
-        if config.alone and tokens > MOST_ALONE:
-            raise Unsupported(f"expected at most {MOST_ALONE} tokens, found {tokens}")
-        self.config, self.squared = config, squared
+        if config.alone and plan.tokens > MOST_ALONE:
+            raise Unsupported(f"expected at most {MOST_ALONE} tokens, found {plan.tokens}")
+        k, dtype, device = plan.k, plan.dtype, plan.device
+        self.config, self.squared = config, plan.squared
         self.tiles = Tiles() if config.cluster else None
         self.programs = multiprocessors(device)
-        self.split = cache(partial(self._split, k=k, device=device))
-        self.remainder = lru_cache(PLANS)(partial(_remainder_of, n=n, k=k, dtype=dtype))
-        split = self.split(-(-tokens // GROUP))
-        constants = constants_of(k, split, squared, True, dtype, self.tiles, config.alone)
+        self.split = lru_cache(PLANS)(partial(_split, k=k, device=device, alone=config.alone))
+        self.remainder = lru_cache(PLANS)(partial(_remainder_of, n=plan.n, k=k, dtype=dtype))
+        split = self.split(plan.tokens)
+        constants = constants_of(k, split, plan.squared, True, dtype, self.tiles, config.alone)
         most = ALONE_BYTES if config.alone else SHARED_BYTES
         self.code = load("ffn_sparse", "up_and_down", constants, most, device)[1]
-
-    def _split(self, groups: int, k: int, device: torch.device) -> int:
-        alone = self.config.alone
-        split = split_of(GROUP * groups, partial(clusters, k=k, device=device, alone=alone))
-        return max(split, 2) if alone else split
 
     def run(self, x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor) -> Tensor:
         """Compute Y; the caller checks the operands, which are those of `launch`."""
@@ -270,7 +261,7 @@ class Product:
         options: dict[str, Any] = {"squared": self.squared, "alone": alone}
         options |= {"words": words, "tiles": self.tiles}
         rest = _remainder.Rest(left, heavy, self.programs)
-        split, limit = self.split(groups), limit_of(m, n)
+        split, limit = self.split(m), limit_of(m, n)
         sparse = launch(x, g, wu, wd_t, y, rest, split=split, limit=limit, **options)
         sparse()
         if self.tiles:

@@ -42,6 +42,18 @@ class Layer:
         return len(self.x), len(self.gate), self.x.shape[1]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a gated layer is planned for: up to `tokens` of X, and weights [n, k]."""
+
+    tokens: int
+    n: int
+    k: int
+    squared: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
 def layer_of(operands: Operands) -> Layer:
     """Return the layer, with a copy of Wd.T. Raises Unsupported."""
     x = operands.activations["x"]

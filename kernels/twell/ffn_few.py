@@ -38,7 +38,7 @@ from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.twell import _layer
-from sparsebench.kernels.twell._layer import MOST_K, Layer, layer_of
+from sparsebench.kernels.twell._layer import MOST_K, Layer, Plan, layer_of
 from sparsebench.results.record import Problem
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # per launch; m is padded to a power of two
@@ -179,25 +179,16 @@ class Product:
 
     pack = order = None
 
-    def __init__(
-        self,
-        tokens: int,
-        n: int,
-        k: int,
-        config: Config,
-        *,
-        squared: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: Plan, config: Config) -> None:
         """Compile for the sizes."""
+        tokens, n, k, device = plan.tokens, plan.n, plan.k, plan.device
         if reason := unsupported_sizes(tokens, n, k):
             raise Unsupported(reason)
         shape = self.tokens, ctas, clusters = shape_of(
             tokens, k, partial(clusters_of, device=device)
         )
         self.n, self.words = n, words_of(n, clusters)
-        constants = constants_of(n, k, shape, squared, True, dtype, config.x_by)
+        constants = constants_of(n, k, shape, plan.squared, True, plan.dtype, config.x_by)
         kernel, self.code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
         sizes = ctas * clusters, 32 * WARPS, SHARED_BYTES
         self.loaded = Loaded(kernel, self.code, device.index, *sizes, together=True)
