@@ -116,9 +116,7 @@ def test_the_example_of_a_suite_is_one() -> None:
 
 
 @pytest.mark.parametrize("folder", ["formats", "kernels/nn"])
-def test_the_example_of_a_page_runs_and_prints_what_it_says(
-    folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_a_page_runs_and_prints_what_it_says(folder, capsys) -> None:
     (example,) = re.findall(
         r"^```python\n(.*?)^```", text(f"{folder}/README.md"), re.DOTALL | re.MULTILINE
     )
