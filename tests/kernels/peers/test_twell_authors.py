@@ -12,9 +12,9 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ops._op import bound
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
 from sparsebench.results.record import Contender, Problem, Status
