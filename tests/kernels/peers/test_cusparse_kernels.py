@@ -188,13 +188,7 @@ def wgrad_of(m: int, n: int, k: int, block: int | None) -> Any:
 @pytest.mark.parametrize("x_layout", _cusparse.X_LAYOUTS)
 @pytest.mark.parametrize(("peer", "block"), PEERS)
 def test_every_layout_describes_the_same_product(
-    library: HostCusparse,
-    monkeypatch: pytest.MonkeyPatch,
-    peer: Any,
-    block: int | None,
-    x_layout: str,
-    y_layout: str,
-    shape: tuple[int, int, int],
+    library, monkeypatch, peer, block, x_layout, y_layout, shape
 ) -> None:
     monkeypatch.setattr(_cusparse, "X_LAYOUTS", (x_layout,))
     monkeypatch.setattr(_cusparse, "Y_LAYOUTS", (y_layout,))
@@ -212,13 +206,7 @@ def test_every_layout_describes_the_same_product(
 @pytest.mark.parametrize("dy_layout", _cusparse_sddmm.DY_LAYOUTS)
 @pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
 def test_every_layout_describes_the_same_weight_gradient(
-    library: HostCusparse,
-    monkeypatch: pytest.MonkeyPatch,
-    peer: Any,
-    block: int | None,
-    dy_layout: str,
-    x_layout: str,
-    shape: tuple[int, int, int],
+    library, monkeypatch, peer, block, dy_layout, x_layout, shape
 ) -> None:
     monkeypatch.setattr(_cusparse_sddmm, "X_LAYOUTS", (x_layout,))
     monkeypatch.setattr(_cusparse_sddmm, "DY_LAYOUTS", (dy_layout,))
@@ -233,9 +221,7 @@ def test_every_layout_describes_the_same_weight_gradient(
 
 
 @pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
-def test_a_pinned_layout_is_taken_again(
-    library: HostCusparse, peer: Any, block: int | None
-) -> None:
+def test_a_pinned_layout_is_taken_again(library, peer, block) -> None:
     operands = wgrad_of(5, 9, 14, block)
     pinned = {"dy_layout": "rows", "x_layout": "columns"}
     launch = peer.WGRAD.prepare(replace(operands, pinned=pinned))
@@ -243,9 +229,7 @@ def test_a_pinned_layout_is_taken_again(
 
 
 @pytest.mark.parametrize("peer", [cusparse_bell, cusparse_csr])
-def test_input_gradients_multiply_by_the_transposed_weight(
-    library: HostCusparse, peer: Any
-) -> None:
+def test_input_gradients_multiply_by_the_transposed_weight(library, peer) -> None:
     block = 4 if peer is cusparse_bell else None
     w, dy = operands_of(5, 9, 14, block).weights["w"], torch.randn(5, 9)
     problem = Problem("linear_dgrad", {"m": 5, "n": 9, "k": 14, "dtype": "fp32"})
@@ -255,16 +239,12 @@ def test_input_gradients_multiply_by_the_transposed_weight(
 
 
 @pytest.mark.parametrize(("peer", "block"), PEERS)
-def test_weights_without_a_non_zero_give_zeros(
-    library: HostCusparse, peer: Any, block: int | None
-) -> None:
+def test_weights_without_a_non_zero_give_zeros(library, peer, block) -> None:
     assert not peer.KERNEL.prepare(operands_of(5, 9, 14, block, density=0.0))().any()
 
 
 @pytest.mark.parametrize(("peer", "block"), PEERS)
-def test_a_refusal_of_the_library_is_the_reason(
-    library: HostCusparse, peer: Any, block: int | None
-) -> None:
+def test_a_refusal_of_the_library_is_the_reason(library, peer, block) -> None:
     library.refuses = True
     with pytest.raises(Unsupported, match="NOT_SUPPORTED"):
         peer.KERNEL.prepare(operands_of(5, 9, 14, block))

@@ -190,9 +190,7 @@ def test_every_peer_has_a_front_end_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("name", "answers"), CASES)
-def test_no_peer_refuses_what_its_front_end_answers(
-    name: str, answers: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_peer_refuses_what_its_front_end_answers(name, answers, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(_cusparselt, "library", lambda: None)
     monkeypatch.setattr(requirements, "find_spec", lambda package: True)
@@ -206,9 +204,7 @@ def test_no_peer_refuses_what_its_front_end_answers(
 
 
 @pytest.mark.parametrize(("name", "answers"), OF_THE_CPU)
-def test_a_peer_of_the_cpu_has_a_time_where_its_front_end_answers(
-    name: str, answers: Answers
-) -> None:
+def test_a_peer_of_the_cpu_has_a_time_where_its_front_end_answers(name, answers) -> None:
     assert_timed(name, answers, CPU)
 
 
