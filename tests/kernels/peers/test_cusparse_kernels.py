@@ -18,6 +18,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.harness.ops import linear_dgrad as dgrad
 from sparsebench.harness.ops import linear_wgrad as wgrad
 from sparsebench.harness.ops.linear import definition
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import (
     _cusparse,
@@ -289,7 +290,7 @@ def test_padding_is_recorded(library: HostCusparse) -> None:
 def test_the_peers_need_a_gpu_and_the_bindings(monkeypatch: pytest.MonkeyPatch, peer: Any) -> None:
     problem = Problem("linear", {"m": 1, "n": 1, "k": 1, "dtype": "bf16"})
     assert "NVIDIA GPU, found device cpu" in peer.KERNEL.unsupported(problem, torch.device("cpu"))
-    monkeypatch.setattr(_cusparse, "find_spec", lambda name: None)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     assert "pip install" in peer.KERNEL.unsupported(problem, torch.device("cuda"))
-    monkeypatch.setattr(_cusparse, "find_spec", lambda name: find_spec("torch"))
+    monkeypatch.setattr(requirements, "find_spec", lambda name: find_spec("torch"))
     assert peer.KERNEL.unsupported(problem, torch.device("cuda")) is None
