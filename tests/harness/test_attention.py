@@ -125,9 +125,7 @@ def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("unselected", ["absent", "future"])
 @pytest.mark.parametrize("operand", ["k", "v"])
 @pytest.mark.parametrize("name", ["attention", "attention_backward"])
-def test_a_key_that_no_query_selects_reaches_no_output(
-    name: str, operand: str, unselected: str
-) -> None:
+def test_a_key_that_no_query_selects_reaches_no_output(name, operand, unselected) -> None:
     """The block 2 of keys is absent, or present only for queries that are before it."""
     fields = {"lists": "kv_heads", "batch": 1, "context": 40, "causal": True}
     p, op = problem(name, **fields, pattern="dense", sparsity=0.0), load_op(name)

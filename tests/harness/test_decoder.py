@@ -137,9 +137,7 @@ FEW = {"activation": "relu", "active": 4, "intermediate": 256, "hidden": 64, "m"
 
 
 @pytest.mark.parametrize("fields", [{}, {"dtype": "bf16"}, {"m": 1, "activation": "relu2"}])
-def test_as_many_units_are_on_in_every_layer(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_units_are_on_in_every_layer(fields, monkeypatch) -> None:
     spec = problem(**{**FEW, **fields})
     result = operands(spec, OP, CPU, None)
     counts: list[float] = []

@@ -130,9 +130,7 @@ def test_the_bound_of_a_device_without_fp8_is_that_of_its_fastest_products() -> 
         ({}, CPU, (9, 0), "need an NVIDIA GPU, found cpu"),
     ],
 )
-def test_cublas_gives_the_reason_for_no_fp8(
-    monkeypatch: pytest.MonkeyPatch, fields: Any, device: Any, capability: Any, reason: Any
-) -> None:
+def test_cublas_gives_the_reason_for_no_fp8(monkeypatch, fields, device, capability, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     result = cublas.unsupported(problem(**fields), device)
     assert result is None if reason is None else reason in str(result)

@@ -264,9 +264,7 @@ def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
         only(result.contests, "m=17")
 
 
-def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(
-    tmp_path: Path,
-) -> None:
+def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(tmp_path) -> None:
     (tmp_path / os.fsdecode(b"a\xff.smtx")).write_text("4, 8, 5\n0 1 2 4 5\n0 3 1 7 2\n")
     problem = "{op: linear, m: 8, dtype: fp32, pattern: file, source: {file: '*.smtx'}}"
     with pytest.raises(SuiteError, match=r"expected names in UTF-8, found .*a.udcff.smtx"):

@@ -121,9 +121,7 @@ def test_a_transposed_weight_is_the_transpose_in_order(form: Any, params: Any) -
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.6])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kernel", "form", "params"), DGRAD_PEERS)
-def test_the_input_gradient_is_that_of_the_definition(
-    kernel: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
-) -> None:
+def test_the_input_gradient_is_that_of_the_definition(kernel, form, params, shape, density) -> None:
     operands = dgrad_of(shape, form, density, **params)
     launch = kernel.prepare(operands)
     operands.activations["dy"].neg_().add_(1)
@@ -137,7 +135,7 @@ def test_the_input_gradient_is_that_of_the_definition(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("peer", "form", "params"), WGRAD_PEERS)
 def test_the_weight_gradient_is_that_of_the_definition_where_it_is_stored(
-    peer: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
+    peer, form, params, shape, density
 ) -> None:
     operands = wgrad_of(shape, form, density, **params)
     launch = peer.KERNEL.prepare(operands)
