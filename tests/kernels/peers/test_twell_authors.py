@@ -12,9 +12,10 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ops._op import bound
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
 from sparsebench.results.record import Contender, Problem, Status
@@ -74,7 +75,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     file.write_text(TWELL)
     monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    monkeypatch.setattr(_authors, "imported_extension", lambda name, file: (name, file.read_text()))
+    imported = _authors.imported
+
+    def fake(file: Path, name: str = "") -> Any:
+        return imported(file) if file.suffix == ".py" else (name, file.read_text())
+
+    monkeypatch.setattr(_authors, "imported", fake)
     before = set(sys.modules)
     yield file
     for name in set(sys.modules) - before:
@@ -84,7 +90,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(twell_authors, "find_spec", lambda name: object())
+    monkeypatch.setattr(requirements, "find_spec", lambda name: object())
 
 
 def prepared(problem: Problem, **options: Any) -> Launch:
