@@ -76,9 +76,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_git
 @pytest.mark.exhaustive
-def test_an_sdist_has_every_file_that_git_tracks_and_adds_none_but_its_own(
-    sdist: Path, tree: Path
-) -> None:
+def test_an_sdist_has_every_file_that_git_tracks_and_adds_none_but_its_own(sdist, tree) -> None:
     with tarfile.open(sdist) as file:
         names = [member.name.partition("/")[2] for member in file if member.isfile()]
     files = set(git("ls-files", at=tree).splitlines())
@@ -90,9 +88,7 @@ def test_an_sdist_has_every_file_that_git_tracks_and_adds_none_but_its_own(
 
 @needs_git
 @pytest.mark.exhaustive
-def test_a_wheel_is_the_same_from_the_sdist_and_from_the_tree(
-    sdist: Path, wheel: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_is_the_same_from_the_sdist_and_from_the_tree(sdist, wheel, tmp_path) -> None:
     with tarfile.open(sdist) as file:
         file.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
@@ -101,9 +97,7 @@ def test_a_wheel_is_the_same_from_the_sdist_and_from_the_tree(
 
 @needs_git
 @pytest.mark.exhaustive
-def test_a_wheel_knows_its_commit_and_has_the_digest_of_its_checkout(
-    wheel: Path, tree: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_knows_its_commit_and_has_the_digest_of_its_checkout(wheel, tree, tmp_path) -> None:
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
     program = (
@@ -143,9 +137,7 @@ def test_a_wheel_has_addresses_and_no_link_that_is_relative(wheel: Path, tree: P
 
 @needs_git
 @pytest.mark.exhaustive
-def test_the_image_for_a_gpu_host_copies_all_that_a_wheel_is_made_of(
-    tree: Path, wheel: Path, tmp_path: Path
-) -> None:
+def test_the_image_for_a_gpu_host_copies_all_that_a_wheel_is_made_of(tree, wheel, tmp_path) -> None:
     copies = re.findall(r"^COPY (.+) (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     for sources, target in copies:
         for pattern in sources.split():

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from struct import Struct, calcsize
 from tempfile import TemporaryDirectory
@@ -37,10 +36,8 @@ from sparsebench.kernels._common.driver import (
     set_device,
 )
 from sparsebench.kernels._common.machine_code import digest
-from sparsebench.results.record import Problem
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
@@ -213,40 +210,6 @@ class BoundKernel:
     def code(self) -> str:
         """Return the digest of the machine code."""
         return self.loaded.code
-
-
-def unsupported_device(
-    device: torch.device, capability: tuple[int, int], *, newer: bool = False
-) -> str | None:
-    """Return why a device is no GPU of this compute capability, or with `newer` of a newer one."""
-    needed = f"an NVIDIA GPU of compute capability {capability[0]}.{capability[1]}"
-    needed += " or newer" if newer else ""
-    if device.type != "cuda":
-        return f"needs {needed}, found {device.type}"
-    actual = torch.cuda.get_device_capability(device)
-    fits = actual >= capability if newer else actual == capability
-    return None if fits else f"needs {needed}, found {actual[0]}.{actual[1]}"
-
-
-def unsupported_on_hopper(
-    problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
-) -> str | None:
-    """Return why a kernel with Hopper's instructions cannot run the problem here, or None."""
-    if reason := unsupported_device(device, HOPPER):
-        return reason
-    if problem["dtype"] not in dtypes:
-        return f"expected {' or '.join(dtypes)}, found {problem['dtype']}"
-    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
-
-
-def unsupported_before_ampere(device: torch.device, wrong: str | None) -> str | None:
-    """Return why a kernel for compute capability 8.0 or newer cannot run here, or None.
-
-    wrong  why the kernel cannot run the problem's dtype, or None; the device is checked first
-    """
-    if reason := unsupported_device(device, AMPERE, newer=True) or wrong:
-        return reason
-    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 
 def target_of(device: torch.device) -> str:

@@ -33,8 +33,8 @@ from sparsebench.kernels._common.cuda import (
     compile_ahead,
     load,
     on_tape,
-    unsupported_on_hopper,
 )
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype

@@ -33,6 +33,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
@@ -204,8 +205,8 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
 
 
 KERNEL = kernel_of(
-    "linear", prepare, partial(cuda.unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
+    "linear", prepare, partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
 )
 
-DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
+DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
 """Input gradient in CUDA C++ for Hopper: dX = dY @ W; wgmma reads the stored blocks MN-major."""

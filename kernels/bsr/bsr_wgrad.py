@@ -24,6 +24,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scratch import workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
@@ -254,4 +255,4 @@ def prepared(
     return fastest_launch(configs, candidates, by, x.device)
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cuda.unsupported_on_hopper, tunes=True)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

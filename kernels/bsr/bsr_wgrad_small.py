@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -184,4 +185,4 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     )
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cuda.unsupported_on_hopper, tunes=True)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

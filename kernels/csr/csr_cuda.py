@@ -34,8 +34,8 @@ from sparsebench.kernels._common.cuda import (
     load,
     on_tape,
     target_of,
-    unsupported_before_ampere,
 )
+from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
@@ -249,8 +249,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the kernel cannot run the problem here, or None."""
-    wrong = "expected 16 or 32 bits, found fp8" if problem["dtype"] == "fp8" else None
-    return unsupported_before_ampere(device, wrong)
+    return unsupported_before_ampere(problem, device, ("fp16", "bf16", "fp32", "tf32"))
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported, tunes=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.int4 import Int4
-from sparsebench.kernels._common.cuda import HOPPER
+from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _marlin
 

@@ -54,8 +54,8 @@ from sparsebench.kernels._common.cuda import (
     load,
     on_tape,
     tensor_map,
-    unsupported_on_hopper,
 )
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.search import fastest_launch

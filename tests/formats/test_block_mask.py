@@ -133,9 +133,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("params", "cells", "message"), BAD)
-def test_cells_that_do_not_fit_are_refused(
-    params: dict[str, Any], cells: Tensor, message: str
-) -> None:
+def test_cells_that_do_not_fit_are_refused(params, cells, message) -> None:
     with pytest.raises(FormatError, match=message):
         BlockMask.from_dense(cells, **{"block": 16, **params})
 

@@ -1,7 +1,5 @@
 """The contract of every format in the folder: what goes in comes out, and -0.0 is zero."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils import prune
 
 from sparsebench.errors import FormatError
-from sparsebench.formats._format import BITS, Format, is_stored
+from sparsebench.formats._format import BITS, is_stored
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.spense import Spense
@@ -39,9 +37,7 @@ def test_blocks_of_any_size_keep_the_contract(block: object) -> None:
     st.tuples(st.integers(1, 17), st.integers(1, 17)),
     st.floats(0, 1),
 )
-def test_any_matrix_fits_compressed_rows_and_blocks(
-    name: str, shape: tuple[int, int], block: tuple[int, int], density: float
-) -> None:
+def test_any_matrix_fits_compressed_rows_and_blocks(name, shape, block, density) -> None:
     params = {"block": list(block)} if name == "bsr" else {}
     dense = matrix(shape, density, torch.bfloat16)
     packed = load_format(name).from_dense(dense, **params)
@@ -103,9 +99,7 @@ def test_a_mask_multiplied_onto_weights_stores_the_blocks_of_the_mask(dtype: tor
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("store", [Csr, Twell])
-def test_a_mask_multiplied_onto_weights_stores_its_elements_alone(
-    store: type[Format], dtype: torch.dtype
-) -> None:
+def test_a_mask_multiplied_onto_weights_stores_its_elements_alone(store, dtype) -> None:
     mask = torch.rand(40, 300, generator=torch.Generator().manual_seed(1)) < 0.05
     dense = masked(dtype, mask)
     packed = store.from_dense(dense)
@@ -154,9 +148,7 @@ BAD_PARAMS = [
 
 
 @pytest.mark.parametrize(("name", "params"), BAD_PARAMS, ids=str)
-def test_a_bad_parameter_is_refused_and_known_before_a_run(
-    name: str, params: dict[str, Any]
-) -> None:
+def test_a_bad_parameter_is_refused_and_known_before_a_run(name, params) -> None:
     with pytest.raises(FormatError, match=r"expected .*found") as raised:
         load_format(name).from_dense(torch.zeros(64, 64, dtype=torch.bfloat16), **params)
     if load_format(name).operand == "activations":

@@ -32,9 +32,7 @@ def pruned(values: Tensor, kept: int, group: int) -> Tensor:
     st.sampled_from(KINDS),
     st.integers(0, 2**20),
 )
-def test_every_matrix_round_trips(
-    shape: tuple[int, int], dtype: torch.dtype, kind: tuple[int, int], seed: int
-) -> None:
+def test_every_matrix_round_trips(shape, dtype, kind, seed) -> None:
     torch.manual_seed(seed)
     dense = pruned(SPECIAL[torch.randint(len(SPECIAL), shape)], *kind).to(dtype)
     packed = Slide.from_dense(dense, kept=kind[0], group=kind[1])
@@ -53,9 +51,7 @@ def test_every_choice_of_the_elements_of_a_group_fits(kept: int, group: int) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kept", "group"), KINDS)
-def test_the_lifted_matrix_multiplies_the_lifted_columns(
-    kept: int, group: int, dtype: torch.dtype
-) -> None:
+def test_the_lifted_matrix_multiplies_the_lifted_columns(kept, group, dtype) -> None:
     torch.manual_seed(0)
     w = pruned(torch.randint(-3, 4, (40, 700)).float(), kept, group)
     packed, x = Slide.from_dense(w.to(dtype), kept=kept, group=group), torch.randn(3, 700).double()
@@ -82,9 +78,7 @@ def test_a_block_of_six_of_eight_is_x_and_then_the_middles_of_its_groups() -> No
         ((4, 4), torch.bfloat16, 2 * 0.5625),
     ],
 )
-def test_whole_tiles_take_the_bytes_of_the_docstring(
-    kind: tuple[int, int], dtype: torch.dtype, share: float
-) -> None:
+def test_whole_tiles_take_the_bytes_of_the_docstring(kind, dtype, share) -> None:
     dense = torch.zeros(128, 1024).to(dtype)
     packed = Slide.from_dense(dense, kept=kind[0], group=kind[1])
     assert packed.stored_bytes == share * dense.numel() * dense.element_size()

@@ -38,9 +38,7 @@ def two_of_four(shape: tuple[int, int], values: Tensor) -> Tensor:
     st.sampled_from(SPLITS),
     st.integers(0, 2**20),
 )
-def test_every_hybrid_round_trips(
-    shape: tuple[int, int], dtype: torch.dtype, fraction: float, split: str, seed: int
-) -> None:
+def test_every_hybrid_round_trips(shape, dtype, fraction, split, seed) -> None:
     torch.manual_seed(seed)
     values = SPECIAL[torch.randint(len(SPECIAL), shape)]
     dense = two_of_four(shape, values)
@@ -73,9 +71,7 @@ def test_a_group_may_store_fewer_elements_at_any_position(dtype: torch.dtype, st
 @pytest.mark.parametrize(("dtype", "share"), SHARES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("fraction", [0, 0.5, 1])
-def test_it_stores_the_bytes_that_its_docstring_says(
-    dtype: torch.dtype, share: float, split: str, fraction: float
-) -> None:
+def test_it_stores_the_bytes_that_its_docstring_says(dtype, share, split, fraction) -> None:
     dense = torch.zeros(512, 1024).to(dtype)
     packed = Spense.from_dense(dense, dense_fraction=fraction, split=split)
     assert packed.stored_bytes == dense.nbytes * (share * (1 - fraction) + fraction)
@@ -130,8 +126,6 @@ def test_the_first_group_with_more_than_two_of_four_is_named(split: str) -> None
     ],
     ids=["fp32", "a split", "a fraction"],
 )
-def test_impossible_settings_are_refused(
-    dense: Tensor, setting: dict[str, object], message: str
-) -> None:
+def test_impossible_settings_are_refused(dense, setting, message) -> None:
     with pytest.raises(FormatError, match=message):
         Spense.from_dense(dense, **setting)  # type: ignore[arg-type]

@@ -58,9 +58,7 @@ def test_it_draws_its_layout() -> None:
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
 )
-def test_any_matrix_fits_any_tile(
-    shape: tuple[int, int], setting: tuple[int, int], density: float, dtype: torch.dtype
-) -> None:
+def test_any_matrix_fits_any_tile(shape, setting, density, dtype) -> None:
     torch.manual_seed(0)
     tile, capacity = setting
     special = torch.tensor([-0.0, float("nan"), float("inf"), 1.0, -2.0])
@@ -126,9 +124,7 @@ def test_each_published_capacity_round_trips_through_words(capacity: int) -> Non
         ((1, 65537), {}, "expected at most 65536 columns for 16-bit indices, found 65537"),
     ],
 )
-def test_impossible_settings_are_refused(
-    shape: tuple[int, int], setting: dict[str, int], message: str
-) -> None:
+def test_impossible_settings_are_refused(shape, setting, message) -> None:
     with pytest.raises(FormatError, match=message):
         Twell.from_dense(torch.zeros(shape), **setting)
 
@@ -142,9 +138,7 @@ def test_impossible_settings_are_refused(
     ],
     ids=["a spill", "fp32", "a capacity of 30"],
 )
-def test_what_the_published_words_cannot_hold_is_refused(
-    dense: Tensor, capacity: int, message: str
-) -> None:
+def test_what_the_published_words_cannot_hold_is_refused(dense, capacity, message) -> None:
     with pytest.raises(FormatError, match=message):
         Twell.from_dense(dense, capacity=capacity).words()
 

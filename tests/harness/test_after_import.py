@@ -2,16 +2,11 @@
 
 import importlib
 import sys
-from pathlib import Path
-
-import pytest
 
 from sparsebench.harness.models.after_import import after_import
 
 
-def test_a_function_is_called_after_the_import_and_then_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_is_called_after_the_import_and_then_at_once(tmp_path, monkeypatch) -> None:
     (tmp_path / "imported_later.py").write_text("LOADED = True\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "imported_later", raising=False)

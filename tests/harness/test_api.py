@@ -86,9 +86,7 @@ def test_a_plot_is_one_figure_of_the_report(measured: sparsebench.Run, tmp_path:
         measured.plot("energy")
 
 
-def test_a_report_is_written_to_the_requested_path(
-    measured: sparsebench.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_written_to_the_requested_path(measured, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", list)
     assert measured.report(tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
     assert measured.report() == measured.path / "report.html"

@@ -13,11 +13,12 @@ from torch import Tensor
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import ContestOptions, bound
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import operands, rewrite, without_mask
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
+from sparsebench.harness.ops._op import bound
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _sdpa
@@ -124,9 +125,7 @@ def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("unselected", ["absent", "future"])
 @pytest.mark.parametrize("operand", ["k", "v"])
 @pytest.mark.parametrize("name", ["attention", "attention_backward"])
-def test_a_key_that_no_query_selects_reaches_no_output(
-    name: str, operand: str, unselected: str
-) -> None:
+def test_a_key_that_no_query_selects_reaches_no_output(name, operand, unselected) -> None:
     """The block 2 of keys is absent, or present only for queries that are before it."""
     fields = {"lists": "kv_heads", "batch": 1, "context": 40, "causal": True}
     p, op = problem(name, **fields, pattern="dense", sparsity=0.0), load_op(name)
@@ -197,16 +196,16 @@ def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None
 
 
 def _wrong(operands: Operands, *, fault: str) -> Launch:
-    cells, definition = operands.weights["mask"].to_dense(), operands.definition
+    cells, fields = operands.weights["mask"].to_dense(), dict(operands.problem.fields)
     if fault == "computes all blocks":
         cells.fill_(1)
     elif fault == "skips one block":
         cells[tuple(cells.nonzero()[7])] = 0
     elif fault == "computes partial blocks in full":
-        definition = partial(definition, causal=False)
+        fields["causal"] = False
     else:
-        definition = partial(definition, scale=0.2)  # and not 16 ** -0.5
-    return Launch(lambda: definition(cells, **operands.activations))
+        fields["scale"] = 0.2  # and not 16 ** -0.5
+    return Launch(lambda: operands.definition(cells, **operands.activations, fields=fields))
 
 
 WRONG = Kernel("attention", "block_mask", "cpu", _wrong)

@@ -195,9 +195,7 @@ def test_two_cards_measure_an_entry_each(trial: Trial) -> None:
         assert (trial.out / name / "manifest.json").exists()
 
 
-def test_nothing_begins_in_the_last_seconds_and_an_early_end_is_reported(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_begins_in_the_last_seconds_and_an_early_end_is_reported(trial, monkeypatch):
     assert trial.sit(1, until=monotonic() + sittings.LEAST_S / 2).reasons == {}
     assert [path.name for path in trial.out.iterdir()] == ["alike.json"]
     monkeypatch.setattr(sittings, "LEAST_S", -100.0)
@@ -222,7 +220,7 @@ def test_a_missing_piece_is_an_error(trial: Trial) -> None:
     ],
 )
 def test_an_entry_with_a_changed_piece_is_refused_and_others_are_measured(
-    file: str, change: dict[str, str], reason: str, trial: Trial
+    file, change, reason, trial
 ) -> None:
     trial.stop(1)
     path = trial.piece.parent / file
@@ -235,9 +233,7 @@ def test_an_entry_with_a_changed_piece_is_refused_and_others_are_measured(
 
 
 @pytest.mark.parametrize("name", ["code_sha256", "gpu.name"])
-def test_other_code_or_another_kind_of_card_is_refused_before_measuring(
-    name: str, trial: Trial
-) -> None:
+def test_other_code_or_another_kind_of_card_is_refused_before_measuring(name, trial) -> None:
     trial.out.mkdir()
     store.write_json(trial.out / "alike.json", {name: "another"})
     with pytest.raises(ResultError, match=f"expected {name} another as in the first part"):
@@ -259,9 +255,7 @@ AFTER = """
 """
 
 
-def test_a_confirming_entry_measures_its_cells_and_a_reproduction_needs_another_card(
-    trial: Trial,
-) -> None:
+def test_a_confirming_entry_measures_its_cells_and_a_reproduction_needs_another_card(trial) -> None:
     first = trial.sit(1, more=AFTER)
     assert first.reasons["several-again"] == "waits for another card of the kind"
     assert {name for name, why in first.reasons.items() if why} == {"several-again"}
@@ -333,9 +327,7 @@ def estimates() -> list[EntryEstimate]:
 
 
 @pytest.mark.exhaustive
-def test_every_entry_of_the_published_campaign_has_an_estimate(
-    estimates: list[EntryEstimate],
-) -> None:
+def test_every_entry_of_the_published_campaign_has_an_estimate(estimates) -> None:
     assert not [each.entry.name for each in estimates if each.seconds is None]
     assert "as the run dlmc-csr" in {
         each.how for each in estimates if each.entry.name == "dlmc-csr"
@@ -349,9 +341,7 @@ def test_the_published_campaign_fits_its_budget(estimates: list[EntryEstimate]) 
 
 
 @pytest.mark.exhaustive
-def test_a_reproduction_takes_less_time_because_it_does_not_search(
-    estimates: list[EntryEstimate],
-) -> None:
+def test_a_reproduction_takes_less_time_because_it_does_not_search(estimates) -> None:
     cost = {each.entry.name: each.seconds or 0.0 for each in estimates}
     assert 0 < cost["spense-decode-again"] < cost["spense-decode"]
 
@@ -390,7 +380,7 @@ def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:
 
 
 def test_a_campaign_replaces_the_published_runs_completely_or_not_at_all(
-    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trial, tmp_path, monkeypatch
 ) -> None:
     into, to, whole = tmp_path / "root" / "results" / "published", trial.out, trial.campaign()
     before = into / "simulated-h200" / "older"

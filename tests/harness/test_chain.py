@@ -134,9 +134,7 @@ def test_a_layer_that_returns_an_old_output_is_wrong(monkeypatch: pytest.MonkeyP
     assert "inspected calls are wrong" in result.detail
 
 
-def test_a_refusal_in_a_further_layer_costs_the_chain_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refusal_in_a_further_layer_costs_the_chain_alone(monkeypatch) -> None:
     def prepare(operands: Operands) -> Launch:
         if operands.pinned:
             raise MemoryError("full")
@@ -149,9 +147,7 @@ def test_a_refusal_in_a_further_layer_costs_the_chain_alone(
     assert not result["chain"].samples_us
 
 
-def test_a_chain_that_cannot_be_captured_is_neither_called_nor_timed(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_that_cannot_be_captured_is_neither_called_nor_timed(prepared, monkeypatch) -> None:
     def clock(launch: Launch | Chain, device: torch.device) -> TimedCall:
         if isinstance(launch, Chain):
             return TimedCall(launch.run, "events", "no CUDA graph: operation not permitted")

@@ -157,9 +157,7 @@ def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_an_inheriting_confirmation_begins_with_the_first_process_again(
-    verdict: Run, tmp_path: Path
-) -> None:
+def test_an_inheriting_confirmation_begins_with_the_first_process_again(verdict, tmp_path) -> None:
     arguments = (
         verdict.path,
         f"sim:{verdict.path.parent / 'spec.yaml'}",

@@ -96,17 +96,13 @@ def slow(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gpus: [H200]", "gpus: [B200]", "slow", Word.NOT_CARRIED_OVER),
     ],
 )
-def test_a_claim_is_judged_from_one_file(
-    old: str, new: str, ran: str, word: Word, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_claim_is_judged_from_one_file(old, new, ran, word, tmp_path, request) -> None:
     runs = sorted(file.parent for file in request.getfixturevalue(ran).glob("*/run.json"))
     result = judged(evidence([written(tmp_path, old, new)], runs))
     assert (result.word, result.simulated) == (word, True)
 
 
-def test_an_unreliable_confirming_run_is_repeated(
-    fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreliable_confirming_run_is_repeated(fast, tmp_path, monkeypatch) -> None:
     def doubted(test: Test, problems: set[str], analysis: Analysis) -> list[Cell]:
         reliable = analysis.run.path.name != "mine-confirmed"
         return [replace(c, reliable=reliable) for c in cells(test, problems, analysis)]
@@ -176,9 +172,7 @@ def test_a_stopped_check_is_resumed(tmp_path: Path) -> None:
     assert result.cells["mine"][0].processes == 2
 
 
-def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(tmp_path, monkeypatch) -> None:
     """The clock is at 0 until the first contest is done, and then past the limit."""
     first = written(tmp_path, "quantifier: exists", "quantifier: typical", name="first")
     second = written(tmp_path, "[0.5, 0.8]", "[0.9, 0.95]", name="second")
@@ -372,9 +366,7 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     assert f"{names[1]}: partly · H200" in (folder / f"{names[1]}.svg").read_text()
 
 
-def test_a_model_is_pruned_to_the_fractions_of_a_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_pruned_to_the_fractions_of_a_claim(tmp_path, monkeypatch) -> None:
     fractions = []
 
     def prune_file(weights: Path, recipes: list[Recipe], device: torch.device) -> Pruning:
@@ -406,9 +398,7 @@ def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:
     patch.syspath_prepend(folder)
 
 
-def test_a_claim_of_another_package_is_found_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_of_another_package_is_found_by_name(tmp_path, monkeypatch) -> None:
     installed(tmp_path, monkeypatch, "theirs")
     assert "Blocks are faster" in sparsebench("claims", "list", "theirs").stdout
     assert sparsebench("claims", "lint", "theirs").stdout == "theirs: ok, 1 test of 2 cells\n"
@@ -419,9 +409,7 @@ def test_the_schema_for_editors_is_that_of_the_model() -> None:
     assert printed == Claim.model_json_schema(by_alias=True)
 
 
-def test_a_claim_name_that_occurs_twice_is_one_error_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_name_that_occurs_twice_is_one_error_line(tmp_path, monkeypatch) -> None:
     installed(tmp_path, monkeypatch, "blast-2025")
     done = sparsebench("claims", "list")
     assert done.returncode == 2

@@ -78,9 +78,7 @@ def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], exhaustive(["run", "quick"])])
-def test_a_closed_pipe_changes_neither_the_report_nor_the_exit_code(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_closed_pipe_changes_neither_the_report_nor_the_exit_code(arguments, tmp_path) -> None:
     measured = tmp_path / "run"
     if arguments[0] == "run":
         arguments = [*arguments, "--device", "sim", "--replicates", "1", "--out", str(measured)]
@@ -140,18 +138,14 @@ def lines_of(
     return capfd.readouterr().err.splitlines()
 
 
-def test_the_time_left_is_estimated_from_this_commands_progress(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_left_is_estimated_from_this_commands_progress(monkeypatch, capfd) -> None:
     resumed = lines_of(monkeypatch, capfd, (90, 100), (91, 100), (92, 100))
     assert resumed == ["90/100", "91/100 · 3:00 left", "92/100 · 2:40 left"]
     two_runs = lines_of(monkeypatch, capfd, (0, 2), (1, 2), (2, 2), (0, 4), (1, 4))
     assert two_runs == ["0/2", "1/2 · 0:20 left", "2/2 · 0:00 left", "0/4", "1/4 · 1:00 left"]
 
 
-def test_no_time_left_is_shown_when_two_devices_take_turns(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_time_left_is_shown_when_two_devices_take_turns(monkeypatch, capfd) -> None:
     for other in ((1, 9), (2, 9)), ((1, 5), (2, 5)):
         turns = (3, 5), other[0], (4, 5), other[1], (5, 5)
         lines = lines_of(monkeypatch, capfd, *turns)
@@ -272,9 +266,7 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], messa
         (["run", "quick", "--replicates", "1000000000"], "--replicates"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_exit_2(arguments, message, tmp_path) -> None:
     out = ["--out", tmp_path / "run"] if arguments[0] == "run" else []
     done = sparsebench(*arguments, *out)
     assert done.returncode == 2
@@ -311,9 +303,7 @@ def test_a_run_is_never_written_over(run: Path) -> None:
     assert (run / "rows.jsonl").read_bytes() == before
 
 
-def test_a_wrong_case_exits_with_3_and_is_in_the_report(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_case_exits_with_3_and_is_in_the_report(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("untimed")])
     suite = tmp_path / "wrong.yaml"
     suite.write_text(

@@ -97,9 +97,7 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
     ("room_after", "statuses"),
     [(1, [Status.OK, Status.OUT_OF_MEMORY]), (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY])],
 )
-def test_twins_end_first_if_the_reference_runs_out_of_memory(
-    room_after: int, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twins_end_first_if_the_reference_runs_out_of_memory(room_after, statuses, monkeypatch):
     expected, with_room, calls = output_checks._expected, output_checks._answers_with_room, []
     running: list[contest.RunningContest] = []
 

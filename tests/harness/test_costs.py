@@ -69,9 +69,7 @@ def candidates(suite: Suite) -> dict[str, list[str]]:
     return {c.problem.id: [Case(c.problem, c.contenders[0]).id] for c in suite.contests}
 
 
-def test_problems_are_taken_in_order_while_all_processes_have_time(
-    suite: Suite, measured: MeasuredTimes
-) -> None:
+def test_problems_are_taken_in_order_while_all_processes_have_time(suite, measured) -> None:
     problems = candidates(suite)
     last = 0
     for left_s in range(0, 200, 4):
@@ -83,9 +81,7 @@ def test_problems_are_taken_in_order_while_all_processes_have_time(
     assert last == len(problems)
 
 
-def test_a_problem_that_is_too_dear_leaves_room_for_the_next(
-    suite: Suite, measured: MeasuredTimes
-) -> None:
+def test_a_problem_that_is_too_dear_leaves_room_for_the_next(suite, measured) -> None:
     first, same_product, other_product, _ = candidates(suite).items()
     ids = "|".join(case for _, cases in (first, same_product) for case in cases)
     left_s = preview(suite, measured, f"case={ids}", 2)["estimate_s"]
@@ -93,9 +89,7 @@ def test_a_problem_that_is_too_dear_leaves_room_for_the_next(
     assert [*fitting] == [first[0], same_product[0]]
 
 
-def test_energy_takes_a_window_for_each_contender_and_process(
-    suite: Suite, measured: MeasuredTimes
-) -> None:
+def test_energy_takes_a_window_for_each_contender_and_process(suite, measured) -> None:
     without, with_energy = (
         preview(suite, measured, replicates=2, energy=energy)["estimate_s"]
         for energy in (False, True)

@@ -172,9 +172,7 @@ def test_this_process_does_not_count_as_another(monkeypatch: pytest.MonkeyPatch)
         assert examination._others(gpu) == [4711]
 
 
-def test_processes_that_the_driver_does_not_report_are_unknown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_that_the_driver_does_not_report_are_unknown(monkeypatch) -> None:
     fake(monkeypatch, untold=["ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3"])
     with board("GPU-fake") as gpu:
         assert examination._others(gpu) is None

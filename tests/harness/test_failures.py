@@ -122,9 +122,7 @@ def test_a_run_reports_the_first_reason_and_keeps_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_debug_reports_every_traceback(
-    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_debug_reports_every_traceback(debug, monkeypatch, capsys) -> None:
     monkeypatch.setenv("SPARSEBENCH_TRACEBACK", "")
     on_message = message_printer(debug)
     for number in range(2):
@@ -145,9 +143,7 @@ def test_try_shows_the_traceback_with_debug() -> None:
     assert re.search(r'faulty.py", line \d+, in raises', done.stderr)
 
 
-def test_cases_of_a_suite_are_called_in_their_ranges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cases_of_a_suite_are_called_in_their_ranges(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     suite = tmp_path / "small.yaml"
     suite.write_text(SUITE.replace("KERNEL", "faulty:raises"))
@@ -181,9 +177,7 @@ def test_no_line_is_lost_if_several_workers_write_at_once(tmp_path: Path) -> Non
     assert sorted(reasons) == sorted(lines)
 
 
-def test_a_profiler_runs_the_same_command_with_repeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profiler_runs_the_same_command_with_repeat(tmp_path, monkeypatch, capfd) -> None:
     """A stand-in for nsys says what it is given."""
     suite, tool = tmp_path / "small.yaml", tmp_path / "nsys"
     suite.write_text(SUITE.replace("KERNEL", "reference"))

@@ -82,9 +82,7 @@ PRUNED: list[tuple[str, Value, float]] = [
 
 @pytest.mark.parametrize("op", GATE)
 @pytest.mark.parametrize(("pattern", "block", "sparsity"), PRUNED)
-def test_pruned_layers_have_as_many_units_on_and_keep_their_pattern(
-    op: str, pattern: str, block: Value, sparsity: float
-) -> None:
+def test_pruned_layers_have_as_many_units_on_and_keep_their_pattern(op, pattern, block, sparsity):
     spec = problem(op, active=32.0, skew="iid", pattern=pattern, block=block, sparsity=sparsity)
     drawn = built(spec)
     assert float(units_on(spec, drawn).sum(1).float().mean()) == pytest.approx(32, rel=0.15)

@@ -16,6 +16,7 @@ from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, fill
+from sparsebench.harness.ops._op import longest_row
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
@@ -129,9 +130,7 @@ def test_the_bound_of_a_device_without_fp8_is_that_of_its_fastest_products() -> 
         ({}, CPU, (9, 0), "need an NVIDIA GPU, found cpu"),
     ],
 )
-def test_cublas_gives_the_reason_for_no_fp8(
-    monkeypatch: pytest.MonkeyPatch, fields: Any, device: Any, capability: Any, reason: Any
-) -> None:
+def test_cublas_gives_the_reason_for_no_fp8(monkeypatch, fields, device, capability, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     result = cublas.unsupported(problem(**fields), device)
     assert result is None if reason is None else reason in str(result)
@@ -146,7 +145,7 @@ def by_cublas(device: torch.device, pinned: Any = None, **fields: Value) -> tupl
     launch = cublas.prepare(inputs)
     exact = drawn.weights["w"].double(), drawn.activations["x"].double()
     right = Expected(
-        op.definition(*exact), op.spread(*exact), torch.bfloat16, op.depth(*exact), sums=FP8
+        op.definition(*exact), op.spread(*exact), torch.bfloat16, longest_row(exact[0]), sums=FP8
     )
     verdict = check(launch(), right)
     assert verdict.reason is None

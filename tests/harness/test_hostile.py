@@ -9,7 +9,6 @@ import random
 import sys
 import weakref
 from dataclasses import asdict
-from pathlib import Path
 from types import ModuleType
 
 import declare
@@ -93,9 +92,7 @@ def test_every_hostile_kernel_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_hostile_kernel_gets_no_time_and_harms_no_other(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_kernel_gets_no_time_and_harms_no_other(name, monkeypatch) -> None:
     monkeypatch.setattr(spot_checks, "BURST_S", 60.0)  # the test must not depend on speed
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
@@ -127,9 +124,7 @@ def test_a_setting_of_the_process_is_put_back_and_its_contender_named() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_random_numbers_and_new_variables_are_put_back_without_blame(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_random_numbers_and_new_variables_are_put_back_without_blame(monkeypatch) -> None:
     before = ProcessState()
     expected = torch.rand(1), random.random(), np.random.rand()
     before.restore()
@@ -141,9 +136,7 @@ def test_random_numbers_and_new_variables_are_put_back_without_blame(
     before.restore()
 
 
-def test_a_gpu_that_a_contender_used_first_has_no_earlier_random_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_that_a_contender_used_first_has_no_earlier_random_state(monkeypatch) -> None:
     before, states = ProcessState(), process_state._random_states
     gpu = {"cuda": (torch.zeros(1), lambda state: None)}
     monkeypatch.setattr(process_state, "_random_states", lambda: states() | gpu)
@@ -156,9 +149,7 @@ def test_a_start_time_that_is_moved_changes_no_time() -> None:
     assert min(row.samples_us) >= 1e6 * hostile.LATER_S
 
 
-def test_a_clock_whose_machine_code_was_rewritten_is_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_clock_whose_machine_code_was_rewritten_is_put_back(monkeypatch) -> None:
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(bytes(range(64)))
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -174,9 +165,7 @@ def test_a_clock_whose_machine_code_was_rewritten_is_put_back(
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_contender_that_rewrites_torch_is_found(
-    attempt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contender_that_rewrites_torch_is_found(attempt, tmp_path, monkeypatch) -> None:
     file = tmp_path / "victim.py"
     file.write_text("right = True\n")
     module = ModuleType("torch.victim")
@@ -225,9 +214,7 @@ def test_a_hostile_kernel_gets_no_time_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_blames_the_kernel(
-    attempt: int,
-) -> None:
+def test_a_change_while_timing_ends_the_contest_and_the_second_attempt_blames_the_kernel(attempt):
     spoiler = Contender("bsr", f"hostile:{LATE}", BLOCKS)
     contenders = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS), spoiler]
     with pytest.raises(Fatal, match="timing: changed w's values in bsr") as result:

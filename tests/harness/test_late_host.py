@@ -50,9 +50,7 @@ def timed(clock: str = "graph", scope: str = "kernel") -> timing.Samples:
         (set(range(1000)), BLOCKS + timing.MOST_REPEATS, 1.0),
     ],
 )
-def test_late_blocks_are_repeated_and_then_counted(
-    late_blocks: set[int], calls: int, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_blocks_are_repeated_and_then_counted(late_blocks, calls, share, monkeypatch) -> None:
     log = fake_clock(monkeypatch, late_blocks.__contains__)
     samples = timed()
     assert samples.late == pytest.approx(share)
@@ -60,17 +58,13 @@ def test_late_blocks_are_repeated_and_then_counted(
     assert len(samples.times_us) == BLOCKS * SAMPLES_PER_BLOCK
 
 
-def test_a_call_that_cannot_be_held_is_counted_but_not_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_cannot_be_held_is_counted_but_not_repeated(monkeypatch) -> None:
     log = fake_clock(monkeypatch, lambda block: True)
     assert timed(clock="events").late == 1.0
     assert len(log) == 2 + BLOCKS
 
 
-def test_a_call_from_python_includes_its_host_and_has_no_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_from_python_includes_its_host_and_has_no_share(monkeypatch) -> None:
     fake_clock(monkeypatch, lambda block: False)
     assert timed(scope="op").late is None
     call = TimedCall(lambda: torch.empty(0), "host")

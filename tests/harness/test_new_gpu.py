@@ -94,7 +94,7 @@ def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
     [(180.0, 4, 0.9), exhaustive((480.0, 25, 0.8))],
 )
 def test_a_survey_uses_its_budget_and_settles_the_problems_that_decide(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_s: float, fewest: int, share: float
+    tmp_path, monkeypatch, budget_s, fewest, share
 ) -> None:
     """The clock takes as long as an H100 does for starts, searches, checks and samples."""
     clock, left_s = timed(monkeypatch), budget_s - surveys.PAGE_S
@@ -116,9 +116,7 @@ def complete(run: Run) -> list[str]:
     return [problem for problem, count in processes.items() if count >= FEWEST]
 
 
-def test_a_process_that_is_slower_than_planned_leaves_out_what_decides_least(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_is_slower_than_planned_leaves_out_what_decides_least(monkeypatch) -> None:
     contests = [*read("core").contests]
     ranks = {contest.problem.id: rank for rank, contest in enumerate(contests[5:])}
     moments = iter([0.0, 42.0])  # 42 contests took 42 s; 5 processes have 100 s left
@@ -128,9 +126,7 @@ def test_a_process_that_is_slower_than_planned_leaves_out_what_decides_least(
     assert pace(1, contests) == contests[:20]
 
 
-def test_a_budget_below_one_process_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_below_one_process_is_refused_in_one_line(tmp_path, monkeypatch, capfd) -> None:
     timed(monkeypatch)
     given = "--device", "sim", "--budget", "60s", "--out", str(tmp_path / "survey")
     monkeypatch.setattr(surveys, "PAGE_S", 50.0)
@@ -151,9 +147,7 @@ def test_a_run_stops_in_time_and_can_be_resumed(tmp_path: Path) -> None:
     assert store.read(out).state["status"] == "finished"
 
 
-def test_a_screening_cut_short_has_every_shape_at_its_deciding_level(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_screening_cut_short_has_every_shape_at_its_deciding_level(small, monkeypatch) -> None:
     """The clock advances a second per contest, so five references and two of six problems fit."""
     seconds = count()
     monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
@@ -197,9 +191,7 @@ def test_an_invalid_budget_is_refused(text: str) -> None:
         budget_s(text)
 
 
-def test_an_interrupted_survey_is_kept_and_its_path_printed(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_survey_is_kept_and_its_path_printed(small, monkeypatch, capfd) -> None:
     def stop(*given: object, **named: object) -> None:
         raise KeyboardInterrupt
 
@@ -213,13 +205,7 @@ def test_an_interrupted_survey_is_kept_and_its_path_printed(
 @pytest.mark.parametrize(
     "pool", [lambda *_: ThreadPoolExecutor(1), exhaustive(survey_page.ProcessPoolExecutor)]
 )
-def test_the_page_has_the_answer_and_other_devices(
-    pool: object,
-    small: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_page_has_the_answer_and_other_devices(pool, small, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("sparsebench.reports.build.figures", list)
     monkeypatch.setattr(survey_page, "ProcessPoolExecutor", pool)
     other = measure(read(surveys.SUITE), Flags("sim", replicates=1), tmp_path / "other", None)
@@ -238,9 +224,7 @@ def test_the_page_has_the_answer_and_other_devices(
     assert (small / "decide/report.html").exists()
 
 
-def test_problems_that_no_process_has_claimed_are_compiled_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_that_no_process_has_claimed_are_compiled_ahead(tmp_path, monkeypatch) -> None:
     file, claims = tmp_path / "core.yaml", tmp_path / "claims"
     file.write_text(SUITE)
     (claims / "claim-0").mkdir(parents=True)
@@ -256,9 +240,7 @@ def test_problems_that_no_process_has_claimed_are_compiled_ahead(
     assert len(list(claims.iterdir())) == 6
 
 
-def test_missing_runs_of_other_gpus_are_an_error(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> None:
     assert _sparsebench(monkeypatch, "--device", "sim", "--against", "no/such", "--out", "x") == 2
     assert "--against no/such: expected a run or a folder of runs" in capfd.readouterr().err
 

@@ -68,9 +68,7 @@ def test_the_bits_of_published_operands_never_change() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_size_of_a_chunk_changes_no_bit(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_the_size_of_a_chunk_changes_no_bit(monkeypatch, dtype) -> None:
     whole = drawn(1001, dtype=dtype)
     ordered, summed = scores(0, "w", 1001, CPU), digest({"w": whole})
     monkeypatch.setitem(bits.CHUNK, "cpu", 64)
@@ -195,9 +193,7 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_values_of_a_file_that_cannot_be_measured_are_a_row_and_known_before(
-    name: str, tmp_path: Path
-) -> None:
+def test_values_of_a_file_that_cannot_be_measured_are_a_row_and_known_before(name, tmp_path):
     spec = problem(in_file(tmp_path, BAD_VALUES[name]), dtype="fp16")
     with pytest.raises(Unsupported, match=r"^w\.safetensors:fc") as raised:
         built(spec, tmp_path)
@@ -219,9 +215,7 @@ SIZES = [("fp32", 1e-30), ("fp32", 1e-37), ("fp32", 1e36), ("bf16", 1e36)]
 
 
 @pytest.mark.parametrize(("dtype", "size"), SIZES)
-def test_right_results_stay_right_however_small_or_large_the_weights(
-    dtype: str, size: float, tmp_path: Path
-) -> None:
+def test_right_results_stay_right_however_small_or_large_the_weights(dtype, size, tmp_path) -> None:
     spec = problem(in_file(tmp_path, torch.randn(64, 128) * size), dtype=dtype)
     rows, _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)
     assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")]
@@ -250,9 +244,7 @@ def test_a_block_with_a_tiny_value_is_chosen_before_one_of_zeros(tmp_path: Path)
         ({}, {"n": 32}, r"expected \[32, 128\], found \[64, 128\]"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused(
-    weights: Source, tmp_path: Path, change: Any, changed_fields: Any, message: str
-) -> None:
+def test_a_file_that_does_not_fit_is_refused(weights, tmp_path, change, changed_fields, message):
     with pytest.raises(SuiteError, match=message):
         built(problem(replace(weights, **change), **changed_fields), tmp_path)
 

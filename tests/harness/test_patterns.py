@@ -72,9 +72,7 @@ def test_blocks_need_not_divide_the_matrix(pattern: str, block: Any) -> None:
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.floats(0, 0.99),
 )
-def test_a_level_is_met_exactly_or_refused(
-    pattern: str, size: tuple[int, int], block: tuple[int, int], sparsity: float
-) -> None:
+def test_a_level_is_met_exactly_or_refused(pattern, size, block, sparsity) -> None:
     spec = fields(pattern, *size, sparsity, list(block))
     r, c = (1, 1) if pattern == "unstructured" else block
     try:
@@ -109,9 +107,7 @@ REFUSED = [
     ("pattern", "n", "k", "sparsity", "block", "message"),
     [*((*case[:-1], f"{case[-1]}$") for case in NEAREST), *REFUSED],
 )
-def test_a_level_or_weight_that_does_not_fit_is_refused(
-    pattern: str, n: int, k: int, sparsity: float, block: Any, message: str
-) -> None:
+def test_a_level_or_weight_that_does_not_fit_is_refused(pattern, n, k, sparsity, block, message):
     with pytest.raises(SuiteError, match=message):
         level(fields(pattern, n, k, sparsity, block))
 
@@ -160,9 +156,7 @@ def test_the_weights_of_an_mlp_are_dense_in_the_same_hidden_units() -> None:
         (512, 0.0, 0),
     ],
 )
-def test_a_hybrid_is_two_four_in_front_and_whole_behind(
-    pattern: str, size: int, sparsity: float, front: int
-) -> None:
+def test_a_hybrid_is_two_four_in_front_and_whole_behind(pattern, size, sparsity, front) -> None:
     spec = fields(pattern, size, size, sparsity)
     keep = chosen(spec)
     pruned, whole = parts(keep, pattern, front)
@@ -232,9 +226,7 @@ def test_the_pattern_of_a_file_is_used_unchanged() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 3), min_size=1), st.data())
-def test_the_highest_scores_are_kept_and_the_first_of_equals(
-    given_scores: list[int], data: st.DataObject
-) -> None:
+def test_the_highest_scores_are_kept_and_the_first_of_equals(given_scores, data) -> None:
     count = len(given_scores)
     keep = data.draw(st.integers(1, count))
     spec = fields("unstructured", 1, count, 1 - keep / count)
@@ -244,9 +236,7 @@ def test_the_highest_scores_are_kept_and_the_first_of_equals(
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "two_four", "balanced_blocks"])
-def test_the_size_of_a_chunk_changes_no_pattern(
-    pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_chunk_changes_no_pattern(pattern, monkeypatch) -> None:
     spec = fields(pattern, 60, 100, 0.5, 2)
     whole = chosen(spec)
     monkeypatch.setitem(bits.CHUNK, "cpu", 64)
@@ -259,9 +249,7 @@ def test_the_size_of_a_chunk_changes_no_pattern(
     st.tuples(st.integers(1, 6), st.integers(1, 6)),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
 )
-def test_the_score_of_real_blocks_orders_them_by_their_sum(
-    size: tuple[int, int], block: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_the_score_of_real_blocks_orders_them_by_their_sum(size, block, dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(size).to(dtype)
     grid = Grid(*size, *block)
@@ -294,9 +282,7 @@ ATTENTION = {  # levels of 12 x 12 blocks, and of those that a causal mask sees
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pattern", ATTENTION)
-def test_a_pattern_of_attention_keeps_a_level_of_every_mask_and_no_row_is_empty(
-    pattern: str, causal: bool
-) -> None:
+def test_a_pattern_of_attention_keeps_a_level_of_every_mask_and_no_row_is_empty(pattern, causal):
     stack = Stack(3, (185, 185), (16, 16), causal, (5, 37, 1))
     spec: dict[str, Any] = {"pattern": pattern, "rows": 36, "columns": 12, "block": 16}
     spec |= {"masks": stack, "sparsity": ATTENTION[pattern][causal]}
@@ -320,9 +306,7 @@ def test_a_pattern_that_has_no_causal_form_is_refused() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pattern", ["strided", "fixed"])
-def test_the_patterns_of_sparse_transformers_are_counted_as_they_are_drawn(
-    pattern: str, causal: bool
-) -> None:
+def test_the_patterns_of_sparse_transformers_are_counted_as_they_are_drawn(pattern, causal) -> None:
     weight = Weight(40, 64, 1, 1, ("n", "k"), Stack(1, (640, 512), (16, 8), causal))
     rule = load_pattern(pattern).rule(weight)
     assert rule.score

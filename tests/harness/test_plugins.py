@@ -89,9 +89,7 @@ def test_plug_ins_of_an_installed_package_are_listed(here: Path) -> None:
     assert "broadcast-is-faster" in claims
 
 
-def test_an_installed_suite_runs_with_its_own_op_pattern_and_figure(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_suite_runs_with_its_own_op_pattern_and_figure(here, tmp_path, monkeypatch):
     monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("fastest")])
     flags = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
     done = sparsebench("run", "diagonals", *flags, "--json")
@@ -139,9 +137,7 @@ def test_the_digest_covers_every_file_of_the_package(here: Path) -> None:
     assert plugins(modules) == changed
 
 
-def test_a_package_without_a_distribution_is_identified_by_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_without_a_distribution_is_identified_by_its_files(tmp_path, monkeypatch) -> None:
     (tmp_path / "shared_name" / "fast").mkdir(parents=True)
     (tmp_path / "shared_name" / "fast" / "__init__.py").write_text("")
     (tmp_path / "one_file.py").write_text("")
@@ -170,9 +166,7 @@ def edit_a_file(site: Path) -> None:
         (edit_a_file, "expected plugins.sparsebench_example.sha256 "),
     ],
 )
-def test_a_run_is_not_resumed_with_another_plug_in(
-    simulated: Path, here: Path, tmp_path: Path, change: Callable[[Path], None], line: str
-) -> None:
+def test_a_run_is_not_resumed_with_another_plug_in(simulated, here, tmp_path, change, line) -> None:
     run = shutil.copytree(simulated, tmp_path / "run")
     change(here)
     done = sparsebench("run", "--resume", run, "--device", "sim")
@@ -182,9 +176,7 @@ def test_a_run_is_not_resumed_with_another_plug_in(
     assert (run / "rows.jsonl").read_bytes() == (simulated / "rows.jsonl").read_bytes()
 
 
-def test_a_run_with_another_plug_in_version_is_reported(
-    simulated: Path, here: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_another_plug_in_version_is_reported(simulated, here, tmp_path) -> None:
     raise_the_version(here)
     edit_a_file(here)
     out = tmp_path / "again"
@@ -255,9 +247,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         ("suites", "mine", "quick: expected one suite of this name"),
     ],
 )
-def test_a_name_that_is_taken_is_refused(
-    added: Callable[[str, str], None], tmp_path: Path, group: str, entry: str, line: str
-) -> None:
+def test_a_name_that_is_taken_is_refused(added, tmp_path, group, entry, line) -> None:
     added(group, f"{entry} = other_suites")
     out = tmp_path / "run"
     for command in (["list"], ["run", "quick", "--device", "cpu", "--out", out]):
@@ -280,9 +270,7 @@ def test_a_name_that_is_taken_is_refused(
         ("suites", "mine = not_there", "'not_there'"),
     ],
 )
-def test_a_bad_entry_point_is_refused(
-    added: Callable[[str, str], None], group: str, entry: str, token: str
-) -> None:
+def test_a_bad_entry_point_is_refused(added, group, entry, token) -> None:
     added(group, entry)
     done = sparsebench("list")
     (message,) = done.stderr.strip().splitlines()
@@ -298,9 +286,7 @@ def test_a_bad_entry_point_is_refused(
         ("", "expected drawn to define TITLE, found no such name"),
     ],
 )
-def test_a_figure_that_lacks_a_part_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: str
-) -> None:
+def test_a_figure_that_lacks_a_part_is_refused(tmp_path, monkeypatch, code, line) -> None:
     (tmp_path / "drawn.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "drawn", raising=False)
@@ -348,9 +334,7 @@ def assert_refused(folder: Path, problem: str, kernel: str, token: str) -> None:
         ("", "expected broken.kernel to define KERNEL, found no such name"),
     ],
 )
-def test_a_plug_in_that_cannot_be_imported_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, result: str
-) -> None:
+def test_a_plug_in_that_cannot_be_imported_is_refused(tmp_path, monkeypatch, code, result) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "kernel.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -371,9 +355,7 @@ def test_a_plug_in_that_cannot_be_imported_is_refused(
         ("op: linear, pattern: 'broken:JSON'", "the plug-in broken: TypeError: "),
     ],
 )
-def test_an_error_in_a_plug_in_names_the_plug_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: str, line: str
-) -> None:
+def test_an_error_in_a_plug_in_names_the_plug_in(tmp_path, monkeypatch, fields, line) -> None:
     (tmp_path / "broken.py").write_text(
         "import json\n"
         "from dataclasses import replace\n"
@@ -390,9 +372,7 @@ def test_an_error_in_a_plug_in_names_the_plug_in(
 
 
 @pytest.mark.parametrize("consumes", ["diagonal", "sparsebench_example.diagonal:FORMAT"])
-def test_the_names_of_a_format_are_one_format(
-    consumes: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_names_of_a_format_are_one_format(consumes, here, tmp_path, monkeypatch) -> None:
     kernel = load("kernels", "diagonal_torch")
     monkeypatch.setattr(
         sys.modules["sparsebench_example.diagonal_torch"],

@@ -115,9 +115,7 @@ def test_spensegpt_in_blocks_matches_its_definition(columns: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sparsity", [0.5, 0.7])
-def test_unstructured_pruning_reaches_the_requested_sparsity(
-    method: str, sparsity: float, mlp: GatedMLP, x: Tensor
-) -> None:
+def test_unstructured_pruning_reaches_the_requested_sparsity(method, sparsity, mlp, x) -> None:
     pruned = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", str(sparsity)))
     for weight in (pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down):
         assert float((weight == 0).float().mean()) == pytest.approx(sparsity, abs=0.01)
@@ -149,9 +147,7 @@ def test_unstructured_spensegpt_masks_all_rows_of_a_block_together() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("text", "sparsity"), [("6:8", 0.25), ("16x16:0.75", 0.75)])
-def test_groups_and_blocks_are_pruned_whole(
-    method: str, text: str, sparsity: float, mlp: GatedMLP, x: Tensor
-) -> None:
+def test_groups_and_blocks_are_pruned_whole(method, text, sparsity, mlp, x) -> None:
     pruned = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", text))
     for weight in (torch.cat((pruned.mlp.gate, pruned.mlp.up)), pruned.mlp.down):
         kept = weight != 0
@@ -187,9 +183,7 @@ def test_a_pattern_that_does_not_divide_the_weight_is_refused(text: str, sizes: 
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_sparse_region_is_2_4_and_the_dense_region_last(
-    recipe: Recipe, mlp: GatedMLP, x: Tensor
-) -> None:
+def test_sparse_region_is_2_4_and_the_dense_region_last(recipe, mlp, x) -> None:
     pruned = prune_mlp(mlp, x[:TOKENS], recipe)
     sparse = H - pruned.dense
     assert pruned.dense == recipe.dense * H
@@ -251,9 +245,7 @@ def test_fully_dense_result_is_the_same_function(mlp: GatedMLP, x: Tensor) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("split", ["rows", "columns"])
-def test_linear_layer_is_split_by_rows_or_columns(
-    split: str, recipe: Recipe, mlp: GatedMLP, x: Tensor
-) -> None:
+def test_linear_layer_is_split_by_rows_or_columns(split, recipe, mlp, x) -> None:
     weight = mlp.gate if split == "rows" else torch.randn(48, K)
     pruned = prune_linear(weight, x[:TOKENS], recipe, split)
     features = H if split == "rows" else K
@@ -361,9 +353,7 @@ def files(tmp_path: Path, mlp: GatedMLP, x: Tensor) -> tuple[Path, Path]:
     return weights, activations
 
 
-def test_command_prunes_an_mlp_of_a_file(
-    files: tuple[Path, Path], tmp_path: Path, mlp: GatedMLP, x: Tensor
-) -> None:
+def test_command_prunes_an_mlp_of_a_file(files, tmp_path, mlp, x) -> None:
     weights, activations = files
     options = weights, "--tensors", "g,u,d", "--calibration", activations, "--device", "cpu"
     out = tmp_path / "pruned.safetensors"
@@ -425,9 +415,7 @@ def test_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path)
         (["--tensors", "g,u,d", "--out", "/nowhere/y"], "expected a folder to write into"),
     ],
 )
-def test_command_refuses_bad_input_in_one_line(
-    files: tuple[Path, Path], more: list[str], message: str
-) -> None:
+def test_command_refuses_bad_input_in_one_line(files, more, message) -> None:
     weights, activations = files
     more = [*more, "--calibration", str(activations), "--device", "cpu"]
     done = sparsebench("prune", weights, *more)

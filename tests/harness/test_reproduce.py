@@ -163,9 +163,7 @@ def test_digests_of_two_kinds_are_not_compared() -> None:
         (2.0, Status.FAILED, "Not confirmed (failed): bsr/bsr_triton has no time: it fell over"),
     ],
 )
-def test_a_headline_states_the_result_of_the_confirming_run(
-    speedup: float, status: Status, message: str
-) -> None:
+def test_a_headline_states_the_result_of_the_confirming_run(speedup, status, message) -> None:
     run = made_up([speedup])
     if status is not Status.OK:
         ended = {"status": status, "samples_us": (), "detail": "it fell over"}

@@ -125,9 +125,7 @@ def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> Non
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_worker_is_given_its_device_and_folder(
-    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_is_given_its_device_and_folder(waits, tmp_path, monkeypatch) -> None:
     script = (
         "import json, sys\ngiven = sys.argv[1:]\n"
         "if given == ['--wait']:\n"
@@ -144,9 +142,7 @@ def test_a_worker_is_given_its_device_and_folder(
     worker.close()
 
 
-def test_a_worker_that_a_command_started_early_is_the_first_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_a_command_started_early_is_the_first_one(monkeypatch) -> None:
     early_start.start("sim", 1, 3)
     assert early_start.take() is None
     early_start.start(None, 1, 2)
@@ -160,9 +156,7 @@ def test_a_worker_that_a_command_started_early_is_the_first_one(
     other.kill()
 
 
-def test_a_command_that_fails_leaves_no_worker_behind(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_leaves_no_worker_behind(monkeypatch, capfd) -> None:
     started: list[early_start.Process] = []
     spawn = early_start.spawn
     monkeypatch.setattr(
@@ -195,9 +189,7 @@ def test_a_complete_run_is_finished(suite: Suite, tmp_path: Path) -> None:
     assert {"operands", "convert", "check", "timing"} <= run.state["spent_s"].keys()
 
 
-def test_no_contest_starts_that_could_end_after_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_contest_starts_that_could_end_after_the_deadline(tmp_path, monkeypatch) -> None:
     """Let each contest take 10 s by a made-up clock, so that the first process leaves 4 s."""
     in_this_process(monkeypatch)
     now = [0.0]
@@ -224,9 +216,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return measure(read(str(folder / "small.yaml")), ONE, folder / "run", None)
 
 
-def test_resume_repeats_unfinished_contests_whole(
-    suite: Suite, measured: Path, tmp_path: Path
-) -> None:
+def test_resume_repeats_unfinished_contests_whole(suite, measured, tmp_path) -> None:
     flags, path = ONE, shutil.copytree(measured, tmp_path / "run")
     rows = store.rows(path)
     order = [(row.case.id, row.reference) for row in rows]
@@ -245,9 +235,7 @@ def test_resume_repeats_unfinished_contests_whole(
     assert all(state["spent_s"][stage] >= before["spent_s"][stage] for stage in before["spent_s"])
 
 
-def test_resume_refuses_another_suite_code_or_device(
-    suite: Suite, measured: Path, tmp_path: Path
-) -> None:
+def test_resume_refuses_another_suite_code_or_device(suite, measured, tmp_path) -> None:
     flags, path = ONE, shutil.copytree(measured, tmp_path / "run")
     other = Suite(suite.name, suite.title, suite.text + "\n", suite.contests)
     with pytest.raises(SuiteError, match="found another suite"):
@@ -283,9 +271,7 @@ def assert_interrupted(out: Path) -> None:
     assert len(done) == run.state["contests"]["done"]
 
 
-def test_ctrl_c_leaves_a_valid_run(
-    long: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_a_valid_run(long, tmp_path, monkeypatch) -> None:
     append, stops = store.append, iter([signal.SIGINT])
 
     def append_and_stop(path: Path, rows: Iterable[Row]) -> None:
@@ -306,9 +292,7 @@ def test_ctrl_c_leaves_a_valid_run(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_of_the_process_leaves_a_valid_run(
-    stop: signal.Signals, long: list[str], tmp_path: Path
-) -> None:
+def test_a_stop_of_the_process_leaves_a_valid_run(stop, long, tmp_path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "sparsebench", *long],
         stderr=subprocess.PIPE,

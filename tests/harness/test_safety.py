@@ -79,9 +79,7 @@ def has_ended(pid: int, within_s: float = 20.0) -> bool:
 
 
 @pytest.mark.parametrize("then", ["sys.exit(3)", "time.sleep(600)"])
-def test_the_children_of_a_kernel_end_with_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, then: str
-) -> None:
+def test_the_children_of_a_kernel_end_with_it(monkeypatch, tmp_path, then) -> None:
     """They keep the pipes of their parent open, which must not delay the runner."""
     note = tmp_path / "pid"
     child = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -136,9 +134,7 @@ def test_a_worker_ends_with_its_parent() -> None:
         ("{'at': []}", "IndexError"),
     ],
 )
-def test_an_answer_names_its_contest_and_is_complete(
-    monkeypatch: pytest.MonkeyPatch, answer: str, message: str
-) -> None:
+def test_an_answer_names_its_contest_and_is_complete(monkeypatch, answer, message) -> None:
     script = f"{ASKED}name = {PROBLEM.id!r}\nprint(json.dumps({answer}), flush=True)\n"
     lost = answered(monkeypatch, f"{script}time.sleep(600)\n")
     assert isinstance(lost, WorkerLoss)
@@ -146,9 +142,7 @@ def test_an_answer_names_its_contest_and_is_complete(
     assert message in lost.detail
 
 
-def test_every_case_has_a_row_if_no_worker_starts_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_case_has_a_row_if_no_worker_starts_again(monkeypatch, tmp_path) -> None:
     """The first worker starts and dies in the contest; each later one says why it cannot start."""
     mark = tmp_path / "second"
     script = (
@@ -166,9 +160,7 @@ def test_every_case_has_a_row_if_no_worker_starts_again(
     assert "no GPU left" in row.detail
 
 
-def test_a_worker_may_start_at_the_second_attempt(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_may_start_at_the_second_attempt(monkeypatch, tmp_path) -> None:
     mark = tmp_path / "second"
     script = (
         f"import os, sys\nif not os.path.exists({str(mark)!r}):\n"
@@ -248,9 +240,7 @@ def test_a_repeated_row_is_refused(run: Path, tmp_path: Path) -> None:
         store.rows(tmp_path)
 
 
-def test_two_runs_that_start_in_one_second_have_two_names(
-    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_that_start_in_one_second_have_two_names(suite, tmp_path, monkeypatch) -> None:
     from sparsebench.harness.run import measure as measuring
 
     monkeypatch.chdir(tmp_path)
@@ -289,9 +279,7 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_run_directory_appears_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_directory_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(store, "set_state", full)
         with pytest.raises(ResultError, match="No space left on device"):
@@ -303,9 +291,7 @@ def test_a_run_directory_appears_whole_or_not_at_all(
 
 
 @pytest.mark.exhaustive
-def test_a_run_can_be_resumed_after_a_full_disk(
-    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
-) -> None:
+def test_a_run_can_be_resumed_after_a_full_disk(suite, tmp_path, monkeypatch, run) -> None:
     """The second contest is torn in its first row, and run.json cannot be replaced."""
     append, contests = store.append, list[int]()
 

@@ -106,9 +106,7 @@ def test_two_gpus_share_a_plan_and_the_merged_run_validates(suite: Suite, merged
     assert [shard["host"] for shard in run.state["shards"]] == [1, 1]
 
 
-def test_the_report_gives_the_number_of_gpus(
-    merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_gives_the_number_of_gpus(merged, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", figures)
     done = sparsebench("report", merged, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -142,9 +140,7 @@ def stopping(after: int) -> Progress:
     return show
 
 
-def test_a_stopped_plan_is_resumed(
-    suite: Suite, gpus: list[str], merged: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_plan_is_resumed(suite, gpus, merged, tmp_path) -> None:
     out = tmp_path / "run"
     with pytest.raises(Stopped):
         share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
@@ -163,9 +159,7 @@ def test_a_stopped_plan_is_resumed(
 
 
 @pytest.mark.parametrize("deleted", ["2", "2/1", "2/suite.yaml", "claims"])
-def test_a_plan_is_resumed_after_a_part_was_deleted(
-    deleted: str, suite: Suite, gpus: list[str], tmp_path: Path
-) -> None:
+def test_a_plan_is_resumed_after_a_part_was_deleted(deleted, suite, gpus, tmp_path) -> None:
     out = tmp_path / "run"
     with pytest.raises(Stopped):
         share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
@@ -181,9 +175,7 @@ def test_a_plan_is_resumed_after_a_part_was_deleted(
     assert Counter(map(key, store.read(out).rows)) == Counter(expected(suite, 1))
 
 
-def test_a_deleted_suite_or_choices_are_one_line_before_any_job(
-    suite: Suite, gpus: list[str], tmp_path: Path
-) -> None:
+def test_a_deleted_suite_or_choices_are_one_line_before_any_job(suite, gpus, tmp_path) -> None:
     for name in ("suite.yaml", "pinned.json"):
         folder = tmp_path / f"{name}.shards"
         folders.create(folder, on(gpus[:2], replicates=1), suite.text, [{"case": {"choice": 1}}])
@@ -194,9 +186,7 @@ def test_a_deleted_suite_or_choices_are_one_line_before_any_job(
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_part_whose_job_the_scheduler_forgot_is_lost(
-    suite: Suite, gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_whose_job_the_scheduler_forgot_is_lost(suite, gpus, tmp_path, monkeypatch) -> None:
     plan = replace(on(gpus[:2], replicates=1), by="slurm")
     folders.create(tmp_path / "run.shards", plan, suite.text)
     monkeypatch.setattr(cluster_jobs, "_alive", lambda folder, plan: {2: "RUNNING"})
@@ -208,9 +198,7 @@ def test_a_part_whose_job_the_scheduler_forgot_is_lost(
 
 
 @pytest.mark.exhaustive
-def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(
-    suite: Suite, gpus: list[str], tmp_path: Path
-) -> None:
+def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(suite, gpus, tmp_path) -> None:
     folder, flags = tmp_path / "run.shards", Flags(gpus[0], replicates=2)
     plan = Plan(suite.name, flags, (gpus[0],))
     folders.create(folder, plan, suite.text)
@@ -230,9 +218,7 @@ def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(
     assert "have processes on more than one device" in page
 
 
-def test_a_gpu_of_another_kind_is_refused_before_it_measures(
-    suite: Suite, gpus: list[str], tmp_path: Path
-) -> None:
+def test_a_gpu_of_another_kind_is_refused_before_it_measures(suite, gpus, tmp_path) -> None:
     with pytest.raises(ResultError, match=r"gpu\.name simulated .200 as in the first part, found"):
         share(suite, on([gpus[0], gpus[2]], replicates=1), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -247,9 +233,7 @@ def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: P
     assert all(line.checked for line in validate(halves[0]))
 
 
-def test_runs_of_eight_gpus_are_merged(
-    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_eight_gpus_are_merged(suite, tmp_path, monkeypatch) -> None:
     in_this_process(monkeypatch)
     runs = []
     for number in range(1, 9):
@@ -303,9 +287,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_runs_of_different_plans_are_an_error_and_nothing_is_written(
-    what: str, halves: list[Path], tmp_path: Path
-) -> None:
+def test_runs_of_different_plans_are_an_error_and_nothing_is_written(what, halves, tmp_path):
     make, message = WRONG[what]
     runs = make(halves, tmp_path)
     with pytest.raises(ResultError, match=message):
@@ -313,18 +295,14 @@ def test_runs_of_different_plans_are_an_error_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {"copy"}
 
 
-def test_more_rows_than_can_be_read_are_not_merged(
-    halves: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_than_can_be_read_are_not_merged(halves, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(files, "ROWS_BYTES", (halves[0] / "rows.jsonl").stat().st_size + 1000)
     with pytest.raises(ResultError, match=r"at most .* bytes of rows .*--only makes two runs"):
         merge(halves, tmp_path / "run")
     assert not [*tmp_path.iterdir()]
 
 
-def test_parts_claim_different_problems_and_a_late_part_finds_none(
-    suite: Suite, tmp_path: Path
-) -> None:
+def test_parts_claim_different_problems_and_a_late_part_finds_none(suite, tmp_path) -> None:
     folder, contests = tmp_path / "run.shards", planned(suite, "sim")
     folders.create(folder, Plan(suite.name, Flags("sim"), ("sim",) * 3), suite.text)
     first, second = Part(folder, 1, "here"), Part(folder, 2, "here")
@@ -385,9 +363,7 @@ def test_cores_are_near_their_gpu_and_not_shared() -> None:
         (["--shard", "3/2", "--device", "sim"], "expected a shard such as 2/4"),
     ],
 )
-def test_contradicting_options_are_refused(
-    options: list[object], message: str, suite: Suite, tmp_path: Path
-) -> None:
+def test_contradicting_options_are_refused(options, message, suite, tmp_path) -> None:
     file, out = tmp_path / "several.yaml", tmp_path / "run"
     file.write_text(SUITE)
     done = sparsebench("run", file, *options, "--out", out)
@@ -396,9 +372,7 @@ def test_contradicting_options_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["several.yaml"]
 
 
-def test_a_missing_cluster_is_an_error_and_leaves_nothing(
-    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_cluster_is_an_error_and_leaves_nothing(suite, tmp_path, monkeypatch) -> None:
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     plan = Plan(suite.name, Flags("cuda:0"), ("cuda:0",) * 2, "slurm", {}, cluster_jobs.job_name())
@@ -410,9 +384,7 @@ def test_a_missing_cluster_is_an_error_and_leaves_nothing(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_folder_of_another_plan_is_not_resumed(
-    suite: Suite, gpus: list[str], tmp_path: Path
-) -> None:
+def test_a_folder_of_another_plan_is_not_resumed(suite, gpus, tmp_path) -> None:
     plan = Plan(suite.name, Flags(gpus[0]), tuple(gpus[:2]))
     folders.create(tmp_path / "run.shards", plan, suite.text)
     assert folders.read(tmp_path / "run.shards")[0] == plan

@@ -136,9 +136,7 @@ def test_a_simulated_row_has_the_fields_of_a_measured_one(whole: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_killed_run_has_recorded_the_time_of_every_contest(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_has_recorded_the_time_of_every_contest(suite, tmp_path, monkeypatch) -> None:
     told, append = [], store.append
 
     def append_and_look(path: Path, rows: list[Row]) -> None:
@@ -154,9 +152,7 @@ def test_a_killed_run_has_recorded_the_time_of_every_contest(
 
 
 @pytest.mark.usefixtures("here")
-def test_the_same_seed_gives_the_same_samples_and_another_seed_others(
-    suite: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_the_same_seed_gives_the_same_samples_and_another_seed_others(suite, whole, tmp_path):
     asked = read_suite(str(suite))
     one = replace(Flags("sim"), replicates=1)
     first = {key: row for key, row in all_rows(whole).items() if key[1] == 0}
@@ -200,9 +196,7 @@ def replace_noise(model: Spec) -> Spec:
         ("sim", "bsr_wgmma", True),
     ],
 )
-def test_another_generation_gets_the_portable_kernels(
-    device: str, kernel: str, supported: bool
-) -> None:
+def test_another_generation_gets_the_portable_kernels(device, kernel, supported) -> None:
     model, found = read(device), set()
     for contest in read_suite("core").contests:
         for contender in contest.contenders:
@@ -243,9 +237,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(suite: Path, whole: Path, tmp_pa
         ("wrong", Status.WRONG, "planned"),
     ],
 )
-def test_a_fault_ends_its_own_row_and_no_other(
-    fault: str, status: Status, said: str, suite: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_fault_ends_its_own_row_and_no_other(fault, status, said, suite, tmp_path, monkeypatch):
     if fault not in ("crash", "hang"):  # these end a process, or wait for one
         in_this_process(monkeypatch)
     found = faulty(suite, tmp_path, fault)
@@ -255,9 +247,7 @@ def test_a_fault_ends_its_own_row_and_no_other(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_throttled_contest_slows_all_and_is_marked(
-    suite: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_throttled_contest_slows_all_and_is_marked(suite, whole, tmp_path) -> None:
     found = faulty(suite, tmp_path, "throttle")
     problem = next(row.case.problem.id for row in found if struck(row.case))
     for row in found:
@@ -342,9 +332,7 @@ def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> Non
         ("seed: 1\nseed: 2", "found 'seed' twice"),
     ],
 )
-def test_a_bad_spec_is_one_line_and_writes_nothing(
-    text: str, said: str, suite: Path, tmp_path: Path
-) -> None:
+def test_a_bad_spec_is_one_line_and_writes_nothing(text, said, suite, tmp_path) -> None:
     with pytest.raises(SuiteError) as error:
         measure(read_suite(str(suite)), Flags(spec(tmp_path, text)), tmp_path / "run", None)
     assert said in str(error.value)

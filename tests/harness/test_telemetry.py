@@ -91,9 +91,7 @@ def test_a_gpu_that_is_idle_has_no_clock(start: Start) -> None:
     assert not {"sm_mhz", "sm_mhz_min", "memory_mhz"} & result.keys()
 
 
-def test_the_ids_of_the_counters_are_those_of_the_driver(
-    fake_nvml: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ids_of_the_counters_are_those_of_the_driver(fake_nvml, monkeypatch) -> None:
     for driver, ids in (("575.51.03", BEFORE), ("580.65.06", BEFORE), ("580.82.07", SINCE)):
         monkeypatch.setenv("FAKE_NVML", json.dumps({"driver": driver}))
         with board("GPU-fake") as gpu:
@@ -116,9 +114,7 @@ def test_a_gpu_that_nvml_does_not_know_is_one_line(start: Start) -> None:
     assert "expected a GPU GPU-other, found: Not Found" in log[0]
 
 
-def test_an_nvml_that_hangs_ends_the_telemetry(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_nvml_that_hangs_ends_the_telemetry(start, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.harness.machine.telemetry.TIMEOUT_S", 0.1)
     monkeypatch.setattr(Board, "reading", lambda board: time.sleep(1.0))
     window, log = start()

@@ -67,11 +67,7 @@ STORES = "return super().from_dense(dense)"
     ],
 )
 def test_a_format_that_breaks_its_contract_is_found(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    from_dense: str,
-    to_dense: str,
-    reason: str | None,
+    tmp_path, monkeypatch, from_dense, to_dense, reason
 ) -> None:
     (tmp_path / "other_format.py").write_text(
         FORMAT.format(from_dense=from_dense, to_dense=to_dense)
@@ -107,9 +103,7 @@ OP = replace(linear.OP, {changed})
         ("operands={'w': Operand('weight', ('q', 'k'))}", r"expected sizes to be fields, found"),
     ],
 )
-def test_an_op_that_breaks_its_contract_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, reason: str
-) -> None:
+def test_an_op_that_breaks_its_contract_is_found(tmp_path, monkeypatch, changed, reason) -> None:
     (tmp_path / "other_op.py").write_text(OP.format(changed=changed))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_op", raising=False)
@@ -136,9 +130,7 @@ PATTERN = Pattern({rule})
         ("lambda w: Rule(w.elements, 4), derived=lambda fields: [1]", "expected values by name"),
     ],
 )
-def test_a_pattern_that_breaks_its_contract_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, reason: str | None
-) -> None:
+def test_a_pattern_that_breaks_its_contract_is_found(tmp_path, monkeypatch, rule, reason) -> None:
     (tmp_path / "other_pattern.py").write_text(PATTERN.format(rule=rule))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_pattern", raising=False)

@@ -96,9 +96,7 @@ def test_step_with_wrong_gradients_has_no_times(monkeypatch: pytest.MonkeyPatch)
     assert not sparse.times_us
 
 
-def test_wrong_or_unsupported_kernels_have_no_times(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_wrong_or_unsupported_kernels_have_no_times(monkeypatch, tmp_path) -> None:
     prepare = measuring._launch
 
     def launch(name: str, *arguments: object) -> Launch:

@@ -116,9 +116,7 @@ def test_without_a_capture_nothing_is_kept(driver: Driver) -> None:
     assert not driver.made
 
 
-def test_callers_of_capturing_keep_the_owners_themselves(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callers_of_capturing_keep_the_owners_themselves(driver, monkeypatch) -> None:
     class Graph:
         def __init__(self, *_: Any, **__: Any) -> None: ...
         def __enter__(self) -> None:
@@ -133,9 +131,7 @@ def test_callers_of_capturing_keep_the_owners_themselves(
     assert not driver.made
 
 
-def test_an_error_of_the_driver_is_one_line(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_driver_is_one_line(driver, monkeypatch) -> None:
     driver.capturing = 1
     monkeypatch.setattr(driver, "cuGraphRetainUserObject", lambda *_: 801)
     with pytest.raises(RuntimeError, match=r"^cuGraphRetainUserObject: expected success"):

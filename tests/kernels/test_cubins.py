@@ -34,9 +34,7 @@ def test_a_torn_or_changed_file_is_compiled_anew(left: bytes, compiled: list[int
     assert len(compiled) == 2
 
 
-def test_without_a_folder_to_write_every_process_compiles(
-    compiled: list[int], tmp_path: Path
-) -> None:
+def test_without_a_folder_to_write_every_process_compiles(compiled, tmp_path) -> None:
     (tmp_path / "sparsebench").write_text("a file")
     assert code(compiled, "source") == code(compiled, "source") == b"code"
     assert len(compiled) == 2

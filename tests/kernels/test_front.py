@@ -216,9 +216,7 @@ def gradients(layer: Layer, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Ten
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
-def test_backward_gives_the_gradients_of_the_path_in_python(
-    kind: Any, shape: tuple[int, ...]
-) -> None:
+def test_backward_gives_the_gradients_of_the_path_in_python(kind, shape) -> None:
     x = torch.randn(*shape, COLUMNS, requires_grad=True)
     layer = Layer(kind, x.reshape(6, COLUMNS))
     for dy in (torch.randn_like(x), torch.ones(()).expand(x.shape)):
@@ -403,9 +401,7 @@ def test_checkpoints_and_hooks_of_saved_tensors_see_the_same_tensors(kind: Any) 
     torch.testing.assert_close(dw, (dy + x).view(6, COLUMNS))
 
 
-def test_a_weight_that_changes_in_every_call_is_never_recorded(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_that_changes_in_every_call_is_never_recorded(kind, monkeypatch) -> None:
     monkeypatch.setattr(front, "front_type", lambda: kind)
     x, made, w = torch.randn(6, COLUMNS), None, torch.ones(3)
     for _ in range(4):

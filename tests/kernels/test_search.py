@@ -92,9 +92,7 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
             module.warmed([fails], device, 1)
 
 
-def test_an_exception_without_a_message_does_not_end_a_search(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_exception_without_a_message_does_not_end_a_search(monkeypatch) -> None:
     def fails() -> None:
         raise NotImplementedError
 

@@ -107,9 +107,7 @@ def test_without_a_search_the_nearest_choice_is_taken_and_else_the_likeliest(cac
     assert operator(m=96, op="bsr.dgrad").select(1).by == "model"
 
 
-def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(cache, monkeypatch):
     assert operator(m=128).select(1, timed).choice["tokens"] == 64
     trials = Trial(1.0), Trial(2.0)
     monkeypatch.setattr(selection, "search", lambda calls, device: Search(0, trials))
@@ -155,9 +153,7 @@ def test_a_cache_that_cannot_be_written_is_said_once(cache: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("other", ["GPU", "code"])
-def test_choices_of_another_gpu_or_version_are_not_read(
-    cache: Path, other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_of_another_gpu_or_version_are_not_read(cache, other, monkeypatch) -> None:
     operator().select(1, timed)
     if other == "GPU":
         renamed = SimpleNamespace(**{**vars(GPU), "name": "NVIDIA H100 PCIe"})
@@ -168,9 +164,7 @@ def test_choices_of_another_gpu_or_version_are_not_read(
     assert len([*cache.iterdir()]) == 2
 
 
-def test_processes_that_search_at_the_same_time_lose_nothing(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_search_at_the_same_time_lose_nothing(cache, monkeypatch) -> None:
     file = choice_lists.user_file(torch.device("cuda"), ("small",))
     processes: list[dict[Path, Any]] = [{file: {}}, {file: {}}]  # both read an empty file
     for files, sizes in zip(processes, ((64,), (64, 128)), strict=True):
@@ -182,7 +176,7 @@ def test_processes_that_search_at_the_same_time_lose_nothing(
 
 @pytest.mark.parametrize(("code", "by"), [(None, "package"), ("old", "search")])
 def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
-    cache: Path, code: str | None, by: str, monkeypatch: pytest.MonkeyPatch
+    cache, code, by, monkeypatch
 ) -> None:
     choice = {"kernel": "small", "tokens": 16} | ({"code": code} if code else {})
     choices = {choice_lists.key(PROBLEM): choice}

@@ -94,9 +94,7 @@ def test_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ({"block": None}, None),
     ],
 )
-def test_the_nearest_entry_within_a_factor_of_two_is_taken(
-    changes: dict[str, Any], expected: int | None, folders: dict[str, Path]
-) -> None:
+def test_the_nearest_entry_within_a_factor_of_two_is_taken(changes, expected, folders) -> None:
     near = [
         entry(replace(AT, m=512), choice={"tokens": 64, "cluster": 1}),
         entry(replace(AT, m=1024), choice={"tokens": 128, "cluster": 1}),
@@ -131,9 +129,7 @@ def test_other_code_another_kernel_and_another_path_are_not_used(folders: dict[s
         ),
     ],
 )
-def test_a_malformed_table_is_one_line_that_names_the_file(
-    text: str, said: str, folders: dict[str, Path]
-) -> None:
+def test_a_malformed_table_is_one_line_that_names_the_file(text, said, folders) -> None:
     file = folders["user"] / "sm90_132.json"
     file.write_text(text)
     with pytest.raises(TableError) as error:
@@ -143,9 +139,7 @@ def test_a_malformed_table_is_one_line_that_names_the_file(
     assert "\n" not in str(error.value)
 
 
-def test_a_run_with_a_malformed_table_is_refused_before_it_starts(
-    tmp_path: Path, folders: dict[str, Path]
-) -> None:
+def test_a_run_with_a_malformed_table_is_refused_before_it_starts(tmp_path, folders) -> None:
     file = folders["user"] / "sm80_108.json"
     file.write_text("[]")
     done = sparsebench("run", "quick", "--device", "cpu", "--out", tmp_path / "run")
@@ -154,9 +148,7 @@ def test_a_run_with_a_malformed_table_is_refused_before_it_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_digest_covers_code_but_not_comments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_covers_code_but_not_comments(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tuned_table, "files", lambda package: tmp_path)
     family = tmp_path / "family"
     family.mkdir()
@@ -311,9 +303,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[Bench]:
     return Bench
 
 
-def test_tuning_fills_the_users_table_that_lookups_then_find(
-    suite: Suite, bench: type[Bench], folders: dict[str, Path]
-) -> None:
+def test_tuning_fills_the_users_table_that_lookups_then_find(suite, bench, folders) -> None:
     found = tuning.tune(suite, "cuda:0", 1)
     assert found.file == folders["user"] / "sm90_132.json"
     assert (found.new, found.left, found.failed) == (6, 0, [])
@@ -327,9 +317,7 @@ def test_tuning_fills_the_users_table_that_lookups_then_find(
     assert len(bench.seen) == 3
 
 
-def test_what_users_get_is_searched_beside_the_tables(
-    suite: Suite, bench: type[Bench], tmp_path: Path
-) -> None:
+def test_what_users_get_is_searched_beside_the_tables(suite, bench, tmp_path) -> None:
     users = "contenders:\n  - {format: bsr, params: {block: $block}}"
     (tmp_path / "both.yaml").write_text(SUITE.replace("contenders:", users))
     found = tuning.tune(read(str(tmp_path / "both.yaml")), "cuda:0", 1)
@@ -337,7 +325,7 @@ def test_what_users_get_is_searched_beside_the_tables(
 
 
 def test_a_default_that_is_faster_than_the_searchs_choice_goes_into_the_table(
-    suite: Suite, bench: type[Bench], monkeypatch: pytest.MonkeyPatch
+    suite, bench, monkeypatch
 ) -> None:
     original = bench.row
 
@@ -350,9 +338,7 @@ def test_a_default_that_is_faster_than_the_searchs_choice_goes_into_the_table(
     assert {(e.choice["tokens"], e.time_us, e.untuned_us) for e in entries} == {(64, 3.0, 3.0)}
 
 
-def test_a_wrong_configuration_never_enters_a_table_and_is_reported(
-    suite: Suite, bench: type[Bench]
-) -> None:
+def test_a_wrong_configuration_never_enters_a_table_and_is_reported(suite, bench) -> None:
     bench.ends = {"bsr_wgmma": Status.WRONG, "bsr_triton": Status.UNSUPPORTED}
     found = tuning.tune(suite, "cuda:0", 1)
     assert found.table.entries == []
@@ -360,9 +346,7 @@ def test_a_wrong_configuration_never_enters_a_table_and_is_reported(
     assert found.failed[0].startswith("wrong: bsr/bsr_wgmma tuned=wide, case ")
 
 
-def test_tuning_ends_at_its_time_limit_and_resumes(
-    suite: Suite, bench: type[Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_ends_at_its_time_limit_and_resumes(suite, bench, monkeypatch) -> None:
     times = iter([0.0, 0.0, 100.0])
     monkeypatch.setattr(tuning, "monotonic", lambda: next(times))
     found = tuning.tune(suite, "cuda:0", 1)
@@ -373,9 +357,7 @@ def test_tuning_ends_at_its_time_limit_and_resumes(
     assert sorted(bench.seen) == [64, 128, 256]
 
 
-def test_an_interruption_keeps_the_results(
-    suite: Suite, bench: type[Bench], tmp_path: Path
-) -> None:
+def test_an_interruption_keeps_the_results(suite, bench, tmp_path) -> None:
     bench.interrupted_at = 2
     with pytest.raises(KeyboardInterrupt):
         tuning.tune(suite, "cuda:0", 1, out=tmp_path / "new" / "mine.json")
@@ -418,9 +400,7 @@ def test_the_packages_tables_match_the_present_kernels(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-def test_a_search_of_the_whole_space_is_right_and_fills_a_table(
-    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_of_the_whole_space_is_right_and_fills_a_table(suite, tmp_path, monkeypatch):
     monkeypatch.undo()
     out = tmp_path / "mine.json"
     found = tuning.tune(suite, "cuda:0", 5, "m=64 kernel=bsr_triton", out)

@@ -120,7 +120,7 @@ class Sent:
 
 
 def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
-    cluster: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setitem(cluster_jobs.POLL_S, "slurm", 0.5)
     suite, out = tmp_path / "cluster.yaml", tmp_path / "run"

@@ -1,10 +1,7 @@
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -20,9 +17,7 @@ def choice(m: int, tokens: int, **more: Any) -> dict[str, Any]:
     return {"kernel": "bsr_small", "tokens": tokens, "by": "search", "problem": problem, **more}
 
 
-def test_a_list_has_the_choice_of_most_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_has_the_choice_of_most_processes(tmp_path, monkeypatch) -> None:
     users = Contender("bsr", "default", {}, {}, False)
     row = Row(Case(Problem("linear", {"m": 1}), users), Status.OK)
     made = [choice(1, 16), choice(1, 32, code="digest"), choice(1, 32, code="digest")]

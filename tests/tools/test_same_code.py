@@ -47,9 +47,7 @@ def raises(error: Exception) -> Any:
         (raises(RuntimeError("no room")), "failed"),
     ],
 )
-def test_a_row_is_compared_and_no_exception_ends_the_comparison(
-    prepare: Any, expected: str
-) -> None:
+def test_a_row_is_compared_and_no_exception_ends_the_comparison(prepare, expected) -> None:
     row = published(QUICK)[0]
     outcome, line = compare(row, None, prepare)  # type: ignore[arg-type]
     assert outcome == expected

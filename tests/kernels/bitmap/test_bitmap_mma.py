@@ -144,15 +144,7 @@ CASES += [
     ids=str,
 )
 def test_its_threads_give_the_product_on_a_cpu(
-    config: Config,
-    workers: int,
-    m: int,
-    n: int,
-    k: int,
-    sparsity: float,
-    dtype: torch.dtype,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config, workers, m, n, k, sparsity, dtype, folder, monkeypatch
 ) -> None:
     x, w = example(m, n, k, sparsity, dtype)
     y = emulated(x, w, config, workers, folder, monkeypatch)
@@ -161,9 +153,7 @@ def test_its_threads_give_the_product_on_a_cpu(
 
 
 @needs_gxx
-def test_nan_and_infinity_are_where_the_definition_has_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_and_infinity_are_where_the_definition_has_them(folder, monkeypatch) -> None:
     x, w = example(3, 40, 520, 0.5, BF16)
     dense = w.to_dense()
     dense[3, 5], dense[7, 519], dense[9] = float("nan"), float("inf"), -0.0
@@ -216,13 +206,7 @@ def test_operands_that_the_kernel_cannot_read_are_unsupported_before_it_is_compi
         ((9, 0), 1, "fp32", ("found fp32",)),
     ],
 )
-def test_other_problems_are_unsupported(
-    capability: tuple[int, int],
-    m: int,
-    dtype: str,
-    tokens: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_problems_are_unsupported(capability, m, dtype, tokens, monkeypatch) -> None:
     problem = {"m": m, "dtype": dtype}
     kernel = bitmap_mma.KERNEL
     assert_device_refusal(kernel, "cuda", capability, problem, tokens, monkeypatch)
@@ -283,9 +267,7 @@ def test_nvrtc_compiles_it(dtype: torch.dtype) -> None:
     ("m", "n", "k", "sparsity"),
     [(1, 4096, 4096, 0.5), (13, 2070, 1040, 0.8), (50, 48, 5136, 0.3), (131, 4096, 2048, 0.97)],
 )
-def test_the_products_are_right_on_a_gpu(
-    m: int, n: int, k: int, sparsity: float, dtype: torch.dtype
-) -> None:
+def test_the_products_are_right_on_a_gpu(m, n, k, sparsity, dtype) -> None:
     x, w = example(m, n, k, sparsity, dtype)
     x, w = x.cuda(), Bitmap.from_dense(w.to_dense().cuda())
     right = (x.double() @ w.to_dense().double().T).to(torch.bfloat16 if dtype == FP8 else dtype)

@@ -135,9 +135,7 @@ def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: st
 
 @hopper
 @pytest.mark.parametrize("kernel", bsr_ffn.PRODUCTS)
-def test_a_hopper_gpu_computes_it_by_each_kernel(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hopper_gpu_computes_it_by_each_kernel(kernel, monkeypatch) -> None:
     asked = problem(200, 1000, 512, "bf16", 64, active=30.0)
     these = operands_of(asked, CUDA)
     monkeypatch.setattr(bsr_ffn, "PRODUCTS", {kernel: bsr_ffn.PRODUCTS[kernel]})

@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from sparsebench.kernels.bsr._small_steps import worked
 from sparsebench.kernels.bsr._strip_tiles import Config, boxes_of, packed_order, tiles_of
 from sparsebench.kernels.bsr.bsr_strips import costs_of
 from tests.emulation.cuda_on_cpu import built
-from tests.kernels.bsr.examples import Shape, example
+from tests.kernels.bsr.examples import example
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
@@ -89,9 +88,7 @@ CASES = [
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize(("config", "shape", "transposed"), sampled(CASES, 0, 5), ids=str)
-def test_the_threads_multiply_tiles_on_a_cpu(
-    config: Config, shape: Shape, transposed: bool, late: int, tmp_path: Path
-) -> None:
+def test_the_threads_multiply_tiles_on_a_cpu(config, shape, transposed, late, tmp_path) -> None:
     w, x, dy = example(shape)
     dtype, workers = DTYPES["fp16"], 2
     a = (dy if transposed else x).to(dtype)

@@ -6,7 +6,6 @@ has the tests that only one kernel needs: its work lists and what it refuses.
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,9 +84,7 @@ COMPILED = [
 
 @by_nvcc
 @pytest.mark.parametrize(("module", "config"), COMPILED, ids=str)
-def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
-    module: Any, config: Any, tmp_path: Path
-) -> None:
+def test_every_variant_compiles_without_a_spill_or_a_serialised_product(module, config, tmp_path):
     # C7519: a fence before each row's products, whose registers a branch may have left unchanged.
     allowed = "(C7519)" if module in (bsr_small, bsr_strips) else ""
     for constants in variants(module, config):
@@ -122,9 +119,7 @@ def launches(
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("module", "config"), CONFIGS)
-def test_the_products_are_right_on_a_gpu(
-    module: Any, config: Any, transposed: bool, dtype: str
-) -> None:
+def test_the_products_are_right_on_a_gpu(module, config, transposed, dtype) -> None:
     if module is bsr_resident and transposed:
         pytest.skip("bsr_resident multiplies by W.T, which is another matrix")
     for shape in [*LARGE[module], *SHAPES[name_of(module)]]:
@@ -168,9 +163,7 @@ PREPARED = [
     [pytest.param(*c, marks=() if c[0] is bsr_resident else needs_hopper) for c in PREPARED],
 )
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad"])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(
-    module: Any, shape: Shape, op: str
-) -> None:
+def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, shape, op) -> None:
     transposed = op == "linear_dgrad"
     kernel = module.DGRAD if transposed else module.KERNEL
     w, x = on_gpu(shape, "bf16", transposed)

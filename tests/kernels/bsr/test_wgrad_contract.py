@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,9 +117,7 @@ COMPILED = [
 
 @by_nvcc
 @pytest.mark.parametrize(("module", "config"), COMPILED, ids=str)
-def test_every_variant_compiles_without_a_spill_or_a_serialised_product(
-    module: Any, config: Any, tmp_path: Path
-) -> None:
+def test_every_variant_compiles_without_a_spill_or_a_serialised_product(module, config, tmp_path):
     for constants in variants(module, config):
         assert_compiles_cleanly(name_of(module), constants, tmp_path)
 
@@ -143,9 +140,7 @@ def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, Tensor, Tensor]:
 @hopper
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("module", "config"), CONFIGS, ids=str)
-def test_the_sums_are_right_on_a_gpu_and_the_same_bits_every_time(
-    module: Any, config: Any, dtype: str
-) -> None:
+def test_the_sums_are_right_on_a_gpu_and_the_same_bits_every_time(module, config, dtype) -> None:
     for shape in [*LARGE[module], *SHAPES[name_of(module)]]:
         pattern, dy, x = on_gpu(shape, dtype)
         for watchdog in (True, False):

@@ -87,14 +87,7 @@ EVERY += [(16, BF16), (64, BF16), (32, FP16), (128, FP16)]
 @pytest.mark.parametrize("room", [8000, 40000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tokens", "dtype"), sampled(EVERY, 0, 5))
-def test_its_threads_give_the_product_on_a_cpu(
-    shape: Any,
-    tokens: int,
-    dtype: torch.dtype,
-    room: int,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_threads_give_the_product_on_a_cpu(shape, tokens, dtype, room, folder, monkeypatch):
     x, w = example(shape, dtype)
     y = emulated(x, w, Config(tokens, 64, 1), room, folder, monkeypatch)
     right = (x.float() @ w.to_dense().float().T).to(dtype)
@@ -103,9 +96,7 @@ def test_its_threads_give_the_product_on_a_cpu(
 
 @needs_gxx
 @pytest.mark.parametrize("tokens", [8, 32])
-def test_a_matrix_of_zeros_gives_zeros(
-    tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matrix_of_zeros_gives_zeros(tokens, folder, monkeypatch) -> None:
     x, w = torch.ones(9, 6), Csr.from_dense(torch.zeros(1, 6))
     y = emulated(x, w, Config(tokens, 64, 1), 8000, folder, monkeypatch)
     assert torch.equal(y, torch.zeros(9, 1))
@@ -178,9 +169,7 @@ def test_ways_that_read_together_read_other_banks() -> None:
         (torch.ones(0, 8), torch.ones(4, 8), "expected 1 to 2"),
     ],
 )
-def test_operands_that_the_kernel_cannot_read_are_unsupported(
-    x: Tensor, w: Tensor, reason: str
-) -> None:
+def test_operands_that_the_kernel_cannot_read_are_unsupported(x, w, reason) -> None:
     with pytest.raises(Unsupported, match=re.escape(reason)):
         csr_cuda.launch(x, Csr.from_dense(w), Config(32, 512, 2))
 
@@ -202,9 +191,7 @@ def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights() -> None
         ("cuda", (8, 0), "fp8", "fp8"),
     ],
 )
-def test_other_devices_and_dtypes_are_unsupported(
-    device: str, capability: Any, dtype: str, token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_devices_and_dtypes_are_unsupported(device, capability, dtype, token, monkeypatch):
     problem, tokens = {"dtype": dtype}, (f"found {token}",)
     assert_device_refusal(csr_cuda.KERNEL, device, capability, problem, tokens, monkeypatch)
 

@@ -83,14 +83,7 @@ def emulated(
 @pytest.mark.parametrize(
     ("vectors", "dtype"), sampled([(1, FP32), (2, FP32), (1, BF16), (1, FP16)], 0, 2)
 )
-def test_its_threads_give_the_gradient_on_a_cpu(
-    shape: Any,
-    vectors: int,
-    dtype: torch.dtype,
-    room: int,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_threads_give_the_gradient_on_a_cpu(shape, vectors, dtype, room, folder, monkeypatch):
     x, w = example(shape, dtype)
     dy = torch.randint(-3, 4, (len(x), w.shape[0]), generator=torch.Generator().manual_seed(1))
     dy = dy.to(dtype)
@@ -108,9 +101,7 @@ def test_its_threads_give_the_gradient_on_a_cpu(
         (torch.ones(2, 4), torch.ones(2, 8), torch.zeros(4, 8), "and a non-zero"),
     ],
 )
-def test_operands_that_the_kernel_cannot_read_are_unsupported(
-    dy: Tensor, x: Tensor, w: Tensor, reason: str
-) -> None:
+def test_operands_that_the_kernel_cannot_read_are_unsupported(dy, x, w, reason) -> None:
     with pytest.raises(Unsupported, match=re.escape(reason)):
         csr_cuda_wgrad.launch(dy, x, Csr.from_dense(w), Config(1, 896, 1))
 

@@ -25,7 +25,7 @@ from tests.emulation.cublaslt_on_cpu import ANY, TILED, VERSION
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(1, 16, 32), (3, 1, 5), (17, 9, 1), (1, 1, 1), (16, 40, 24)]
-UNAVAILABLE = "needs nvmath-python: pip install 'sparsebench[gpu]'"
+UNAVAILABLE = "needs nvmath: pip install 'sparsebench[gpu]'"
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +93,7 @@ def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> l
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("op", cublas.PRODUCTS)
 @pytest.mark.usefixtures("emulated")
-def test_every_way_computes_the_product_of_redrawn_activations(
-    op: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_computes_the_product_of_redrawn_activations(op, shape, monkeypatch) -> None:
     product = product_of(op, *shape)
     seen = taking(monkeypatch, lambda way: True)
     _gemm.fastest_way(product)
@@ -110,9 +108,7 @@ def test_every_way_computes_the_product_of_redrawn_activations(
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
 @pytest.mark.usefixtures("emulated")
-def test_every_way_is_right_in_16_bits_and_in_scaled_fp8(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_is_right_in_16_bits_and_in_scaled_fp8(dtype, monkeypatch) -> None:
     product = product_of("linear", 5, 32, 48, dtype, scale=0.25 if dtype == "fp8" else 1.0)
     seen = taking(monkeypatch, lambda way: True)
     _gemm.fastest_way(product)
@@ -136,9 +132,7 @@ def test_relu_is_part_of_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_algorithms_for_more_tokens_are_requested_and_equal_ones_are_timed_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_algorithms_for_more_tokens_are_requested_and_equal_ones_are_timed_once(monkeypatch):
     seen = taking(monkeypatch, lambda way: True)
     _gemm.fastest_way(product_of("linear", 16, 32, 48))
     direct = [way for way in seen if way.algorithm]
@@ -149,9 +143,7 @@ def test_algorithms_for_more_tokens_are_requested_and_equal_ones_are_timed_once(
 
 @pytest.mark.parametrize(("n", "combined"), [(32, True), (1 << 26, False)])
 @pytest.mark.usefixtures("emulated")
-def test_short_products_also_try_combinations_that_are_never_proposed(
-    n: int, combined: bool
-) -> None:
+def test_short_products_also_try_combinations_that_are_never_proposed(n, combined) -> None:
     a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
     gemm = Product(a, b, out).gemms[None]
     found = _gemm._algorithms(gemm)
@@ -163,9 +155,7 @@ def test_short_products_also_try_combinations_that_are_never_proposed(
 
 @pytest.mark.parametrize("left", [torch.nan, 1.0])
 @pytest.mark.usefixtures("emulated")
-def test_a_combination_that_is_wrong_is_not_timed(
-    left: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_combination_that_is_wrong_is_not_timed(left, monkeypatch) -> None:
     product = product_of("linear", 16, 32, 48)
     bind, timed = _cublaslt.bind, []
 
@@ -204,9 +194,7 @@ def test_a_pinned_choice_is_called_without_a_search(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("emulated")
-def test_an_equal_product_is_searched_only_among_the_finalists(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_equal_product_is_searched_only_among_the_finalists(monkeypatch) -> None:
     seen = taking(monkeypatch, lambda way: True)
     times_us = {3: 9.5, 4: 9.0, 5: 9.9}  # the others take 20
     timed: list[int] = []
@@ -264,9 +252,7 @@ def test_an_algorithm_that_the_library_refuses_is_unsupported() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_without_nvmath_the_row_says_that_cublaslt_was_not_called_directly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_nvmath_the_row_says_that_cublaslt_was_not_called_directly(monkeypatch) -> None:
     monkeypatch.setattr(_cublaslt, "unavailable", lambda: UNAVAILABLE)
     product = product_of("linear", 16, 32, 48)
     seen = taking(monkeypatch, lambda way: True)
@@ -278,7 +264,7 @@ def test_without_nvmath_the_row_says_that_cublaslt_was_not_called_directly(
         "untried": f"cuBLASLt called directly: {UNAVAILABLE}",
     }
     direct = {"library": "cublaslt", "algorithm": {"id": ANY}}
-    with pytest.raises(Unsupported, match="needs nvmath-python"):
+    with pytest.raises(Unsupported, match="needs nvmath"):
         _gemm.fastest_way(product, direct)
 
 
@@ -308,9 +294,7 @@ def on_gpu(product: Product) -> Product:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp8"])
 @pytest.mark.parametrize("shape", [(1, 64, 128), (3, 1000, 336), (17, 80, 4112), (1000, 528, 48)])
 @pytest.mark.parametrize("op", cublas.PRODUCTS)
-def test_every_way_is_right_in_a_graph_on_a_gpu(
-    op: str, shape: tuple[int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_is_right_in_a_graph_on_a_gpu(op, shape, dtype, monkeypatch) -> None:
     if dtype == "fp8" and (op != "linear" or cublas.unsupported_fp8(CUDA)):
         pytest.skip("fp8 needs op linear and a device that supports it")
     if dtype == "fp8" and shape[1] % 16:

@@ -1,6 +1,5 @@
 """A decoding step: right in every layer, searched or pinned, and on redrawn activations."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,9 +62,7 @@ def test_an_interpreted_choice_can_be_pinned() -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("parts", [exhaustive(2), 3])
-def test_interpreted_attention_is_right_in_several_parts(
-    parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_attention_is_right_in_several_parts(parts, monkeypatch) -> None:
     config = _decoder_glue.Config(parts, 16, 4, 2)
     monkeypatch.setattr(_decoder_glue, "configurations", lambda about: [config])
     operands = operands_of(layers=1)
@@ -99,9 +96,7 @@ def test_an_interpreted_step_that_mixes_up_layers_is_wrong(monkeypatch: pytest.M
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_attention_compiles_without_a_spill(
-    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_compiles_without_a_spill(capability, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     function = _decoder_glue._attend
     tokens, warps, stages = _decoder_glue.SHAPES[3]
@@ -130,9 +125,7 @@ class _Small:
     total_memory = 10**9
 
 
-def test_a_model_that_is_too_large_is_refused_before_it_is_built(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_is_too_large_is_refused_before_it_is_built(monkeypatch) -> None:
     whole = small(
         m=1, hidden=5120, heads=64, kv_heads=8, head_dim=128, intermediate=25600, layers=64
     )

@@ -1,7 +1,6 @@
 """Dense layers of several products: searched, pinned, and on redrawn activations."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,7 @@ def operands_of(
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_layer_without_a_gate_is_two_products(
-    dtype: str, activation: str, sizes: tuple[int, int, int]
-) -> None:
+def test_a_layer_without_a_gate_is_two_products(dtype, activation, sizes) -> None:
     operands = operands_of("mlp", sizes, dtype, activation)
     assert_right_twice(operands, _layers.mlp)
     assert [*_layers.mlp(operands).choice] == ["up", "down"]
@@ -43,9 +40,7 @@ def test_a_choice_of_one_library_is_the_definition_by_that_library() -> None:
     assert_right(launch, operands)
 
 
-def test_the_kernel_between_products_reads_and_writes_16_bytes_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_between_products_reads_and_writes_16_bytes_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     function = _layers._backward
     constants = {"TOKENS": _layers.TOKENS, "FEATURES": _layers.FEATURES, "SQUARED": False}
@@ -61,9 +56,7 @@ def test_the_kernel_between_products_reads_and_writes_16_bytes_at_a_time(
 @pytest.mark.interpreted
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_an_interpreted_training_step_is_six_products(
-    activation: str, sizes: tuple[int, int, int]
-) -> None:
+def test_an_interpreted_training_step_is_six_products(activation, sizes) -> None:
     operands = operands_of("ffn_step", sizes, "fp16", activation)
     assert_right_twice(operands, _layers.ffn_step)
     names = [*_layers.ffn_step(operands).choice]

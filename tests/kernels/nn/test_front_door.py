@@ -73,9 +73,7 @@ def test_frozen_values_are_packed_once_and_again_after_a_write_a_move_or_a_swap(
 
 
 @pytest.mark.parametrize("reason", ["no compiler", "unwritable", "damaged"])
-def test_an_extension_that_cannot_be_made_leaves_the_path_in_python(
-    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extension_that_cannot_be_made_leaves_the_path_in_python(reason, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     cache = tmp_path / ("file" if reason == "unwritable" else "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -111,9 +109,7 @@ LAYERS = "blocks of 64", "blocks of 16", "frozen", "2:4", "half 2:4", "half 2:4 
 
 @hopper
 @pytest.mark.parametrize("name", [*LAYERS, "bitmap"])
-def test_recorded_calls_equal_those_in_python_on_a_gpu(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_calls_equal_those_in_python_on_a_gpu(name, monkeypatch) -> None:
     layer = layers()[name]
     for shape in ((1,), (40,), (2, 3), (300,)):
         x = torch.randn(*shape, 512, device="cuda").bfloat16()
@@ -135,9 +131,7 @@ def test_recorded_calls_equal_those_in_python_on_a_gpu(
 @hopper
 @pytest.mark.filterwarnings("ignore")  # of inductor
 @pytest.mark.parametrize("name", ["blocks of 16", "frozen", "half 2:4", "bitmap"])
-def test_a_first_call_by_reduce_overhead_leaves_nothing_in_the_pool_of_its_graph_on_a_gpu(
-    name: str,
-) -> None:
+def test_a_first_call_by_reduce_overhead_leaves_nothing_in_the_pool_of_its_graph_on_a_gpu(name):
     layer = layers()[name]
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():
@@ -264,9 +258,7 @@ def gradients(
 
 @hopper
 @pytest.mark.parametrize("name", [*LAYERS, "bitmap", "matmul"])
-def test_recorded_gradients_equal_those_in_python_on_a_gpu(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_gradients_equal_those_in_python_on_a_gpu(name, monkeypatch) -> None:
     function, parameters = trained()[name]
     for shape in ((40,), (2, 3), (300,)):
         x = torch.randn(*shape, 512, device="cuda").bfloat16().requires_grad_()

@@ -85,9 +85,7 @@ def test_a_recipe_compiles_whole(recipe: Any, fields: dict[str, Any]) -> None:
 # ---- the operators of BitmapLinear ----
 
 
-def test_compiled_and_eager_calls_of_a_bitmap_share_one_dense_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_and_eager_calls_of_a_bitmap_share_one_dense_copy(monkeypatch) -> None:
     layer, x = BitmapLinear.from_dense(two_four(N, K)), torch.randn(3, K).to(BF16)
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     bitmap = layer.bitmap

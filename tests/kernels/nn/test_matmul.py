@@ -99,9 +99,7 @@ def test_a_gradient_without_a_kernel_raises_before_the_product() -> None:
         assert sparsebench.matmul(torch.randn(7, K), w).shape == (7, N)
 
 
-def test_a_gradient_that_prepare_refuses_raises_before_the_product(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_that_prepare_refuses_raises_before_the_product(monkeypatch) -> None:
     def refuses(*_: Any) -> None:
         raise Unsupported("no such type")
 
@@ -153,7 +151,7 @@ def test_an_impossible_call_raises_with_the_reason() -> None:
     ],
 )
 def test_bitmap_mma_runs_only_for_sizes_at_which_it_was_measured_faster(
-    m: int, n: int, k: int, sparsity: float, *, faster: bool
+    m, n, k, sparsity, *, faster
 ) -> None:
     few = torch.zeros(16, 256, dtype=torch.bfloat16).flatten()
     few[: round((1 - sparsity) * len(few))] = 1

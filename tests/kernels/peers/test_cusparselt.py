@@ -9,8 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,9 +125,7 @@ def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) ->
 
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
-def test_few_tokens_may_be_padded_and_follow_the_activations(
-    library: OnCpu, dtype: str, y_layout: Any
-) -> None:
+def test_few_tokens_may_be_padded_and_follow_the_activations(library, dtype, y_layout) -> None:
     operands = operands_of(dtype)
     x = operands.activations["x"]
     way = {**vars(cusparselt.Way()), "y_layout": y_layout, "tokens": 128}
@@ -144,7 +141,7 @@ def test_few_tokens_may_be_padded_and_follow_the_activations(
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("pattern", ["two_four", *SPLITS])
 def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
-    library: OnCpu, monkeypatch: pytest.MonkeyPatch, pattern: str, dtype: str, m: int
+    library, monkeypatch, pattern, dtype, m
 ) -> None:
     pick(monkeypatch, cusparselt, 0)
     operands = operands_of(dtype, pattern, m=m)
@@ -194,9 +191,7 @@ def test_structures_of_the_library_are_destroyed_in_reverse(library: OnCpu) -> N
     ]
 
 
-def test_a_plan_that_needs_too_large_a_workspace_is_refused(
-    library: OnCpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_needs_too_large_a_workspace_is_refused(library, monkeypatch) -> None:
     monkeypatch.setattr(_cusparselt, "MOST_WORKSPACE", 63)
     with pytest.raises(Unsupported, match=r"a workspace of at most 63 bytes, found 64$"):
         cusparselt.prepare(operands_of("bf16"))
@@ -228,9 +223,7 @@ def pick(monkeypatch: pytest.MonkeyPatch, module: Any, index: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
-def test_layouts_then_algorithms_then_splits_are_searched(
-    library: OnCpu, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_layouts_then_algorithms_then_splits_are_searched(library, monkeypatch, dtype) -> None:
     sizes = pick(monkeypatch, cusparselt, 1)
     operands = operands_of(dtype)
     launch = cusparselt.prepare(operands)
@@ -255,9 +248,7 @@ def test_layouts_then_algorithms_then_splits_are_searched(
     assert_right(launch(), operands)
 
 
-def test_a_later_process_searches_once_among_the_finalists(
-    library: OnCpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_process_searches_once_among_the_finalists(library, monkeypatch) -> None:
     sizes = pick(monkeypatch, cusparselt, 1)
     operands = operands_of("bf16")
     first = cusparselt.prepare(operands)
@@ -283,9 +274,7 @@ def test_without_a_search_it_is_the_default(library: OnCpu) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_pinned_way_is_taken_again_without_a_search(
-    library: OnCpu, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_a_pinned_way_is_taken_again_without_a_search(library, monkeypatch, dtype) -> None:
     pick(monkeypatch, cusparselt, 3)
     choice = cusparselt.prepare(operands_of(dtype)).choice
     library.planned.clear()
@@ -311,9 +300,7 @@ def test_cusparselt_supports_no_dense_part_and_the_hybrid_needs_one(pattern: str
 
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("pattern", SPLITS)
-def test_the_hybrid_is_the_product_and_reads_activations_anew(
-    library: OnCpu, dtype: str, pattern: str
-) -> None:
+def test_the_hybrid_is_the_product_and_reads_activations_anew(library, dtype, pattern) -> None:
     operands = operands_of(dtype, pattern)
     launch = cusparselt_hybrid.prepare(operands)
     before = launch()
@@ -336,7 +323,7 @@ def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("pattern", SPLITS)
 def test_every_join_of_the_hybrid_is_the_product_and_can_be_pinned(
-    library: OnCpu, monkeypatch: pytest.MonkeyPatch, dtype: str, pattern: str
+    library, monkeypatch, dtype, pattern
 ) -> None:
     # A torch without CUDA refuses to prefer cuBLASLt.
     monkeypatch.setattr(cusparselt_hybrid, "preferred", lambda library: nullcontext())
@@ -359,9 +346,7 @@ def test_every_join_of_the_hybrid_is_the_product_and_can_be_pinned(
         (problem_of("fp8", n=48), "multiples of 32 in fp8, found 48 and 512"),
     ],
 )
-def test_cases_that_the_library_cannot_run_are_unsupported_before_a_launch(
-    problem: Problem, reason: str
-) -> None:
+def test_cases_that_the_library_cannot_run_are_unsupported_before_a_launch(problem, reason) -> None:
     for kernel in (cusparselt.KERNEL, cusparselt_hybrid.KERNEL):
         assert reason in str(kernel.unsupported(problem, CUDA))
 
@@ -387,9 +372,7 @@ def test_a_missing_library_names_the_package_to_install(monkeypatch: pytest.Monk
     assert "\n" not in str(reason)
 
 
-def test_the_newest_installed_wheel_comes_before_the_library_of_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_newest_installed_wheel_comes_before_the_library_of_torch(monkeypatch, tmp_path):
     assert _cusparselt.find() == _cusparselt.NAME  # no wheel is installed here
     monkeypatch.syspath_prepend(str(tmp_path))
     for cuda, version in (("cu13", "0.8.1.post1"), ("cu12", "0.10.0")):
@@ -483,9 +466,7 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "m"), [("fp16", 3), ("fp8", 32)])
 @pytest.mark.parametrize("module", [cusparselt_slide, cusparselt_dense])
-def test_lifted_weights_multiply_lifted_activations(
-    library: OnCpu, monkeypatch: pytest.MonkeyPatch, module: ModuleType, m: int, dtype: str
-) -> None:
+def test_lifted_weights_multiply_lifted_activations(library, monkeypatch, module, m, dtype) -> None:
     pick(monkeypatch, cusparselt, 0)
     operands = operands_of(dtype, m=m)
     w = torch.randn(N, K // 8, 8).where(torch.rand(N, K // 8, 8).argsort(-1) < 6, 0).flatten(1)

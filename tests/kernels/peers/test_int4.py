@@ -45,9 +45,7 @@ def test_a_problem_of_4_bits_fits_the_format_and_keeps_its_pattern(dtype: str, k
     assert stored.unpacked().unique().numel() >= 15
 
 
-def test_weights_of_16_bits_are_refused_by_the_format_and_by_every_peer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_of_16_bits_are_refused_by_the_format_and_by_every_peer(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(FormatError, match="row 0, columns 0 to 127"):
         Int4.from_dense(weight(weight_bits=None))
@@ -66,9 +64,7 @@ def test_weights_of_16_bits_are_refused_by_the_format_and_by_every_peer(
         (sparse_marlin, {"k": 192}),
     ],
 )
-def test_other_types_and_sizes_have_a_reason(
-    peer: ModuleType, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_types_and_sizes_have_a_reason(peer, fields, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert "expected" in (peer.KERNEL.unsupported(problem(**fields), CUDA) or "")
 
@@ -98,9 +94,7 @@ def test_metadata_of_2_4_holds_the_positions_of_kept_weights() -> None:
     assert torch.equal(nibbles.flatten().bincount(minlength=16), expected)
 
 
-def test_a_library_of_another_version_is_refused(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_of_another_version_is_refused(tmp_path, monkeypatch) -> None:
     file = tmp_path / "marlin_cuda.so"
     file.write_bytes(b"no library")
     monkeypatch.setattr(_authors, "prebuilt", lambda *names: file)

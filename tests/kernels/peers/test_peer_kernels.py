@@ -78,9 +78,7 @@ def assert_right(y: torch.Tensor, operands: Operands) -> None:
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.6])
 @pytest.mark.parametrize("shape", [(7, 13, 11), (1, 64, 33), (37, 8, 100)])
 @pytest.mark.parametrize(("peer", "form", "params"), ON_THE_CPU)
-def test_the_product_equals_the_definition_in_fp64(
-    peer: Any, form: Any, params: Any, shape: tuple[int, int, int], density: float
-) -> None:
+def test_the_product_equals_the_definition_in_fp64(peer, form, params, shape, density) -> None:
     operands = operands_of(shape, form, density, **params)
     assert peer.KERNEL.unsupported(operands.problem, CPU) is None
     assert_right(peer.KERNEL.prepare(operands)(), operands)
@@ -109,9 +107,7 @@ def test_sixteen_bit_types_are_unsupported_by_scipy(peer: Any, dtype: str) -> No
     assert f"found {dtype}" in peer.KERNEL.unsupported(problem_of(dtype), CPU)
 
 
-def test_fp32_is_unsupported_by_cublas_where_torch_uses_tf32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp32_is_unsupported_by_cublas_where_torch_uses_tf32(monkeypatch) -> None:
     assert cublas.unsupported(problem_of("fp32"), CUDA) is None
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
     assert "found torch.backends.cuda.matmul.fp32_precision = 'tf32'" in str(
@@ -122,9 +118,7 @@ def test_fp32_is_unsupported_by_cublas_where_torch_uses_tf32(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32"])
-def test_cublas_uses_tf32_only_during_the_calls_of_a_tf32_problem(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cublas_uses_tf32_only_during_the_calls_of_a_tf32_problem(dtype, monkeypatch) -> None:
     seen, settings, multiply = [], torch.backends.cuda.matmul, torch.mm
     before = settings.fp32_precision, torch.backends.cuda.preferred_blas_library()
 
@@ -163,9 +157,7 @@ def test_blocked_ell_supports_tf32_and_not_fp32() -> None:
         ((64, 64, 64), [16, 32], False, "square blocks, found 16x32"),
     ],
 )
-def test_blocks_that_torch_refuses_are_unsupported(
-    shape: tuple[int, int, int], block: Any, tuned: bool, reason: str
-) -> None:
+def test_blocks_that_torch_refuses_are_unsupported(shape, block, tuned, reason) -> None:
     with pytest.raises(Unsupported, match=reason):
         torch_bsr.prepare(operands_of(shape, block=block), tuned=tuned)
 
@@ -187,9 +179,7 @@ def test_the_row_of_torchs_call_names_how_it_multiplies(m: int, block: int, path
 
 
 @pytest.mark.parametrize(("tuned", "tokens"), [(True, 48), ("torch", 64)])
-def test_a_tuned_product_pads_tokens_to_a_multiple_of_its_tile(
-    tuned: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tuned_product_pads_tokens_to_a_multiple_of_its_tile(tuned, tokens, monkeypatch) -> None:
     from torch.sparse import _triton_ops, _triton_ops_meta
 
     meta = {"SPLIT_N": 1, "GROUP_SIZE_ROW": 1, "num_stages": 1, "num_warps": 4}
@@ -229,9 +219,7 @@ def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
         (16, (256, 256), "fp32", [16]),
     ],
 )
-def test_tiles_divide_the_tokens_and_include_torchs(
-    m: int, block: tuple[int, int], dtype: str, tiles: list[int]
-) -> None:
+def test_tiles_divide_the_tokens_and_include_torchs(m, block, dtype, tiles) -> None:
     assert torch_bsr.token_tiles(m, block, DTYPES[dtype]) == tiles
 
 

@@ -80,9 +80,7 @@ def operands_of(op: str, layout: str | None = None, block: int = 128, m: int = 1
 @pytest.mark.parametrize(("m", "padding"), [(128, {}), (100, {"tokens": 128})])
 @pytest.mark.parametrize("layout", ["dds", "dsd"])
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad"])
-def test_both_layouts_give_the_product_by_tokens(
-    op: str, layout: str, m: int, padding: dict[str, int]
-) -> None:
+def test_both_layouts_give_the_product_by_tokens(op, layout, m, padding) -> None:
     operands = operands_of(op, layout, m=m)
     launch = load_kernel({"linear": "stk", "linear_dgrad": "stk_dgrad"}[op]).prepare(operands)
     result = launch()
@@ -118,14 +116,12 @@ def test_the_weight_gradient_is_packed_like_the_weight(m: int, padding: dict[str
         ({}, None),
         ({"m": 64}, None),
         ({"dtype": "fp32"}, "found fp32"),
-        ({"n": 64}, "multiples of 128, found 64 and 256"),
+        ({"n": 64}, "found 64 and 256"),
         ({"k": 32768 + 128}, "at most 32768"),
         ({"m": 2**18, "n": 2**13}, "less than 2^31 elements"),
     ],
 )
-def test_sizes_that_stk_cannot_take_are_unsupported(
-    fields: dict[str, Any], reason: str | None
-) -> None:
+def test_sizes_that_stk_cannot_take_are_unsupported(fields, reason) -> None:
     result = stk.unsupported(Problem("linear", SIZES | fields), CUDA)
     assert result is None if reason is None else reason in str(result)
 

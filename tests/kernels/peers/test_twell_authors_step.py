@@ -78,9 +78,7 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
 
 
 @pytest.mark.parametrize(("m", "padding"), [(M, {}), (50, {"tokens": 256})])
-def test_the_five_results_are_those_of_the_op(
-    library: dict[str, int], m: int, padding: dict[str, int]
-) -> None:
+def test_the_five_results_are_those_of_the_op(library, m, padding) -> None:
     operands = operands_of(problem(m=m, active=8))
     launch = twell_authors_step.prepare(operands)
     assert ("tokens" in launch.choice) == bool(padding)
@@ -105,9 +103,7 @@ def test_a_pinned_configuration_is_set_before_each_call(library: dict[str, int])
     assert launch.choice["tails_bytes"] == 3 * 2 * (2048 * N + 512 * M)
 
 
-def test_values_without_room_are_counted_and_such_configurations_are_not_timed(
-    library: dict[str, int],
-) -> None:
+def test_values_without_room_are_counted_and_such_configurations_are_not_timed(library) -> None:
     active = torch.zeros(600, 512, dtype=torch.bool)
     active[0, :33] = True  # 33 of a tile of 256: two are lost whatever the widths
     assert [Config(64, 512, 512, 512).count_lost(active)] == [2]
@@ -138,15 +134,13 @@ def test_values_without_room_are_counted_and_such_configurations_are_not_timed(
         ({"m": 50}, CUDA, None),
     ],
 )
-def test_sizes_for_which_they_fall_back_are_unsupported(
-    library: dict[str, int], fields: dict[str, Any], device: torch.device, reason: str | None
-) -> None:
+def test_sizes_for_which_they_fall_back_are_unsupported(library, fields, device, reason) -> None:
     result = twell_authors_step.unsupported(problem(**fields), device)
     assert result is None if reason is None else reason in str(result)
 
 
 def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
-    library: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.delenv(_authors.VARIABLE, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
@@ -173,9 +167,7 @@ def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
     assert _authors.prebuilt(*search) == beside
 
 
-def test_a_library_for_another_torch_is_refused_in_one_line(
-    library: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_for_another_torch_is_refused_in_one_line(library, monkeypatch) -> None:
     def refuse(path: str) -> None:
         raise OSError("undefined symbol: _ZN3c10\nmore lines")
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -77,12 +76,7 @@ AMPERE, HOPPER = "compute capability 8.0 or newer", "compute capability 9.0"
     ],
 )
 def test_other_devices_and_dtypes_are_unsupported(
-    kernel: ModuleType,
-    device: str,
-    capability: tuple[int, int],
-    dtype: str,
-    reasons: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    kernel, device, capability, dtype, reasons, monkeypatch
 ) -> None:
     problem = {"dtype": dtype}
     assert_device_refusal(kernel.KERNEL, device, capability, problem, reasons, monkeypatch)
@@ -119,9 +113,7 @@ def skip_unless_it_runs(kernel: ModuleType, dtype: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "config", "dtype"), GPU_CASES, ids=str)
-def test_products_are_right_and_the_same_at_each_launch(
-    kernel: ModuleType, config: Any, dtype: str
-) -> None:
+def test_products_are_right_and_the_same_at_each_launch(kernel, config, dtype) -> None:
     skip_unless_it_runs(kernel, dtype)
     if kernel is spense_mma and config.kib >= spense_mma.kib_of(torch.device("cuda")):
         pytest.skip(f"expected {config.kib} KiB of shared memory for a CTA, found fewer")

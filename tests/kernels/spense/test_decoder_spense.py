@@ -79,9 +79,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("pruned", ["mlp", "all"])
-def test_an_interpreted_step_has_a_copy_of_pruned_weights_for_each_layer(
-    pruned: str, products: list[_Product]
-) -> None:
+def test_an_interpreted_step_has_a_copy_of_pruned_weights_for_each_layer(pruned, products) -> None:
     these = operands_of(CPU, pruned=pruned)
     launch = decoder_spense.prepare(these)
     assert_right(launch, these)

@@ -2,7 +2,6 @@
 
 import ctypes
 from itertools import product
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -63,9 +62,7 @@ def example(
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("kind", "dtype"), crossed(KINDS, STORED), ids=str)
-def test_x_is_lifted_to_the_columns_of_the_format(
-    kind: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_x_is_lifted_to_the_columns_of_the_format(kind, dtype) -> None:
     for shape in SHAPES[:2]:
         x, w = example(shape, dtype, kind)
         wide = torch.zeros(len(x), x.shape[1] + 64, dtype=dtype)[:, : x.shape[1]]
@@ -89,9 +86,7 @@ def swizzled(rows: Tensor) -> Tensor:
 @needs_gxx
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(48, 1, 4, 1, 2)], ids=str)
-def test_the_idle_warps_write_the_columns_of_odd_windows(
-    config: Config, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_idle_warps_write_the_columns_of_odd_windows(config, dtype, tmp_path) -> None:
     columns = 2 * 128 // dtype.itemsize
     x = torch.randn(config.tokens, columns).to(dtype)
     boxes = [swizzled(half.contiguous().view(torch.uint8)) for half in x.chunk(2, 1)]
@@ -200,9 +195,7 @@ CONFIGS += [Config(128, 2, 4), Config(32, 1, 6), Config(16, 1, 4, 1, 8), Config(
 @pytest.mark.parametrize(
     ("config", "dtype"), sampled([*product(CONFIGS, [STORED[1], STORED[2]])]), ids=str
 )
-def test_it_compiles_without_a_spill_or_a_serialised_product(
-    config: Config, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_it_compiles_without_a_spill_or_a_serialised_product(config, dtype, tmp_path) -> None:
     """Allow a spill of five registers in one configuration, which a search times like the rest."""
     constants = spense_wgmma.constants_of(config, dtype, windows=True)
     look = assert_metadata_stays if CUOBJDUMP.exists() else None
@@ -256,9 +249,7 @@ def test_products_are_right_and_the_same_at_each_launch(config: Config, dtype: s
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("kernel", EVERY_KERNEL)
 @pytest.mark.parametrize("m", [1, 16, 77, 300])
-def test_a_captured_launch_reads_rewritten_activations(
-    kernel: ModuleType, dtype: str, m: int
-) -> None:
+def test_a_captured_launch_reads_rewritten_activations(kernel, dtype, m) -> None:
     x, w = on_gpu((m, 1024, 2048), dtype, KINDS[0])
     wide = torch.zeros(len(x), x.shape[1] + 256, device="cuda").to(x.dtype)[:, : x.shape[1]]
     problem = Problem("linear", {"dtype": dtype, "n": 1024, "k": 2048, "m": m})

@@ -6,7 +6,6 @@ stand-ins for PTX and TMA.
 
 import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,9 +116,7 @@ def layout(case: Case, dtype: torch.dtype) -> Spense:
 @needs_gxx
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 @pytest.mark.parametrize(("name", "activation"), sampled(KINDS, 0, 2))
-def test_its_threads_write_the_hidden_units_on_a_cpu(
-    name: str, activation: str | None, case: Case, tmp_path: Path
-) -> None:
+def test_its_threads_write_the_hidden_units_on_a_cpu(name, activation, case, tmp_path) -> None:
     dtype, config, share = DTYPES[name], case.config, 2 * case.config.cluster
     w, m = layout(case, dtype), case.m
     n = w.shape[0]

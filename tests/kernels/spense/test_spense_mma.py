@@ -23,7 +23,7 @@ from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import CLEAN, by_nvcc, known_by_nvcc
 from tests.emulation.cuda_on_cpu import built, device_code
-from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, Shape, example
+from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, example
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import KERNELS
 
@@ -124,14 +124,7 @@ def emulated(
     ),
     ids=str,
 )
-def test_its_threads_give_the_product_on_a_cpu(
-    shape: Shape,
-    config: Config,
-    workers: int,
-    late: bool,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_threads_give_the_product_on_a_cpu(shape, config, workers, late, folder, monkeypatch):
     dtype = torch.float16 if config.tokens in (16, 128) else torch.bfloat16
     x, w = example(shape, dtype)
     right = (x.float() @ w.to_dense().float().T).to(dtype)
@@ -191,9 +184,7 @@ def test_the_tile_that_holds_all_tokens_is_tried_first(m: int) -> None:
 
 
 @pytest.mark.parametrize(("ahead", "timed"), [(True, {True, False}), (False, {False})])
-def test_a_search_without_ahead_times_only_the_old_loop(
-    ahead: bool, timed: set[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_without_ahead_times_only_the_old_loop(ahead, timed, monkeypatch) -> None:
     x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
     monkeypatch.setattr(spense_mma, "kib_of", lambda device: KIB["sm_90"])
     monkeypatch.setattr(spense_mma, "launch", lambda x, w, config: config)
@@ -238,9 +229,7 @@ COMPILED = [
 
 @by_nvcc
 @pytest.mark.parametrize(("config", "dense", "target"), sampled(COMPILED, 0, -1), ids=str)
-def test_it_compiles_without_a_spill(
-    config: Config, dense: bool, target: str, tmp_path: Path
-) -> None:
+def test_it_compiles_without_a_spill(config, dense, target, tmp_path) -> None:
     dtype = torch.float16 if config.tokens == 64 else torch.bfloat16
     constants = spense_mma.constants_of(config, dtype, dense)
     if known_by_nvcc("spense_mma", target):

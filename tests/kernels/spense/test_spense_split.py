@@ -6,7 +6,6 @@ whole kernel on a Hopper GPU.
 """
 
 import ctypes
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,9 +86,7 @@ CASES = [  # tokens, warpgroups, split
 
 @needs_gxx
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(
-    case: tuple[int, int, int], tmp_path: Path
-) -> None:
+def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(case, tmp_path) -> None:
     tokens, warpgroups, split = case
     config, n = Config(tokens, 1, 4, warpgroups, split), 64 * warpgroups - 8
     given = np.random.default_rng(0).integers(-2, 3, (split, warpgroups, 64, tokens))

@@ -28,7 +28,7 @@ from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, Shape, example, on_gpu
+from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, example, on_gpu
 from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
 from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
 from tests.tools.marks import sampled
@@ -142,9 +142,7 @@ def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", PACKED, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_instructions_make_the_product_of_the_packed_bytes(
-    shape: Shape, dtype: torch.dtype
-) -> None:
+def test_the_instructions_make_the_product_of_the_packed_bytes(shape, dtype) -> None:
     x, w = example(shape, dtype)
     right = (x.float() @ w.to_dense().float().T).numpy()
     config = Config(16, 1 + (dtype == torch.bfloat16), 4)
@@ -213,9 +211,7 @@ def test_every_k_tile_is_assigned_once(m: int, config: Config, shape: tuple[int,
 
 @pytest.mark.parametrize("shape", LAYERS[:2], ids=str)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_no_worker_has_much_more_of_w_than_the_mean(
-    fraction: float, shape: tuple[int, int, str]
-) -> None:
+def test_no_worker_has_much_more_of_w_than_the_mean(fraction, shape) -> None:
     n, k, split = shape
     w = layer(n, k, fraction, split)
     work = schedule(w, 16, 16, 1, 132)
@@ -270,9 +266,7 @@ AT_ONCE = {1: 132, 2: 66, 3: 43, 4: 32, 5: 25, 8: 15}  # clusters on an H200, by
 
 @pytest.mark.parametrize("m", [1, 33, 100, 128, 200, 256])
 @pytest.mark.parametrize("shape", [(7168, 18432), (18432, 3584), (3072, 1024), (8, 16)])
-def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(
-    shape: tuple[int, int], m: int
-) -> None:
+def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(shape, m) -> None:
     for itemsize in (1, 2):
         found = _clusters.likeliest(m, shape, itemsize, AT_ONCE, 5)
         assert len(set(found)) == 5
@@ -293,9 +287,7 @@ def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(
         (128, (3072, 1024), (64, 1, 1), 0),  # 96
     ],
 )
-def test_the_model_ranks_the_winners_first(
-    m: int, shape: tuple[int, int], won: tuple[int, int, int], likelier: int
-) -> None:
+def test_the_model_ranks_the_winners_first(m, shape, won, likelier) -> None:
     found = _clusters.likeliest(m, shape, 2, AT_ONCE, 5)
     assert won in [(tokens, *sizes) for tokens, _, *sizes in found[: likelier + 1]]
 
@@ -316,9 +308,7 @@ def test_the_model_ranks_the_winners_first(
     ),
     ids=str,
 )
-def test_it_compiles_without_a_spill_or_a_serialised_product(
-    config: Config, dtype: torch.dtype, activation: str | None, tmp_path: Any
-) -> None:
+def test_it_compiles_without_a_spill_or_a_serialised_product(config, dtype, activation, tmp_path):
     constants = spense_wgmma.constants_of(config, dtype, activation)
     look = assert_metadata_stays if CUOBJDUMP.exists() else None
     assert_compiles_cleanly("spense_wgmma", constants, tmp_path, look=look)
@@ -352,9 +342,7 @@ def assert_metadata_stays(code: Path) -> None:
 
 @pytest.mark.skipif(not (find_spec("cupy") and CUOBJDUMP.exists()), reason="needs CuPy, cuobjdump")
 @pytest.mark.parametrize("dtype", PACKED, ids=str)
-def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(dtype, tmp_path) -> None:
     file = tmp_path / "kernel.cubin"
     for config in (CONFIGS[0], Config(256, 2, 4), Config(112, 1, 4, 3, 3)):
         constants = spense_wgmma.constants_of(config, dtype)
