@@ -134,7 +134,6 @@ _SAID: set[str] = set()
 
 
 def _warn(message: str) -> None:
-    """Warn once per message."""
     if message not in _SAID:
         _SAID.add(message)
         warnings.warn(message, stacklevel=3)

@@ -19,7 +19,6 @@ DIGEST_BYTES = 32
 
 
 def folder() -> Path:
-    """Return the folder of the cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "sparsebench" / "cubins"
 

@@ -208,7 +208,6 @@ class BoundKernel:
 
     @property
     def code(self) -> str:
-        """Return the digest of the machine code."""
         return self.loaded.code
 
 

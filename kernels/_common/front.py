@@ -83,7 +83,6 @@ class ModuleGuard(NamedTuple):
     content: bool = False
 
     def stamp(self) -> tuple[Any, ...]:
-        """Return what must not change."""
         return (id(self.module),)
 
 
@@ -131,7 +130,6 @@ class Fronts(dict[Any, Any]):
         return Fronts, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fronts":
-        """Return an empty one."""
         return Fronts()
 
 

@@ -170,7 +170,6 @@ def folders() -> dict[str, Path]:
 
 
 def file_in(folder: Path, device: torch.device) -> Path:
-    """Return the file of the device's kind of GPU."""
     gpu = torch.cuda.get_device_properties(device)
     return folder / file_name((gpu.major, gpu.minor), gpu.multi_processor_count)
 

@@ -245,7 +245,6 @@ def precision(tf32: bool) -> dict[str, str]:
 
 
 def _way_of(choice: Mapping[str, Any]) -> Way:
-    """Return the way that a row records."""
     values = {each.name: choice[each.name] for each in fields(Way) if each.name in choice}
     if "algorithm" in values:
         values["algorithm"] = Algorithm(**values["algorithm"])

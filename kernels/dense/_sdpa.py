@@ -23,7 +23,6 @@ Backward = Callable[[tuple[Tensor, ...], Any, bool, float | None], tuple[Tensor,
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why torch's fused backends cannot run the problem, or None."""
     if problem["dtype"] not in ("fp16", "bf16"):
         return f"expected fp16 or bf16, found {problem['dtype']}"
     if problem["head_dim"] % ALIGNMENT:

@@ -67,7 +67,6 @@ class Config:
 
 
 def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
-    """Return the configurations to time for m tokens."""
     few = max(16, triton.next_power_of_2(m))
     shapes: tuple[tuple[int, int, int, int, int], ...]
     if path == "pointers" or itemsize == 4:
@@ -85,7 +84,6 @@ def _stage_bytes(config: Config, itemsize: int) -> int:
 
 
 def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -> BoundKernel:
-    """Return the kernel of H [m, n], bound to these operands."""
     (m, k), n = x.shape, len(wg)
     h = x.new_empty(m, n)
     grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
@@ -101,7 +99,6 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
 
 
 def constants_of(config: Config, activation: str) -> dict[str, Any]:
-    """Return the constants of the kernel."""
     return {
         "TOKENS": config.tokens,
         "FEATURES": config.features,

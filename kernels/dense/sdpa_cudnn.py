@@ -32,12 +32,10 @@ def _gradients(
 
 
 def prepare(operands: Operands) -> Launch:
-    """Return the launch of O. Raises Unsupported."""
     return _sdpa.forward(operands, partial(_attend, lse=False))
 
 
 def prepare_backward(operands: Operands) -> Launch:
-    """Return the launch of dQ, dK and dV. Raises Unsupported."""
     return _sdpa.backward(operands, partial(_attend, lse=True), _gradients)
 
 

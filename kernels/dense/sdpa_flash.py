@@ -31,12 +31,10 @@ def _gradients(
 
 
 def prepare(operands: Operands) -> Launch:
-    """Return the launch of O. Raises Unsupported."""
     return _sdpa.forward(operands, _attend)
 
 
 def prepare_backward(operands: Operands) -> Launch:
-    """Return the launch of dQ, dK and dV. Raises Unsupported."""
     return _sdpa.backward(operands, _attend, _gradients)
 
 
