@@ -22,7 +22,6 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.clusters import clusters_at_once
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
@@ -30,6 +29,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    clusters_at_once,
     compile_ahead,
     load,
     on_tape,

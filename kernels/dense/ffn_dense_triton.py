@@ -16,14 +16,13 @@ Programs run in bands of BAND token tiles, so that concurrent programs share til
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
@@ -38,6 +37,7 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._gemm import Product, fastest_way
+from sparsebench.kernels.dense._layers import in_turn
 
 BAND = 8
 
@@ -94,12 +94,7 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
         box(h, config.tokens, config.features, config.path),
         *(m, n, k, x.stride(0)),
     )
-    constants = constants_of(config, activation) | options(config.warps, config.path)
-    return BoundKernel(_gate_and_up, grid, args, constants, h)
-
-
-def constants_of(config: Config, activation: str) -> dict[str, Any]:
-    return {
+    constants = {
         "TOKENS": config.tokens,
         "FEATURES": config.features,
         "DEPTH": config.depth,
@@ -108,6 +103,8 @@ def constants_of(config: Config, activation: str) -> dict[str, Any]:
         "TMA": config.path == "tma",
         "ACTIVATION": activation,
     }
+    compiled_with = constants | options(config.warps, config.path)
+    return BoundKernel(_gate_and_up, grid, args, compiled_with, h)
 
 
 def prepare(operands: Operands, path: Path | None = None) -> Launch:
@@ -122,16 +119,11 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
         configs = [Config(**{name: pinned[name] for name in asdict(configs[0])})]
     activation = operands.problem["activation"]
     candidates = [launch(x, wg, wu, config, activation) for config in configs]
-    best = fastest(candidates, x.device, COMPILE_THREADS)
+    best = search(candidates, x.device, COMPILE_THREADS).best
     hidden, y = candidates[best], torch.empty_like(x)
     wd = operands.weights["wd"].to_dense().t()
     down = fastest_way(Product(hidden.out, wd, y), pinned and pinned.get("down", pinned))
-
-    def run() -> Tensor:
-        hidden()
-        down()
-        return y
-
+    run = in_turn(hidden, down)
     return Launch(run, {**asdict(configs[best]), "down": down.choice}, hidden.code)
 
 

@@ -42,7 +42,6 @@ from sparsebench.formats.spense import (
     Spense,
 )
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.clusters import clusters_at_once
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
@@ -50,6 +49,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    clusters_at_once,
     compile_ahead,
     load,
     on_tape,
