@@ -13,11 +13,12 @@ from torch import Tensor
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import ContestOptions, bound
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import operands, rewrite, without_mask
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
+from sparsebench.harness.ops._op import bound
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _sdpa
@@ -194,16 +195,16 @@ def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None
 
 
 def _wrong(operands: Operands, *, fault: str) -> Launch:
-    cells, definition = operands.weights["mask"].to_dense(), operands.definition
+    cells, fields = operands.weights["mask"].to_dense(), dict(operands.problem.fields)
     if fault == "computes all blocks":
         cells.fill_(1)
     elif fault == "skips one block":
         cells[tuple(cells.nonzero()[7])] = 0
     elif fault == "computes partial blocks in full":
-        definition = partial(definition, causal=False)
+        fields["causal"] = False
     else:
-        definition = partial(definition, scale=0.2)  # and not 16 ** -0.5
-    return Launch(lambda: definition(cells, **operands.activations))
+        fields["scale"] = 0.2  # and not 16 ** -0.5
+    return Launch(lambda: operands.definition(cells, **operands.activations, fields=fields))
 
 
 WRONG = Kernel("attention", "block_mask", "cpu", _wrong)

@@ -16,6 +16,7 @@ from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, fill
+from sparsebench.harness.ops._op import longest_row
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
@@ -144,7 +145,7 @@ def by_cublas(device: torch.device, pinned: Any = None, **fields: Value) -> tupl
     launch = cublas.prepare(inputs)
     exact = drawn.weights["w"].double(), drawn.activations["x"].double()
     right = Expected(
-        op.definition(*exact), op.spread(*exact), torch.bfloat16, op.depth(*exact), sums=FP8
+        op.definition(*exact), op.spread(*exact), torch.bfloat16, longest_row(exact[0]), sums=FP8
     )
     verdict = check(launch(), right)
     assert verdict.reason is None
