@@ -64,8 +64,9 @@ def named(document: str, heading: str) -> list[str]:
     return [name for row in rows for name in re.findall(r"`(\w[\w-]*)`", row.split(" | ")[0])]
 
 
-def test_the_readme_has_800_words_at_most() -> None:
-    assert words(text("README.md")) <= 800
+@pytest.mark.parametrize(("document", "most"), [("README.md", 800), ("CHANGELOG.md", 1200)])
+def test_a_page_for_users_is_short(document: str, most: int) -> None:
+    assert words(text(document)) <= most
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

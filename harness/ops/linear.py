@@ -1,6 +1,12 @@
 """Linear layer without bias: Y[m, n] = X[m, k] @ W[n, k].T, as torch.nn.functional.linear.
 
-m tokens, n output features, k input features; W is the sparse operand.
+m tokens, n output features, k input features; W is the sparse operand. With a loss L, dY is dL/dY:
+
+    linear_dgrad   dX[m, k] = dY[m, n] @ W[n, k]        gradient of the input
+    linear_wgrad   dW[n, k] = dY[m, n].T @ X[m, k]      gradient of the weight at its pattern
+
+W gives wgrad's pattern; its values are not read. The gradient is computed where the format stores
+W: whole blocks in BSR, the full product in dense.
 
     fp8   Y = bf16(X @ W.T), X and W in float8_e4m3fn, sums in fp32
 
@@ -17,6 +23,7 @@ kept becomes zero.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, Self
 
 import torch
@@ -71,11 +78,6 @@ def spread(w: Tensor, x: Tensor) -> Tensor:
     return definition(w.square(), x.square()).sqrt()
 
 
-def depth(w: Tensor, x: Tensor) -> int:
-    """Return the most non-zeros in a row of W."""
-    return longest_row(w)
-
-
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     """Return one multiply and one add per token and non-zero."""
     return float(2 * problem["m"] * nnz["w"])
@@ -111,8 +113,48 @@ OP = Op(
     operands={"w": Operand("weight", ("n", "k")), "x": Operand("activation", ("m", "k"))},
     definition=definition,
     spread=spread,
-    depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
     adjust=adjust,
 )
+
+
+def input_gradient(w: Tensor, dy: Tensor) -> Tensor:
+    """Return dX [m, k] for W [n, k] and dY [m, n]."""
+    return dy @ w
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of every element of W [n, k], for dY [m, n] and X [m, k]."""
+    return dy.t() @ x
+
+
+def bytes_of_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of W's non-zeros, of dY, and of dX or X."""
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    return int(itemsize * (nnz["w"] + m * n + m * k))
+
+
+DGRAD = Op(
+    fields=GradientFields,
+    operands={"w": Operand("weight", ("n", "k")), "dy": Operand("activation", ("m", "n"))},
+    definition=input_gradient,
+    spread=lambda w, dy: input_gradient(w.square(), dy.square()).sqrt(),
+    depth=lambda w, dy: longest_row(w.t()),
+    flops=flops,
+    fewest_bytes=bytes_of_gradient,
+)
+"""Gradient of a linear layer's input: dX[m, k] = dY[m, n] @ W[n, k]."""
+
+WGRAD = replace(
+    DGRAD,
+    operands={
+        "w": Operand("pattern", ("n", "k")),
+        "dy": Operand("activation", ("m", "n")),
+        "x": Operand("activation", ("m", "k")),
+    },
+    definition=weight_gradient,
+    spread=lambda dy, x: weight_gradient(dy.square(), x.square()).sqrt(),
+    depth=lambda dy, x: len(dy),  # every sum runs over the tokens
+)
+"""Gradient of a linear layer's weight at its pattern: dW[n, k] = dY[m, n].T @ X[m, k]."""

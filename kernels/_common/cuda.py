@@ -4,7 +4,7 @@
 
 wgmma needs the target sm_90a, but CuPy's RawModule(code=...) compiles for sm_90. So this module
 calls NVRTC, and CuPy loads the cubin. Kernels without wgmma are compiled for the target of the
-device. Later processes find the cubin in $XDG_CACHE_HOME/sparsebench/cubins (cubins.py).
+device. Later processes find the cubin in $XDG_CACHE_HOME/sparsebench/cubins (machine_code.py).
 
 A tensor map is 128 bytes that describe a matrix to TMA: address, sizes, strides, and the box that
 one instruction copies. A kernel receives it by value (__grid_constant__); in device memory it would
@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from struct import Struct, calcsize
 from tempfile import TemporaryDirectory
@@ -29,18 +28,18 @@ from torch import Tensor
 
 from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cubins import cached
 from sparsebench.kernels._common.driver import (
+    CLUSTER_DIMENSION,
+    LaunchAttribute,
+    LaunchConfig,
     driver,
     launch_config,
     require_success,
     set_device,
 )
-from sparsebench.kernels._common.machine_code import digest
-from sparsebench.results.record import Problem
+from sparsebench.kernels._common.machine_code import cached, digest
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
@@ -211,42 +210,7 @@ class BoundKernel:
 
     @property
     def code(self) -> str:
-        """Return the digest of the machine code."""
         return self.loaded.code
-
-
-def unsupported_device(
-    device: torch.device, capability: tuple[int, int], *, newer: bool = False
-) -> str | None:
-    """Return why a device is no GPU of this compute capability, or with `newer` of a newer one."""
-    needed = f"an NVIDIA GPU of compute capability {capability[0]}.{capability[1]}"
-    needed += " or newer" if newer else ""
-    if device.type != "cuda":
-        return f"needs {needed}, found {device.type}"
-    actual = torch.cuda.get_device_capability(device)
-    fits = actual >= capability if newer else actual == capability
-    return None if fits else f"needs {needed}, found {actual[0]}.{actual[1]}"
-
-
-def unsupported_on_hopper(
-    problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
-) -> str | None:
-    """Return why a kernel with Hopper's instructions cannot run the problem here, or None."""
-    if reason := unsupported_device(device, HOPPER):
-        return reason
-    if problem["dtype"] not in dtypes:
-        return f"expected {' or '.join(dtypes)}, found {problem['dtype']}"
-    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
-
-
-def unsupported_before_ampere(device: torch.device, wrong: str | None) -> str | None:
-    """Return why a kernel for compute capability 8.0 or newer cannot run here, or None.
-
-    wrong  why the kernel cannot run the problem's dtype, or None; the device is checked first
-    """
-    if reason := unsupported_device(device, AMPERE, newer=True) or wrong:
-        return reason
-    return None if find_spec("cupy") else "needs CuPy: pip install 'sparsebench[gpu]'"
 
 
 def target_of(device: torch.device) -> str:
@@ -275,6 +239,20 @@ def load(
         kernel = cupy.RawModule(path=str(path)).get_function(function)
         kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
     return kernel.kernel, digest(code)
+
+
+@cache
+def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
+    """Return how many clusters of such CTAs the device runs at a time (clusters.cu)."""
+    kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
+    of_cluster = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
+    shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
+    config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
+    clusters = ctypes.c_int()
+    pointer, reference = ctypes.c_void_p(kernel.ptr), ctypes.byref(config)
+    result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), pointer, reference)
+    require_success(result, f"clusters of {ctas} CTAs of {threads}")
+    return clusters.value
 
 
 def compile_ahead(name: str, variants: Iterable[Constants], target: str = SM_90A) -> None:

@@ -31,7 +31,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.gpu_clock import Call, GpuClock, Sample
 from sparsebench.kernels._common.l2_flush import flusher
-from sparsebench.kernels._kernel import Launch, Output
+from sparsebench.kernels._kernel import Launch, Operands, Output
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -183,17 +183,37 @@ def fastest_call(
     calls: Sequence[Callable[[], Output]],
     choices: Sequence[Mapping[str, Any]],
     device: torch.device,
+    **facts: Any,
 ) -> Launch:
-    """Return the launch of the fastest call; `choices` are in the same order."""
+    """Return the launch of the fastest call; `choices` are in the same order.
+
+    facts  fields of Launch.choice beside those of the fastest choice
+    """
     result = search(calls, device)
-    return Launch(calls[result.best], choices[result.best], candidates=result.lines(choices))
+    choice = {**choices[result.best], **facts}
+    return Launch(calls[result.best], choice, candidates=result.lines(choices))
 
 
-def fastest(
-    candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
-) -> int:
-    """Return the index of the fastest candidate (`search`)."""
-    return search(candidates, device, threads).best
+def fastest_choice(
+    run: Callable[..., Output],
+    choices: Sequence[Mapping[str, Any]],
+    operands: Operands,
+    **facts: Any,
+) -> Launch:
+    """Return the launch of the fastest `run(**choice)`, or of the pinned choice (fastest_call)."""
+    choices = pinned_or(choices, operands)
+    calls = [partial(run, **choice) for choice in choices]
+    return fastest_call(calls, choices, operands.device, **facts)
+
+
+def pinned_or(
+    choices: Sequence[Mapping[str, Any]], operands: Operands
+) -> Sequence[Mapping[str, Any]]:
+    """Return the choice that an earlier process made (Operands.pinned), or all to time."""
+    if (pinned := operands.pinned) is None:
+        return choices
+    names = {name for choice in choices for name in choice}
+    return [{name: value for name, value in pinned.items() if name in names}]
 
 
 def search(

@@ -22,6 +22,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -235,7 +236,7 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the kernel cannot run the problem here, or None."""
-    if reason := cuda.unsupported_on_hopper(problem, device):
+    if reason := unsupported_on_hopper(problem, device):
         return reason
     if problem["head_dim"] not in HEAD_DIMS:
         return f"head_dim: expected 64 or 128, found {problem['head_dim']}"

@@ -27,12 +27,12 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bsr._launch import LARGEST, kernel_of
 from sparsebench.kernels.bsr._wgmma_pairs import checked
-from sparsebench.results.record import Problem
 
 SIDE = 64  # of a block, at most
 TOKENS, WARPS, SHARES = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16), (1, 2, 4)
@@ -174,7 +174,6 @@ def turned(w: Bsr) -> Bsr:
 
 
 def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> cuda.Constants:
-    """Return the macros of bsr_resident.cu."""
     return (
         *(("R", block[0]), ("C", block[1])),
         *(("TOKENS", config.tokens), ("WARPS", config.warps), ("SHARE", config.share)),
@@ -183,7 +182,6 @@ def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     step = cuda.TMA_ALIGNMENT // x.itemsize
     if x.dtype != values.dtype or x.dtype not in cuda.HALVES:
@@ -225,20 +223,13 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
     return fastest_launch(configs, candidates, by, x.device)
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
-    dtype = problem["dtype"]
-    wrong = None if dtype in ("fp16", "bf16") else f"expected fp16 or bf16, found {dtype}"
-    return cuda.unsupported_before_ampere(device, wrong)
-
-
 def _shared_bytes(device: torch.device) -> int:
     """Return the bytes of shared memory that a CTA may have."""
     properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks it
     return int(properties.shared_memory_per_block_optin)
 
 
-KERNEL = kernel_of("linear", prepare, unsupported)
+KERNEL = kernel_of("linear", prepare, unsupported_before_ampere)
 
-DGRAD = kernel_of("linear_dgrad", prepare, unsupported)
+DGRAD = kernel_of("linear_dgrad", prepare, unsupported_before_ampere)
 """Input gradient with blocks of any even size and few rows: dX = dY @ W, with turned blocks."""

@@ -30,6 +30,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
@@ -179,7 +180,6 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     if reason := unsupported_product(x, w, transposed):
         return reason
@@ -243,7 +243,7 @@ def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:
     return lists_of(w, config.features, config.warpgroups, transposed)
 
 
-KERNEL = kernel_of("linear", prepare, cuda.unsupported_on_hopper)
+KERNEL = kernel_of("linear", prepare, unsupported_on_hopper)
 
-DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
+DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
 """Input gradient with small blocks, in CUDA C++ for Hopper: wgmma reads the blocks MN-major."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
@@ -187,7 +188,6 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     depth = n if transposed else k
     if reason := unsupported_product(x, w, transposed):
@@ -228,7 +228,7 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
     return fastest_launch(configs, candidates, by, x.device)
 
 
-KERNEL = kernel_of("linear", prepare, cuda.unsupported_on_hopper)
+KERNEL = kernel_of("linear", prepare, unsupported_on_hopper)
 
-DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
+DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
 """Input gradient with blocks of odd sizes, in CUDA C++ for Hopper: dX = dY @ W."""

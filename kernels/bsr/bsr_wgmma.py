@@ -33,6 +33,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
@@ -85,7 +86,6 @@ def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config, Groups]]:
 
 
 def space() -> list[Config]:
-    """Return all configurations, for a long search."""
     return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
 
 
@@ -172,7 +172,6 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     width = k if transposed else n
     if reason := unsupported_product(x, w, transposed, cuda.HALVES if transposed else DTYPES):
@@ -204,8 +203,8 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
 
 
 KERNEL = kernel_of(
-    "linear", prepare, partial(cuda.unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
+    "linear", prepare, partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
 )
 
-DGRAD = kernel_of("linear_dgrad", prepare, cuda.unsupported_on_hopper)
+DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
 """Input gradient in CUDA C++ for Hopper: dX = dY @ W; wgmma reads the stored blocks MN-major."""

@@ -24,6 +24,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scratch import workspace
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
@@ -148,7 +149,6 @@ class Product:
     pack = order = None
 
     def __init__(self, plan: Plan) -> None:
-        """Keep the plan."""
         self.plan, self.code = plan, plan.loaded.code
 
     def run(self, dy: Tensor, x: Tensor) -> Tensor:
@@ -213,7 +213,6 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
 
 
 def unsupported_pair(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Return why no kernel of dW takes operands of these dtypes and shapes, or None."""
     (n, k), dtype = pattern.shape, pattern.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
         found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
@@ -254,4 +253,4 @@ def prepared(
     return fastest_launch(configs, candidates, by, x.device)
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cuda.unsupported_on_hopper, tunes=True)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

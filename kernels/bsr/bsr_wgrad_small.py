@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -152,7 +153,6 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
-    """Return the macros of bsr_wgrad_small.cu."""
     return (
         ("DEPTH", config.depth),
         ("UNITS", config.units),
@@ -184,4 +184,4 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     )
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, cuda.unsupported_on_hopper, tunes=True)
+KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.requirements import GPU_EXTRA, unsupported_without
 
 COUNT = 32  # algorithms to request from the heuristics
 WORKSPACE = 32 << 20  # bytes, as NVIDIA recommends for Hopper
@@ -84,8 +84,8 @@ class Gemm:
 @cache
 def unavailable() -> str | None:
     """Return why the library cannot be called directly here, or None."""
-    if not find_spec("nvmath"):
-        return "needs nvmath-python: pip install 'sparsebench[gpu]'"
+    if reason := unsupported_without("nvmath", GPU_EXTRA):
+        return reason
     try:
         import_module("nvmath.bindings.cublasLt")
     except ImportError as error:
@@ -293,7 +293,6 @@ def _compute(gemm: Gemm) -> int:
 
 @cache
 def _handle(device: torch.device) -> int:
-    """Return the process's handle for a device."""
     from nvmath.bindings import cublasLt
 
     with torch.cuda.device(device):

@@ -34,7 +34,8 @@ from triton import knobs
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import HOPPER, on_tape, unsupported_on_hopper
+from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.requirements import HOPPER, unsupported_on_hopper
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, Product, configured
 from sparsebench.kernels._common.triton import (
     BoundKernel,

@@ -38,8 +38,8 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
-from sparsebench.kernels._common.cuda import HOPPER
 from sparsebench.kernels._common.front import Derivative, Guard, front_type, recorded, rows_of
+from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._common.transforms import transformed, watched
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of

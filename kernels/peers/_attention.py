@@ -1,18 +1,13 @@
 """The mask, and lists in the block size of a library, for the peers of attention."""
 
-from importlib.util import find_spec
-
-import torch
-
+from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.block_mask_converters import Lists, padded_lists
-from sparsebench.kernels._common.cuda import HOPPER, unsupported_device
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
 
 def mask_of(operands: Operands) -> BlockMask:
-    """Return the mask of a problem."""
     mask = operands.weights["mask"]
     assert isinstance(mask, BlockMask)
     return mask
@@ -33,19 +28,13 @@ def lists_in(mask: BlockMask, heads: int, side: int) -> Lists:
 
 
 def unsupported_blocks(problem: Problem, side: int) -> str | None:
-    """Return why blocks of `side` cannot hold the mask of a problem exactly, or None."""
-    block = problem["block"]
-    sides = [block, block] if isinstance(block, int) else block
-    if any(length % side for length in sides):
-        return f"block: expected a multiple of {side}, found {block}"
+    if any(length % side for length in sides_of(problem["block"])):
+        return f"block: expected a multiple of {side}, found {problem['block']}"
     tokens = problem["m"], problem["context"] or problem["m"]
     if any(size % side for size in tokens):
         return f"expected tokens as a multiple of {side}, found {tokens[0]} and {tokens[1]}"
+    return unsupported_causal(problem)
+
+
+def unsupported_causal(problem: Problem) -> str | None:
     return "expected a mask that is not causal, found a causal one" if problem["causal"] else None
-
-
-def unsupported_on_hopper(module: str, package: str, device: torch.device) -> str | None:
-    """Return why a package for Hopper cannot run here, or None."""
-    if not find_spec(module):
-        return f"needs {module} (pip install {package}), found none"
-    return unsupported_device(device, HOPPER)

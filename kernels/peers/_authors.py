@@ -22,6 +22,7 @@ import torch
 
 from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.cuda import target_of
 
 NVCC = "nvcc", "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"
 VARIABLE = "SPARSEBENCH_PEERS"
@@ -45,9 +46,9 @@ def missing(marker: str, repository: str) -> str | None:
     return f"needs a checkout of {repository} below --peers DIR; {where}"
 
 
-def imported(file: Path) -> Any:
-    """Import a Python file of a checkout, once per process."""
-    name = f"_authors_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+def imported(file: Path, name: str = "") -> Any:
+    """Import a file once per process: Python code, or an extension, which needs its own `name`."""
+    name = name or f"_authors_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         spec = spec_from_file_location(name, file)
         assert spec
@@ -90,7 +91,7 @@ def built_library(folder: Path, build: Callable[[], Any]) -> Any:
     of = f"{digest(folder)} {torch.__version__} {sys.implementation.cache_tag}"
     cached = build_root() / f"{folder.name}-{hashlib.sha256(of.encode()).hexdigest()[:16]}"
     for file in cached.glob("*.so"):
-        return imported_extension(file.stem, file)
+        return imported(file, file.stem)
     module = build()
     built = Path(module.__file__)
     cached.mkdir(parents=True, exist_ok=True)
@@ -136,16 +137,13 @@ def built_by_authors(name: str, marker: str, loader: str, variable: str = "") ->
     return file
 
 
-def imported_extension(name: str, file: Path) -> Any:
-    """Import an extension; its name is part of its machine code."""
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, file)
-        assert spec
-        assert spec.loader
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]
+def compiled(name: str, marker: str, device: torch.device) -> tuple[ctypes.CDLL, str]:
+    """Build NAME.cu with the headers beside the marker; return it and the headers' digest."""
+    folder = checkout(marker)
+    assert folder
+    sources = (folder / marker).parent
+    version = digest(sources)
+    return library(name, version, target_of(device), f"-I{sources}"), version
 
 
 def library(name: str, version: str, target: str, *flags: str) -> ctypes.CDLL:

@@ -18,7 +18,6 @@ Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; called through nvmath-pytho
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.requirements import GPU_EXTRA, unsupported_without
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Launch, Operands, Output
 from sparsebench.results.record import Problem
@@ -57,14 +57,11 @@ class Weight:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why cuSPARSE cannot run the problem here, or None."""
     if problem["dtype"] == "fp8":
         return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
     if device.type != "cuda":
         return f"cuSPARSE expected an NVIDIA GPU, found device {device}"
-    if not find_spec("nvmath"):
-        return "needs nvmath-python: pip install 'sparsebench[gpu]'"
-    return None
+    return unsupported_without("nvmath", GPU_EXTRA)
 
 
 def prepare(w: Weight, operands: Operands) -> Launch:
@@ -185,7 +182,6 @@ def screened(
 
 @cache
 def library_handle() -> int:
-    """Return the cuSPARSE handle of this process."""
     from nvmath.bindings import cusparse
 
     return int(cusparse.create())

@@ -16,13 +16,13 @@ Apache-2.0, marlin/marlin_cuda_kernel.cu and marlin_cuda_kernel_nm.cu.
 import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.peers import _authors
 from sparsebench.kernels.peers.torch_int4 import BITS, unsupported_in_4_bits
@@ -50,39 +50,6 @@ def function(symbol: str) -> tuple[Callable[..., int], str]:
     arrays = [pointer] * (5 if symbol == SPARSE else 4)
     called.argtypes = [*arrays, *[number] * 3, pointer, number, number, pointer, *[number] * 4]
     return called, hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-
-class Product:
-    """Packed weights with their output; `arrays` are what the function reads beside X."""
-
-    def __init__(self, symbol: str, x: Tensor, n: int, arrays: Sequence[Tensor]) -> None:
-        """Load the library. Raises Unsupported."""
-        self._call, self.digest = function(symbol)
-        self._x, self._n, self._arrays = x, n, arrays
-        self._out = x.new_empty(len(x), n)
-        locks = n // (COLUMNS // 2) * PARALLEL
-        self._locks = torch.zeros(locks, dtype=torch.int32, device=x.device)
-        self.stored = sum(array.nbytes for array in arrays)
-
-    def run(self, thread_k: int, thread_n: int) -> Tensor:
-        """Enqueue the product on the current stream with a tile of a CTA."""
-        *weights, scales = self._arrays
-        pointers = map(_authors.pointer, (self._x, *weights, self._out, scales))
-        (m, k), n = self._x.shape, self._n
-        sizes = (m, n, k) if len(weights) == 1 else (n, m, k)
-        group = GROUP if len(weights) == 1 else GROUP // 2  # of stored weights
-        error = self._call(
-            *pointers,
-            *sizes,
-            _authors.pointer(self._locks),
-            group,
-            self._x.device.index or 0,
-            _authors.stream_of(self._x.device),
-            *(thread_k, thread_n, AUTOMATIC, PARALLEL),
-        )
-        if error:
-            raise RuntimeError(f"the authors have no kernel of {thread_k} x {thread_n} for {sizes}")
-        return self._out
 
 
 def tiled(codes: Tensor, *, four_columns: bool) -> Tensor:
@@ -117,15 +84,30 @@ def prepared(
 
     tiles  k and n of a CTA's tile, the authors' choice first
     """
-    product = Product(symbol, operands.activations["x"], operands.weights["w"].shape[0], arrays)
-    if operands.pinned:
-        tiles = [(operands.pinned["thread_k"], operands.pinned["thread_n"])]
+    call, digest = function(symbol)
+    x, n = operands.activations["x"], operands.weights["w"].shape[0]
+    (m, k), (*weights, scales) = x.shape, arrays
+    locks = torch.zeros(n // (COLUMNS // 2) * PARALLEL, dtype=torch.int32, device=x.device)
+    out = x.new_empty(m, n)
+    dense = len(weights) == 1
+    sizes = (m, n, k) if dense else (n, m, k)
+    group = GROUP if dense else GROUP // 2  # of stored weights
+
+    def run(thread_k: int, thread_n: int) -> Tensor:
+        error = call(
+            *map(_authors.pointer, (x, *weights, out, scales)),
+            *(*sizes, _authors.pointer(locks), group),
+            *(x.device.index or 0, _authors.stream_of(x.device)),
+            *(thread_k, thread_n, AUTOMATIC, PARALLEL),
+        )
+        if error:
+            raise RuntimeError(f"the authors have no kernel of {thread_k} x {thread_n} for {sizes}")
+        return out
+
     choices = [{"thread_k": k, "thread_n": n} for k, n in tiles]
-    calls = [partial(product.run, **choice) for choice in choices]
-    result = search(calls, operands.device)
-    facts = {"weight_bits": BITS, "stored_bytes": product.stored, "digest": product.digest}
-    choice = {**choices[result.best], **facts}
-    return Launch(calls[result.best], choice, candidates=result.lines(choices))
+    stored = sum(array.nbytes for array in arrays)
+    facts = {"weight_bits": BITS, "stored_bytes": stored, "digest": digest}
+    return fastest_choice(run, choices, operands, **facts)
 
 
 def tiles_of(m: int) -> list[tuple[int, int]]:
@@ -140,6 +122,5 @@ def require_groups(group: int) -> None:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' library cannot run here, or None."""
     reason = unsupported_in_4_bits(problem, device, "fp16", COLUMNS, GROUP)
     return reason or _authors.not_built(LIBRARY, MARKER, LOADER)

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.formats._format import rows_of
+from sparsebench.formats._format import rows_of, sides_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import triton as launching
-from sparsebench.kernels._common.search import fastest_call
+from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._common.triton import SMALLEST_TILE
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_token
@@ -32,12 +32,9 @@ WARPS = 4, 8, 2  # of each kernel
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernels cannot run the problem here, or None."""
     if reason := launching.unsupported(problem, device):
         return reason
-    block = problem["block"]
-    sides = [block, block] if isinstance(block, int) else [*block]
-    for side in (*sides, problem["head_dim"]):
+    for side in (*sides_of(problem["block"]), problem["head_dim"]):
         if side & (side - 1) or not SMALLEST_TILE <= side <= LARGEST_TILE:
             expected = f"powers of two from {SMALLEST_TILE} to {LARGEST_TILE}"
             return f"block and head_dim: expected {expected}, found {side}"
@@ -45,15 +42,11 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Time the numbers of warps, and keep the fastest."""
     problem, mask = operands.problem, mask_of(operands)
     q, k, v = by_token(operands, "q", "k", "v")
     scale = problem["head_dim"] ** -0.5 if problem["scale"] is None else problem["scale"]
-    choices = [{"warps": warps} for warps in WARPS]
-    if operands.pinned:
-        choices = [dict(operands.pinned)]
     run = partial(attend, q, k, v, mask, scale, scratch_of(mask, problem["heads"], q))
-    return fastest_call([partial(run, **choice) for choice in choices], choices, operands.device)
+    return fastest_choice(run, [{"warps": warps} for warps in WARPS], operands)
 
 
 def scratch_of(mask: BlockMask, heads: int, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,22 +6,21 @@ key heads as heads.
 Source: python/cudnn/block_sparse_attention/api.py of NVIDIA/cudnn-frontend.
 """
 
-from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.search import fastest_call
+from sparsebench.kernels._common.requirements import (
+    HOPPER,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_without,
+)
+from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_token
-from sparsebench.kernels.peers._attention import (
-    lists_in,
-    mask_of,
-    unsupported_blocks,
-    unsupported_on_hopper,
-)
+from sparsebench.kernels.peers._attention import lists_in, mask_of, unsupported_blocks
 from sparsebench.results.record import Problem
 
 SIDE = 64
@@ -29,17 +28,17 @@ SPLITS = 1, 2, 4, 8  # parts of a list, for K and V that exceed the L2 cache
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the forward kernel cannot run the problem here, or None."""
-    if problem["dtype"] not in ("fp16", "bf16"):
-        return f"expected fp16 or bf16, found {problem['dtype']}"
     if problem["head_dim"] not in (64, 96, 128):
         return f"head_dim: expected 64, 96 or 128, found {problem['head_dim']}"
-    reason = unsupported_on_hopper("cudnn", "nvidia-cudnn-frontend", device)
-    return reason or unsupported_blocks(problem, SIDE)
+    return (
+        unsupported_dtype(problem, "fp16", "bf16")
+        or unsupported_without("cudnn", "nvidia-cudnn-frontend")
+        or unsupported_device(device, HOPPER)
+        or unsupported_blocks(problem, SIDE)
+    )
 
 
 def unsupported_backward(problem: Problem, device: torch.device) -> str | None:
-    """Return why the backward kernel cannot run the problem here, or None."""
     alike = problem["heads"] == problem["kv_heads"]
     if problem["dtype"] != "bf16" or problem["head_dim"] != 128 or not alike:
         expected = "bf16, head_dim 128 and as many key heads as heads"
@@ -53,27 +52,21 @@ def prepare(operands: Operands) -> Launch:
     attend = import_module("cudnn").block_sparse_attention_forward
     (q, k, v), problem = by_token(operands, "q", "k", "v"), operands.problem
     counts, index = lists_in(mask_of(operands), problem["heads"], SIDE)
-    ways: list[dict[str, Any]] = [{"kv_splits": splits} for splits in SPLITS]
-    if operands.pinned:
-        ways = [dict(operands.pinned)]
 
-    def run(way: dict[str, Any]) -> Tensor:
+    def run(kv_splits: int) -> Tensor:
         results = attend(
-            q,
-            k,
-            v,
-            index,
+            *(q, k, v, index),
             q2k_block_nums=counts,
             sparse_block_size=SIDE,
             allow_empty_block_nums=True,
             softmax_scale=problem["scale"],
             layout="bshd",
-            **way,
+            kv_splits=kv_splits,
         )
         o: Tensor = results["o_tensor"]
         return o.reshape(q.shape[0] * q.shape[1], -1)
 
-    return fastest_call([partial(run, way) for way in ways], ways, operands.device)
+    return fastest_choice(run, [{"kv_splits": splits} for splits in SPLITS], operands)
 
 
 def prepare_backward(operands: Operands) -> Launch:
@@ -89,13 +82,7 @@ def prepare_backward(operands: Operands) -> Launch:
 
     def run() -> Tensor:
         differentiate(
-            do,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            index,
+            *(do, q, k, v, o, lse, index),
             q2k_block_nums=counts,
             softmax_scale=problem["scale"],
             dq_tensor=dq,

@@ -15,6 +15,7 @@ Source: github.com/NVIDIA/cutlass, BSD-3, examples/62_hopper_sparse_gemm.
 
 import ctypes
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -26,8 +27,14 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.cuda import HOPPER, unsupported_device
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.requirements import (
+    HOPPER,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_sizes,
+    unsupported_without,
+)
+from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
 from sparsebench.results.record import Problem
@@ -77,54 +84,44 @@ CONFIGS = [
 
 
 def prepare(operands: Operands) -> Launch:
-    """Build the libraries, compress W, and choose the fastest tile. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Spense)
     if w.sparse_shape != w.shape:
         split = f"{list(w.sparse_shape)} of {list(w.shape)}"
         raise Unsupported(f"CUTLASS expected all of W to be 2:4, found {split}")
-    pinned = operands.pinned
-    configs = [Config(**{n: pinned[n] for n in asdict(CONFIGS[0])})] if pinned else CONFIGS
+    choices = pinned_or([asdict(config) for config in CONFIGS], operands)
     dtype = operands.problem["dtype"]
-    with ThreadPoolExecutor(len(configs)) as pool:
-        codes = list(pool.map(partial(built, dtype), configs))
-    product = partial(Product, w.to_dense(), operands.activations["x"], OUTPUTS[dtype])
-    calls = [product(code).run for code in codes]
-    result = search(calls, operands.device)
-    choices = [asdict(config) for config in configs]
-    choice = {**choices[result.best], "cutlass": version()}
-    return Launch(calls[result.best], choice, candidates=result.lines(choices))
+    with ThreadPoolExecutor(len(choices)) as pool:
+        codes = list(pool.map(partial(built, dtype), [Config(**choice) for choice in choices]))
+    inputs = w.to_dense(), operands.activations["x"], OUTPUTS[dtype]
+    calls = [product(*inputs, code) for code in codes]
+    return fastest_call(calls, choices, operands.device, cutlass=version())
 
 
-class Product:
-    """A compressed weight with its output, by one library."""
+def product(w: Tensor, x: Tensor, output: torch.dtype, code: ctypes.CDLL) -> Callable[[], Tensor]:
+    """Compress W; return the call of one library. Raises Unsupported if it refuses the sizes."""
+    (n, k), m = w.shape, len(x)
+    counts = (ctypes.c_long * 3)()
+    code.sizes(n, m, k, counts)
+    values, metadata, space = (
+        torch.zeros(count, dtype=torch.uint8, device=x.device) for count in counts
+    )
+    out = x.new_empty(m, n, dtype=output)
+    packed = map(_authors.pointer, (w, values, metadata))
+    if status := code.pack(_authors.stream_of(x.device), *packed, n, m, k):
+        raise Unsupported(f"CUTLASS cannot compress W {n} x {k}: status {status}")
+    torch.cuda.synchronize(x.device)  # before W is freed
 
-    def __init__(self, w: Tensor, x: Tensor, output: torch.dtype, code: ctypes.CDLL) -> None:
-        """Compress W. Raises Unsupported if CUTLASS refuses the sizes."""
-        (n, k), m = w.shape, len(x)
-        self._code, self._sizes, self._x = code, (n, m, k), x
-        counts = (ctypes.c_long * 3)()
-        code.sizes(n, m, k, counts)
-        self._values, self._metadata, self._space = (
-            torch.zeros(count, dtype=torch.uint8, device=x.device) for count in counts
-        )
-        self._out = x.new_empty(m, n, dtype=output)
-        packed = map(_authors.pointer, (w, self._values, self._metadata))
-        if status := code.pack(_authors.stream_of(x.device), *packed, n, m, k):
-            raise Unsupported(f"CUTLASS cannot compress W {n} x {k}: status {status}")
-        torch.cuda.synchronize(x.device)  # before W is freed
+    def run() -> Tensor:
+        arrays = map(_authors.pointer, (values, metadata, x, out, space))
+        if status := code.multiply(_authors.stream_of(x.device), *arrays, n, m, k):
+            raise RuntimeError(f"CUTLASS refuses {(n, m, k)}: status {status}")
+        return out
 
-    def run(self) -> Tensor:
-        """Enqueue the product on the current stream. Raises RuntimeError."""
-        arrays = self._values, self._metadata, self._x, self._out, self._space
-        stream = _authors.stream_of(self._x.device)
-        if status := self._code.multiply(stream, *map(_authors.pointer, arrays), *self._sizes):
-            raise RuntimeError(f"CUTLASS refuses {self._sizes}: status {status}")
-        return self._out
+    return run
 
 
 def headers() -> Path:
-    """Return the folder of the package's sources."""
     package = find_spec(PACKAGE)
     assert package
     assert package.origin
@@ -149,19 +146,15 @@ def built(dtype: str, config: Config) -> ctypes.CDLL:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why CUTLASS's kernel cannot run here, or None."""
-    if reason := unsupported_device(device, HOPPER):
+    dtype = problem["dtype"]
+    if reason := unsupported_device(device, HOPPER) or unsupported_dtype(problem, *ELEMENTS):
         return reason
-    dtype, n, k = problem["dtype"], problem["n"], problem["k"]
-    if dtype not in ELEMENTS:
-        return f"expected {', '.join(ELEMENTS)}, found {dtype}"
-    if n % ROWS or k % ALIGNED[dtype]:
-        return f"expected n a multiple of {ROWS} and k of {ALIGNED[dtype]}, found {n} and {k}"
-    if not find_spec(PACKAGE):
-        return "needs CUTLASS's headers: pip install nvidia-cutlass"
-    if not version().startswith(f"{MAJOR}."):
-        return f"expected nvidia-cutlass {MAJOR}, found {version()}"
-    return None
+    if reason := unsupported_sizes(problem, n=ROWS, k=ALIGNED[dtype]):
+        return reason
+    if reason := unsupported_without(PACKAGE, "nvidia-cutlass"):
+        return reason
+    right = version().startswith(f"{MAJOR}.")
+    return None if right else f"expected nvidia-cutlass {MAJOR}, found {version()}"
 
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

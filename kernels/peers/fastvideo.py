@@ -12,32 +12,35 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.requirements import (
+    HOPPER,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_without,
+)
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
-from sparsebench.kernels.peers._attention import (
-    lists_in,
-    mask_of,
-    unsupported_blocks,
-    unsupported_on_hopper,
-)
+from sparsebench.kernels.peers._attention import lists_in, mask_of, unsupported_blocks
 from sparsebench.results.record import Problem
 
 SIDE = 64
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
-    if reason := unsupported_on_hopper("fastvideo_kernel", "fastvideo-kernel", device):
-        return reason
     d = problem["head_dim"]
-    if problem["dtype"] != "bf16" or d not in (64, 128):
-        return f"expected bf16 and head_dim 64 or 128, found {problem['dtype']} and {d}"
+    if d not in (64, 128):
+        return f"head_dim: expected 64 or 128, found {d}"
     if problem["heads"] != problem["kv_heads"]:
         heads = f"{problem['kv_heads']} and {problem['heads']}"
         return f"expected as many key heads as heads, found {heads}"
     if problem["scale"] not in (None, d**-0.5):
         return f"scale: expected head_dim ** -0.5, found {problem['scale']}"
-    return unsupported_blocks(problem, SIDE)
+    return (
+        unsupported_without("fastvideo_kernel", "fastvideo-kernel")
+        or unsupported_device(device, HOPPER)
+        or unsupported_dtype(problem, "bf16")
+        or unsupported_blocks(problem, SIDE)
+    )
 
 
 def prepare(operands: Operands) -> Launch:

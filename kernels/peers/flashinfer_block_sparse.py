@@ -9,17 +9,18 @@ Source: flashinfer/sparse.py of flashinfer-ai/flashinfer.
 
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask_converters import to_flashinfer_variable
-from sparsebench.kernels._common.search import fastest_call
+from sparsebench.kernels._common.requirements import unsupported_dtype, unsupported_without
+from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
-from sparsebench.kernels.peers._attention import mask_of
+from sparsebench.kernels.peers._attention import mask_of, unsupported_causal
 from sparsebench.results.record import Problem
 
 WORKSPACE = 128 * 1024 * 1024  # bytes, as FlashInfer recommends
@@ -27,22 +28,18 @@ BACKENDS = "fa2", "fa3"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why FlashInfer cannot run the problem here, or None."""
-    if not find_spec("flashinfer"):
-        return "needs flashinfer (pip install flashinfer-python), found none"
-    if problem["dtype"] not in ("fp16", "bf16"):
-        return f"expected fp16 or bf16, found {problem['dtype']}"
     if problem["head_dim"] not in (64, 128, 256):
         return f"head_dim: expected 64, 128 or 256, found {problem['head_dim']}"
     if problem["batch"] != 1:
         return f"expected one sequence, found {problem['batch']}"
     if problem["lists"] == "heads" and problem["heads"] != problem["kv_heads"]:
-        return (
-            f"lists: expected one for each of {problem['kv_heads']} key heads, found one per head"
-        )
-    if problem["causal"]:
-        return "expected a mask that is not causal, found a causal one"
-    return None
+        expected = f"one for each of {problem['kv_heads']} key heads"
+        return f"lists: expected {expected}, found one per head"
+    return (
+        unsupported_without("flashinfer", "flashinfer-python")
+        or unsupported_dtype(problem, "fp16", "bf16")
+        or unsupported_causal(problem)
+    )
 
 
 def prepare(operands: Operands) -> Launch:
@@ -50,33 +47,28 @@ def prepare(operands: Operands) -> Launch:
     wrapper_of = import_module("flashinfer").VariableBlockSparseAttentionWrapper
     problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
     lists = to_flashinfer_variable(mask_of(operands), problem["kv_heads"])
-    dtype, ways, wrappers = DTYPES[problem["dtype"]], [], []
-    reasons = []
-    for backend in [dict(operands.pinned)["backend"]] if operands.pinned else BACKENDS:
+    heads = problem["heads"], problem["kv_heads"], problem["head_dim"]
+    options = {"sm_scale": problem["scale"], "q_data_type": DTYPES[problem["dtype"]]}
+    wrappers, choices, reasons = [], [], []
+    for choice in pinned_or([{"backend": backend} for backend in BACKENDS], operands):
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=operands.device)
-        wrapper = wrapper_of(workspace, backend=backend)
+        wrapper = wrapper_of(workspace, **choice)
         try:
-            wrapper.plan(
-                *lists,
-                problem["heads"],
-                problem["kv_heads"],
-                problem["head_dim"],
-                sm_scale=problem["scale"],
-                q_data_type=dtype,
-            )
+            wrapper.plan(*lists, *heads, **options)
         except (RuntimeError, ValueError, AssertionError) as error:
-            reasons.append(f"{backend}: {error}".splitlines()[0])
+            reasons.append(f"{choice['backend']}: {error}".splitlines()[0])
             continue
-        ways.append({"backend": backend})
         wrappers.append(wrapper)
-    if not ways:
+        choices.append(choice)
+    if not wrappers:
         raise Unsupported("; ".join(reasons))
 
-    def run(wrapper: object) -> Tensor:
-        o: Tensor = wrapper.run(*(x[0].contiguous() for x in (q, k, v)))  # type: ignore[attr-defined]
+    def run(wrapper: Any) -> Tensor:
+        o: Tensor = wrapper.run(*(x[0].contiguous() for x in (q, k, v)))
         return o.transpose(0, 1).reshape(problem["m"], -1)
 
-    return fastest_call([partial(run, wrapper) for wrapper in wrappers], ways, operands.device)
+    calls = [partial(run, wrapper) for wrapper in wrappers]
+    return fastest_call(calls, choices, operands.device)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

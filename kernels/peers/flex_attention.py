@@ -32,8 +32,8 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.block_mask_converters import rule_of, to_flex
-from sparsebench.kernels._common.cuda import AMPERE, unsupported_device
-from sparsebench.kernels._common.search import fastest_call
+from sparsebench.kernels._common.requirements import AMPERE, unsupported_device
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
 from sparsebench.kernels.peers._attention import mask_of
@@ -63,7 +63,6 @@ class Way(NamedTuple):
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why FlexAttention cannot run the problem, or None."""
     if reason := unsupported_device(device, AMPERE, newer=True):
         return reason
     if not is_tile(problem["head_dim"]):
@@ -236,15 +235,12 @@ class _Gradients:
 
 
 def _compiled(problem: Problem, way: Way) -> Callable[..., Any]:
-    """Return FlexAttention compiled for these lists."""
     grouped = problem["heads"] != problem["kv_heads"]
     kernel_options: Any = way.options or None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(
-            q,
-            k,
-            v,
+            *(q, k, v),
             block_mask=way.mask,
             scale=problem["scale"],
             enable_gqa=grouped,
@@ -269,9 +265,9 @@ def _fastest(
         return Launch(runs[choices.index(dict(pinned))], pinned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from the compiler's code
-        launch = fastest_call(runs, choices, operands.device)
-        launch()  # a single candidate compiles here
-    return launch
+        result = search(runs, operands.device)
+        runs[result.best]()  # a single candidate compiles here
+    return Launch(runs[result.best], choices[result.best], candidates=result.lines(choices))
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

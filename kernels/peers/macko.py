@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebench.kernels._common.cuda import target_of
+from sparsebench.kernels._common.requirements import unsupported_dtype
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
 from sparsebench.kernels.peers._padding import multiple_of
@@ -31,38 +31,22 @@ ROWS = 32  # of a CTA
 
 
 def prepare(operands: Operands) -> Launch:
-    """Compress the weight with their code."""
-    product = Product(operands)
-    choice = {"stored_bytes": product.stored, "digest": product.digest}
-    padding = {"n": product.rows} if product.rows != product.n else {}
-    return Launch(product.run, {**choice, **padding})
+    """Build or load the authors' code, and compress the weight with it."""
+    x = operands.activations["x"]
+    code, digest = _authors.compiled("macko", MARKER, x.device)
+    w = operands.weights["w"].to_dense().cpu().contiguous()
+    (n, k), rows = w.shape, multiple_of(ROWS, len(w))
+    arrays = [array.to(x.device) for array in compressed(code, pad(w, (0, 0, 0, rows - n)))]
+    out = x.new_empty(1, rows)
 
+    def run() -> Tensor:
+        pointers = map(_authors.pointer, (*arrays, x, out))
+        stream = _authors.stream_of(x.device)
+        _authors.require_success(code.multiply(stream, *pointers, rows, k))
+        return out[:, :n]
 
-class Product:
-    """A compressed weight with its output."""
-
-    def __init__(self, operands: Operands) -> None:
-        """Build or load their code, and compress the weight with it."""
-        folder = _authors.checkout(MARKER)
-        assert folder
-        self._x = operands.activations["x"]
-        sources = (folder / MARKER).parent
-        self.digest = _authors.digest(sources)
-        target = target_of(self._x.device)
-        self._code = _authors.library("macko", self.digest, target, f"-I{sources}")
-        w = operands.weights["w"].to_dense().cpu().contiguous()
-        (self.n, self.k), self.rows = w.shape, multiple_of(ROWS, len(w))
-        whole = pad(w, (0, 0, 0, self.rows - self.n))
-        self._arrays = [array.to(self._x.device) for array in compressed(self._code, whole)]
-        self.stored = sum(array.nbytes for array in self._arrays)
-        self._out = self._x.new_empty(1, self.rows)
-
-    def run(self) -> Tensor:
-        """Enqueue the product on the current stream."""
-        pointers = map(_authors.pointer, (*self._arrays, self._x, self._out))
-        stream = _authors.stream_of(self._x.device)
-        _authors.require_success(self._code.multiply(stream, *pointers, self.rows, self.k))
-        return self._out[:, : self.n]
+    choice = {"stored_bytes": sum(array.nbytes for array in arrays), "digest": digest}
+    return Launch(run, {**choice, **({"n": rows} if rows != n else {})})
 
 
 def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
@@ -82,14 +66,11 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' kernel cannot run here, or None."""
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, found {device}"
-    if problem["dtype"] != "fp16":
-        return f"expected fp16, found {problem['dtype']}"
     if problem["m"] != 1:
         return f"expected m 1, found {problem['m']}"
-    return _authors.missing(MARKER, REPOSITORY)
+    return unsupported_dtype(problem, "fp16") or _authors.missing(MARKER, REPOSITORY)
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported)

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.int4 import Int4
-from sparsebench.kernels._common.cuda import HOPPER
+from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _marlin
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pack the weights, and choose the faster tile. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Int4)
     _marlin.require_groups(w.group)

@@ -16,14 +16,18 @@ Source: Fan et al., SpInfer, EuroSys 2025; github.com/HPMLL/SpInfer_EuroSys25, A
 """
 
 import ctypes
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cuda import AMPERE, target_of, unsupported_device
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.requirements import (
+    AMPERE,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_sizes,
+)
+from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
 from sparsebench.kernels.peers._padding import multiple_of, padded
@@ -45,15 +49,31 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
     fixed, splits = (operands.pinned or {}).get("split", split), possible(k)
     if fixed is not None and fixed not in splits:
         raise Unsupported(f"expected a split among {splits} for k = {k}, found {fixed}")
-    product = Product(operands)
+    x = operands.activations["x"]
+    tokens = padded(x, tokens_of(len(x)))
+    code, digest = _authors.compiled("spinfer", MARKER, x.device)
+    w = operands.weights["w"].to_dense().cpu().contiguous()
+    *packed, largest = compressed(code, w)
+    arrays = [array.to(x.device) for array in packed]
+    n, room = len(w), int(largest)
+    out = x.new_empty(len(tokens.whole), n)
+    parts = x.new_empty(max(SPLITS) * out.numel())
+
+    def run(split: int) -> Tensor:
+        weight = *map(_authors.pointer, arrays), room
+        whole = tokens.filled()
+        ends = map(_authors.pointer, (whole, out))
+        rest = n, len(whole), k, _authors.pointer(parts), split
+        stream = _authors.stream_of(x.device)
+        _authors.require_success(code.multiply(stream, *weight, *ends, *rest))
+        return out[: len(x)]
+
     choices = [{"split": s} for s in (splits if fixed is None else (fixed,))]
-    calls = [partial(product.run, **choice) for choice in choices]
-    result = search(calls, operands.device)
-    best = choices[result.best]
-    product.shrink(best["split"])
-    stored = {"stored_bytes": product.stored, "digest": product.digest}
-    choice = {**best, **product.tokens.choice, **stored}
-    return Launch(calls[result.best], choice, candidates=result.lines(choices))
+    facts = {"stored_bytes": sum(array.nbytes for array in packed), "digest": digest}
+    launch = fastest_choice(run, choices, operands, **tokens.choice, **facts)
+    best = launch.choice["split"]
+    parts = parts[: best * out.numel() if best > 1 else 0].clone()  # frees the rest
+    return launch
 
 
 def possible(k: int) -> list[int]:
@@ -69,45 +89,6 @@ def possible(k: int) -> list[int]:
 def tokens_of(m: int) -> int:
     """Return the tokens that m are padded to."""
     return next((few for few in FEW if few >= m), multiple_of(MANY, m))
-
-
-class Product:
-    """A compressed weight with its buffers."""
-
-    def __init__(self, operands: Operands) -> None:
-        """Build or load their code, and compress the weight with it."""
-        folder = _authors.checkout(MARKER)
-        assert folder
-        self._x = operands.activations["x"]
-        self.tokens = padded(self._x, tokens_of(len(self._x)))
-        sources = (folder / MARKER).parent
-        self.digest = _authors.digest(sources)
-        target = target_of(self._x.device)
-        self._code = _authors.library("spinfer", self.digest, target, f"-I{sources}")
-        w = operands.weights["w"].to_dense().cpu().contiguous()
-        self.n, self.k = w.shape
-        arrays = compressed(self._code, w)
-        self._room = int(arrays[-1])
-        self._arrays = [array.to(self._x.device) for array in arrays]
-        self.stored = sum(array.nbytes for array in self._arrays)
-        m = len(self.tokens.whole)
-        self._out = self._x.new_empty(m, self.n)
-        self._parts = self._x.new_empty(max(SPLITS) * m * self.n)
-
-    def shrink(self, split: int) -> None:
-        """Free the buffer of sums that this split does not use."""
-        self._parts = self._parts[: split * self._out.numel() if split > 1 else 0].clone()
-
-    def run(self, split: int) -> Tensor:
-        """Enqueue the product on the current stream."""
-        weight = *map(_authors.pointer, self._arrays), self._room
-        whole = self.tokens.filled()
-        x, y, parts = map(_authors.pointer, (whole, self._out, self._parts))
-        sizes = self.n, len(whole), self.k
-        stream = _authors.stream_of(self._x.device)
-        error = self._code.multiply(stream, *weight, x, y, *sizes, parts, split)
-        _authors.require_success(error)
-        return self._out[: len(self._x)]
 
 
 def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
@@ -131,15 +112,12 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' kernel cannot run here, or None."""
-    if reason := unsupported_device(device, AMPERE, newer=True):
-        return reason
-    if problem["dtype"] != "fp16":
-        return f"expected fp16, found {problem['dtype']}"
-    n, k = problem["n"], problem["k"]
-    if n % TILE or k % TILE:
-        return f"expected n and k to be multiples of {TILE}, found {n} and {k}"
-    return _authors.missing(MARKER, REPOSITORY)
+    return (
+        unsupported_device(device, AMPERE, newer=True)
+        or unsupported_dtype(problem, "fp16")
+        or unsupported_sizes(problem, n=TILE, k=TILE)
+        or _authors.missing(MARKER, REPOSITORY)
+    )
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported)

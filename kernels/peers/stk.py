@@ -30,7 +30,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.requirements import unsupported_dtype, unsupported_sizes
+from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 from sparsebench.kernels.peers import _authors
 from sparsebench.kernels.peers._padding import multiple_of, padded
@@ -48,17 +49,12 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why STK cannot run here, or None. A chemistry package has the same import name."""
     if device.type != "cuda":
         return f"expected an NVIDIA GPU, found device {device}"
-    if problem["dtype"] not in DTYPES:
-        return f"STK expected {', '.join(DTYPES)}, found {problem['dtype']}"
     m, n, k = (problem[size] for size in "mnk")
-    if n % SIDE or k % SIDE:
-        return f"STK expected n and k to be multiples of {SIDE}, found {n} and {k}"
     if max(n, k) > LARGEST or multiple_of(SIDE, m) * max(n, k) >= ELEMENTS:
-        return (
-            f"STK expected n and k of at most {LARGEST} and less than 2^31 elements of activations "
-            f"and output, found m {m}, n {n}, k {k}"
-        )
-    return unavailable()
+        expected = f"n and k of at most {LARGEST} and less than 2^31 elements of activations"
+        return f"STK expected {expected} and output, found m {m}, n {n}, k {k}"
+    reason = unsupported_dtype(problem, *DTYPES) or unsupported_sizes(problem, n=SIDE, k=SIDE)
+    return reason or unavailable()
 
 
 def unavailable() -> str | None:
@@ -139,10 +135,11 @@ def fastest_of(
     layouts: Mapping[str, Callable[[], Output]], operands: Operands, padding: Mapping[str, int]
 ) -> Launch:
     """Return the launch of the fastest of these layouts, or of the pinned one."""
-    names = [operands.pinned["layout"]] if operands.pinned else list(layouts)
-    result = search([layouts[name] for name in names], operands.device)
-    best, lines = names[result.best], result.lines([{"layout": name} for name in names])
-    return Launch(layouts[best], {"layout": best, **padding}, candidates=lines)
+
+    def run(layout: str) -> Output:
+        return layouts[layout]()
+
+    return fastest_choice(run, [{"layout": name} for name in layouts], operands, **padding)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)

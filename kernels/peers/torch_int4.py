@@ -19,8 +19,13 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.int4 import Int4
-from sparsebench.kernels._common.cuda import AMPERE, unsupported_device
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.requirements import (
+    AMPERE,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_sizes,
+)
+from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
@@ -38,22 +43,18 @@ def prepare(operands: Operands) -> Launch:
         raise Unsupported(
             f"expected k a multiple of the group, one of {GROUPS}; found {k}, {group}"
         )
-    tiles = [tiles for tiles in INNER_K_TILES if k % (tiles * TILE) == 0]
-    if operands.pinned:
-        tiles = [int(operands.pinned["inner_k_tiles"])]
     scales = w.scales.t().contiguous()
     scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), 2)
+    every = [{"inner_k_tiles": t} for t in INNER_K_TILES if k % (t * TILE) == 0]
+    choices = pinned_or(every, operands)
     product = torch.ops.aten._weight_int4pack_mm
     pack = torch.ops.aten._convert_weight_to_int4pack
-    calls = [partial(product, x, pack(w.codes, t), group, scales_and_zeros) for t in tiles]
-    result = search(calls, operands.device)
-    choices = [{"inner_k_tiles": t} for t in tiles]
-    choice = {**choices[result.best], "weight_bits": BITS}
-    return Launch(calls[result.best], choice, candidates=result.lines(choices))
+    packed = [pack(w.codes, choice["inner_k_tiles"]) for choice in choices]
+    calls = [partial(product, x, codes, group, scales_and_zeros) for codes in packed]
+    return fastest_call(calls, choices, operands.device, weight_bits=BITS)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why torch's product cannot run here, or None."""
     return unsupported_in_4_bits(problem, device, "bf16", ROWS, min(INNER_K_TILES) * TILE)
 
 
@@ -65,16 +66,14 @@ def unsupported_in_4_bits(
     The kernel takes weights of 4 bits and activations of one dtype, on Ampere and newer, with n a
     multiple of `rows` and k of `columns`.
     """
-    if reason := unsupported_device(device, AMPERE, newer=True):
-        return reason
-    if problem["dtype"] != dtype:
-        return f"expected {dtype}, found {problem['dtype']}"
     if problem.fields.get("weight_bits") != BITS:
-        return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {dtype}"
-    n, k = problem["n"], problem["k"]
-    if n % rows or k % columns:
-        return f"expected n a multiple of {rows} and k of {columns}, found {n} and {k}"
-    return None
+        found = problem["dtype"]
+        return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {found}"
+    return (
+        unsupported_device(device, AMPERE, newer=True)
+        or unsupported_dtype(problem, dtype)
+        or unsupported_sizes(problem, n=rows, k=columns)
+    )
 
 
 KERNEL = Kernel("linear", "int4", "cuda", prepare, unsupported)

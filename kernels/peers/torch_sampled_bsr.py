@@ -9,13 +9,12 @@ Source: torch/sparse/_triton_ops.py, _sampled_addmm_kernel.
 
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest_call
+from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import torch_bsr
 
@@ -34,8 +33,8 @@ def prepare(operands: Operands) -> Launch:
     gradient = replace(w, values=torch.zeros_like(w.values))
     arrays = gradient.offsets, gradient.columns, gradient.values
 
-    def run(copied: bool) -> Bsr:
-        left = dy.t().contiguous() if copied else dy.t()
+    def run(dy_copied: bool) -> Bsr:
+        left = dy.t().contiguous() if dy_copied else dy.t()
         # `out` is the input, because torch would first copy the input to any other `out`.
         sampled_addmm(bsr, left, x, beta=0.0, alpha=1.0, out=bsr, skip_checks=True)
         return gradient
@@ -45,11 +44,8 @@ def prepare(operands: Operands) -> Launch:
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly")
         bsr = torch.sparse_bsr_tensor(*arrays, size=w.shape, check_invariants=False)
-        run(copied=False)
-    ways = [operands.pinned["dy_copied"]] if operands.pinned else [False, True]
-    calls = [partial(run, copied) for copied in ways]
-    choices = [{"dy_copied": copied} for copied in ways]
-    return fastest_call(calls, choices, dy.device)
+        run(dy_copied=False)
+    return fastest_choice(run, [{"dy_copied": copied} for copied in (False, True)], operands)
 
 
 KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, torch_bsr.unsupported)

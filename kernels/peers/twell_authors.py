@@ -26,9 +26,8 @@ Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/twel
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import count, product
 from typing import Any, Self
 
@@ -36,8 +35,12 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cuda import HOPPER, unsupported_device
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.requirements import (
+    HOPPER,
+    unsupported_device,
+    unsupported_without,
+)
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
 from sparsebench.kernels.peers._padding import multiple_of, padded
@@ -95,11 +98,10 @@ def prepare(
     full = {c for c, gate in gates.items() if len(ways) > 1 and gate.filled().lost()}
     ways = [way for way in ways if way.compression not in full] or ways
     calls = [partial(layer, gates[way.compression], way) for way in ways]
-    result = search(calls, operands.device)
-    best, lines = ways[result.best], result.lines([asdict(way) for way in ways])
-    gate = gates[best.compression]
-    choice = {**asdict(best), **gate.tokens.choice, "digest": digest}
-    return Launch(calls[result.best], choice, candidates=lines, lost=gate.lost)
+    padding = next(iter(gates.values())).tokens.choice
+    choices = [asdict(way) for way in ways]
+    launch = fastest_call(calls, choices, operands.device, **padding, digest=digest)
+    return replace(launch, lost=gates[launch.choice["compression"]].lost)
 
 
 def extension() -> tuple[Any, Any, str]:
@@ -116,14 +118,8 @@ class Gate:
     """The authors' first kernel: X with padded tokens, and the packed gate of a weight [n, k]."""
 
     def __init__(
-        self,
-        operands: Operands,
-        weight: str,
-        twell: Any,
-        ext: Any,
-        compression: int = COMPRESSION,
+        self, operands: Operands, weight: str, twell: Any, ext: Any, compression: int = COMPRESSION
     ) -> None:
-        """Register the weight."""
         self._words = TILE // compression
         w, x = operands.weights[weight].to_dense(), operands.activations["x"]
         self.tokens = padded(x, multiple_of(TILE, len(x)))
@@ -157,16 +153,12 @@ class Gate:
 
 
 def unsupported_type(problem: Problem, device: torch.device) -> str | None:
-    """Return why no kernel of the authors runs here, or None."""
-    if reason := unsupported_device(device, HOPPER):
-        return reason
-    if (problem["dtype"], problem["activation"]) != ("bf16", "relu"):
-        return f"expected bf16 and relu, found {problem['dtype']} and {problem['activation']}"
-    return None
+    found = problem["dtype"], problem["activation"]
+    wrong = f"expected bf16 and relu, found {' and '.join(found)}"
+    return unsupported_device(device, HOPPER) or (None if found == ("bf16", "relu") else wrong)
 
 
 def unsupported_layer(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' kernels for inference cannot run here, or None."""
     if reason := unsupported_type(problem, device):
         return reason
     m, n, k = (problem[size] for size in "mnk")
@@ -179,10 +171,7 @@ def unsupported_layer(problem: Problem, device: torch.device) -> str | None:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' layer cannot run or be built here, or None."""
-    if reason := unsupported_layer(problem, device):
-        return reason
-    return None if find_spec("ninja") else "needs ninja: pip install ninja"
+    return unsupported_layer(problem, device) or unsupported_without("ninja", "ninja")
 
 
 KERNEL = Kernel("ffn", "twell", "cuda", prepare, unsupported)

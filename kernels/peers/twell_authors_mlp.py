@@ -14,11 +14,11 @@ call builds them; this peer takes them from torch's folder of extensions.
 Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/twell_modules.
 """
 
-from functools import partial
+from dataclasses import replace
 
 from torch import Tensor
 
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
 from sparsebench.kernels.peers.twell_authors import MARKER, Gate, unsupported_layer
@@ -34,7 +34,7 @@ def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
     twell = _authors.imported(folder / MARKER)
     name = twell._ext_name_for_algorithms(twell._resolve_algorithms_with_deps(["twell_mlp"]))
     file = _authors.built_by_authors(name, MARKER, LOADER)
-    ext = _authors.imported_extension(name, file)
+    ext = _authors.imported(file, name)
     gate = Gate(operands, "wu", twell, ext)
     down = operands.weights["wd"].to_dense().t().contiguous()
 
@@ -43,13 +43,10 @@ def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
             lambda x, packed, out: twell.matmul_t2d_out(packed, down, out, num_splits, ext=ext)
         )
 
-    fixed = (operands.pinned or {}).get("num_splits", num_splits)
-    choices = [{"num_splits": splits} for splits in (SPLITS if fixed is None else (fixed,))]
-    calls = [partial(layer, **choice) for choice in choices]
-    result = search(calls, operands.device)
-    digest = {"digest": _authors.digest((folder / MARKER).parent)}
-    choice = {**choices[result.best], **gate.tokens.choice, **digest}
-    return Launch(calls[result.best], choice, None, result.lines(choices), gate.lost)
+    choices = [{"num_splits": n} for n in (SPLITS if num_splits is None else (num_splits,))]
+    digest = _authors.digest((folder / MARKER).parent)
+    launch = fastest_choice(layer, choices, operands, **gate.tokens.choice, digest=digest)
+    return replace(launch, lost=gate.lost)
 
 
 KERNEL = Kernel("mlp", "twell", "cuda", prepare, unsupported_layer)

@@ -28,7 +28,7 @@ Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/hybr
 """
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import product
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
 from sparsebench.kernels.peers._padding import multiple_of, padded
@@ -90,19 +90,17 @@ def prepare(operands: Operands) -> Launch:
         if not configs:
             least = min(config.count_lost(active) for config in CONFIGS)
             raise Unsupported(f"the authors' formats have no room for {least} values of the gate")
-    calls = [partial(step.run, config) for config in configs]
-    result = search(calls, operands.device)
-    best, lines = configs[result.best], result.lines([asdict(config) for config in configs])
-    memory = {"tails_bytes": step.tails_bytes(best)}
-    choice = {**asdict(best), **step.x.choice, **memory, "digest": digest}
-    return Launch(calls[result.best], choice, None, lines, lambda: best.count_lost(step.active()))
+    calls, choices = [partial(step.run, config) for config in configs], [*map(asdict, configs)]
+    launch = fastest_call(calls, choices, operands.device, **step.x.choice, digest=digest)
+    best = Config(**{name: launch.choice[name] for name in choices[0]})
+    choice = {**launch.choice, "tails_bytes": step.tails_bytes(best)}
+    return replace(launch, choice=choice, lost=lambda: best.count_lost(step.active()))
 
 
 class Step:
     """The operands of the authors' operators: padded tokens, and Wd.T."""
 
     def __init__(self, operands: Operands) -> None:
-        """Copy Wd.T, whose rows they read."""
         self._wg, self._wu, wd = (operands.weights[w].to_dense() for w in ("wg", "wu", "wd"))
         self._wd_t = wd.t().contiguous()
         x, dy = operands.activations["x"], operands.activations["dy"]
@@ -151,7 +149,6 @@ def loaded() -> str:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' operators cannot run here, or None."""
     if reason := unsupported_type(problem, device):
         return reason
     m, n, k = multiple_of(TILE, problem["m"]), problem["n"], problem["k"]

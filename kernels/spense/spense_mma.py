@@ -22,22 +22,14 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
-from sparsebench.kernels._common.cuda import (
-    BoundKernel,
-    Constants,
-    Layout,
-    Loaded,
-    load,
-    target_of,
-    unsupported_before_ampere,
-)
+from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
+from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
-from sparsebench.results.record import Problem
 
 DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
@@ -171,7 +163,6 @@ def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
 
 
 def unsupported_operands(x: Tensor, w: Spense) -> str | None:
-    """Return why the kernel cannot read these operands, or None."""
     limits = {"most_tokens": TOKENS[-1], "most_columns": 2**24, "y_step": 2}
     return _operands.unsupported(x, w, DTYPES, **limits)
 
@@ -193,13 +184,4 @@ def prepare(operands: Operands, *, tuned: Tuned = True, ahead: bool = True) -> L
     return fastest_launch(configs, candidates, by, x.device)
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
-    dtype, wrong = problem["dtype"], None
-    if dtype not in ("fp16", "bf16"):
-        why = ": 8.0 has no mma.sp for it, 9.0 emulates it" if dtype == "fp8" else ""
-        wrong = f"expected fp16 or bf16, found {dtype}{why}"
-    return unsupported_before_ampere(device, wrong)
-
-
-KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported, tunes=True)
+KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported_before_ampere, tunes=True)

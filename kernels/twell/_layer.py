@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels._common.cuda import unsupported_on_hopper
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 

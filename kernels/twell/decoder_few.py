@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.cuda import unsupported_on_hopper
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import Part, dense_part

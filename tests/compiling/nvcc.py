@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._common.tuned_table import _bare_cuda
 from tests.compiling.record import known
 
@@ -20,7 +21,7 @@ CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 Test = Callable[..., object]
 
 needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != cuda.HOPPER,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER,
     reason="needs a GPU of compute capability 9.0",
 )
 

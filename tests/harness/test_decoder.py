@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops import decoder
+from sparsebench.harness.ops._op import bound
 from sparsebench.harness.plan.suite import expand
 from sparsebench.results.record import Contender, Problem, Row, Status
 
@@ -136,7 +136,7 @@ def test_a_layer_that_is_left_out_is_wrong() -> None:
     tensors = {**result.weights, **result.activations}
     wide = {name: t.double() for name, t in tensors.items()}
     right, spread = (bound(f, spec)(**wide) for f in (OP.definition, OP.spread))
-    expected = Expected(right, spread, torch.bfloat16, OP.depth(**wide))
+    expected = Expected(right, spread, torch.bfloat16, OP.longest_sum(spec, wide))
     assert check(bound(OP.definition, spec)(**tensors), expected).reason is None
     gains = tensors["gains"].clone()
     gains[10:12] = 0  # of the last layer

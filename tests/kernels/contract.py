@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.record import Problem
 
@@ -28,7 +28,7 @@ def assert_device_refusal(
 ) -> None:
     """Check which reason a kernel has against a device and a problem; no tokens if none."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: name)
     reason = kernel.unsupported(Problem("linear", fields), torch.device(device))
     assert (reason is None) == (not tokens)
     assert all(token in str(reason) for token in tokens)

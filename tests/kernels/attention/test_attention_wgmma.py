@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels.attention import attention_wgmma
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
@@ -142,7 +142,7 @@ def test_a_problem_is_refused_by_device_and_fields(
 ) -> None:
     problem = {"head_dim": 64, "dtype": "bf16", "scale": None} | fields
     kernel = attention_wgmma.KERNEL
-    assert_device_refusal(kernel, device, cuda.HOPPER, problem, tokens, monkeypatch)
+    assert_device_refusal(kernel, device, HOPPER, problem, tokens, monkeypatch)
 
 
 @by_nvcc

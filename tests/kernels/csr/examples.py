@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.cuda import AMPERE
+from sparsebench.kernels._common.requirements import AMPERE
 from tests.emulation.cuda_on_cpu import device_code
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -25,7 +25,7 @@ from tests.emulation.cublaslt_on_cpu import ANY, TILED, VERSION
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(1, 16, 32), (3, 1, 5), (17, 9, 1), (1, 1, 1), (16, 40, 24)]
-UNAVAILABLE = "needs nvmath-python: pip install 'sparsebench[gpu]'"
+UNAVAILABLE = "needs nvmath: pip install 'sparsebench[gpu]'"
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +264,7 @@ def test_without_nvmath_the_row_says_that_cublaslt_was_not_called_directly(monke
         "untried": f"cuBLASLt called directly: {UNAVAILABLE}",
     }
     direct = {"library": "cublaslt", "algorithm": {"id": ANY}}
-    with pytest.raises(Unsupported, match="needs nvmath-python"):
+    with pytest.raises(Unsupported, match="needs nvmath"):
         _gemm.fastest_way(product, direct)
 
 

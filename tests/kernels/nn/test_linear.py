@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels._common.triton import BoundKernel, box
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_pattern, _bsr_plans
 from sparsebench.kernels.nn.linear import index_of
@@ -86,7 +86,7 @@ def test_kernels_are_offered_by_gpu_dtype_and_block(
     capability, dtype, block, shape, many, few, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: True)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
     device = torch.device("cuda")
     call = _bsr_plans.Call("linear", 1024, shape, block, dtype)
     offered = _bsr_plans.engines_of(call, device)
@@ -95,7 +95,7 @@ def test_kernels_are_offered_by_gpu_dtype_and_block(
     wgrad = call._replace(op="wgrad")
     if capability == (9, 0) and dtype != torch.float32 and not any(s % 8 for s in (*block, *shape)):
         assert _bsr_plans.engines_of(wgrad, device) == [WGRAD, WGRAD_SMALL]
-        monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+        monkeypatch.setattr(requirements, "find_spec", lambda name: None)
         with pytest.raises(Unsupported, match="CuPy"):
             _bsr_plans.engines_of(wgrad, device)
     else:
@@ -116,7 +116,7 @@ def test_kernels_of_fp8_are_offered_by_gpu_and_block(
     capability, block, shape, many, few, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: True)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
     call = _bsr_plans.Call("linear", 1024, shape, block, torch.float8_e4m3fn)
     device = torch.device("cuda")
     assert _bsr_plans.engines_of(call, device) == many

@@ -9,6 +9,7 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import cutlass_sparse
 from sparsebench.kernels.peers.cutlass_sparse import CONFIGS
@@ -29,7 +30,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.parent.mkdir(parents=True)
     file.write_text("".join(f"#define CUTLASS_{n} {i}\n" for n, i in version_of(4).items()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda name: True)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
     monkeypatch.setattr(cutlass_sparse, "headers", lambda: tmp_path)
     cutlass_sparse.version.cache_clear()
     return file
@@ -52,7 +53,7 @@ def test_other_types_and_sizes_have_a_reason(fields: dict[str, Any], package: Pa
 
 
 def test_a_missing_package_has_a_reason(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda name: None)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     assert "pip install" in (cutlass_sparse.unsupported(problem(), CUDA) or "")
 
 

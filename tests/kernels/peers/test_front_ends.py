@@ -14,13 +14,12 @@ import torch
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_kernel, load_op, names
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels.peers import (
     _authors,
-    _cusparse,
     _cusparselt,
     cutlass_sparse,
     stk,
-    twell_authors,
 )
 from sparsebench.results.record import Contender, Problem, Status
 
@@ -194,9 +193,7 @@ def test_every_peer_has_a_front_end_in_the_table() -> None:
 def test_no_peer_refuses_what_its_front_end_answers(name, answers, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(_cusparselt, "library", lambda: None)
-    monkeypatch.setattr(_cusparse, "find_spec", lambda package: True)
-    monkeypatch.setattr(twell_authors, "find_spec", lambda package: True)
-    monkeypatch.setattr(cutlass_sparse, "find_spec", lambda package: True)
+    monkeypatch.setattr(requirements, "find_spec", lambda package: True)
     monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
     monkeypatch.setattr(stk, "unavailable", lambda: None)
     monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)

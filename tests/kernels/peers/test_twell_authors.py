@@ -12,9 +12,10 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ops._op import bound
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
 from sparsebench.results.record import Contender, Problem, Status
@@ -74,7 +75,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     file.write_text(TWELL)
     monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    monkeypatch.setattr(_authors, "imported_extension", lambda name, file: (name, file.read_text()))
+    imported = _authors.imported
+
+    def fake(file: Path, name: str = "") -> Any:
+        return imported(file) if file.suffix == ".py" else (name, file.read_text())
+
+    monkeypatch.setattr(_authors, "imported", fake)
     before = set(sys.modules)
     yield file
     for name in set(sys.modules) - before:
@@ -84,7 +90,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(twell_authors, "find_spec", lambda name: object())
+    monkeypatch.setattr(requirements, "find_spec", lambda name: object())
 
 
 def prepared(problem: Problem, **options: Any) -> Launch:
@@ -170,6 +176,25 @@ def test_a_value_that_is_lost_is_wrong_and_counted(checkout, monkeypatch) -> Non
     assert when in ("before", "after")
     assert rest == "values lost: the format had no room for them"
     assert 1 <= int(count) < 300
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [
+        ("def matmul_gated_t2d_out", "def of_another_version", Status.FAILED),
+        ("compression_factor, ext):\n        assert", "ext):\n        assert", Status.FAILED),
+        ("out.copy_((gate", "print((gate", Status.WRONG),  # Y stays uninitialised
+    ],
+)
+def test_a_checkout_of_another_version_is_a_row_with_its_reason(
+    checkout, monkeypatch, before, after, status
+) -> None:
+    assert before in TWELL
+    checkout.write_text(TWELL.replace(before, after))
+    row = ran_contest(problem_of(active=8), monkeypatch)
+    assert row.status is status
+    assert row.detail
+    assert not row.samples_us
 
 
 def test_ways_that_lose_values_are_not_timed(checkout: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common import requirements
 from sparsebench.kernels.dense import _decoder, _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
@@ -97,7 +97,7 @@ def test_unsupported_problems_are_refused(
     properties = SimpleNamespace(total_memory=140 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: object())
+    monkeypatch.setattr(requirements, "find_spec", lambda name: object())
     monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
     assert reason in str(decoder_few.unsupported(problem(**fields), CUDA))
 
