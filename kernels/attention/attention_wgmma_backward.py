@@ -87,7 +87,7 @@ class Gradients:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the configurations to try, the default first. Raises Unsupported.
+    """Return the one configuration, which was the fastest everywhere. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
     """
@@ -98,7 +98,7 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         )
     query_configurations(shape, shared)  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
-    return [Config(128, 1), Config(64, 2)] if wide else [Config(64, 2)]
+    return [Config(128, 1) if wide else Config(64, 2)]
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
@@ -218,7 +218,7 @@ def launch(
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Transpose the lists; take a table's configuration, or compile and time up to two."""
+    """Transpose the lists and compile."""
     tensors, mask, shape, shared, scale = task_of(operands)
     searched, sizes = configurations(shape, shared), table_sizes(shape, mask)
     name = "attention_wgmma_backward"
