@@ -24,6 +24,7 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebench.formats._format import is_stored
 from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
 from sparsebench.kernels._kernel import OUTPUTS
 from sparsebench.results.record import Problem
@@ -81,9 +82,16 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     return float(2 * problem["m"] * nnz["w"])
 
 
+def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the non-zeros of W, and how many of its rows and columns have any."""
+    stored = is_stored(weights["w"])
+    rows, columns = (int(stored.any(axis).sum()) for axis in (1, 0))
+    return {"w": int(stored.sum()), "rows": rows, "columns": columns}
+
+
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, X and Y."""
-    m, n, k = problem["m"], problem["n"], problem["k"]
+    """Return the bytes of W's non-zeros, Y, and the features of X that meet a non-zero."""
+    m, n, k = problem["m"], problem["n"], nnz.get("columns", problem["k"])
     weights = nnz["w"] * (_bits(problem) or 8 * itemsize) // 8
     return int(weights + itemsize * m * k + OUTPUTS[problem["dtype"]].itemsize * m * n)
 
@@ -114,5 +122,6 @@ OP = Op(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    counts=counts,
     adjust=adjust,
 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sparsebench.harness.ops._op import Op, Operand, longest_row
-from sparsebench.harness.ops.linear import GradientFields, flops
+from sparsebench.harness.ops.linear import GradientFields, counts, flops
 from sparsebench.results.record import Problem
 
 
@@ -29,8 +29,8 @@ def depth(w: Tensor, dy: Tensor) -> int:
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, of dY, and of dX (for linear_wgrad: of X)."""
-    m, n, k = problem["m"], problem["n"], problem["k"]
+    """Return the bytes of W's non-zeros, of dX, and of the features of dY that meet a non-zero."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), problem["k"]
     return int(itemsize * (nnz["w"] + m * n + m * k))
 
 
@@ -42,4 +42,5 @@ OP = Op(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    counts=counts,
 )

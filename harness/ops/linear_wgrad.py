@@ -5,11 +5,13 @@ dL/dW. W gives the pattern; its values are not read. The gradient is computed wh
 stores W: whole blocks in BSR, the full product in dense.
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from sparsebench.harness.ops._op import Op, Operand
-from sparsebench.harness.ops.linear import GradientFields, flops
-from sparsebench.harness.ops.linear_dgrad import fewest_bytes
+from sparsebench.harness.ops.linear import GradientFields, counts, flops
+from sparsebench.results.record import Problem
 
 
 def definition(dy: Tensor, x: Tensor) -> Tensor:
@@ -27,6 +29,12 @@ def depth(dy: Tensor, x: Tensor) -> int:
     return len(dy)
 
 
+def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of dW's elements, and of the features of dY and X that they need."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), nnz.get("columns", problem["k"])
+    return int(itemsize * (nnz["w"] + m * n + m * k))
+
+
 OP = Op(
     fields=GradientFields,
     operands={
@@ -39,4 +47,5 @@ OP = Op(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    counts=counts,
 )
