@@ -53,7 +53,7 @@ NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
 WORD = 8  # bytes of an address
 LINEAR, DGRAD, WGRAD = range(3)
-"""Products of a Front, of [X] or [X, values], [dY, values] and [dY, X]."""
+"""Products of a Front, of [X] or [X, values]; [dY], [dY, values] or [dY, X]; and [dY, X]."""
 
 
 class Guard(NamedTuple):

@@ -20,7 +20,9 @@ from sparsebench.kernels._common.selection import Operator, bucket
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import _spense_op as layers
 from sparsebench.kernels.spense import _written_out, spense_wgmma
+from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
+from sparsebench.kernels.spense.spense_ffn import interleaved, parted
 from tests.compiling.nvcc import hopper
 from tests.kernels.spense.examples import pruned
 from tests.tools.marks import sampled
@@ -354,6 +356,47 @@ def test_writing_out_compiles_for_every_gpu(capability, sparse, tmp_path, monkey
     kinds |= {"values": "*i16", "codes": "*u8", "out": "*i16", "SPARSE": "constexpr"}
     source = ASTSource(_written_out._write, kinds, {"SPARSE": sparse})
     assert triton.compile(source, GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+def assert_gated_gradient(activation, m, n, dtype, device):
+    products = torch.randn(m, 2 * n, device=device, dtype=torch.float32) * 3
+    products[0, 0], products[0, 1] = 0, -90
+    products, dh = products.to(dtype), torch.randn(m, n, device=device).to(dtype)
+    gate, up = (t.requires_grad_() for t in parted(products.T.double()))
+    (layers.ACTIVATIONS[activation](gate) * up).backward(dh.T.double())
+    expected = interleaved(gate.grad, up.grad).T.to(dtype)
+    torch.testing.assert_close(gated_gradient(products, dh, activation), expected)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [FP16, torch.float32])
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_a_gated_gradient_in_the_interpreter(activation, dtype):
+    assert_gated_gradient(activation, 5, 424, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (77, 1000)])
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_a_gated_gradient_on_a_gpu(activation, m, n):
+    assert_gated_gradient(activation, m, n, BF16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_dx_of_an_mlp_is_recorded_and_follows_x_on_a_gpu(activation):
+    gate, up = (pruned(512, 256, 256, 256, BF16).cuda() for _ in range(2))
+    down = pruned(256, 512, 256, 256, BF16).cuda()
+    mlp = SpenseGatedMLP.from_dense(gate, up, down, dense=256, activation=activation)
+    dense = GatedMLP(gate, up, down, activation)
+    for shape in [(40,), (40,), (40,), (2, 20), (2, 20), (40,)]:  # the third replays both passes
+        x, dy = (torch.randn(*shape, 256, device="cuda").to(BF16) for _ in range(2))
+        grads = []
+        for call in (mlp, dense):
+            leaf = x.clone().requires_grad_()
+            call(leaf).backward(dy)
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2 * float(grads[1].abs().max()))
 
 
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)
