@@ -12,7 +12,6 @@ each process, which is said once.
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
 
 LARGER = 2  # choices for more tokens that a search times
@@ -32,12 +32,10 @@ SIZES = "m", "n", "k", "density"
 
 def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
     """Return the file of this GPU and of the code of these engines."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = os.environ.get("SPARSEBENCH_CHOICES") or Path(home) / "sparsebench" / "choices"
-    kind = file_in(Path(folder), device).stem
+    folder = cache_folder("choices", "SPARSEBENCH_CHOICES")
     gpu = torch.cuda.get_device_properties(device).name
     name = "".join(c if c.isalnum() else "_" for c in gpu)
-    return Path(folder) / f"{kind}-{name}-{_code_of(engines)}.choices"
+    return folder / f"{file_in(folder, device).stem}-{name}-{_code_of(engines)}.choices"
 
 
 @cache
@@ -142,7 +140,6 @@ _SAID: set[str] = set()
 
 
 def _warn(message: str) -> None:
-    """Warn once per message."""
     if message not in _SAID:
         _SAID.add(message)
         warnings.warn(message, stacklevel=3)
