@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -25,7 +24,6 @@ from sparsebench.harness.bench.sampling import CHAIN, Measure
 from sparsebench.harness.bench.spot_checks import Spots
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
 from sparsebench.harness.bench.timing import Chain, TimedCall
-from sparsebench.harness.catalog import keywords
 from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.ceilings import Ceilings
@@ -37,8 +35,6 @@ which case to blame if the process dies or hangs."""
 
 OnFailure = Callable[[str, str, str], None]
 """Called with a case id, the reason why the case ended, and the traceback."""
-
-Result = TypeVar("Result")
 
 LONGEST = 20_000  # characters of a traceback; the last ones are kept
 
@@ -242,11 +238,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that an error appears where it was caused."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def bound(function: Callable[..., Result], problem: Problem) -> Callable[..., Result]:
-    """Set those arguments of an op's function that are fields of the problem."""
-    return partial(function, **{name: problem[name] for name in keywords(function)})
 
 
 def one_line(error: BaseException) -> str:

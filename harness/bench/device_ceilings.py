@@ -25,7 +25,6 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.operands import operands
 from sparsebench.harness.bench.timing import ready, time_together
 from sparsebench.harness.catalog import load_kernel, load_op
@@ -148,9 +147,10 @@ def _product(
         return None
     drawn = operands(problem, op, device, None)
     weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    definition = bound(op.definition, problem)
     try:
-        launch = kernel.prepare(Operands(problem, weights, drawn.activations, definition))
+        launch = kernel.prepare(
+            Operands(problem, weights, drawn.activations, op.definition_at(problem))
+        )
     except Unsupported:
         return None
     launch()  # compiled and loaded before a graph is captured

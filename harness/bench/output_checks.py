@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.contest_state import Entry, RunningContest, bound, one_line
+from sparsebench.harness.bench.contest_state import Entry, RunningContest, one_line
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import B, Outputs, Spots, as_tuple, print_of, values_of
 from sparsebench.harness.bench.tampering import Guard
-from sparsebench.harness.ops._op import Op
+from sparsebench.harness.ops._op import Op, bound
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Output
 from sparsebench.results.record import Status
 
@@ -217,7 +217,7 @@ def _expected(op: Op, layer: Layer, whole: bool) -> Expected:
         reference=bound(op.definition, problem)(**arguments),
         spread=bound(op.spread, problem)(**arguments),
         dtype=OUTPUTS[dtype],
-        depth=bound(op.depth, problem)(**arguments),
+        depth=op.longest_sum(problem, arguments),
         products=products,
         sums=sums,
         parts=op.parts(problem),

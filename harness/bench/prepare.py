@@ -25,7 +25,6 @@ from sparsebench.formats._format import Format
 from sparsebench.harness.bench.contest_state import (
     Entry,
     RunningContest,
-    bound,
     one_line,
     synchronize,
 )
@@ -58,7 +57,7 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         return
     with contest.at(entry, "prepare"), _memory(contest.device) as memory:
         began = time.perf_counter()
-        definition = bound(contest.op.definition, contest.problem)
+        definition = contest.op.definition_at(contest.problem)
         operands = Operands(
             contest.problem,
             weights,
@@ -109,7 +108,7 @@ def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
         layer.problem,
         dict(_stored(layer.problem, contender, layer.dense)),
         {name: x.detach() for name, x in layer.dense.activations.items()},
-        bound(contest.op.definition, layer.problem),
+        contest.op.definition_at(layer.problem),
         entry.row.choice or None,
     )
     launch = load_kernel(contender.kernel).prepare(operands, **contender.options)

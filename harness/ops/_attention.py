@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from sparsebench.harness.ops._op import Values
+
 EPSILON = 1e-6  # of RMS norms
 ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
 
@@ -64,11 +66,11 @@ def attention_and_variance(
     return o.flatten(1), var.flatten(1)
 
 
-def by_sequence(cached: Tensor, m: int, caches: int, wqkv: Tensor, wo: Tensor) -> Tensor:
+def by_sequence(cached: Tensor, fields: Values, wqkv: Tensor, wo: Tensor) -> Tensor:
     """Return keys or values as [caches, m, kv_heads, cache, head_dim]."""
     width = cached.shape[1]
     kv_heads = (wqkv.shape[0] - wo.shape[1]) // (2 * width)
-    return cached.view(caches, m, kv_heads, -1, width)
+    return cached.view(fields["caches"], fields["m"], kv_heads, -1, width)
 
 
 def _heads(projected: Tensor, keys: Tensor) -> _Heads:

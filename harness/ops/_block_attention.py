@@ -1,4 +1,4 @@
-"""Attention over the blocks of a mask, shared by the ops `attention` and `attention_backward`.
+"""Attention over the blocks of a mask, shared by the ops of attention.py.
 
     q, o, do   [batch * m, heads * D]             token-major: heads of a token side by side
     k, v       [batch * context, kv_heads * D]    head h reads KV head h * kv_heads // heads
@@ -20,20 +20,11 @@ from torch import Tensor
 from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import areas
 from sparsebench.harness.inputs.grid import Stack
-from sparsebench.harness.ops._op import Fields, Operand
+from sparsebench.harness.ops._op import Fields, Values
 from sparsebench.results.record import Problem
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Scores that are held at once: on a GPU they take 512 MB in fp64."""
-
-MASK = Operand("mask", ("mask_rows", "kv_blocks"))
-QUERIES = Operand("activation", ("queries", "q_width"))
-KEYS = Operand("activation", ("keys", "kv_width"))
-
-EXAMPLE: dict[str, Any] = {
-    "m": 5, "context": 7, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "block": [2, 3],
-    "causal": False, "lists": "heads", "scale": None,
-}  # fmt: skip
 
 
 class AttentionFields(Fields):
@@ -72,11 +63,10 @@ class AttentionFields(Fields):
         return self
 
 
-def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+def sizes(fields: Values) -> dict[str, Any]:
     """Return the fields, the sizes of the operands, and the geometry of the masks."""
     (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
-    batch, heads = fields["batch"], fields["heads"]
-    kv_heads, width = fields["kv_heads"], fields["head_dim"]
+    batch, heads, kv_heads = fields["batch"], fields["heads"], fields["kv_heads"]
     frames = fields.get("video")
     video = (frames[0], frames[1], frames[2]) if frames else None
     lists = {"heads": heads, "kv_heads": kv_heads, "one": 1}[fields["lists"]]
@@ -84,8 +74,8 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
         **fields,
         "queries": batch * m,
         "keys": batch * context,
-        "q_width": heads * width,
-        "kv_width": kv_heads * width,
+        "q_width": heads * fields["head_dim"],
+        "kv_width": kv_heads * fields["head_dim"],
         "lse_rows": batch * heads,
         "mask_rows": batch * lists * -(-m // b_q),
         "kv_blocks": -(-context // b_k),
@@ -93,19 +83,15 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def tokens_of(fields: Mapping[str, Any]) -> tuple[int, int]:
+def tokens_of(fields: Values) -> tuple[int, int]:
     """Return the queries and the keys of a sequence."""
     return fields["m"], fields["context"] or fields["m"]
 
 
-def format_params(fields: Mapping[str, Any]) -> dict[str, Any]:
+def format_params(fields: Values) -> dict[str, Any]:
     """Return the parameters of formats/block_mask for a problem's mask."""
-    return {
-        "block": list(sides_of(fields["block"])),
-        "tokens": list(tokens_of(fields)),
-        "batch": fields["batch"],
-        "causal": fields["causal"],
-    }
+    block, tokens = list(sides_of(fields["block"])), list(tokens_of(fields))
+    return {"block": block, "tokens": tokens} | {name: fields[name] for name in ("batch", "causal")}
 
 
 def full(problem: Problem) -> dict[str, int]:
@@ -127,14 +113,13 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     mask  allowed pairs of a query and a key, summed over sequences and query heads
     keys  keys that a query selects, summed over sequences and KV heads
     """
-    mask, geometry = weights["mask"], geometry_of(problem)
-    tokens, block = tokens_of(problem.fields), sides_of(geometry.block)
-    area = areas(tokens, block, geometry.causal, mask.device)
+    mask, fields = weights["mask"], problem.fields
+    area = areas(tokens_of(fields), sides_of(fields["block"]), fields["causal"], mask.device)
     lists = (mask != 0).view(-1, *area.shape)
     elements = sum(int(area[present].sum()) for present in lists)
     return {
-        "mask": elements * geometry.heads * geometry.batch // len(lists),
-        "keys": int(selected(mask, tokens, geometry).sum()),
+        "mask": elements * problem["heads"] * problem["batch"] // len(lists),
+        "keys": int(selected(mask, fields).sum()),
     }
 
 
@@ -152,74 +137,60 @@ class Part(NamedTuple):
     allowed: Tensor
 
 
-class Geometry(NamedTuple):
-    """The fields of a problem that say which elements a mask allows."""
-
-    heads: int
-    kv_heads: int
-    batch: int
-    block: int | list[int]
-    causal: bool
+def cells_of(mask: Tensor, fields: Values) -> Tensor:
+    """Return the blocks of a mask, bool [batch, lists, q_blocks, kv_blocks]."""
+    rows = -(-fields["m"] // sides_of(fields["block"])[0])
+    return (mask != 0).view(fields["batch"], -1, rows, mask.shape[1])
 
 
-def geometry_of(problem: Problem) -> Geometry:
-    """Return the geometry of a problem."""
-    return Geometry(*(problem[name] for name in Geometry._fields))
-
-
-def selected(mask: Tensor, tokens: tuple[int, int], geometry: Geometry) -> Tensor:
+def selected(mask: Tensor, fields: Values) -> Tensor:
     """Return which keys some query of a KV head selects, bool [batch, context, kv_heads]."""
-    _, kv_heads, batch, block, causal = geometry
-    (m, context), (b_q, b_k) = tokens, sides_of(block)
-    cells = (mask != 0).view(batch, -1, -(-m // b_q), mask.shape[1])
-    keys = torch.arange(context, device=mask.device)
-    if causal:  # leave out blocks that begin behind the last query of their row
+    (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
+    cells, keys = cells_of(mask, fields), torch.arange(context, device=mask.device)
+    if fields["causal"]:  # leave out blocks that begin behind the last query of their row
         last = torch.arange(b_q, m + b_q, b_q, device=mask.device).clamp(max=m) - 1
         cells = cells & (keys[::b_k] <= last[:, None] + context - m)
-    groups = min(cells.shape[1], kv_heads)
+    batch, groups = fields["batch"], min(cells.shape[1], fields["kv_heads"])
     by_group = cells.reshape(batch, groups, -1, mask.shape[1]).any(2)[:, :, keys // b_k]
-    return by_group.repeat_interleave(kv_heads // groups, 1).mT
+    return by_group.repeat_interleave(fields["kv_heads"] // groups, 1).mT
 
 
-def without_unselected(
-    mask: Tensor, q: Tensor, geometry: Geometry, *tensors: Tensor
-) -> list[Tensor]:
+def without_unselected(mask: Tensor, fields: Values, *tensors: Tensor) -> list[Tensor]:
     """Return K and V with zeros in the keys that no query selects.
 
     A sum over all keys of a sequence multiplies those by 0, and 0 times NaN is NaN.
     """
-    batch, kv_heads = geometry.batch, geometry.kv_heads
-    tokens = len(q) // batch, len(tensors[0]) // batch
-    unselected = ~selected(mask, tokens, geometry).reshape(-1, kv_heads, 1)
-    return [x.view(len(x), kv_heads, -1).masked_fill(unselected, 0).view(x.shape) for x in tensors]
+    heads = fields["kv_heads"]
+    unselected = ~selected(mask, fields).reshape(-1, heads, 1)
+    return [x.view(len(x), heads, -1).masked_fill(unselected, 0).view(x.shape) for x in tensors]
 
 
-def parts(mask: Tensor, q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Part]:
+def parts(mask: Tensor, fields: Values) -> Iterator[Part]:
     """Yield all queries of all heads, ELEMENTS pairs at a time."""
-    heads, kv_heads, batch, block, causal = geometry
-    m, context, width = len(q) // batch, len(k) // batch, q.shape[1] // heads
-    b_q, b_k = sides_of(block)
-    cells = (mask != 0).view(batch, -1, -(-m // b_q), mask.shape[1])
-    lists, step = cells.shape[1], max(1, ELEMENTS[q.device.type] // (context * b_q)) * b_q
-    keys = torch.arange(context, device=q.device)
-    columns = keys // b_k
-    for b in range(batch):
+    (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
+    heads, kv_heads, width = fields["heads"], fields["kv_heads"], fields["head_dim"]
+    cells, keys = cells_of(mask, fields), torch.arange(context, device=mask.device)
+    lists, step = cells.shape[1], max(1, ELEMENTS[mask.device.type] // (context * b_q)) * b_q
+
+    def columns(head: int) -> slice:
+        return slice(head * width, (head + 1) * width)
+
+    for b in range(fields["batch"]):
         for head in range(heads):
-            kv_head = head * kv_heads // heads
-            kv = slice(b * context, (b + 1) * context), _columns(kv_head, width)
+            kv = slice(b * context, (b + 1) * context), columns(head * kv_heads // heads)
             for start in range(0, m, step):
-                rows = torch.arange(start, min(start + step, m), device=q.device)
-                allowed = cells[b, head * lists // heads][rows // b_q][:, columns]
-                if causal:
+                rows = torch.arange(start, min(start + step, m), device=mask.device)
+                allowed = cells[b, head * lists // heads][rows // b_q][:, keys // b_k]
+                if fields["causal"]:
                     allowed &= keys <= rows[:, None] + context - m
-                here = slice(start, start + len(rows))
-                of_q = slice(b * m + start, b * m + start + len(rows)), _columns(head, width)
-                yield Part(of_q, kv, (b * heads + head, here), allowed)
+                end = start + len(rows)
+                of_q = slice(b * m + start, b * m + end), columns(head)
+                yield Part(of_q, kv, (b * heads + head, slice(start, end)), allowed)
 
 
-def scale_of(scale: float | None, q: Tensor, heads: int) -> float:
+def scale_of(fields: Values) -> float:
     """Return the factor of the scores."""
-    return (q.shape[1] // heads) ** -0.5 if scale is None else scale
+    return float(fields["scale"] or fields["head_dim"] ** -0.5)
 
 
 def scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
@@ -228,21 +199,10 @@ def scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
     return every if bool(allowed.all()) else every.masked_fill_(~allowed, -torch.inf)
 
 
-def weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
-    """Return the softmax of the allowed scores [queries, keys]; 0 for a query that sees no key."""
-    p, sees_a_key = scores(q, k, allowed, scale).softmax(-1), allowed.any(-1, True)
-    return p if bool(sees_a_key.all()) else p.masked_fill_(~sees_a_key, 0)
-
-
-def longest_sum(mask: Tensor, q: Tensor, k: Tensor, *, block: int | list[int], batch: int) -> int:
+def longest_sum(mask: Tensor, fields: Values) -> int:
     """Return the most keys that a query selects, at least 1."""
-    _, b_k = sides_of(block)
-    most = int((mask != 0).sum(1).max()) * b_k
-    return max(min(most, len(k) // batch), 1)
-
-
-def _columns(head: int, width: int) -> slice:
-    return slice(head * width, (head + 1) * width)
+    most = int((mask != 0).sum(1).max()) * sides_of(fields["block"])[1]
+    return max(min(most, tokens_of(fields)[1]), 1)
 
 
 def queries_and_keys(problem: Problem, nnz: Mapping[str, int]) -> tuple[int, int]:

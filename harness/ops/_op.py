@@ -4,10 +4,12 @@ An op file defines one OP. Its definition in torch is the oracle (run in fp64), 
 (run in the problem's dtype) and the specification.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -16,6 +18,10 @@ from torch import Tensor
 from sparsebench.formats._format import is_stored
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem, Value
+
+Result = TypeVar("Result")
+Values = Mapping[str, Any]
+"""The fields of a problem."""
 
 Block = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """A block's side, or its rows and columns."""
@@ -59,10 +65,11 @@ class Op:
     fields        pydantic model of a problem's fields
     operands      by name, in the order of the definition's arguments; at most one is a pattern
     definition    dense operands (without the pattern) in any dtype -> output [rows, columns], in
-                  bf16 for fp8; keyword-only arguments are fields of the problem
+                  bf16 for fp8; keyword-only arguments are fields of the problem, and `fields` all
     spread        the same arguments in fp64 -> size, per output element, of the values that
                   rounding acts on: sqrt of the sum of squared terms; errors are compared with it
-    depth         the definition's operands -> most non-zero terms in one of its sums
+    depth         the definition's operands -> most non-zero terms in one of its sums; default: most
+                  non-zeros in a row of any weight
     flops         (problem, non-zeros by weight) -> operations that no kernel can avoid
     fewest_bytes  (problem, non-zeros by weight, bytes per element of a weight) -> bytes that no
                   kernel can avoid: every non-zero and activation read once, every output written
@@ -95,9 +102,9 @@ class Op:
     operands: Mapping[str, Operand]
     definition: Callable[..., Tensor]
     spread: Callable[..., Tensor]
-    depth: Callable[..., int]
     flops: Callable[[Problem, Mapping[str, int]], float]
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
+    depth: Callable[..., int] | None = None
     dense: Callable[[Problem], Problem] = lambda problem: problem
     recorded: Callable[[Mapping[str, Tensor]], dict[str, float | str]] | None = None
     adjust: Callable[[Problem, str, Tensor, int], None] = lambda *_: None
@@ -130,12 +137,25 @@ class Op:
     @property
     def pattern(self) -> str | None:
         """Return the name of the operand whose pattern the output has; None if it is dense."""
-        return next((name for name, o in self.operands.items() if o.role == "pattern"), None)
+        return self._named("pattern")
 
     @property
     def mask(self) -> str | None:
         """Return the name of the operand with the role mask, if there is one."""
-        return next((name for name, o in self.operands.items() if o.role == "mask"), None)
+        return self._named("mask")
+
+    def _named(self, role: str) -> str | None:
+        return next((name for name, o in self.operands.items() if o.role == role), None)
+
+    def definition_at(self, problem: Problem) -> Callable[..., Tensor]:
+        """Return the definition with the fields of a problem, which takes only operands."""
+        return bound(self.definition, problem)
+
+    def longest_sum(self, problem: Problem, arguments: Mapping[str, Tensor]) -> int:
+        """Return the most non-zero terms in a sum of the definition."""
+        if self.depth:
+            return int(bound(self.depth, problem)(**arguments))
+        return longest_row(*(arguments[name] for name in self.weights))
 
     def nonzeros(self, problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
         """Count the non-zeros of each weight; -0.0 is zero."""
@@ -164,13 +184,13 @@ class Op:
     def output_bytes(self, problem: Problem, nonzeros: Mapping[str, int]) -> int:
         """Return the bytes of the output: the fewest without weights, less the activations."""
         sizes, dtype = self.sizes(problem.fields), problem["dtype"]
-        absent = dict.fromkeys((name for name in self.weights if name != self.pattern), 0)
+        counts = self.elements(problem)  # so that no activation is spared
+        counts |= {name: nonzeros[name] if name == self.pattern else 0 for name in self.weights}
         taken: int = sum(
             prod(sizes[size] for size in operand.shape) * operand.dtypes[dtype].itemsize
             for operand in (self.operands[name] for name in self.activations)
         )
-        itemsize = DTYPES[dtype].itemsize
-        return self.fewest_bytes(problem, {**nonzeros, **absent}, itemsize) - taken
+        return self.fewest_bytes(problem, counts, DTYPES[dtype].itemsize) - taken
 
     def rounds(self, dtype: str) -> bool:
         """Return whether a kernel may round activations to the dtype, because they are wider."""
@@ -179,6 +199,12 @@ class Op:
     @property
     def arguments(self) -> list[str]:
         return [name for name in self.operands if name != self.pattern]
+
+
+def bound(function: Callable[..., Result], problem: Problem) -> Callable[..., Result]:
+    """Set an op's keyword-only arguments: fields of the problem by name, or all `fields`."""
+    names = inspect.getfullargspec(function).kwonlyargs
+    return partial(function, **{n: problem.fields if n == "fields" else problem[n] for n in names})
 
 
 def longest_row(*weights: Tensor) -> int:

@@ -8,82 +8,61 @@ The mask says which blocks of keys each block of queries attends to. It is a mat
 
 Contenders of format dense compute attention over all elements, or over all past ones if the problem
 is causal, and are checked against that result.
+
+The op `attention_backward` gives dQ, dK and dV, from dO, O and the log-sum-exp:
+
+    P = exp(scale Q K.T - lse), over the allowed elements       dV = P.T dO
+    dS = P * (dO V.T - sum of dO * O over a row)                dQ = scale dS K
+                                                                dK = scale dS.T Q
+
+             head_dim
+             +------+
+    dQ       |      | batch * m * heads              each token-major, heads of a token side by side
+    dK       |      | batch * context * kv_heads
+    dV       |      | batch * context * kv_heads
+             +------+
+
+Its output is one tensor with these three, one below the other. The error of each is relative to its
+own magnitude. O and lse are those of the forward pass with the mask. The harness computes them in
+fp64 from Q, K and V whenever it draws these anew.
+
+    FLOPs   10 head_dim for each allowed pair of a query and a key: five products
+    bytes   Q, O, dO, dQ, dK, dV, lse, and the keys and values that some query selects
+
+Contenders of format dense sum over all elements (or all past ones if the problem is causal) with
+the same O and lse, which is the work of a dense backward pass. An empty row (lse = -inf) has
+gradients of 0; torch's fused backends, where exp(score - lse) would be inf, are unsupported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from sparsebench.harness.ops._block_attention import (
-    EXAMPLE,
-    KEYS,
-    MASK,
-    QUERIES,
-    AttentionFields,
-    Geometry,
-    counts,
-    format_params,
-    full,
-    longest_sum,
-    parts,
-    queries_and_keys,
-    scale_of,
-    sizes,
-    weights,
-    without_unselected,
-)
-from sparsebench.harness.ops._op import Op
+from sparsebench.harness.ops import _block_attention as blocks
+from sparsebench.harness.ops._block_attention import Part
+from sparsebench.harness.ops._op import Op, Operand, Values
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
 
 
-def definition(
-    mask: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    batch: int,
-    block: int | list[int],
-    causal: bool,
-    scale: float | None,
-) -> Tensor:
+def definition(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values) -> Tensor:
     """Return O [batch * m, heads * head_dim]."""
-    factor, out = scale_of(scale, q, heads), q.new_empty(q.shape)
-    geometry = Geometry(heads, kv_heads, batch, block, causal)
-    k, v = without_unselected(mask, q, geometry, k, v)
-    for part in parts(mask, q, k, geometry):
-        p = weights(q[part.q], k[part.kv], part.allowed, factor)
-        out[part.q] = p @ v[part.kv]
+    out = q.new_empty(q.shape)
+    for part, _, _, of_v, p in _softmax(mask, q, k, v, fields):
+        out[part.q] = p @ of_v
     return out
 
 
-def spread(
-    mask: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    batch: int,
-    block: int | list[int],
-    causal: bool,
-    scale: float | None,
-) -> Tensor:
+def spread(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values) -> Tensor:
     """Carry the variance of each score, and the rounding of each weight, to O.
 
     A score has the variance scale² (q² @ (k²).T). An error ds of it changes O by p ds (v - O),
     because the weights p are normalised. Rounding p changes O by a part of p v.
     """
-    factor, out = scale_of(scale, q, heads), q.new_empty(q.shape)
-    geometry = Geometry(heads, kv_heads, batch, block, causal)
-    k, v = without_unselected(mask, q, geometry, k, v)
-    for part in parts(mask, q, k, geometry):
-        of_q, of_k, of_v = q[part.q], k[part.kv], v[part.kv]
-        p = weights(of_q, of_k, part.allowed, factor)
+    factor, out = blocks.scale_of(fields), q.new_empty(q.shape)
+    for part, of_q, of_k, of_v, p in _softmax(mask, q, k, v, fields):
         o = p @ of_v
         p.square_()
         moved = (of_q.square() @ of_k.square().mT).mul_(factor**2).mul_(p)
@@ -93,11 +72,24 @@ def spread(
     return out
 
 
-def depth(
-    mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, block: int | list[int], batch: int
-) -> int:
+def _softmax(
+    mask: Tensor, q: Tensor, k: Tensor, v: Tensor, fields: Values
+) -> Iterator[tuple[Part, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield each part with its queries, keys, values, and weights [queries, keys].
+
+    The weights are the softmax of the allowed scores, and 0 for a query that sees no key.
+    """
+    k, v = blocks.without_unselected(mask, fields, k, v)
+    for part in blocks.parts(mask, fields):
+        of_q, of_k, sees_a_key = q[part.q], k[part.kv], part.allowed.any(-1, True)
+        p = blocks.scores(of_q, of_k, part.allowed, blocks.scale_of(fields)).softmax(-1)
+        p = p if bool(sees_a_key.all()) else p.masked_fill_(~sees_a_key, 0)
+        yield part, of_q, of_k, v[part.kv], p
+
+
+def depth(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values) -> int:
     """Return the most keys that a query selects."""
-    return longest_sum(mask, q, k, block=block, batch=batch)
+    return blocks.longest_sum(mask, fields)
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
@@ -107,11 +99,130 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of Q and O, and of the keys and values that are selected."""
-    return 2 * DTYPES[problem["dtype"]].itemsize * sum(queries_and_keys(problem, nnz))
+    return 2 * DTYPES[problem["dtype"]].itemsize * sum(blocks.queries_and_keys(problem, nnz))
 
+
+@dataclass
+class Gradients:
+    """Sums of dQ [batch * m, heads * D], dK and dV, in fp32 or fp64."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def zeros(cls, q: Tensor, k: Tensor) -> "Gradients":
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (q, k, k))
+        return cls(dq, dk, dv)
+
+    def add(self, part: Part, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        self.dq[part.q] += dq
+        self.dk[part.kv] += dk
+        self.dv[part.kv] += dv
+
+    def output(self, fields: Values) -> Tensor:
+        """Return the three, one below the other."""
+        return torch.cat([t.view(-1, fields["head_dim"]) for t in (self.dq, self.dk, self.dv)])
+
+
+def gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> Tensor:
+    """Return dQ, dK and dV, one below the other, [..., head_dim]."""
+    q, k, v, o, lse, do = (operands[name] for name in GRADIENT_OPERANDS)
+    factor, sums = blocks.scale_of(fields), Gradients.zeros(q, k)
+    k, v = blocks.without_unselected(mask, fields, k, v)
+    for part in blocks.parts(mask, fields):
+        of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
+        p = _weights(of_q, of_k, part, lse, factor)
+        dp = of_do @ v[part.kv].mT
+        delta = (of_do * o[part.q]).sum(-1, True)
+        ds = (p * (dp - delta)).to(q.dtype)
+        sums.add(part, ds @ of_k * factor, ds.mT @ of_q * factor, p.to(q.dtype).mT @ of_do)
+    return sums.output(fields).to(q.dtype)
+
+
+def spread_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> Tensor:
+    """Carry the variances of the scores, of dO V.T and of its row sum to the three gradients.
+
+    P and dS are also rounded, before the products that they enter.
+    """
+    q, k, v, o, lse, do = (operands[name] for name in GRADIENT_OPERANDS)
+    factor, variances = blocks.scale_of(fields), Gradients.zeros(q, k)
+    k, v = blocks.without_unselected(mask, fields, k, v)
+    for part in blocks.parts(mask, fields):
+        of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
+        p = _weights(of_q, of_k, part, lse, factor).to(q.dtype)
+        delta = (of_do * o[part.q]).sum(-1, True)
+        ds = (of_do @ v[part.kv].mT).sub_(delta).mul_(p).square_()
+        q2, k2, do2 = of_q.square(), of_k.square(), of_do.square()
+        around = (do2 * o[part.q].square()).sum(-1, True)
+        var_dp = (do2 @ v[part.kv].square().mT).add_(around)
+        moved = (q2 @ k2.mT).mul_(factor**2).add_(1)
+        p2 = p.square_()
+        var_ds = ds.mul_(moved).add_(var_dp.mul_(p2)).mul_(factor**2)
+        variances.add(part, var_ds @ k2, var_ds.mT @ q2, p2.mul_(moved).mT @ do2)
+    return variances.output(fields).sqrt()
+
+
+def _weights(q: Tensor, k: Tensor, part: Part, lse: Tensor, scale: float) -> Tensor:
+    """Return P [queries, keys], in fp32 or fp64; 0 where the log-sum-exp is -inf."""
+    of_row = lse[part.row][:, None]
+    p = ((q @ k.mT) * scale - of_row.to(torch.promote_types(q.dtype, torch.float32))).exp()
+    return p.masked_fill(~part.allowed | (of_row == -torch.inf), 0)
+
+
+def depth_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> int:
+    """Return the most keys that a query selects, or queries of a group that select a key."""
+    queries = fields["m"] * (fields["heads"] // fields["kv_heads"])
+    return max(blocks.longest_sum(mask, fields), queries)
+
+
+def derive(
+    problem: Problem, operands: Mapping[str, Tensor], activations: Mapping[str, Tensor]
+) -> None:
+    """Write O and lse of the forward pass with the mask."""
+    mask, q, fields = operands["mask"], activations["q"], problem.fields
+    k, v = blocks.without_unselected(mask, fields, activations["k"], activations["v"])
+    for part in blocks.parts(mask, fields):
+        of_q, of_k, of_v = q[part.q].double(), k[part.kv].double(), v[part.kv].double()
+        of_row = blocks.scores(of_q, of_k, part.allowed, blocks.scale_of(fields))
+        lse = of_row.logsumexp(-1)
+        p = of_row.sub_(lse[:, None]).exp_().masked_fill_((lse == -torch.inf)[:, None], 0)
+        activations["o"][part.q] = (p @ of_v).to(q.dtype)
+        activations["lse"][part.row] = lse.float()
+
+
+def flops_of_gradients(problem: Problem, nnz: Mapping[str, int]) -> float:
+    """Return one multiply and one add for each of five products, per allowed element."""
+    return float(10 * problem["head_dim"] * nnz["mask"])
+
+
+def bytes_of_gradients(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of the activations, and of the keys and values that are selected."""
+    queries, keys = blocks.queries_and_keys(problem, nnz)
+    rows, every, _ = results(problem)
+    elements = 4 * queries + 2 * keys + 2 * every * problem["head_dim"]
+    return int(DTYPES[problem["dtype"]].itemsize * elements + 4 * rows)
+
+
+def results(problem: Problem) -> tuple[int, ...]:
+    """Return the rows of dQ, dK and dV."""
+    m, context = blocks.tokens_of(problem.fields)
+    keys = problem["batch"] * context * problem["kv_heads"]
+    return problem["batch"] * m * problem["heads"], keys, keys
+
+
+EXAMPLE = {
+    "m": 5, "context": 7, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "block": [2, 3],
+    "causal": False, "lists": "heads", "scale": None,
+}  # fmt: skip
+MASK = Operand("mask", ("mask_rows", "kv_blocks"))
+QUERIES = Operand("activation", ("queries", "q_width"))
+KEYS = Operand("activation", ("keys", "kv_width"))
+LSE = Operand("activation", ("lse_rows", "m"), dict.fromkeys(DTYPES, torch.float32))
 
 OP = Op(
-    fields=AttentionFields,
+    fields=blocks.AttentionFields,
     operands={"mask": MASK, "q": QUERIES, "k": KEYS, "v": KEYS},
     definition=definition,
     spread=spread,
@@ -119,9 +230,25 @@ OP = Op(
     flops=flops,
     fewest_bytes=fewest_bytes,
     parts=lambda problem: (problem["batch"] * problem["m"],),
-    sizes=sizes,
+    sizes=blocks.sizes,
     example=EXAMPLE,
-    counts=counts,
-    full=full,
-    format_params=format_params,
+    counts=blocks.counts,
+    full=blocks.full,
+    format_params=blocks.format_params,
 )
+
+BACKWARD = replace(
+    OP,
+    operands={**OP.operands, "o": QUERIES, "lse": LSE, "do": QUERIES},
+    definition=gradients,
+    spread=spread_of_gradients,
+    depth=depth_of_gradients,
+    flops=flops_of_gradients,
+    fewest_bytes=bytes_of_gradients,
+    derive=derive,
+    derived=("o", "lse"),
+    parts=results,
+)
+"""Backward pass of block-sparse attention: dQ, dK and dV, from dO, O and the log-sum-exp."""
+
+GRADIENT_OPERANDS = BACKWARD.activations

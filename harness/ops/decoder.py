@@ -51,12 +51,13 @@ from sparsebench.harness.ops._attention import (
     attention_and_variance,
     by_sequence,
 )
-from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
+from sparsebench.harness.ops._op import Fields, Op, Operand, Values
 from sparsebench.harness.ops.ffn import SPARSEST_FP8, _meant, act_of, slope_of
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
 LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other one is the head's
+REST = "wh", "gains", "keys", "values", "x"
 MLP = "wg", "wu", "wd"
 EXAMPLE = {
     "hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5,
@@ -119,34 +120,19 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def definition(
-    wqkv: Tensor,
-    wo: Tensor,
-    wg: Tensor,
-    wu: Tensor,
-    wd: Tensor,
-    wh: Tensor,
-    gains: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    x: Tensor,
-    *,
-    activation: str = "silu",
-    caches: int = 1,
-    dtype: str = "bf16",
-) -> Tensor:
+def definition(*, fields: Values, **operands: Tensor) -> Tensor:
     """Return Y [m, vocab] in the operands' dtype; weights stored in fp8 are computed in fp32."""
-    stored = wg.dtype
-    wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
-    wh, gains, keys, values, s = (t.to(wg.dtype) for t in (wh, gains, keys, values, x))
-    keys, values = (by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
+    activation, caches = fields["activation"], fields["caches"]
+    wqkv, wo, wg, wu, wd = (_meant(operands[name], fields["dtype"]) for name in LAYER)
+    wh, gains, keys, values, s = (operands[name].to(wg.dtype) for name in REST)
+    keys, values = (by_sequence(t, fields, wqkv, wo) for t in (keys, values))
     for layer in range(len(gains) // 2):
         z, cache = _norm(s, gains[2 * layer]), layer % caches
         s = s + attended(z, wqkv, wo, keys[cache], values[cache])
         z = _norm(s, gains[2 * layer + 1])
         s = s + linear(act_of(linear(z, wg), activation) * linear(z, wu), wd)
     y = linear(_norm(s, gains[-1]), wh)
-    return y.bfloat16() if stored == torch.float8_e4m3fn else y
+    return y.bfloat16() if operands["wg"].dtype == torch.float8_e4m3fn else y
 
 
 def derive(
@@ -156,12 +142,11 @@ def derive(
     if problem.fields.get("active") is None:
         return
     wqkv, wo, wg, wu, wd = (weights[name].double() for name in LAYER)
-    gains, m, caches = activations["gains"], problem["m"], problem["caches"]
+    gains, count = activations["gains"], round(problem["active"] * problem["m"])
     keys, values, s = (activations[name].double() for name in ("keys", "values", "x"))
-    keys, values = (by_sequence(t, m, caches, wqkv, wo) for t in (keys, values))
-    count = round(problem["active"] * m)
+    keys, values = (by_sequence(t, problem.fields, wqkv, wo) for t in (keys, values))
     for layer in range(problem["layers"]):
-        z, cache = _norm(s, gains[2 * layer].double()), layer % caches
+        z, cache = _norm(s, gains[2 * layer].double()), layer % problem["caches"]
         s = s + attended(z, wqkv, wo, keys[cache], values[cache])
         z = _norm(s, gains[2 * layer + 1].double())
         z[:, 0] = 0
@@ -172,31 +157,17 @@ def derive(
         s = s + linear(act_of(linear(z, wg), problem["activation"]) * linear(z, wu), wd)
 
 
-def spread(
-    wqkv: Tensor,
-    wo: Tensor,
-    wg: Tensor,
-    wu: Tensor,
-    wd: Tensor,
-    wh: Tensor,
-    gains: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    x: Tensor,
-    *,
-    activation: str = "silu",
-    caches: int = 1,
-    dtype: str = "bf16",
-) -> Tensor:
+def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     """Carry the variance of every value through the layers, in units of eps², to that of Y.
 
     The operands of a product were rounded, and so were its result and the stream after each sum.
     Errors of different values count as independent, and each step as linear in them.
     """
-    wqkv, wo, wg, wu, wd = (_meant(w, dtype) for w in (wqkv, wo, wg, wu, wd))
-    keys, values = (by_sequence(t, len(x), caches, wqkv, wo) for t in (keys, values))
-    fine = FINE_FP8 if dtype == "fp8" else 1.0
-    s, var_s = x, torch.zeros_like(x)
+    activation, caches = fields["activation"], fields["caches"]
+    wqkv, wo, wg, wu, wd = (_meant(operands[name], fields["dtype"]) for name in LAYER)
+    wh, gains, keys, values, s = (operands[name] for name in REST)
+    keys, values = (by_sequence(t, fields, wqkv, wo) for t in (keys, values))
+    fine, var_s = FINE_FP8 if fields["dtype"] == "fp8" else 1.0, torch.zeros_like(s)
 
     def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = linear(z, w)
@@ -218,22 +189,6 @@ def spread(
         s, var_s = added(*product(act * u, var, wd))
     z, var = _norm(s, gains[-1]), _norm_of(var_s, s, gains[-1])
     return _by_squares(var + fine * z.square(), wh).sqrt()
-
-
-def depth(
-    wqkv: Tensor,
-    wo: Tensor,
-    wg: Tensor,
-    wu: Tensor,
-    wd: Tensor,
-    wh: Tensor,
-    gains: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    x: Tensor,
-) -> int:
-    """Return the most non-zeros in a row of a weight."""
-    return longest_row(wqkv, wo, wg, wu, wd, wh)
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
@@ -338,7 +293,6 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
-    depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,

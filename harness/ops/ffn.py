@@ -30,7 +30,7 @@ from sparsebench.harness.ops._active import (
     share,
     share_of_any,
 )
-from sparsebench.harness.ops._op import Op, Operand, longest_row
+from sparsebench.harness.ops._op import Op, Operand
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
@@ -88,11 +88,6 @@ def spread(
     h2 = (act * u).square()
     var_h = (slope * u).square() * var_g + act.square() * var_u + h2
     return linear(var_h + h2, wd.square()).sqrt()
-
-
-def depth(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor) -> int:
-    """Return the most non-zeros in a row of a weight."""
-    return longest_row(wg, wu, wd)
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
@@ -158,7 +153,6 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
-    depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,

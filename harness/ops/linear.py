@@ -1,6 +1,12 @@
 """Linear layer without bias: Y[m, n] = X[m, k] @ W[n, k].T, as torch.nn.functional.linear.
 
-m tokens, n output features, k input features; W is the sparse operand.
+m tokens, n output features, k input features; W is the sparse operand. With a loss L, dY is dL/dY:
+
+    linear_dgrad   dX[m, k] = dY[m, n] @ W[n, k]        gradient of the input
+    linear_wgrad   dW[n, k] = dY[m, n].T @ X[m, k]      gradient of the weight at its pattern
+
+W gives wgrad's pattern; its values are not read. The gradient is computed where the format stores
+W: whole blocks in BSR, the full product in dense.
 
     fp8   Y = bf16(X @ W.T), X and W in float8_e4m3fn, sums in fp32
 
@@ -17,6 +23,7 @@ kept becomes zero.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, Self
 
 import torch
@@ -24,6 +31,7 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebench.formats._format import is_stored
 from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
 from sparsebench.kernels._kernel import OUTPUTS
 from sparsebench.results.record import Problem
@@ -71,19 +79,21 @@ def spread(w: Tensor, x: Tensor) -> Tensor:
     return definition(w.square(), x.square()).sqrt()
 
 
-def depth(w: Tensor, x: Tensor) -> int:
-    """Return the most non-zeros in a row of W."""
-    return longest_row(w)
-
-
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     """Return one multiply and one add per token and non-zero."""
     return float(2 * problem["m"] * nnz["w"])
 
 
+def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the non-zeros of W, and how many of its rows and columns have any."""
+    stored = is_stored(weights["w"])
+    rows, columns = (int(stored.any(axis).sum()) for axis in (1, 0))
+    return {"w": int(stored.sum()), "rows": rows, "columns": columns}
+
+
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, X and Y."""
-    m, n, k = problem["m"], problem["n"], problem["k"]
+    """Return the bytes of W's non-zeros, Y, and the features of X that meet a non-zero."""
+    m, n, k = problem["m"], problem["n"], nnz.get("columns", problem["k"])
     weights = nnz["w"] * (_bits(problem) or 8 * itemsize) // 8
     return int(weights + itemsize * m * k + OUTPUTS[problem["dtype"]].itemsize * m * n)
 
@@ -111,8 +121,57 @@ OP = Op(
     operands={"w": Operand("weight", ("n", "k")), "x": Operand("activation", ("m", "k"))},
     definition=definition,
     spread=spread,
-    depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    counts=counts,
     adjust=adjust,
 )
+
+
+def input_gradient(w: Tensor, dy: Tensor) -> Tensor:
+    """Return dX [m, k] for W [n, k] and dY [m, n]."""
+    return dy @ w
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of every element of W [n, k], for dY [m, n] and X [m, k]."""
+    return dy.t() @ x
+
+
+def bytes_of_input_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of W's non-zeros, of dX, and of the features of dY that meet a non-zero."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), problem["k"]
+    return int(itemsize * (nnz["w"] + m * n + m * k))
+
+
+def bytes_of_weight_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of dW's elements, and of the features of dY and X that they need."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), nnz.get("columns", problem["k"])
+    return int(itemsize * (nnz["w"] + m * n + m * k))
+
+
+DGRAD = Op(
+    fields=GradientFields,
+    operands={"w": Operand("weight", ("n", "k")), "dy": Operand("activation", ("m", "n"))},
+    definition=input_gradient,
+    spread=lambda w, dy: input_gradient(w.square(), dy.square()).sqrt(),
+    depth=lambda w, dy: longest_row(w.t()),
+    flops=flops,
+    fewest_bytes=bytes_of_input_gradient,
+    counts=counts,
+)
+"""Gradient of a linear layer's input: dX[m, k] = dY[m, n] @ W[n, k]."""
+
+WGRAD = replace(
+    DGRAD,
+    operands={
+        "w": Operand("pattern", ("n", "k")),
+        "dy": Operand("activation", ("m", "n")),
+        "x": Operand("activation", ("m", "k")),
+    },
+    definition=weight_gradient,
+    fewest_bytes=bytes_of_weight_gradient,
+    spread=lambda dy, x: weight_gradient(dy.square(), x.square()).sqrt(),
+    depth=lambda dy, x: len(dy),  # every sum runs over the tokens
+)
+"""Gradient of a linear layer's weight at its pattern: dW[n, k] = dY[m, n].T @ X[m, k]."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsebench.harness.ops._active import adjust, all_active, keeps_first, share, share_of_any
-from sparsebench.harness.ops._op import Op, Operand, longest_row
+from sparsebench.harness.ops._op import Op, Operand
 from sparsebench.harness.ops.ffn import FfnFields, act_of, slope_of
 from sparsebench.results.record import Problem
 
@@ -38,11 +38,6 @@ def spread(wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
     return linear(var_h + h2, wd.square()).sqrt()
 
 
-def depth(wu: Tensor, wd: Tensor, x: Tensor) -> int:
-    """Return the most non-zeros in a row of a weight."""
-    return longest_row(wu, wd)
-
-
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     """Return one multiply and one add per token and non-zero; in Wd, of active units."""
     return float(2 * problem["m"] * (nnz["wu"] + share(problem) * nnz["wd"]))
@@ -63,7 +58,6 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
-    depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,

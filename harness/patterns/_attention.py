@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.inputs.grid import Grid, Score, Stack
-from sparsebench.harness.patterns._pattern import Rule, Weight
+from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
-Rank = Callable[[Tensor], Tensor]
+Rank = Callable[[Stack, Tensor], Tensor]
 """Maps the scores of a stack's blocks [masks, rows, columns] to their ranks, of that shape or
 [rows, columns] if all masks have the same, on any device."""
 
@@ -25,14 +25,18 @@ LAST = 2**40
 """Above any rank."""
 
 
-def ranked(weight: Weight, rank: Rank) -> Rule:
-    """Return the rule that keeps the lowest ranks of each mask, and the nearest blocks first."""
+def by_rank(rank: Rank) -> Pattern:
+    """Return the pattern that keeps the lowest ranks of each mask, and the nearest blocks first."""
+    return Pattern(lambda weight: _ranked(weight, rank), causal=True)
+
+
+def _ranked(weight: Weight, rank: Rank) -> Rule:
     stack = weight.stack
 
     def score(grid: Grid, count: int, base: Score) -> Tensor:
         scores = base(grid).view(stack.count, stack.rows, stack.columns)
         near, allowed = (distance(stack) == 0).to(scores.device), past(stack).to(scores.device)
-        ranks = rank(scores).to(scores.device).expand(scores.shape)
+        ranks = rank(stack, scores).to(scores.device).expand(scores.shape)
         ranks = ranks.masked_fill(near, 0).add(~near)
         return (LAST - ranks.long()).masked_fill_(~allowed, 0).flatten()
 

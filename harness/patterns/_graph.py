@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.grid import Grid, Score
-from sparsebench.harness.patterns._pattern import Rule
+from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 Dice = NDArray[np.integer]
 Mask = NDArray[np.bool_]
@@ -39,9 +39,17 @@ def graph(grid: Grid, draw: Draw, cells: Sequence[int]) -> Rule:
     return Rule(grid, grid.cells, cells, score)
 
 
-def square(name: str, grid: Grid) -> Grid:
-    """Return the grid. Raises SuiteError unless it is square and large enough."""
-    if grid.rows == grid.columns >= FEWEST_NODES:
-        return grid
-    expected = f"as many rows of blocks as columns, at least {FEWEST_NODES}"
-    raise SuiteError(f"pattern {name}: expected {expected}; found {grid.rows}x{grid.columns}")
+def square(name: str, draw: Draw, cells: Callable[[int], Sequence[int]]) -> Pattern:
+    """Return the pattern of a graph whose nodes are the rows and columns of blocks.
+
+    `cells` maps the number of nodes to those of the cells, as in `graph`.
+    """
+
+    def rule(weight: Weight) -> Rule:
+        grid = weight.blocks
+        if grid.rows == grid.columns >= FEWEST_NODES:
+            return graph(grid, draw, cells(grid.rows))
+        expected = f"as many rows of blocks as columns, at least {FEWEST_NODES}"
+        raise SuiteError(f"pattern {name}: expected {expected}; found {grid.rows}x{grid.columns}")
+
+    return Pattern(rule)

@@ -10,20 +10,16 @@ Source: BigBird, arXiv:2007.14062.
 
 from torch import Tensor
 
-from sparsebench.harness.patterns._attention import distance, in_rows, past, ranked
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.inputs.grid import Stack
+from sparsebench.harness.patterns._attention import by_rank, distance, in_rows, past
 
 
-def rule(weight: Weight) -> Rule:
+def rank(stack: Stack, scores: Tensor) -> Tensor:
     """Rank window and global blocks first, then random ones, in each row in turn."""
-
-    def rank(scores: Tensor) -> Tensor:
-        first = distance(weight.stack) <= 1
-        first[0] = first[:, 0] = True
-        ranks = in_rows(scores, past(weight.stack) & ~first) + 1
-        return ranks.masked_fill_(first.to(scores.device), 0)
-
-    return ranked(weight, rank)
+    first = distance(stack) <= 1
+    first[0] = first[:, 0] = True
+    ranks = in_rows(scores, past(stack) & ~first) + 1
+    return ranks.masked_fill_(first.to(scores.device), 0)
 
 
-PATTERN = Pattern(rule, causal=True)
+PATTERN = by_rank(rank)

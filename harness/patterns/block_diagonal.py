@@ -9,21 +9,16 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsebench.harness.inputs.grid import Grid
 from sparsebench.harness.patterns._graph import Dice, Mask, graph
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._pattern import Pattern
 
 
-def rule(weight: Weight) -> Rule:
-    """Divide the grid into the number of parts that gives the density."""
-    grid = weight.blocks
-    return graph(grid, cliques, clique_cells(grid.rows, grid.columns))
-
-
-def clique_cells(rows: int, columns: int) -> list[int]:
+def clique_cells(grid: Grid) -> list[int]:
     """Return the number of cells with 1, 2, ... parts."""
     return [
-        int((np.bincount(_part(rows, parts)) * np.bincount(_part(columns, parts))).sum())
-        for parts in range(1, min(rows, columns) + 1)
+        int((np.bincount(_part(grid.rows, parts)) * np.bincount(_part(grid.columns, parts))).sum())
+        for parts in range(1, min(grid.rows, grid.columns) + 1)
     ]
 
 
@@ -38,4 +33,4 @@ def _part(nodes: int, parts: int) -> NDArray[np.int64]:
     return np.arange(nodes) * parts // nodes
 
 
-PATTERN = Pattern(rule)
+PATTERN = Pattern(lambda w: graph(w.blocks, cliques, clique_cells(w.blocks)))

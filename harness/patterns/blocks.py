@@ -5,12 +5,6 @@
 . ## ## ##
 """
 
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._pattern import Pattern, Rule
 
-
-def rule(weight: Weight) -> Rule:
-    """Choose among all blocks."""
-    return Rule(weight.blocks, group=weight.blocks.cells)
-
-
-PATTERN = Pattern(rule)
+PATTERN = Pattern(lambda weight: Rule(weight.blocks, group=weight.blocks.cells))

@@ -6,13 +6,6 @@
 .  ## ## ##
 """
 
-from sparsebench.harness.patterns._attention import ranked
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._attention import by_rank
 
-
-def rule(weight: Weight) -> Rule:
-    """Rank blocks by their score."""
-    return ranked(weight, lambda scores: scores.max().long() - scores)
-
-
-PATTERN = Pattern(rule, causal=True)
+PATTERN = by_rank(lambda stack, scores: scores.max().long() - scores)

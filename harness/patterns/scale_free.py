@@ -11,14 +11,7 @@ m = 2             each new node is linked to m older ones, drawn with odds propo
 
 import numpy as np
 
-from sparsebench.harness.patterns._graph import Dice, Mask, graph, square
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
-
-
-def rule(weight: Weight) -> Rule:
-    """Draw the graph with the number of links that gives the density."""
-    grid = square("scale_free", weight.blocks)
-    return graph(grid, hubs, hub_cells(grid.rows))
+from sparsebench.harness.patterns._graph import Dice, Mask, square
 
 
 def hub_cells(nodes: int) -> list[int]:
@@ -44,4 +37,4 @@ def hubs(dice: Dice, m: int) -> Mask:
     return linked
 
 
-PATTERN = Pattern(rule)
+PATTERN = square("scale_free", hubs, hub_cells)

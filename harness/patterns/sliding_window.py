@@ -6,13 +6,6 @@
 .  .  ## ##
 """
 
-from sparsebench.harness.patterns._attention import distance, ranked
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._attention import by_rank, distance
 
-
-def rule(weight: Weight) -> Rule:
-    """Rank blocks by their distance."""
-    return ranked(weight, lambda scores: distance(weight.stack))
-
-
-PATTERN = Pattern(rule, causal=True)
+PATTERN = by_rank(lambda stack, scores: distance(stack))

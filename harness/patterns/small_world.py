@@ -15,16 +15,9 @@ lowest score, move their second end to the unlinked node of highest score. Sourc
 
 import numpy as np
 
-from sparsebench.harness.patterns._graph import Dice, Mask, graph, square
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._graph import Dice, Mask, square
 
 MOVED = 0.2
-
-
-def rule(weight: Weight) -> Rule:
-    """Draw the ring with the number of links that gives the density."""
-    grid = square("small_world", weight.blocks)
-    return graph(grid, ring, ring_cells(grid.rows))
 
 
 def ring_cells(nodes: int) -> list[int]:
@@ -50,4 +43,4 @@ def ring(dice: Dice, m: int) -> Mask:
     return linked
 
 
-PATTERN = Pattern(rule)
+PATTERN = square("small_world", ring, ring_cells)

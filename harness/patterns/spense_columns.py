@@ -5,17 +5,6 @@ x x . .  x x x x
 x . . x  x x x x
 """
 
-from dataclasses import replace
+from sparsebench.harness.patterns._hybrid import hybrid
 
-from sparsebench.harness.patterns._hybrid import dense_fraction, front
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
-from sparsebench.harness.patterns.two_four import PATTERN as TWO_FOUR
-
-
-def rule(weight: Weight) -> Rule:
-    """Choose within each four of the left columns."""
-    n, k = weight.n, weight.k
-    return replace(TWO_FOUR.rule(weight), front=lambda sparsity: (n, front(k, sparsity)))
-
-
-PATTERN = Pattern(rule, lambda fields: {**dense_fraction(fields), "split": "columns"})
+PATTERN = hybrid("columns")

@@ -15,7 +15,8 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 def rule(weight: Weight) -> Rule:
     """Split the weight along its hidden units."""
     from_hidden = weight.sizes[1] in ("n", "intermediate")
-    return spense_columns.rule(weight) if from_hidden else spense_rows.rule(weight)
+    split = spense_columns if from_hidden else spense_rows
+    return split.PATTERN.rule(weight)
 
 
 PATTERN = Pattern(rule, dense_fraction)

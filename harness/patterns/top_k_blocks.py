@@ -6,13 +6,6 @@
 .  .  ## ##
 """
 
-from sparsebench.harness.patterns._attention import in_rows, past, ranked
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._attention import by_rank, in_rows, past
 
-
-def rule(weight: Weight) -> Rule:
-    """Rank blocks by their place in the row."""
-    return ranked(weight, lambda scores: in_rows(scores, past(weight.stack)) + 1)
-
-
-PATTERN = Pattern(rule, causal=True)
+PATTERN = by_rank(lambda stack, scores: in_rows(scores, past(stack)) + 1)

@@ -5,12 +5,6 @@ x . . x x .
 x . . . x .
 """
 
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._pattern import Pattern, Rule
 
-
-def rule(weight: Weight) -> Rule:
-    """Choose among all elements."""
-    return Rule(weight.elements, group=weight.elements.cells)
-
-
-PATTERN = Pattern(rule)
+PATTERN = Pattern(lambda weight: Rule(weight.elements, group=weight.elements.cells))

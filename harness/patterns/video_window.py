@@ -10,21 +10,16 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.inputs.grid import Stack
-from sparsebench.harness.patterns._attention import ranked
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.patterns._attention import by_rank
 
 CUBE = 4
 FINE = 2**20  # of a side of the video
 
 
-def rule(weight: Weight) -> Rule:
+def rank(stack: Stack, scores: Tensor) -> Tensor:
     """Rank blocks by their distance along the side on which they are furthest apart."""
-
-    def rank(scores: Tensor) -> Tensor:
-        q, k = (places(weight.stack, side) for side in (0, 1))
-        return (q[:, None] - k).abs().amax(-1)
-
-    return ranked(weight, rank)
+    q, k = (places(stack, side) for side in (0, 1))
+    return (q[:, None] - k).abs().amax(-1)
 
 
 def places(stack: Stack, side: int) -> Tensor:
@@ -43,4 +38,4 @@ def places(stack: Stack, side: int) -> Tensor:
     return sums // torch.bincount(rows)[:, None]
 
 
-PATTERN = Pattern(rule, causal=True)
+PATTERN = by_rank(rank)

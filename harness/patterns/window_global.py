@@ -8,19 +8,15 @@
 
 from torch import Tensor
 
-from sparsebench.harness.patterns._attention import distance, ranked
-from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
+from sparsebench.harness.inputs.grid import Stack
+from sparsebench.harness.patterns._attention import by_rank, distance
 
 
-def rule(weight: Weight) -> Rule:
+def rank(stack: Stack, scores: Tensor) -> Tensor:
     """Rank the first row and column first, then blocks by their distance."""
-
-    def rank(scores: Tensor) -> Tensor:
-        ranks = distance(weight.stack) + 1
-        ranks[0] = ranks[:, 0] = 0
-        return ranks
-
-    return ranked(weight, rank)
+    ranks = distance(stack) + 1
+    ranks[0] = ranks[:, 0] = 0
+    return ranks
 
 
-PATTERN = Pattern(rule, causal=True)
+PATTERN = by_rank(rank)

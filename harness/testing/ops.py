@@ -9,9 +9,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sparsebench.harness.catalog import keywords, load_op
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import fill
-from sparsebench.harness.ops._op import Fields, Op
+from sparsebench.harness.ops._op import Fields, Op, bound
 from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.results.record import Problem
 
@@ -62,7 +62,7 @@ def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Call
     """Set the arguments that are no operands to the op's defaults or example, and a dtype."""
     op = load_op(name)
     defaults = op.defaults | dict(op.example) | {"dtype": dtype}
-    return partial(function, **{field: defaults[field] for field in keywords(function)})
+    return bound(function, Problem(name, defaults))
 
 
 def _fields(name: str) -> None:
@@ -79,12 +79,12 @@ def _fields(name: str) -> None:
 
 def _signatures(name: str) -> None:
     op = load_op(name)
-    for function in (op.definition, op.spread, op.depth):
-        parameters = inspect.signature(function).parameters.values()
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        message = f"{function.__name__}: expected arguments {op.arguments}, found {positional}"
-        expect(positional == op.arguments, message)
-        unknown = keywords(function) - op.fields.model_fields.keys()
+    for function in filter(None, (op.definition, op.spread, op.depth)):
+        written = inspect.getfullargspec(function)
+        expected = op.arguments[: len(written.args)] if written.varkw else op.arguments
+        message = f"{function.__name__}: expected arguments {op.arguments}, found {written.args}"
+        expect(written.args == expected, message)
+        unknown = {*written.kwonlyargs} - {"fields", *op.fields.model_fields}
         expect(not unknown, f"{function.__name__}: expected fields, found {sorted(unknown)}")
 
 

@@ -7,13 +7,14 @@ from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, n
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import significant
+from sparsebench.results.frame import fields
 
 TITLE = "Cliffs in the number of tokens"
 ORDER = 45
 
 COUNTS = 12  # numbers of tokens that a run must have
 LIMIT = 1.05  # ratio that is listed
-KEY = ["op", "n", "k", "dtype", "pattern", "block", "level", "label"]
+REST = "seed", "sparsity", "m"  # fields in which the cases of a line may differ
 
 
 def draw(frames: Frames) -> Markup:
@@ -25,7 +26,8 @@ def draw(frames: Frames) -> Markup:
 
 def _draw(raced: pd.DataFrame) -> Markup:
     lines, cases = [], 0
-    for _, group in raced.groupby(KEY, sort=False, dropna=False):
+    key = ["op", *(name for name in fields(raced) if name not in REST), "level", "label"]
+    for _, group in raced.groupby(key, sort=False, dropna=False):
         line = group.sort_values("m")
         least = line.median_us[::-1].cummin()[::-1].shift(-1)
         ratio = line.median_us / least
@@ -33,7 +35,7 @@ def _draw(raced: pd.DataFrame) -> Markup:
         for at in ratio[ratio > LIMIT].sort_values(ascending=False).index:
             more = line.m[line.median_us == least[at]].iloc[-1]
             us = f"{significant(line.median_us[at])} µs", f"{significant(least[at])} µs at m {more}"
-            where = named(line.loc[at], [*KEY, "m"])
+            where = named(line.loc[at], [*key, "m"])
             lines.append((float(ratio[at]), [where, f"{ratio[at]:.2f}", *us]))
     head = f"{len(lines)} of {cases} cases take more than {LIMIT} times as long as a case of more "
     head += "tokens. Another plan, made for more tokens, would be faster there."

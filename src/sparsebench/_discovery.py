@@ -44,7 +44,8 @@ CONSTANTS = {
 }
 """The constant that a file of each folder must define to be found."""
 
-SECOND = {"kernels": {"DGRAD": "_dgrad", "WGRAD": "_wgrad", "BACKWARD": "_backward"}}
+_GRADIENTS = {"DGRAD": "_dgrad", "WGRAD": "_wgrad", "BACKWARD": "_backward"}
+SECOND = {"kernels": _GRADIENTS, "harness.ops": _GRADIENTS}
 """Further constants that a file may define, and the suffix that their names add to the file's."""
 
 DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".yaml"}

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch import Tensor
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import ContestOptions, bound
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import operands, rewrite, without_mask
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
+from sparsebench.harness.ops._op import bound
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _sdpa
@@ -187,24 +187,23 @@ def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None
     op = load_op("attention_backward")
     p = problem("attention_backward", causal=True, context=context)
     drawn = operands(p, op, CPU, None)
-    launch = partial(_sdpa.backward, Operands(p, {}, drawn.activations, op.definition))
     attend: Any = lambda q, *_: (q, drawn.activations["lse"])  # noqa: E731
     gradients: Any = lambda tensors, *_: tensors[1:4]  # noqa: E731
     with pytest.raises(Unsupported, match="lse") if context < 40 else nullcontext():
-        launch(attend, gradients)
+        _sdpa.backward(attend, gradients, Operands(p, {}, drawn.activations, op.definition))
 
 
 def _wrong(operands: Operands, *, fault: str) -> Launch:
-    cells, definition = operands.weights["mask"].to_dense(), operands.definition
+    cells, fields = operands.weights["mask"].to_dense(), dict(operands.problem.fields)
     if fault == "computes all blocks":
         cells.fill_(1)
     elif fault == "skips one block":
         cells[tuple(cells.nonzero()[7])] = 0
     elif fault == "computes partial blocks in full":
-        definition = partial(definition, causal=False)
+        fields["causal"] = False
     else:
-        definition = partial(definition, scale=0.2)  # and not 16 ** -0.5
-    return Launch(lambda: definition(cells, **operands.activations))
+        fields["scale"] = 0.2  # and not 16 ** -0.5
+    return Launch(lambda: operands.definition(cells, **operands.activations, fields=fields))
 
 
 WRONG = Kernel("attention", "block_mask", "cpu", _wrong)

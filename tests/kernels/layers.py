@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sparsebench.formats._format import Format
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.ops._op import bound
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.results.record import Problem
 
@@ -44,7 +44,7 @@ def expected_of(operands: Operands) -> Expected:
     exact = {name: tensor.double() for name, tensor in plain.items()}
     right, spread = (bound(f, problem)(**exact) for f in (op.definition, op.spread))
     dtype, torchs_own = problem["dtype"], bound(op.definition, problem)(**plain)
-    rest = OUTPUTS[dtype], op.depth(**exact), *roundings(dtype, op.rounds(dtype))
+    rest = OUTPUTS[dtype], op.longest_sum(problem, exact), *roundings(dtype, op.rounds(dtype))
     return Expected(right, spread, *rest, parts=op.parts(problem), plain=torchs_own)
 
 

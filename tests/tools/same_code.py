@@ -22,9 +22,10 @@ import torch
 
 from sparsebench.errors import FormatError, SparsebenchError, SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.contest_state import bound, one_line
+from sparsebench.harness.bench.contest_state import one_line
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
+from sparsebench.harness.ops._op import bound
 from sparsebench.kernels._kernel import Operands, unsupported
 from sparsebench.results import store
 from sparsebench.results.record import Row

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.harness.bench.contest_state import bound, one_line, synchronize
+from sparsebench.harness.bench.contest_state import one_line, synchronize
 from sparsebench.harness.bench.energy import pieces, require_meter
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.machine.device import identity
@@ -194,7 +194,7 @@ def _launch(label: str, shape: Shape, weights: Weights, z: Tensor) -> Launch:
     if reason := unsupported(kernel, problem, z.device):
         raise Unsupported(reason)
     stored = {name: Dense.from_dense(getattr(weights, name)) for name in ("wg", "wu", "wd")}
-    operands = Operands(problem, stored, {"x": z}, bound(op.definition, problem))
+    operands = Operands(problem, stored, {"x": z}, op.definition_at(problem))
     return kernel.prepare(operands, **dict(option.split("=", 1) for option in options))
 
 

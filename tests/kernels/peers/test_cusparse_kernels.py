@@ -15,9 +15,7 @@ from scipy import sparse
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.harness.ops import linear_dgrad as dgrad
-from sparsebench.harness.ops import linear_wgrad as wgrad
-from sparsebench.harness.ops.linear import definition
+from sparsebench.harness.ops.linear import DGRAD, WGRAD, definition
 from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import (
@@ -180,7 +178,7 @@ def wgrad_of(m: int, n: int, k: int, block: int | None) -> Any:
     pattern = operands_of(m, n, k, block).weights["w"]
     problem = Problem("linear_wgrad", {"m": m, "n": n, "k": k, "dtype": "fp32"})
     activations = {"dy": torch.randn(m, n), "x": torch.randn(m, k)}
-    return Operands(problem, {}, activations, wgrad.definition, None, pattern)
+    return Operands(problem, {}, activations, WGRAD.definition, None, pattern)
 
 
 @pytest.mark.parametrize("shape", [(5, 9, 14), (1, 8, 8), (130, 7, 3)])
@@ -233,7 +231,7 @@ def test_input_gradients_multiply_by_the_transposed_weight(library, peer) -> Non
     block = 4 if peer is cusparse_bell else None
     w, dy = operands_of(5, 9, 14, block).weights["w"], torch.randn(5, 9)
     problem = Problem("linear_dgrad", {"m": 5, "n": 9, "k": 14, "dtype": "fp32"})
-    launch = peer.DGRAD.prepare(Operands(problem, {"w": w}, {"dy": dy}, dgrad.definition))
+    launch = peer.DGRAD.prepare(Operands(problem, {"w": w}, {"dy": dy}, DGRAD.definition))
     dy.normal_()
     torch.testing.assert_close(launch(), dy @ w.to_dense())
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from sparsebench.errors import Unsupported
-from sparsebench.harness.bench.contest_state import bound
 from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.harness.ops._op import bound
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.results.record import Problem, Value
