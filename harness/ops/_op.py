@@ -72,8 +72,8 @@ class Op:
                   non-zeros in a row of any weight
     flops         (problem, non-zeros by weight) -> operations that no kernel can avoid
     fewest_bytes  (problem, non-zeros by weight, bytes per element of a weight) -> bytes that no
-                  kernel can avoid: every non-zero and activation read once, every output written
-                  once, no index at all
+                  kernel can avoid: every non-zero and needed activation read once, every output
+                  written once, no index at all
     dense         problem -> the problem whose flops a dense product has; default: itself
     recorded      operands of a file, by name -> fields that follow from them beside sizes;
                   default: the op takes no recorded operands

@@ -82,6 +82,17 @@ def test_the_work_of_linear_by_hand() -> None:
     assert op.fewest_bytes(fp8, {"w": 7}, 1) == 7 + 3 * 5 + 2 * 3 * 6
 
 
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [("linear", 3 * (2 + 6)), ("linear_dgrad", 3 * (4 + 5)), ("linear_wgrad", 3 * (4 + 2))],
+)
+def test_rows_and_columns_that_w_does_not_use_need_not_be_read(name: str, needed: int) -> None:
+    op, problem = load_op(name), Problem(name, {**SIZES, "dtype": "bf16"})
+    w = torch.zeros(6, 5)
+    w[1:5, 2:4] = 1
+    assert op.fewest_bytes(problem, op.nonzeros(problem, {"w": w}), 2) == 2 * (8 + needed)
+
+
 def test_the_work_of_decoder_by_hand() -> None:
     op, fields = load_op("decoder"), {**sizes(load_op("decoder")), "layers": 3, "dtype": "bf16"}
     nnz = {"wqkv": 1, "wo": 2, "wg": 3, "wu": 4, "wd": 5, "wh": 100}
