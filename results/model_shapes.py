@@ -86,6 +86,15 @@ MODELS = [
 ]
 
 
+def model_name(hidden: int, intermediate: int, layers: int) -> str:
+    """Name a model by its sizes: `Qwen3-32B`, or `8 of 32 layers of Llama-3-8B`."""
+    for model in MODELS:
+        if (model.hidden, model.intermediate) == (hidden, intermediate):
+            part = f"{layers} of {model.layers} layers of " if layers < model.layers else ""
+            return part + model.name
+    return f"{layers} layers of {hidden} and {intermediate} units"
+
+
 def read_shapes(model: str) -> ModelShapes:
     """Return the sizes of a listed model, or of a config.json or the folder that holds one.
 
