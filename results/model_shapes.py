@@ -52,12 +52,10 @@ class ModelShapes:
 
     @property
     def mlp(self) -> int:
-        """Return the number of weights of one MLP."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def attention(self) -> int:
-        """Return the number of weights of one attention layer."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property

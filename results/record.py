@@ -191,7 +191,6 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of asdict."""
         return cls(Problem.from_json(data["problem"]), Contender.from_json(data["contender"]))
 
 
@@ -266,7 +265,6 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of asdict."""
         fixed = {
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),

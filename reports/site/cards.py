@@ -111,7 +111,6 @@ class Card:
         return f"{self.gpu}, {self.badges[0][1].lower()}: {number or self.sentences[0]}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self)
 
 

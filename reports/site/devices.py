@@ -35,7 +35,6 @@ class Devices:
 
     @property
     def names(self) -> str:
-        """Name the devices."""
         return listed([card.gpu for card in self.cards])
 
     @property

@@ -92,7 +92,6 @@ class Grid:
 
     @property
     def heads(self) -> list[str]:
-        """Return the heads of the columns."""
         return [percent(level) for level in self.columns]
 
     @property
