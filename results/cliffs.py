@@ -8,10 +8,16 @@ time │      ●            a cliff: its time is more than LIMIT times the leas
 import pandas as pd
 
 from sparsebench.results.formatting import significant
+from sparsebench.results.frame import fields
 
 COUNTS = 12  # numbers of tokens that a run must have
 LIMIT = 1.05  # ratio of a cliff
-KEY = ["op", "n", "k", "dtype", "pattern", "block", "level", "label"]
+REST = "seed", "sparsity", "m"  # fields in which the cases of a line may differ
+
+
+def key(cases: pd.DataFrame) -> list[str]:
+    """Return the columns that the cases of a line share."""
+    return ["op", *(name for name in fields(cases) if name not in REST), "level", "label"]
 
 
 def ratios(cases: pd.DataFrame) -> pd.DataFrame:
@@ -21,7 +27,7 @@ def ratios(cases: pd.DataFrame) -> pd.DataFrame:
     least_us that time, and `more` the largest number of tokens that has it
     """
     parts = []
-    for _, group in cases.groupby(KEY, sort=False, dropna=False):
+    for _, group in cases.groupby(key(cases), sort=False, dropna=False):
         line = group.sort_values("m")
         least = line.median_us[::-1].cummin()[::-1].shift(-1)
         more = [line.m[line.median_us == us].max() for us in least]

@@ -264,11 +264,12 @@ def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> 
     for group in GROUPS:
         for number, entry in enumerate(getattr(written, group)):
             for name, value in entry.at.items():
-                values_of = {str(p.fields[name]) for p in problems if name in p.fields}
+                values = [p.fields[name] for p in problems if name in p.fields]
                 where = f"{group}[{number}].at.{name}"
-                if not values_of & set(map(str, _sweep(where, value))):
-                    values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
-                    raise SuiteError(f"{where}: expected a {values}; found {value!r}")
+                if not any(each in values for each in _sweep(where, value)):
+                    named = ", ".join(sorted({str(each) for each in values})) or "none"
+                    expected = f"the {name} of a problem, one of {named}"
+                    raise SuiteError(f"{where}: expected {expected}; found {value!r}")
             if entry.op is not None and entry.op not in ops:
                 actual = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
                 expected = f"expected an op of the problems: {', '.join(sorted(ops))}"

@@ -47,13 +47,14 @@ from sparsebench.kernels._common.cuda import (
     taping,
 )
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
+from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._common.transforms import batched
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
 WORD = 8  # bytes of an address
 LINEAR, DGRAD, WGRAD = range(3)
-"""Products of a Front, of [X] or [X, values], [dY, values] and [dY, X]."""
+"""Products of a Front, of [X] or [X, values]; [dY], [dY, values] or [dY, X]; and [dY, X]."""
 
 
 class Guard(NamedTuple):
@@ -83,7 +84,6 @@ class ModuleGuard(NamedTuple):
     content: bool = False
 
     def stamp(self) -> tuple[Any, ...]:
-        """Return what must not change."""
         return (id(self.module),)
 
 
@@ -131,7 +131,6 @@ class Fronts(dict[Any, Any]):
         return Fronts, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fronts":
-        """Return an empty one."""
         return Fronts()
 
 
@@ -336,8 +335,7 @@ def _built() -> Path:
     code = [SOURCE.with_suffix(suffix).read_text("utf-8") for suffix in (".hpp", ".cpp")]
     versions = *code, torch.__version__, torch.__file__, sys.version, compiler
     key = hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "sparsebench" / "front" / key
+    folder = cache_folder("front") / key
     file = folder / f"{NAME}.so"
     if file.exists():
         return file

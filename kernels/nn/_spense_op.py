@@ -9,7 +9,7 @@ for a shape and a number of token tiles is scheduled once, and the plan is kept.
 
 dgrad writes W out as a dense matrix, multiplies with cuBLAS and frees the matrix. Tensor cores need
 2:4 along the axis that is summed over, and in dX that axis is n. With an activation, dgrad computes
-G and U again, so forward saves only X; without an activation it saves nothing.
+G and U again from the 2:4 weights, so forward saves only X; without an activation it saves nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,10 +33,19 @@ from sparsebench.kernels._common.front import (
     recorded,
     rows_of,
 )
-from sparsebench.kernels._common.selection import Candidate, Operator, Product, bucket, configured
+from sparsebench.kernels._common.selection import (
+    Candidate,
+    Earlier,
+    Operator,
+    Product,
+    Selected,
+    bucket,
+    configured,
+)
 from sparsebench.kernels._common.transforms import batched, transformed, watched
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.spense_ffn import TURN, parted
 from sparsebench.results.record import Problem
@@ -165,12 +174,13 @@ def _derivative(sparse: Tensor, dense: Tensor, layout: Layout, bias: Tensor | No
     def run(front: Any, dy: Tensor, x: Tensor | None, *_: Any) -> tuple[Tensor, None]:
         if (sparse._version, dense._version) != versions:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
-        rows = None if x is None else rows_of(x)
-        operands = readable(rows_of(dy)), rows, sparse, dense, *layout
+        rows, gradient = None if x is None else rows_of(x), readable(rows_of(dy)).contiguous()
+        operands = gradient, rows, sparse, dense, *layout
         if torch.is_grad_enabled() or watched():
             dx = dgrad(*operands)
         else:
-            dx = record(front, DGRAD, [operands[0]], partial(_dgrad, *operands))
+            inputs = [gradient] if rows is None else [gradient, rows]
+            dx = record(front, DGRAD, inputs, partial(_dgrad, *operands))
         return batched(dx, dy), None
 
     return Derivative(run, bias=bias, keeps_x=layout[-1] is not None)
@@ -183,6 +193,7 @@ def _multiply(
     dense: Tensor,
     scale: Tensor | None,
     kind: torch.dtype,
+    earlier: Earlier | None = None,
 ) -> Tensor:
     """Run the planned product, on the current device; rounds X by token to e4m3 if needed."""
     tokens = None
@@ -193,8 +204,17 @@ def _multiply(
     m = bucket(x.shape[0])
     selected = operator.plans.get(m)
     if selected is None:
-        selected = operator.select(m, lambda product: partial(product.run, *operands))
+        selected = operator.select(m, lambda product: partial(product.run, *operands), earlier)
     return selected.product.run(*operands)
+
+
+def planned_product(
+    x: Tensor, w: Spense, activation: str | None, scale: Tensor | None, earlier: Earlier | None
+) -> tuple[Tensor, Selected]:
+    """Return Y or H of X on a GPU, and the plan, which `earlier` may know (Operator.select)."""
+    operator = operator_of_layer(w, activation)
+    y = _multiply(operator, readable(x), w.sparse, w.dense, scale, w.dtype, earlier)
+    return y, operator.plans[bucket(x.shape[0])]
 
 
 def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
@@ -243,18 +263,30 @@ def _dgrad(
     """
     if dy.dtype not in (torch.float16, BF16):
         raise Unsupported(f"expected fp16 or bf16 for a gradient, found {dy.dtype}")
+    if not dy.shape[0]:
+        return dy.new_empty(0, k)
     with torch.autocast(dy.device.type, enabled=False):
         packed = Spense((n, k), dy.dtype, (rows, columns), sparse, dense)
-        w = packed.to_dense() if dy.device.type == "cpu" else written_out(packed)
-        if activation is None or x is None:
-            dx = dy @ w
-            on_tape(dx, owners=(sparse, dense), by_torch=MatrixProduct(dy, w, dx))
-            return dx
-        on_tape(complete=False)
-        gate, up = (x @ w.T).unflatten(1, (-1, 2, TURN)).unbind(2)  # in the order of `interleaved`
-        dh = dy.unflatten(1, (-1, TURN))
-        dg = DERIVATIVES[activation](dh * up, gate)
-        return torch.stack((dg, dh * ACTIVATIONS[activation](gate)), 2).flatten(1) @ w
+        if dy.device.type == "cpu":
+            w = packed.to_dense()
+            if activation is not None and x is not None:
+                dy = _differentiated(dy, x @ w.T, activation)
+            return dy @ w
+        if activation is not None and x is not None:
+            products = eager(x, sparse, dense, n, k, rows, columns)
+            dy = gated_gradient(products, readable(dy).contiguous(), activation)
+        w = written_out(packed)
+        dx = dy @ w
+        on_tape(dx, owners=(sparse, dense), by_torch=MatrixProduct(dy, w, dx))
+        return dx
+
+
+def _differentiated(dh: Tensor, products: Tensor, activation: str) -> Tensor:
+    """Return dG and dU in the order of `interleaved`, of G and U in this order, on a CPU."""
+    gate, up = products.unflatten(1, (-1, 2, TURN)).unbind(2)
+    dh = dh.unflatten(1, (-1, TURN))
+    dg = DERIVATIVES[activation](dh * up, gate)
+    return torch.stack((dg, dh * ACTIVATIONS[activation](gate)), 2).flatten(1)
 
 
 dgrad = torch.library.custom_op("sparsebench::spense_dgrad", _dgrad, mutates_args=())

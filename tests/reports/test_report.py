@@ -205,6 +205,7 @@ MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
 # figures that need more than `sweep` has
 NEED_MORE = {
     "cliffs",
+    "front_door",
     "noise",
     "ceilings",
     "pareto",

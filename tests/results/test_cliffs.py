@@ -3,11 +3,12 @@
 import pandas as pd
 import pytest
 
-from sparsebench.results.cliffs import COUNTS, KEY, ratios, sentence
+from sparsebench.results.cliffs import COUNTS, ratios, sentence
 
 
 def cases(times: list[float]) -> pd.DataFrame:
-    same = dict.fromkeys(KEY, "same")
+    names = "op", "source", "m", "block", "format", "level", "label"  # `fields` looks for two
+    same = dict.fromkeys(names, "same")
     return pd.DataFrame([{**same, "m": m, "median_us": us} for m, us in enumerate(times, start=1)])
 
 
