@@ -15,6 +15,7 @@ import pandas as pd
 
 FORMATS = {
     "active_csr": "CSR of activations",
+    "block_mask": "block-sparse attention",
     "bsr": "BSR",
     "csr": "CSR",
     "int4_two_four": "2:4 int4",
