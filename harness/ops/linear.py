@@ -85,28 +85,17 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 
 
 def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Count W's non-zeros, and its rows and columns that have one.
-
-    At 95 % zeros in 64 x 64 blocks, half of the block columns of a W [768, 3072] are empty. No
-    kernel needs the columns of X that only these would multiply.
-    """
+    """Return the non-zeros of W, and how many of its rows and columns have any."""
     stored = is_stored(weights["w"])
-    used = {name: int(stored.any(dim).sum()) for name, dim in (("rows", 1), ("columns", 0))}
-    return {"w": int(stored.sum()), **used}
-
-
-def full(problem: Problem) -> dict[str, int]:
-    """Return the same counts if nothing is pruned."""
-    n, k = problem["n"], problem["k"]
-    return {"w": n * k, "rows": n, "columns": k}
+    rows, columns = (int(stored.any(axis).sum()) for axis in (1, 0))
+    return {"w": int(stored.sum()), "rows": rows, "columns": columns}
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, the columns of X that W uses, and Y."""
-    m, used = problem["m"], {**full(problem), **nnz}
-    weights = used["w"] * (_bits(problem) or 8 * itemsize) // 8
-    output = OUTPUTS[problem["dtype"]].itemsize * m * problem["n"]
-    return int(weights + itemsize * m * used["columns"] + output)
+    """Return the bytes of W's non-zeros, Y, and the features of X that meet a non-zero."""
+    m, n, k = problem["m"], problem["n"], nnz.get("columns", problem["k"])
+    weights = nnz["w"] * (_bits(problem) or 8 * itemsize) // 8
+    return int(weights + itemsize * m * k + OUTPUTS[problem["dtype"]].itemsize * m * n)
 
 
 def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
@@ -135,7 +124,6 @@ OP = Op(
     flops=flops,
     fewest_bytes=fewest_bytes,
     counts=counts,
-    full=full,
     adjust=adjust,
 )
 
@@ -150,16 +138,16 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.t() @ x
 
 
-def bytes_of_dgrad(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, the columns of dY that W uses, and dX."""
-    used = {**full(problem), **nnz}
-    return int(itemsize * (used["w"] + problem["m"] * (used["rows"] + problem["k"])))
+def bytes_of_input_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of W's non-zeros, of dX, and of the features of dY that meet a non-zero."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), problem["k"]
+    return int(itemsize * (nnz["w"] + m * n + m * k))
 
 
-def bytes_of_wgrad(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of dW at W's pattern, and the columns of dY and X that it needs."""
-    used = {**full(problem), **nnz}
-    return int(itemsize * (used["w"] + problem["m"] * (used["rows"] + used["columns"])))
+def bytes_of_weight_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of dW's elements, and of the features of dY and X that they need."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), nnz.get("columns", problem["k"])
+    return int(itemsize * (nnz["w"] + m * n + m * k))
 
 
 DGRAD = Op(
@@ -169,9 +157,8 @@ DGRAD = Op(
     spread=lambda w, dy: input_gradient(w.square(), dy.square()).sqrt(),
     depth=lambda w, dy: longest_row(w.t()),
     flops=flops,
-    fewest_bytes=bytes_of_dgrad,
+    fewest_bytes=bytes_of_input_gradient,
     counts=counts,
-    full=full,
 )
 """Gradient of a linear layer's input: dX[m, k] = dY[m, n] @ W[n, k]."""
 
@@ -183,8 +170,8 @@ WGRAD = replace(
         "x": Operand("activation", ("m", "k")),
     },
     definition=weight_gradient,
+    fewest_bytes=bytes_of_weight_gradient,
     spread=lambda dy, x: weight_gradient(dy.square(), x.square()).sqrt(),
     depth=lambda dy, x: len(dy),  # every sum runs over the tokens
-    fewest_bytes=bytes_of_wgrad,
 )
 """Gradient of a linear layer's weight at its pattern: dW[n, k] = dY[m, n].T @ X[m, k]."""

@@ -83,14 +83,17 @@ def test_the_work_of_linear_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "needed"),
-    [("linear", 3 * (2 + 6)), ("linear_dgrad", 3 * (4 + 5)), ("linear_wgrad", 3 * (4 + 2))],
+    ("op", "elements"),
+    [("linear", 3 * 2 + 3 * 6), ("linear_dgrad", 3 * 2 + 3 * 5), ("linear_wgrad", 3 * 2 + 3 * 2)],
 )
-def test_rows_and_columns_that_w_does_not_use_need_not_be_read(name: str, needed: int) -> None:
-    op, problem = load_op(name), Problem(name, {**SIZES, "dtype": "bf16"})
+def test_activations_that_meet_no_non_zero_are_not_read(op: str, elements: int) -> None:
     w = torch.zeros(6, 5)
-    w[1:5, 2:4] = 1
-    assert op.fewest_bytes(problem, op.nonzeros(problem, {"w": w}), 2) == 2 * (8 + needed)
+    w[1, :2] = w[4, 1] = 1.0  # two rows and two columns have non-zeros
+    problem, counts = Problem(op, {**SIZES, "dtype": "bf16"}), load_op(op).nonzeros
+    nnz = counts(problem, {"w": w})
+    assert load_op(op).fewest_bytes(problem, nnz, 2) == 2 * (3 + elements)
+    output = {"linear": 3 * 6, "linear_dgrad": 3 * 5, "linear_wgrad": 3}[op]
+    assert load_op(op).output_bytes(problem, nnz) == 2 * output
 
 
 def test_the_work_of_decoder_by_hand() -> None:
