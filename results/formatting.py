@@ -83,6 +83,11 @@ def blocks_text(block: Any) -> str:
     return f"{rows} × {columns or rows} blocks"
 
 
+def size_text(shape: Any) -> str:
+    """Write the size of a weight with its fields, `n × k 4096 × 64`; a model's name as it is."""
+    return f"n × k {shape}" if "×" in str(shape) else str(shape)
+
+
 def percent(level: float) -> str:
     """Write a sparsity in percent, with at most two decimals."""
     return NONE if pd.isna(level) else f"{round(100 * level, 2):g} %"
