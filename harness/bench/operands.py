@@ -48,7 +48,6 @@ class DenseOperands:
 
     recordings  activations of a file, from which each draw takes its rows; empty without a source
     nnz       elements of each weight that are not zero (-0.0 is zero), or what the op counts
-    full      the same counts without any pruning
     sparsity  fraction of zeros in all weights
     digest    of weights and first activations that are drawn; the same on every machine
     """
@@ -57,7 +56,6 @@ class DenseOperands:
     activations: dict[str, Tensor]
     recordings: dict[str, Tensor]
     nnz: dict[str, int]
-    full: dict[str, int]
     sparsity: float
     digest: str
 
@@ -68,6 +66,10 @@ class Layer:
 
     problem: Problem
     dense: DenseOperands
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        return self.dense.activations
 
 
 def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
@@ -92,9 +94,8 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     size = sum(full[name] for name in op.weights)
     sparsity = (size - sum(nnz[name] for name in op.weights)) / size
     inputs = {name: x for name, x in activations.items() if name not in op.derived}
-    return DenseOperands(
-        weights, activations, recordings, nnz, full, sparsity, digest({**weights, **inputs})
-    )
+    all_bits = digest({**weights, **inputs})
+    return DenseOperands(weights, activations, recordings, nnz, sparsity, all_bits)
 
 
 def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -97,11 +97,11 @@ def _read(read: Callable[[], Any]) -> Any:
 @cache
 def _settings() -> dict[str, Setting]:
     """Return everything that is read by a function without arguments, in the order of repair."""
-    settings: dict[str, Setting] = {}
-    for title, owner in PRECISIONS.items():
-        if hasattr(owner, "fp32_precision"):
-            place = owner, "fp32_precision"
-            settings[f"{title}'s fp32"] = partial(getattr, *place), partial(setattr, *place)
+    settings: dict[str, Setting] = {
+        f"{title}'s fp32": _attribute(owner, "fp32_precision")
+        for title, owner in PRECISIONS.items()
+        if hasattr(owner, "fp32_precision")
+    }
     settings |= {
         "torch's threads": (torch.get_num_threads, torch.set_num_threads),
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -132,16 +132,11 @@ def _settings() -> dict[str, Setting]:
         "the switching interval": (sys.getswitchinterval, sys.setswitchinterval),
         "subnormal numbers": (_keeps_subnormals, lambda keep: torch.set_flush_denormal(not keep)),
     }
-    switches: list[tuple[str, object, str]] = [
-        ("matmul", torch.backends.cuda.matmul, name) for name in MATMUL
-    ]
-    switches += [("cudnn", torch.backends.cudnn, name) for name in CUDNN]
-    for title, owner, name in switches:
-        if hasattr(owner, name):  # not in every version of torch
-            settings[f"{title}.{name}"] = (
-                partial(getattr, owner, name),
-                partial(setattr, owner, name),
-            )
+    for title, names in {"matmul": MATMUL, "cudnn": CUDNN}.items():
+        owner = PRECISIONS[title]
+        settings |= {  # not all are in every version of torch
+            f"{title}.{name}": _attribute(owner, name) for name in names if hasattr(owner, name)
+        }
     for name in ATTENTION:
         enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
         settings[f"{name} attention"] = enabled, getattr(torch.backends.cuda, f"enable_{name}_sdp")
@@ -151,6 +146,10 @@ def _settings() -> dict[str, Setting]:
         for name, limit in LIMITS.items():
             settings[name] = partial(_limit, limit), partial(_set_limit, limit)
     return settings
+
+
+def _attribute(owner: object, name: str) -> Setting:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 def _umask() -> int:

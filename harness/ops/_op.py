@@ -171,6 +171,16 @@ class Op:
         shapes = {name: self.operands[name].shape for name in self.weights}
         return {name: sizes[rows] * sizes[columns] for name, (rows, columns) in shapes.items()}
 
+    def work(self, problem: Problem, nonzeros: Mapping[str, int]) -> dict[str, Any]:
+        """Return the work of a problem in the fields of its rows."""
+        itemsize = DTYPES[problem["dtype"]].itemsize
+        return {
+            "nnz": sum(nonzeros[name] for name in self.weights),
+            "flops": self.flops(problem, nonzeros),
+            "dense_flops": self.flops(self.dense(problem), self.elements(problem)),
+            "fewest_bytes": self.fewest_bytes(problem, nonzeros, itemsize),
+        }
+
     def held_bytes(self, problem: Problem) -> int:
         """Return the bytes that a dense kernel holds for a problem, without the output."""
         fields, sizes = problem.fields, self.sizes(problem.fields)
