@@ -94,7 +94,6 @@ def run(
 
 
 def _measure(contest: RunningContest, measures: tuple[Measure, ...]) -> None:
-    """Time the contest's contenders, and check them again."""
     try:
         for measure in measures:
             _time(contest, *measure)

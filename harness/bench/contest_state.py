@@ -90,7 +90,6 @@ class ContestOptions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what a runner sends."""
         ceilings = data["ceilings"] and Ceilings.from_json(data["ceilings"])
         measures = tuple((scope, cache) for scope, cache in data["measures"])
         return cls(**{**data, "ceilings": ceilings, "measures": measures})
@@ -200,7 +199,6 @@ class RunningContest:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
         start = time.perf_counter()
         try:
             yield

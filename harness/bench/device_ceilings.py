@@ -165,7 +165,6 @@ def _least_us(calls: list[Call], device: torch.device) -> list[float]:
 
 
 def _stream_bytes(device: torch.device) -> int:
-    """Return the size of the streams: a power of two that the device has room for."""
     size = STREAM_BYTES[device.type]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -127,7 +127,6 @@ Batch = Callable[[], int]
 
 
 def _for(seconds: float, batch: Batch) -> int:
-    """Run batches for some seconds, at least one, and return the number of calls."""
     end = perf_counter() + seconds
     calls = batch()
     while perf_counter() < end:

@@ -121,7 +121,6 @@ def unusable(problem: Problem, op: Op, data: Path | None) -> str:
 
 
 def _require_values(problem: Problem, weights: Mapping[str, Tensor]) -> None:
-    """Raise Unsupported if a weight from a file is zero everywhere."""
     assert problem.source
     for name, weight in weights.items():
         if not bool(is_stored(weight).any()):
@@ -284,7 +283,6 @@ def _masked(weight: Tensor, keep: Tensor) -> Tensor:
 
 
 def _verified(source: Source, data: Path | None) -> Path:
-    """Return the source's path. Raises SuiteError if the file has changed since the plan."""
     path = sources.located(source, data)
     present = sources.sha256(path)
     if present != source.sha256:

@@ -160,7 +160,6 @@ def _check(
 
 
 def _record(entry: Entry, errors: Mapping[str, Any], scope: str = "") -> None:
-    """Put errors into the rows that have times: all, or those of a scope."""
     for measure, row in entry.results.items():
         if scope in ("", measure[0]):
             entry.results[measure] = replace(row, **errors, draws=entry.row.draws)

@@ -33,6 +33,7 @@ from sparsebench.harness.bench.operands import DenseOperands, Layer, without_mas
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
 from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
+from sparsebench.harness.machine.device import simulated
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem
@@ -171,6 +172,11 @@ def unsupported(problem: Problem, contender: Contender, device: torch.device) ->
     return next(filter(None, refusals), None)
 
 
+def unsupported_on(device: str, problem: Problem, contender: Contender) -> str | None:
+    """Return why a contender cannot run on the device of this name; a simulated one runs all."""
+    return None if simulated(device) else unsupported(problem, contender, torch.device(device))
+
+
 @cache
 def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
     """Return why a format of ours refuses zeros, which it holds in any size, or None."""
@@ -185,7 +191,6 @@ def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
 
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:
-    """Return the converted weights and the µs it took; equal formats share them."""
     key = f"{contender.format} {sorted(contender.params.items())}"
     if key not in contest.packed:
         weights: dict[str, Format] = {}

@@ -50,7 +50,6 @@ class ProcessState:
     """The settings of this process as they were."""
 
     def __init__(self) -> None:
-        """Record the present state."""
         self._settings = _settings()
         self._before = {name: _read(read) for name, (read, _) in self._settings.items()}
         self._environment = dict(os.environ)
@@ -159,7 +158,6 @@ def _umask() -> int:
 
 
 def _keeps_subnormals() -> bool:
-    """Return whether the CPU computes with subnormal numbers."""
     return bool(torch.tensor(1e-39) * 0.5 > 0)
 
 
@@ -177,7 +175,6 @@ def _set_limit(limit: int, value: int) -> None:
 
 
 def _random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    """Return the state of each generator, and how to put it back."""
     states: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "python": (random.getstate(), random.setstate),
         "numpy": (np.random.get_state(), np.random.set_state),
@@ -189,7 +186,6 @@ def _random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Compare two states of a generator: tuples with an array in numpy's."""
     if isinstance(before, torch.Tensor):
         return torch.equal(before, now)
     pairs = zip(before, now, strict=True)

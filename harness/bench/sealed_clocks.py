@@ -32,7 +32,6 @@ class SealedClocks:
     """The code of the clocks, and the distance of two events, as they were."""
 
     def __init__(self) -> None:
-        """Record the present state."""
         self._before = {
             name: ctypes.string_at(at, SEALED_BYTES) for name, at in addresses().items()
         }
@@ -79,7 +78,6 @@ def write(address: int, code: bytes) -> None:
 
 
 def _loaded(name: str) -> str | None:
-    """Return the path of a shared library that this process has loaded."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = [line.rpartition(" ")[2].strip() for line in maps if f"/{name}" in line]
     return paths[0] if paths else None

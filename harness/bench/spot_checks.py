@@ -142,7 +142,6 @@ class Spots:
         self.write(A)
 
     def burst(self, number: int, call: Callable[[], Outputs], wait: Callable[[], None]) -> None:
-        """Inspect many calls on A and B in turn."""
         of_b = self.prints[B].get(number)
         if of_b is None:
             return

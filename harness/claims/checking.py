@@ -28,7 +28,7 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite
-from sparsebench.harness.run.repeat import Engine, again, whole
+from sparsebench.harness.run.repeat import Engine, Where, again, whole
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
@@ -66,7 +66,6 @@ class Missing:
 
     @property
     def cases(self) -> list[str]:
-        """Return the ids of the cases, each once."""
         return [*dict.fromkeys(case for part, ids in self.gaps for case in part.cases(ids))]
 
 
@@ -122,7 +121,6 @@ class Evidence:
         return [part for parts in self.parts.values() for part in parts]
 
     def planned(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
-        """Return the claims for reports; ceilings add the bounds of their device."""
         return [
             planned_claim(
                 written,
@@ -269,16 +267,10 @@ class _Check:
             "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
             "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
         }
-        return again(
-            run,
-            self.flags.device,
-            self.flags.data,
-            out,
-            replace(self.options, origin={"confirms": origin}),
-            self.engine,
-            only=f"case={'|'.join(ids)}",
-            replicates=self.flags.replicates,
-        )
+        where = Where(self.flags.device, self.flags.data, out, self.options, self.engine)
+        only = f"case={'|'.join(ids)}"
+        replicates = self.flags.replicates
+        return again(run, where, {"confirms": origin}, only=only, replicates=replicates)
 
 
 def _finished(path: Path) -> bool:

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.prepare import unsupported
+from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op, suites
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.patterns._mask import level
@@ -146,14 +146,14 @@ def refused(part: Part, device: str) -> str:
     """Return why a test cannot run on a device; "" if it can."""
     if simulated(device) or not part.contests:
         return ""
-    here = torch.device(device)
-    if here.type == "cuda":
-        memory = torch.cuda.get_device_properties(here).total_memory
+    if device.startswith("cuda"):
+        memory = torch.cuda.get_device_properties(device).total_memory
         if reason := too_large(part, memory):
             return reason
     for who, chosen in (("baseline", part.test.baseline), ("subject", part.test.subject)):
         pairs = [(c.problem, k) for c in part.contests for k in _matching(chosen, c)]
-        reasons = Counter(f"{k.kernel}: {r}" for p, k in pairs if (r := unsupported(p, k, here)))
+        why = ((k.kernel, unsupported_on(device, p, k)) for p, k in pairs)
+        reasons = Counter(f"{kernel}: {reason}" for kernel, reason in why if reason)
         if reasons.total() == len(pairs):
             return f"no {who} is supported here: {reasons.most_common(1)[0][0]}"
     return ""
@@ -181,7 +181,6 @@ def _suite(name: str, measure: str, data: Path | None) -> Suite:
 
 
 def _narrowed(part: Part, number: int, measure: Measure) -> Part:
-    """Keep the contests of a test, and its subjects and baselines in them."""
     test, suite = part.test, part.suite
 
     def where(key: str) -> str:

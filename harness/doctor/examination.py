@@ -73,7 +73,6 @@ def _on_gpu(device: torch.device) -> list[Finding]:
 
 
 def _others(gpu: Board) -> list[int] | None:
-    """Return the ids of other processes that use the GPU, or None if not reported."""
     lists = [gpu.ask(f"{kind}RunningProcesses_v3") for kind in ("Compute", "Graphics")]
     if lists == [None, None]:
         return None

@@ -191,7 +191,6 @@ def _integers(path: Path, what: str, line: bytes, count: int) -> Indices:
 
 
 def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
-    """Return n, k and the row and column of every entry."""
     if not path.name.endswith((".mtx", ".mtx.gz", ".npz")):
         raise _unusable(path, "a .smtx, .mtx, .mtx.gz, .npz or .safetensors file", path.suffix)
     require_regular(path)
@@ -258,7 +257,6 @@ def _is_weight(shape: list[int], dtype: str) -> bool:
 
 
 def _header(path: Path) -> dict[str, tuple[list[int], str]]:
-    """Return shape and dtype by tensor name."""
     require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:

@@ -54,7 +54,6 @@ class Board:
             return None
 
     def fields(self, ids: tuple[int, ...]) -> Mapping[int, float]:
-        """Return the reported values of fields by their ids, in NVML's units."""
         fields = self.ask("FieldValues", ids) or ()
         return {
             field.fieldId: float(getattr(field.value, MEMBERS[field.valueType]))
@@ -63,7 +62,6 @@ class Board:
         }
 
     def energy_j(self) -> float | None:
-        """Return the energy that the board has used since the driver was loaded."""
         energy_mj = self.ask("TotalEnergyConsumption")
         return None if energy_mj is None else energy_mj / 1e3
 

@@ -72,7 +72,6 @@ def plugins(modules: Iterable[str]) -> dict[str, dict[str, str | None]]:
 
 
 def _distribution(package: str) -> Distribution | None:
-    """Return the distribution that contains a package, or None."""
     inside, names = package.replace(".", "/"), packages_distributions()
     owners = [Distribution.from_name(name) for name in {*names.get(package.partition(".")[0], [])}]
     if len(owners) > 1:  # a namespace that several share
@@ -91,7 +90,6 @@ def _package(module: str) -> str:
 
 
 def _digest(package: str) -> str:
-    """Return the SHA-256 of a package's files, or of a module's one file."""
     spec = find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return _hashed([("", Path(str(spec and spec.origin)))]).hexdigest()

@@ -56,11 +56,9 @@ class CompileAhead:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        """Return itself; no process is there before `start`."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the processes that are left, and remove their folder."""
         self._end()
         self.folder.cleanup()
 

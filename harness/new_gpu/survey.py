@@ -97,7 +97,6 @@ class Survey:
         return not simulated(self.device) and torch.device(self.device).type == "cuda"
 
     def write(self) -> None:
-        """Write survey.json."""
         data = {"schema": SCHEMA, **asdict(self)}
         del data["path"]
         store.write_json(self.path / "survey.json", data)
@@ -339,7 +338,6 @@ class _Pace:
     count: int = 0
 
     def __call__(self, process: int, contests: list[Contest]) -> list[Contest]:
-        """Return the contests to measure now, in their order."""
         now = monotonic()
         if self.count:
             each_s = (now - self.began) / self.count

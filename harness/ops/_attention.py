@@ -74,7 +74,6 @@ def by_sequence(cached: Tensor, fields: Values, wqkv: Tensor, wo: Tensor) -> Ten
 
 
 def _heads(projected: Tensor, keys: Tensor) -> _Heads:
-    """Split a row q | k | v into heads."""
     m, kv_heads, _, width = keys.shape
     of_cache = kv_heads * width
     q, k, v = projected.split((projected.shape[1] - 2 * of_cache, of_cache, of_cache), 1)

@@ -141,7 +141,6 @@ class Op:
 
     @property
     def mask(self) -> str | None:
-        """Return the name of the operand with the role mask, if there is one."""
         return self._named("mask")
 
     def _named(self, role: str) -> str | None:
@@ -158,13 +157,11 @@ class Op:
         return longest_row(*(arguments[name] for name in self.weights))
 
     def nonzeros(self, problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
-        """Count the non-zeros of each weight; -0.0 is zero."""
         if self.counts:
             return self.counts(problem, weights)
         return {name: int(is_stored(weight).sum()) for name, weight in weights.items()}
 
     def elements(self, problem: Problem) -> dict[str, int]:
-        """Return the non-zeros of each weight if nothing is pruned."""
         if self.full:
             return self.full(problem)
         sizes = self.sizes(problem.fields)

@@ -122,7 +122,6 @@ class Gradients:
         self.dv[part.kv] += dv
 
     def output(self, fields: Values) -> Tensor:
-        """Return the three, one below the other."""
         return torch.cat([t.view(-1, fields["head_dim"]) for t in (self.dq, self.dk, self.dv)])
 
 

@@ -43,7 +43,6 @@ def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[
 
 
 def _matches(where: str, glob: Any, data: Path) -> list[Path]:
-    """Return the files below the data folder that a glob matches."""
     outside = not isinstance(glob, str) or PurePath(glob).is_absolute() or ".." in glob.split("/")
     if outside or not glob.strip("/."):
         raise SuiteError(f"{where}: expected a GLOB of files below --data, found {glob!r}")

@@ -219,7 +219,6 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
 
 
 def _sweep(where: str, value: Any) -> list[Any]:
-    """Return the values of a sweep. Raises SuiteError for one without a value."""
     if value == [] or value == {} or (isinstance(value, list) and {} in value):
         raise SuiteError(f"{where}: expected at least one value, found {value}")
     return value if isinstance(value, list) else [value]
@@ -248,7 +247,6 @@ def _fields(
 
 
 def _renamed(written: SuiteFile, name_of: Callable[[ContenderEntry], str]) -> SuiteFile:
-    """Return a suite with other names of the formats of its contenders."""
     groups = {
         group: [
             entry.model_copy(update={"format": name_of(entry)}) for entry in getattr(written, group)
@@ -259,7 +257,6 @@ def _renamed(written: SuiteFile, name_of: Callable[[ContenderEntry], str]) -> Su
 
 
 def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
-    """Raise SuiteError for an entry that matches no problem."""
     ops = {problem.op for problem in problems}
     for group in GROUPS:
         for number, entry in enumerate(getattr(written, group)):
@@ -329,7 +326,6 @@ def _contenders(
 def _require_names(
     where: str, mapping: Mapping[str, Any], allowed: set[str], of_one: Collection[str] = ()
 ) -> None:
-    """Raise SuiteError for an unknown name; `of_one` are parameters of single weights."""
     for name in mapping.keys() - allowed - set(of_one):
         takes, hint = (
             ", ".join(sorted(allowed)) or "nothing",

@@ -254,7 +254,6 @@ class _Session:
         self.done = len(self.counts.done)
 
     def measure(self) -> None:
-        """Measure the contests that are missing, process by process."""
         part = self.options.part
         identity = self.runner.about["identity"]
         with self._sealed_at_end(), telemetry(identity, self.runner.log.add) as window:
@@ -274,7 +273,6 @@ class _Session:
             self.watch.end()
 
     def _process(self, replicate: int, contests: Iterable[Contest], window: Window) -> None:
-        """Measure the contests of one process; `window` returns telemetry since its last call."""
         window()  # drop what happened before the first contest
         options = replace(self.contest_options.after(self.rows), replicate=replicate)
         for result in self.runner.run(contests, options):

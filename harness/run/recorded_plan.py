@@ -86,7 +86,6 @@ def require_planned(run: Run, suite: Suite) -> int:
 
 
 def _contests(run: Run, suite: Suite) -> list[Contest]:
-    """Return the contests of the suite that the run's flags select, twins included."""
     flags = run.state["flags"]
     contests = planned(suite, flags["device"], flags["only"], flags.get("shard", ""))
     return [contest for contest in contests if not contest.reference]

@@ -99,7 +99,6 @@ class Runner:
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
-        """Return the device's ceilings for the dtypes of the contests (recent_ceilings)."""
         worker = self._worker = self._worker or self._start()
         began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
         dtypes = {
@@ -180,7 +179,6 @@ class Runner:
         return True
 
     def _complete(self, contest: Contest, options: ContestOptions) -> ContestResult:
-        """Run a contest until every contender has its rows."""
         left = list(contest.contenders)
         lost_rows: list[Row] = []
         blameless = attempt = 0

@@ -60,7 +60,6 @@ class TrialResult:
 
     @property
     def right(self) -> bool:
-        """Return whether every contender gave the right output."""
         return all(row.status is Status.OK for row in self.rows)
 
 
@@ -171,7 +170,6 @@ def _one(values: Mapping[str, Any]) -> dict[str, Any]:
 def _sorted_out(
     values: Mapping[str, Any], kernel: Kernel, op: str, stored: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Divide the words into the problem's fields, the kernel's options, the format's params."""
     loaded = load_op(op)
     fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
     params = parameters(stored)

@@ -60,7 +60,6 @@ class Tuning:
 
     @property
     def lines(self) -> list[str]:
-        """Return the result as text: the table, its gains, and what is left or failed."""
         entries = self.table.entries
         count = amount(len(entries), "entry")
         lines = [f"{self.file}: {count} for {self.table.gpu}, {self.new} new"]
@@ -185,7 +184,6 @@ def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[
 
 
 def _entry(wide: Row, default: Row, versions: Mapping[str, str | None]) -> Entry:
-    """Return the faster of a search's choice and the default."""
     times_us = {id(r): round(median(r.samples_us), 3) for r in (wide, default) if r.samples_us}
     untuned_us = times_us.get(id(default))
     best = default if untuned_us is not None and untuned_us < times_us[id(wide)] else wide

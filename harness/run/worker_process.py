@@ -167,7 +167,6 @@ class Worker:
         self._send(self._arguments)
 
     def wait_ready(self) -> None:
-        """Wait until the child has its device. Raises WorkerError."""
         self.about = self._first_answer()
 
     def _first_answer(self) -> dict[str, Any]:
@@ -321,7 +320,6 @@ def _kill_group(leader: int) -> None:
 def _require_all(
     contest: Contest, answer: Mapping[str, Any], rows: Sequence[Row], measures: Iterable[Any]
 ) -> None:
-    """Raise ValueError unless these are the rows of this contest, each case once a measure."""
     if answer["contest"] != contest.problem.id:
         raise ValueError(f"expected contest {contest.problem.id}, found {answer['contest']!r}")
     cases = [Case(contest.problem, contender).id for contender in contest.contenders]

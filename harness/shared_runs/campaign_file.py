@@ -53,7 +53,6 @@ class Entry(BaseModel):
 
     @property
     def kind(self) -> str:
-        """Return which of KINDS it is."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
@@ -105,7 +104,6 @@ class Campaign:
         return [entry.name for entry in self.entries]
 
     def named(self, names: Sequence[str]) -> list[Entry]:
-        """Return the entries of these names in the campaign's order, or all without any."""
         for name in names:
             if name not in self.names:
                 message = unknown("the name of an entry", name, self.names)
@@ -113,7 +111,6 @@ class Campaign:
         return [entry for entry in self.entries if not names or entry.name in names]
 
     def above(self, entry: Entry) -> list[Entry]:
-        """Return the entries that have to be whole before an entry can begin."""
         if entry.kind == "claims":
             return [*self.entries[: self.names.index(entry.name)]]
         return [other for other in self.entries if other.name in (entry.of, entry.apart)]

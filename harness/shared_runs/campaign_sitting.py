@@ -25,7 +25,7 @@ from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_catalog import chosen
 from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
-from sparsebench.harness.run.repeat import confirm, reproduce
+from sparsebench.harness.run.repeat import Where, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
@@ -213,22 +213,18 @@ class Sitting:
         return not reason
 
     def _measure(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
-        """Measure an entry completely, or raise Unfinished."""
         engine = Pieces(card, self.until, self._parts.append, self.on_message).measure
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)
+        where = Where(device, data, out, options, engine)
         match entry.kind:
             case "suite":
                 engine(entry.read(self.data), flags, out, None, options)
             case "confirm":
-                confirm(
-                    self.out / entry.of, device, data, out, options,
-                    cases=entry.cases, replicates=entry.replicates, condition=entry.only,
-                    engine=engine,
-                )  # fmt: skip
+                confirm(self.out / entry.of, where, entry.cases, entry.replicates, entry.only)
             case "reproduce":
-                reproduce(self.out / entry.of, device, data, out, options, engine)
+                reproduce(self.out / entry.of, where)
             case _:
                 runs = [self.out / e.name for e in self.campaign.above(entry)]
                 check(chosen(entry.claims or []), flags, runs, out, options, engine)

@@ -185,7 +185,6 @@ def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
 
 
 def _command_line(job: str) -> bytes:
-    """Return the command line of a local job's process; b"" once it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{job}/cmdline").read_bytes()
     return b""

@@ -105,7 +105,6 @@ def merge(
 
 
 def _of_one_plan(first: Run, other: Run) -> None:
-    """Raise ResultError with the first difference of runs that are not of one plan."""
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
         raise ResultError(f"{other.path}: expected the suite of {first.path}, found another")
     require_equal_facts(
@@ -209,7 +208,6 @@ def _host(run: Run) -> str:
 
 
 def _shared(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the facts that all environments have in common, at every depth."""
     first, *others = environments
     common: dict[str, Any] = {}
     for name, value in first.items():
@@ -222,7 +220,6 @@ def _shared(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _without(facts: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that are not common to all."""
     rest = {}
     for name, value in facts.items():
         if name not in common:

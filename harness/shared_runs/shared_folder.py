@@ -55,11 +55,9 @@ class Plan:
         return range(1, len(self.devices) + 1)
 
     def flags_of(self, number: int) -> Flags:
-        """Return the flags of a part, on its own device."""
         return replace(self.flags, device=self.devices[number - 1])
 
     def contests(self, suite: Suite) -> list[Contest]:
-        """Return the contests that are shared out, with those of the noise floor."""
         return planned(suite, self.flags.device, self.flags.only, self.flags.shard)
 
 

@@ -79,7 +79,6 @@ def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
 
 
 def _measure_on_this_host(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -> None:
-    """Measure the rest of a plan on the devices of this host."""
     done: Counter[int] = Counter()  # contests, by part
     total = len(plan.contests(suite)) * plan.flags.replicates
     parts: list[Part] = []
@@ -128,7 +127,6 @@ def on_each_device(
 
 
 def _end(parts: Sequence[Part], running: Sequence[Future[None]]) -> None:
-    """Stop all parts, and wait until their threads have ended."""
     left: set[Future[None]] = set(running)
     while left:
         for part in parts:

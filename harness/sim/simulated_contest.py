@@ -156,7 +156,6 @@ def _work(problem: Problem) -> Work:
 
 
 def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
-    """Return a case's row without times."""
     choice, candidates = _search(spec, case, options)
     facts = asdict(work)
     held = facts.pop("output_bytes") + _stored(case, work)
@@ -216,7 +215,6 @@ def _draw(seed: str) -> np.random.Generator:
 
 
 def _stored(case: Case, work: Work) -> int:
-    """Return the bytes of a contender's weights, indices left out."""
     stored = work.dense_bytes if _dense_weights(case.contender) else work.sparse_bytes
     fewer = case.contender.format in QUANTISED
     return round(_quantised(case.problem) * stored) if fewer else stored

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sparsebench.harness.claims.claim_catalog import load
 from sparsebench.harness.claims.claim_plan import parts
-from sparsebench.harness.plan.preview import uncontested
+from sparsebench.harness.plan.selection import uncontested
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.testing.contract import Check, checker, expect
 

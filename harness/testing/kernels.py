@@ -95,7 +95,6 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
 
 
 def _row(name: str, words: str, dtype: str, device: str) -> Row:
-    """Return the kernel's row of a contest without other contenders. Raises SuiteError."""
     chosen, op = dict(word.split("=", 1) for word in words.split()), load_kernel(name).op
     loaded = load_op(chosen.get("op", "linear" if op == "any" else op))
     names, example = loaded.fields.model_fields, loaded.example or SIZES
