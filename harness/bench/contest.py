@@ -296,7 +296,7 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
         row = check_bound(row, median(taken.times_us))
     if row.status is not Status.OK:
         return row
-    times = {"samples_us": taken.times_us, "samples_per_block": taken.per_block}
+    times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_block}
     return replace(row, **times, late=taken.late)
 
 
@@ -305,7 +305,10 @@ def _energy(contest: RunningContest) -> None:
         if entry.timed_call:
             with contest.at(entry, "energy"):
                 used = energy(entry.timed_call.call, contest.device)
-                facts = {"energy_j": used.j_per_call, "energy_window_s": used.window_s}
+                facts: dict[str, Any] = {
+                    "energy_j": used.j_per_call,
+                    "energy_window_s": used.window_s,
+                }
                 for measure, row in entry.results.items():
                     if row.scope != CHAIN:  # the energy is that of a call alone
                         entry.results[measure] = replace(row, **facts)

@@ -25,8 +25,8 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest_state import synchronize
-from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.device import identity
+from sparsebench.harness.machine.nvml import NoNvml, board
 
 WINDOW_S = 2.0
 WARM_UP_S = 0.5

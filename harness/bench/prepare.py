@@ -140,7 +140,7 @@ def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
 
 
 @contextmanager
-def _memory(device: torch.device) -> Iterator[dict[str, int]]:
+def _memory(device: torch.device) -> Iterator[dict[str, Any]]:
     """Fill `held_bytes` and `peak_bytes`: device memory that the block added, after it and at most.
 
     torch's allocator counts it, without memory that a library allocates itself.
@@ -148,7 +148,7 @@ def _memory(device: torch.device) -> Iterator[dict[str, int]]:
     Garbage in reference cycles is freed first. Otherwise Python would free it at a later moment and
     the difference would be too small: rows were published with peaks of 0 and of -5.1 GB.
     """
-    memory: dict[str, int] = {}
+    memory: dict[str, Any] = {}
     if device.type != "cuda":
         yield memory
         return

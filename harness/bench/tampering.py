@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.process_state import ProcessState
-from sparsebench.harness.bench.sealed_clocks import SealedClocks
+from sparsebench.harness.bench.process_state import ProcessState, SealedClocks
 
 COLUMNS = 4096
 WORD = 8  # bytes

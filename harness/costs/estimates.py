@@ -28,7 +28,7 @@ from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.claims.checking import Evidence, evidence, missing, runs_for
-from sparsebench.harness.claims.claim_catalog import chosen
+from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.harness.costs.measured_times import (
     ENERGY_S,
     KernelTimes,

@@ -20,9 +20,8 @@ from sparsebench.harness.bench import device_ceilings
 from sparsebench.harness.doctor import findings, host_checks, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.doctor.other_work import busy_percent
-from sparsebench.harness.machine._nvml import Board, NoNvml, board
 from sparsebench.harness.machine.device import identity
-from sparsebench.harness.machine.telemetry import summary
+from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
 from sparsebench.kernels._common.gpu_clock import GpuClock
 
 LOAD_S = 1.0

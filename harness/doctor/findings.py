@@ -109,7 +109,7 @@ def reasons(bits: int | None) -> Finding:
 
 
 def slowed_down(window: Mapping[str, float]) -> Finding:
-    """Judge the counters of the load (the window of telemetry.py)."""
+    """Judge the counters of the load (a window of machine/nvml.py)."""
     check = "slowed down under load"
     names = {"power": "power_capped_us", "heat": "thermal_us", "hardware": "hardware_us"}
     share = {name: window[k] / window["seconds"] / 1e6 for name, k in names.items() if k in window}

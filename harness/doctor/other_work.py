@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sparsebench.harness.doctor import findings
 from sparsebench.harness.doctor.findings import Finding
-from sparsebench.harness.machine._nvml import Board, NoNvml, board
+from sparsebench.harness.machine.nvml import Board, NoNvml, board
 
 STAT = Path("/proc/stat")
 GLANCE_S = 0.3

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.code import code_sha256, commit
+from sparsebench.harness.machine.nvml import NoNvml, board
 from sparsebench.kernels._common import tuned_table
 
 GPU_LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"

@@ -172,7 +172,7 @@ def _weights(q: Tensor, k: Tensor, part: Part, lse: Tensor, scale: float) -> Ten
 
 def depth_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> int:
     """Return the most keys that a query selects, or queries of a group that select a key."""
-    queries = fields["m"] * (fields["heads"] // fields["kv_heads"])
+    queries: int = fields["m"] * (fields["heads"] // fields["kv_heads"])
     return max(blocks.longest_sum(mask, fields), queries)
 
 

@@ -27,7 +27,7 @@
 `source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem per match.
 For an op with recorded operands, such as ffn, `tensor` matches groups: `NAME` if a file has
 NAME.wg, NAME.wu, NAME.wd and NAME.x (_from_files.py). Sweeps are counted before they are expanded
-(_limits.py).
+(limits.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -47,7 +47,7 @@ from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan._from_files import fields_of_source, require_enough, sources_of
-from sparsebench.harness.plan._limits import (
+from sparsebench.harness.plan.limits import (
     require_few,
     require_seeds,
     require_sizes,

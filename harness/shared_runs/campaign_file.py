@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import SuiteError
-from sparsebench.harness.plan.duration import seconds
+from sparsebench.harness.plan.limits import seconds
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Suite, document, parse, read
 

@@ -22,7 +22,7 @@ from time import monotonic
 
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.claims.checking import check
-from sparsebench.harness.claims.claim_catalog import chosen
+from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import Where, confirm, reproduce

@@ -27,8 +27,7 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
-from sparsebench.harness.shared_runs.part_work import work
-from sparsebench.harness.shared_runs.shared_folder import Plan, Progress
+from sparsebench.harness.shared_runs.shared_folder import Plan, Progress, work
 from sparsebench.results import files, store
 
 POLL_S = {"slurm": 10.0, "local": 1.0}

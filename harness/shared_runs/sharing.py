@@ -24,8 +24,7 @@ from sparsebench.harness.run.measure import RunOptions, Stopped, require_new
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.part_work import seal_all, work
-from sparsebench.harness.shared_runs.shared_folder import Plan, merged_at
+from sparsebench.harness.shared_runs.shared_folder import Plan, merged_at, seal_all, work
 
 STOP_S = 0.5  # between two checks of threads that are to end
 

@@ -24,7 +24,7 @@ from sparsebench.harness.testing.documents import (
     claim_checks,
     suite_checks,
 )
-from sparsebench.harness.testing.figures import check_figure, figure_checks
+from sparsebench.harness.testing.documents import check_figure, figure_checks
 from sparsebench.harness.testing.formats import check_format, format_checks
 from sparsebench.harness.testing.kernels import check_kernel, kernel_checks
 from sparsebench.harness.testing.ops import check_op, op_checks

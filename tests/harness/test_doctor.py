@@ -13,7 +13,7 @@ import torch
 from sparsebench.harness.doctor import examination, findings, host_checks, other_work, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
 from sparsebench.harness.doctor.other_work import Spent, before, host, read_spent
-from sparsebench.harness.machine._nvml import NoNvml, board
+from sparsebench.harness.machine.nvml import NoNvml, board
 from tests.emulation.fake_nvml import pynvml
 from tests.tools.command_line import sparsebench
 

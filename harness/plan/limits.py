@@ -3,8 +3,11 @@
 PROBLEMS   points of all sweeps of `problems`     an entry has the product of its lists
 CASES      problems times contenders              a contender has the product of its lists
 SIZE       a field, a block's side, a seed        what a kernel's 32-bit index can hold
+
+Durations of budgets are written as 90s, 10m or 1.5h (`seconds`).
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, prod
 from typing import Any
@@ -65,3 +68,16 @@ def require_values(where: str, point: Mapping[str, Any]) -> None:
 
 def _count(count: int) -> str:
     return str(count) if count < 10**18 else "more than 10^18"
+
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def seconds(where: str, text: str, least: float = 0.0) -> float:
+    """Return the seconds of a duration. Raises SuiteError below `least` seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    value = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not match or value < least:
+        expected = f"expected {least:g}s or more, such as 90s, 10m or 2h"
+        raise SuiteError(f"{where}: {expected}; found {text!r}")
+    return value
