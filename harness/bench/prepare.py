@@ -36,7 +36,7 @@ from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_for
 from sparsebench.harness.machine.device import simulated
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
-from sparsebench.results.record import Case, Contender, Problem
+from sparsebench.results.record import Contender, Problem
 
 CHOICE_BYTES = 2**14  # as JSON; the longest published one has 1.4 KB
 
@@ -134,9 +134,8 @@ def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
     """Return what an earlier process chose; a twin takes the choice of its original."""
     case = entry.row.case
     originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
-    original = Case(case.problem, replace(case.contender, twin=False)).id
     pinned = contest.options.pinned.get(case.id)
-    return pinned or (originals.get(original) if case.contender.twin else None)
+    return pinned or (originals.get(case.original.id) if case.contender.twin else None)
 
 
 @contextmanager

@@ -202,14 +202,13 @@ def looks(
 ) -> list[Look]:
     """Return the runs that a check will make before any confirming run."""
     left = []
-    for run_left in missing(result, device, replicates):
-        suite, cases = run_left.suite, run_left.cases
-        claims = tuple(dict.fromkeys(part.written.name for part, _ in run_left.gaps))
-        contests = len({problem for _, problems in run_left.gaps for problem in problems})
-        look = Look(suite.name, claims, contests, len(cases), None)
+    for gap in missing(result, device, replicates):
+        claims = tuple(dict.fromkeys(part.written.name for part, _ in gap.gaps))
+        contests = len({problem for _, problems in gap.gaps for problem in problems})
+        look = Look(gap.suite.name, claims, contests, len(gap.cases), None)
         if times:
-            only_these, processes = f"case={'|'.join(cases)}", run_left.replicates
-            run = preview(suite, times, only_these, processes, energy=run_left.energy)
+            only_these = f"case={'|'.join(gap.cases)}"
+            run = preview(gap.suite, times, only_these, gap.replicates, energy=gap.energy)
             look = replace(look, seconds=run["estimate_s"], unknown=tuple(run["unknown"]))
         left.append(look)
     return left

@@ -21,8 +21,9 @@ A window has the readings since the last one; counters say little about one of l
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from statistics import fmean, median
-from threading import Condition, Thread
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 
@@ -159,41 +160,38 @@ def telemetry(identity: str, log: Callable[[str], None]) -> Iterator[Window]:
     If NVML fails or does not answer, `log` gets a line, and further windows are {}.
     """
     readings: list[dict[str, float]] = []
-    changed, alive, requested = Condition(), identity.startswith("GPU-"), False
-
-    def woken() -> bool:
-        return requested or not alive
+    requests, alive = SimpleQueue[Callable[[], None] | None](), identity.startswith("GPU-")
 
     def read() -> None:
-        nonlocal alive, requested
+        nonlocal alive
+        answer: Callable[[], None] | None = None
         try:
             with board(identity) as gpu:
                 while alive:
-                    answers, reading = requested, gpu.reading()
-                    with changed:
-                        readings.append(reading)
-                        if answers:
-                            requested = False
-                            changed.notify_all()
-                        changed.wait_for(woken, INTERVAL_S)
+                    readings.append(gpu.reading())
+                    if answer:
+                        answer()
+                    answer = None
+                    with suppress(Empty):
+                        answer = requests.get(timeout=INTERVAL_S)
         except NoNvml as error:
             log(f"telemetry: {error}; no row has it\n")
-            with changed:
-                alive = False
-                changed.notify_all()
+            alive = False
+            while answer := requests.get():
+                answer()
 
     def window() -> dict[str, float]:
-        nonlocal alive, requested
-        with changed:
-            if not alive:
-                return {}
-            requested = True
-            changed.notify_all()
-            if not changed.wait_for(lambda: not (requested and alive), TIMEOUT_S):
-                alive = False
-                log("telemetry: NVML did not answer; no more rows have it\n")
-            result = summary(readings) if alive else {}
-            del readings[:-1]
+        nonlocal alive
+        if not alive:
+            return {}
+        answered = Event()
+        requests.put(answered.set)
+        if not answered.wait(TIMEOUT_S):
+            alive = False
+            log("telemetry: NVML did not answer; no more rows have it\n")
+        count = len(readings)  # the thread may add others meanwhile
+        result = summary(readings[:count]) if alive else {}
+        del readings[: count - 1]
         return result
 
     if alive:
@@ -201,9 +199,8 @@ def telemetry(identity: str, log: Callable[[str], None]) -> Iterator[Window]:
     try:
         yield window
     finally:
-        with changed:
-            alive = False
-            changed.notify_all()
+        alive = False
+        requests.put(None)
 
 
 def summary(readings: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -99,8 +99,7 @@ def tune(
     contests = searches(suite, condition)
     runner = Runner(device, data, TIMEOUT_S)
     try:
-        gpu = runner.about["environment"]["gpu"]
-        libraries = runner.about["environment"]["versions"]
+        gpu, libraries = (runner.about["environment"][name] for name in ("gpu", "versions"))
         versions = {"driver": gpu.get("driver")} | {n: libraries[n] for n in ("torch", "triton")}
         major, minor = map(int, gpu["compute_capability"].split("."))
         name = tuned_table.file_name((major, minor), gpu["multiprocessors"])
@@ -150,19 +149,16 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
             if contender.kernel == DEFAULT:
                 pairs[Case(contest.problem, contender).id] = (contender,)
             elif load_kernel(contender.kernel).tunes:
-                wide, default = (
-                    replace(contender, baseline=False, options={**contender.options, "tuned": how})
-                    for how in ("wide", False)
-                )
+                tuned = ({**contender.options, "tuned": how} for how in ("wide", False))
+                wide, default = (replace(contender, baseline=False, options=o) for o in tuned)
                 pairs[Case(contest.problem, wide).id] = wide, default
         if pairs:
             contests.append(Contest(contest.problem, tuple(chain.from_iterable(pairs.values()))))
     if not contests:
         expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
         raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
-    return random.Random(suite.name).sample(
-        contests, len(contests)
-    )  # so that little time covers some of all
+    shuffled = random.Random(suite.name)  # so that little time covers some of all
+    return shuffled.sample(contests, len(contests))
 
 
 def _groups(items: Sequence[T], kernel_of: Callable[[T], str]) -> Iterator[tuple[T, ...]]:

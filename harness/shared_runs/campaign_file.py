@@ -125,8 +125,8 @@ def campaign(name: str) -> Campaign:
         place = f"{where}: entries[{number}]"
         kinds = [kind for kind in KINDS if getattr(entry, kind) is not None]
         if len(kinds) != 1:
-            message = " and ".join(kinds) or "none"
-            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {message}")
+            actual = " and ".join(kinds) or "none"
+            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {actual}")
         confirmed = f"{entry.of}-{'confirmed' if entry.confirm else 'again'}"
         of_kind = {"claims": "claims", "suite": Path(str(entry.suite)).stem}
         name = entry.name or of_kind.get(entry.kind, confirmed)

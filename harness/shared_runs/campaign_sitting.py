@@ -64,16 +64,17 @@ def state(out: Path, entry: Entry) -> State:
     for run in runs:
         _require_match(run, entry)
     if whole:
-        read = store.read(path)
-        counts, cards = read.state["contests"], len(read.environment.get("devices", [])) or 1
-        manifest = bundle.identity(path)
+        cards = len(files.from_json(path / "environment.json").get("devices", [])) or 1
+        done, manifest = (
+            files.from_json(path / "run.json")["contests"]["done"],
+            bundle.identity(path),
+        )
     else:
-        written = [files.from_json(run / "run.json")["contests"]["of"] for run in runs]
+        cards, manifest = len(runs), ""
         done = len(contests_in(row for run in runs for row in store.rows(run)))
-        counts, cards, manifest = {"done": done, "of": max(written, default=0)}, len(runs), ""
+    of = max((files.from_json(run / "run.json")["contests"]["of"] for run in runs), default=0)
     status = "whole" if whole else "begun" if runs else "open"
-    seconds = _seconds(runs)
-    return State(entry.name, status, counts["done"], counts["of"], cards, seconds, manifest)
+    return State(entry.name, status, done, of, cards, _seconds(runs), manifest)
 
 
 def _seconds(runs: Sequence[Path]) -> float:
@@ -124,10 +125,7 @@ class Sitting:
             return
         cards = [self._card(device) for device in devices]
         self._here = frozenset(cards)
-
-        def serve(index: int) -> None:
-            self._serve(devices[index], cards[index], progress)
-
+        serve = lambda i: self._serve(devices[i], cards[i], progress)  # noqa: E731
         on_each_device(devices, serve, self._parts, self.out, self._stop)
 
     def _card(self, device: str) -> str:
@@ -198,11 +196,11 @@ class Sitting:
 
     def _ready(self, entry: Entry, card: str) -> bool:
         """Return whether the runs that an entry needs exist, and note the reason if not."""
-        missing = [
-            e.name
+        needs = {
+            e.name: VERDICTS if e.kind == "claims" else "run.json"
             for e in self.campaign.above(entry)
-            if not (self.out / e.name / (VERDICTS if e.kind == "claims" else "run.json")).exists()
-        ]
+        }
+        missing = [name for name, file in needs.items() if not (self.out / name / file).exists()]
         reason = f"waits for {', '.join(missing)}" if missing else ""
         if not missing and entry.elsewhere:
             run = store.read(self.out / entry.elsewhere)

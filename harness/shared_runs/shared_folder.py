@@ -191,11 +191,6 @@ Begun = Callable[[Part], None]
 """Called with a part before it is measured, so that another thread can stop it."""
 
 
-def large_first(contest: Contest) -> int:
-    """Rank contests with many contenders first, so that the last ones of a plan are short."""
-    return -len(contest.contenders)
-
-
 def work(
     folder: Path,
     plan: Plan,
@@ -218,8 +213,9 @@ def work(
         if not part.reserve(planned(suite, flags.device, flags.only, flags.shard)):
             return
         begun(part)
-        rank, choices = options.rank or large_first, pinned(folder)
-        options = replace(options, rank=rank, part=part, pinned=choices, origin=plan.origin)
+        # Contests with many contenders first, so that the last ones of a plan are short.
+        rank = options.rank or (lambda contest: -len(contest.contenders))
+        options = replace(options, rank=rank, part=part, pinned=pinned(folder), origin=plan.origin)
         places = (folder / str(number) / str(count) for count in itertools.count(1))
         out = None if ours else next(place for place in places if not place.exists())
         measure(suite, flags, out, ours, options)

@@ -67,9 +67,9 @@ def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008
 
 
 def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
-    twice = [name for name, count in Counter(plan.devices).items() if count > 1]
-    if plan.by == "devices" and twice:
-        raise SuiteError(f"--devices: expected each device once, found {twice[0]} twice")
+    (device, count), *_ = Counter(plan.devices).most_common(1)
+    if plan.by == "devices" and count > 1:
+        raise SuiteError(f"--devices: expected each device once, found {device} twice")
     require_new(out)
     count, parts = len(plan.contests(suite)), len(plan.devices)
     if parts > count:

@@ -196,7 +196,7 @@ def _search(
     """
     if pinned := options.pinned.get(case.id):
         return dict(pinned), []
-    original = Case(case.problem, replace(case.contender, twin=False)).id
+    original = case.original.id
     if not spec.regret:
         return {"simulated": True, "regret": 0.0}, []
     every = ways(spec, _draw(f"ways {spec.seed} {case.problem.id}"))
@@ -265,8 +265,8 @@ def _time(
 
 def _effects(spec: Spec, row: Row) -> float:
     """Return the log of how much longer a contender takes, by its choice and on this card."""
-    original = replace(row.case.contender, twin=False).label
-    draw = _draw(f"card {spec.seed} {row.case.problem.id} {original}")
+    case = row.case
+    draw = _draw(f"card {spec.seed} {case.problem.id} {case.original.contender.label}")
     return float(row.choice.get("regret", 0)) + float(card_effects(spec, draw))
 
 
