@@ -203,17 +203,17 @@ def _capture(entry: Entry, device: torch.device) -> None:
 def _watch(contest: RunningContest, data: Path | None) -> None:
     """Watch the operands of the definition, and the recordings that they are drawn from."""
     for number, layer in enumerate(contest.layers):
-        dense, where = layer.dense, of_layer(number)
+        dense = layer.dense
+        kinds = {"operand": {**dense.weights, **dense.activations}, "recording": dense.recordings}
         arrays = {
-            f"the operand {name}{where}": tensor
-            for name, tensor in {**dense.weights, **dense.activations}.items()
+            f"the {kind} {name}{of_layer(number)}": tensor
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
         }
-        arrays |= {f"the recording {name}{where}": t for name, t in dense.recordings.items()}
 
         def rewrite(layer: Layer = layer) -> None:
-            operands.rewrite(
-                layer.problem, contest.op, contest.device, data, layer.dense, contest.draw
-            )
+            where = contest.op, contest.device, data, layer.dense, contest.draw
+            operands.rewrite(layer.problem, *where)
 
         contest.guard.watch(arrays, rewrite)
 

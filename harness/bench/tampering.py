@@ -37,19 +37,14 @@ from sparsebench.harness.bench.process_state import ProcessState, SealedClocks
 
 COLUMNS = 4096
 WORD = 8  # bytes
-CLOCKS = [
-    (time, "perf_counter"),
-    (time, "perf_counter_ns"),
-    (time, "monotonic"),
-    (torch.cuda, "Event"),
-    (torch.cuda, "synchronize"),
-    (torch.cuda.Event, "record"),
-    (torch.cuda.Event, "query"),
-    (torch.cuda.Event, "elapsed_time"),
-]
+CLOCKS: dict[Any, list[str]] = {
+    time: ["perf_counter", "perf_counter_ns", "monotonic"],
+    torch.cuda: ["Event", "synchronize"],
+    torch.cuda.Event: ["record", "query", "elapsed_time"],
+}
 OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
 OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
-OF_TORCH = [*CLOCKS, *((torch.Tensor, name) for name in OF_TENSORS)]
+OF_TORCH = [(o, n) for o, ns in {**CLOCKS, torch.Tensor: OF_TENSORS}.items() for n in ns]
 CODE = "__code__", "__defaults__", "__kwdefaults__"
 Code = tuple[Any, Any, Any]
 

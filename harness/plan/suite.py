@@ -30,7 +30,7 @@ NAME.wg, NAME.wu, NAME.wd and NAME.x (_from_files.py). Sweeps are counted before
 (limits.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -57,7 +57,6 @@ from sparsebench.kernels._removed import removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source, format_of
 
-GROUPS = "contenders", "baselines"
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -99,6 +98,12 @@ class SuiteFile(_Model):
     scopes: list[Literal["kernel", "op", "chain"]] = Field(default=["kernel"], min_length=1)
     caches: list[Literal["cold", "hot"]] = Field(default=["cold"], min_length=1)
 
+    @property
+    def entries(self) -> list[tuple[str, ContenderEntry]]:
+        """Return every contender with its place in the file, baselines last."""
+        groups = {"contenders": self.contenders, "baselines": self.baselines}
+        return [(f"{group}[{i}]", e) for group, es in groups.items() for i, e in enumerate(es)]
+
 
 @dataclass(frozen=True)
 class Contest:
@@ -136,23 +141,23 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     """
     written = parse(where, text, SuiteFile)
     try:
-        if published:
-            written = _renamed(written, lambda entry: format_of(entry.kernel, entry.format))
-        else:
-            written = _renamed(written, lambda entry: canonical("formats", entry.format))
-        for group in () if published else GROUPS:
-            for number, entry in enumerate(getattr(written, group)):
-                if reason := removal(entry.kernel):
-                    raise SuiteError(f"{group}[{number}]: {reason}")
-        entries = [*written.baselines, *written.contenders]
+        for place, entry in written.entries:
+            if published:
+                entry.format = format_of(entry.kernel, entry.format)
+            elif reason := removal(entry.kernel):
+                raise SuiteError(f"{place}: {reason}")
+            else:
+                entry.format = canonical("formats", entry.format)
+        entries = [entry for _, entry in written.entries]
         require_few(written.problems, [[entry.params, entry.options] for entry in entries])
         by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
         for number, axes in enumerate(written.problems):
             for problem in _problems(number, axes, data):
                 by_id.setdefault(problem.id, problem)
         problems = [*by_id.values()]
-        _every_entry_competes(written, problems)
-        _require_accepted(written, problems)
+        for place, entry in written.entries:
+            _require_competes(place, entry, problems)
+            _require_accepted(place, entry, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -246,50 +251,36 @@ def _fields(
     return fields
 
 
-def _renamed(written: SuiteFile, name_of: Callable[[ContenderEntry], str]) -> SuiteFile:
-    groups = {
-        group: [
-            entry.model_copy(update={"format": name_of(entry)}) for entry in getattr(written, group)
-        ]
-        for group in GROUPS
-    }
-    return written.model_copy(update=groups)
-
-
-def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
+def _require_competes(where: str, entry: ContenderEntry, problems: Collection[Problem]) -> None:
+    """Raise SuiteError for an entry that matches no problem."""
     ops = {problem.op for problem in problems}
-    for group in GROUPS:
-        for number, entry in enumerate(getattr(written, group)):
-            for name, value in entry.at.items():
-                values_of = {str(p.fields[name]) for p in problems if name in p.fields}
-                where = f"{group}[{number}].at.{name}"
-                if not values_of & set(map(str, _sweep(where, value))):
-                    values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
-                    raise SuiteError(f"{where}: expected a {values}; found {value!r}")
-            if entry.op is not None and entry.op not in ops:
-                actual = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
-                expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
-                raise SuiteError(f"{group}[{number}].op: {expected}; found {actual}")
-            if not any(_competes(entry, problem) for problem in problems):
-                actual = f"expected a problem with all of these, found none: {entry.at}"
-                raise SuiteError(f"{group}[{number}].at: {actual}")
+    for name, value in entry.at.items():
+        values_of = {str(p.fields[name]) for p in problems if name in p.fields}
+        if not values_of & set(map(str, _sweep(f"{where}.at.{name}", value))):
+            values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
+            raise SuiteError(f"{where}.at.{name}: expected a {values}; found {value!r}")
+    if entry.op is not None and entry.op not in ops:
+        actual = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
+        expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
+        raise SuiteError(f"{where}.op: {expected}; found {actual}")
+    if not any(_competes(entry, problem) for problem in problems):
+        actual = f"expected a problem with all of these, found none: {entry.at}"
+        raise SuiteError(f"{where}.at: {actual}")
 
 
-def _require_accepted(suite: SuiteFile, problems: Collection[Problem]) -> None:
+def _require_accepted(where: str, entry: ContenderEntry, problems: Collection[Problem]) -> None:
     """Raise SuiteError for a format, params or options that a kernel does not take."""
-    for group in GROUPS:
-        for number, entry in enumerate(getattr(suite, group)):
-            where, kernel = f"{group}[{number}]", load_kernel(entry.kernel)
-            names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
-            if kernel.consumes != "any" and len(names) > 1:
-                expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
-                raise SuiteError(f"{where}: {expected}, found {entry.format}")
-            accepted = parameters(entry.format)
-            for op in {problem.op for problem in problems if _competes(entry, problem)}:
-                of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
-                _require_names(f"{where}.params", entry.params, accepted, of_one)
-            if not removal(entry.kernel):
-                _require_names(f"{where}.options", entry.options, keywords(kernel.prepare))
+    kernel = load_kernel(entry.kernel)
+    names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
+    if kernel.consumes != "any" and len(names) > 1:
+        expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
+        raise SuiteError(f"{where}: {expected}, found {entry.format}")
+    accepted = parameters(entry.format)
+    for op in {problem.op for problem in problems if _competes(entry, problem)}:
+        of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
+        _require_names(f"{where}.params", entry.params, accepted, of_one)
+    if not removal(entry.kernel):
+        _require_names(f"{where}.options", entry.options, keywords(kernel.prepare))
 
 
 def _competes(entry: ContenderEntry, problem: Problem) -> bool:
@@ -301,11 +292,11 @@ def _competes(entry: ContenderEntry, problem: Problem) -> bool:
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
     by_case: dict[str, Contender] = {}  # a baseline that is also a contender counts once
-    for group in reversed(GROUPS):
-        for number, entry in enumerate(getattr(written, group)):
-            where, baseline = f"{group}[{number}]", group == "baselines"
-            for contender in _contenders(where, entry, problem, baseline=baseline):
-                by_case.setdefault(Case(problem, contender).id, contender)
+    entries = sorted(written.entries, key=lambda entry: entry[0].startswith("contenders"))
+    for where, entry in entries:  # baselines first
+        baseline = where.startswith("baselines")
+        for contender in _contenders(where, entry, problem, baseline=baseline):
+            by_case.setdefault(Case(problem, contender).id, contender)
     if not by_case:
         named = ", ".join(f"{name}={value}" for name, value in problem.fields.items())
         raise SuiteError(f"contenders: expected one at {problem.op} with {named}, found none")
@@ -315,23 +306,20 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
 def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
-    if not _competes(entry, problem):
-        return
+    points = [
+        _bound(f"{where}.{name}", getattr(entry, name), problem) for name in ("params", "options")
+    ]
     error = entry.error.model_dump() if entry.error else None
-    for params in _bound(f"{where}.params", entry.params, problem):
-        for options in _bound(f"{where}.options", entry.options, problem):
-            yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
+    for params, options in product(*points) if _competes(entry, problem) else ():
+        yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
 
 
 def _require_names(
     where: str, mapping: Mapping[str, Any], allowed: set[str], of_one: Collection[str] = ()
 ) -> None:
     for name in mapping.keys() - allowed - set(of_one):
-        takes, hint = (
-            ", ".join(sorted(allowed)) or "nothing",
-            did_you_mean(name, {*allowed, *of_one}),
-        )
-        raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
+        takes, hint = ", ".join(sorted(allowed)), did_you_mean(name, {*allowed, *of_one})
+        raise SuiteError(f"{where}.{name}: unknown key; takes {takes or 'nothing'}{hint}")
 
 
 def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:

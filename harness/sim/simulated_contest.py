@@ -93,7 +93,7 @@ def run(
     problem: Problem,
     contenders: Sequence[Contender],
     options: ContestOptions,
-    announce: Callable[[str, str], None],
+    announce: Callable[[str, str], None] = lambda case, stage: None,
 ) -> list[Row]:
     """Return the rows of every contender, unless a planned crash or hang comes first."""
     work = _work(problem)
@@ -144,11 +144,8 @@ def _work(problem: Problem) -> Work:
     nonzeros = {name: round(part.get(name, 1) * count) for name, count in full.items()}
     nnz = sum(nonzeros[name] for name in op.weights)
     return Work(
+        **op.work(problem, nonzeros),
         sparsity=1 - nnz / sum(full[name] for name in op.weights),
-        nnz=nnz,
-        flops=op.flops(problem, nonzeros),
-        dense_flops=op.flops(op.dense(problem), full),
-        fewest_bytes=op.fewest_bytes(problem, nonzeros, itemsize),
         dense_bytes=itemsize * sum(size[name] for name in op.weights),
         sparse_bytes=itemsize * sum(round(part[name] * size[name]) for name in op.weights),
         output_bytes=op.output_bytes(problem, nonzeros),
@@ -287,11 +284,7 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
         joule = COOL["power_w"] * typical_us / 1e6
         row = replace(row, energy_j=joule, energy_window_s=ENERGY_WINDOW_S)
     if options.ceilings:
-        dtype = row.case.problem["dtype"]
-        bound_us, by = options.ceilings.bound(
-            dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache, layers_of(row.scope)
-        ) or (None, None)
-        row = check_bound(replace(row, bound_us=bound_us, bound_by=by), typical_us)
+        row = check_bound(options.bounded(row, work.output_bytes), typical_us)
         if row.status is not Status.OK:
             return row
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)

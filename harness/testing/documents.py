@@ -5,7 +5,6 @@ run in which nothing has a time. That run is simulated: a dense and two sparse c
 levels, in two processes.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,22 +30,20 @@ def suite_checks(name: str, *, device: str | None = None, data: Path | None = No
     With a `device`, such as cpu, at least one contender that is no baseline must run there. `data`
     is the folder of its source files.
     """
-    about: list[tuple[str, Callable[[], None]]] = [
-        ("compares contenders at every problem", partial(_compares, name, data)),
-        ("has a title of one line", partial(_titled, name, data)),
+    checks = [
+        Check(f"{name} compares contenders at every problem", partial(_compares, name, data)),
+        Check(f"{name} has a title of one line", partial(_titled, name, data)),
     ]
-    if device:
-        about.append((f"runs on {device}", partial(_runs, name, data, device)))
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
+    runs = [Check(f"{name} runs on {device}", partial(_runs, name, data, device))] if device else []
+    return checks + runs
 
 
 def claim_checks(name: str, *, data: Path | None = None) -> list[Check]:
     """Return the contract of a claim, sentence by sentence, for its name or file."""
-    about: list[tuple[str, Callable[[], object]]] = [
-        ("follows the schema", partial(load, name)),
-        ("has cells for each of its tests", partial(_planned, name, data)),
+    return [
+        Check(f"{name} follows the schema", partial(load, name)),
+        Check(f"{name} has cells for each of its tests", partial(_planned, name, data)),
     ]
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
 
 
 check_suite = checker(suite_checks)
@@ -92,12 +89,11 @@ baselines:
 
 def figure_checks(name: str) -> list[Check]:
     """Return the contract of a figure, sentence by sentence. `name` is its entry point's."""
-    about: dict[str, Callable[[], object]] = {
-        "has a title, a place and a drawing function": partial(load_figure, name),
-        "draws a sweep": partial(_draws, name, False),
-        "draws a run in which nothing has a time": partial(_draws, name, True),
-    }
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about.items()]
+    return [
+        Check(f"{name} has a title, a place and a drawing function", partial(load_figure, name)),
+        Check(f"{name} draws a sweep", partial(_draws, name, False)),
+        Check(f"{name} draws a run in which nothing has a time", partial(_draws, name, True)),
+    ]
 
 
 check_figure = checker(figure_checks)
@@ -114,12 +110,9 @@ def _draws(name: str, refused: bool) -> None:
 def _frames(refused: bool) -> Frames:
     suite, spec = expand("simulated", SUITE), Spec()
     rows: list[Row] = []
-    for replicate in range(2):
-        options = ContestOptions(replicate=replicate)
+    for options in (ContestOptions(replicate=number) for number in range(2)):
         for c in suite.contests:
-            rows += simulated_contest.run(
-                spec, c.problem, c.contenders, options, lambda case, stage: None
-            )
+            rows += simulated_contest.run(spec, c.problem, c.contenders, options)
     if refused:
         none = partial(replace, status=Status.UNSUPPORTED, detail="not here", samples_us=())
         rows = [none(row) for row in rows]

@@ -5,7 +5,7 @@ timing, operands and harness compared after each step (bench/contest.py).
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,15 +37,12 @@ def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
     `sparsebench try`, such as `m=16 n=64 k=64 sparsity=0.9`, and the kernel must run every one, in
     at least one of DTYPES. Without words it must run one of PROBLEMS.
     """
-    about: list[tuple[str, Callable[[], None]]] = [
-        ("has an op and a format that exist", partial(_names, name)),
-        ("prepares from operands, with keyword-only options", partial(_signature, name)),
+    problems = {f"is right: {w}": [w] for w in words} or {"is right wherever it runs": PROBLEMS}
+    return [
+        Check(f"{name} has an op and a format that exist", partial(_names, name)),
+        Check(f"{name} takes operands, and options by keyword", partial(_signature, name)),
+        *(Check(f"{name} {s}", partial(_right, name, p, device)) for s, p in problems.items()),
     ]
-    if words:
-        about += [(f"is right: {w}", partial(_right, name, [w], device)) for w in words]
-    else:
-        about += [("is right wherever it runs", partial(_right, name, PROBLEMS, device))]
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
 
 
 check_kernel = checker(kernel_checks)
