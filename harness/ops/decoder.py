@@ -36,7 +36,6 @@ found in bf16, or with few layers.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import log2
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, Self
@@ -46,6 +45,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from sparsebench.harness.ops._active import all_active, share
 from sparsebench.harness.ops._op import Fields, Op, Operand, Values
 from sparsebench.harness.ops.ffn import SPARSEST_FP8, _meant, act_of, slope_of
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
@@ -53,7 +53,7 @@ from sparsebench.results.record import Problem
 
 LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other one is the head's
 REST = "wh", "gains", "keys", "values", "x"
-MLP = "wg", "wu", "wd"
+MLP, UNITS = ("wg", "wu", "wd"), "intermediate"
 EXAMPLE = {
     "hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5,
     "m": 3, "layers": 1, "context": 5, "caches": 1,
@@ -193,7 +193,7 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 
     If Wo has no non-zero, attention is not needed.
     """
-    off = (1 - share(problem)) * (nnz["wu"] + nnz["wd"])
+    off = (1 - share(problem, UNITS)) * (nnz["wu"] + nnz["wd"])
     multiplied = problem["layers"] * (sum(nnz[name] for name in LAYER) - off) + nnz["wh"]
     tokens = problem["context"] + 1 if nnz["wo"] else 0
     attended = problem["heads"] * problem["head_dim"] * tokens
@@ -203,22 +203,11 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of each layer's non-zeros and cache, of the head, of X and of Y."""
     wide, m = OUTPUTS[problem["dtype"]].itemsize, problem["m"]
-    off = (1 - share(problem)) ** m * (nnz["wu"] + nnz["wd"])  # for all sequences
+    off = (1 - share(problem, UNITS)) ** m * (nnz["wu"] + nnz["wd"])  # for all sequences
     weights = itemsize * (sum(nnz[name] for name in LAYER) - off)
     cache = 2 * m * problem["kv_heads"] * problem["head_dim"] * problem["context"]
     rest = nnz["wh"] + m * (problem["hidden"] + problem["vocab"])
     return int(problem["layers"] * (weights + wide * cache) + wide * rest)
-
-
-def share(problem: Problem) -> float:
-    """Return the fraction of a layer's units that are on for a sequence; 1 if left to chance."""
-    active = problem.fields.get("active")
-    return 1.0 if active is None else float(active / problem["intermediate"])
-
-
-def all_active(problem: Problem) -> Problem:
-    """Return the problem with every unit on, as a dense product computes it."""
-    return replace(problem, fields={**problem.fields, "active": None})
 
 
 def prunes(fields: Mapping[str, Any], weight: str) -> bool:
@@ -244,7 +233,7 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
         power = round(log2(unit_scale(problem["hidden"])))
     active = problem.fields.get("active") is not None
     if name == "wd" and active:
-        power += round(-log2(_square_of_few(share(problem)) / 0.5) / 2)
+        power += round(-log2(_square_of_few(share(problem, UNITS)) / 0.5) / 2)
     if power:
         operand.copy_(operand.float() * 2.0**power)
     if active:

@@ -28,11 +28,13 @@ def require_few(
     """
     count = sum(points(entry) for entry in problems)
     cases = count * sum(prod(points(part) for part in parts) for parts in contenders)
-    problems_limit, cases_limit = f"{PROBLEMS} problems (PROBLEMS)", f"{CASES} cases (CASES)"
-    if count > PROBLEMS:
-        raise SuiteError(f"problems: expected at most {problems_limit}, found {_count(count)}")
-    if cases > CASES:
-        raise SuiteError(f"contenders: expected at most {cases_limit}, found {_count(cases)}")
+    for where, actual, most, limit in (
+        ("problems", count, PROBLEMS, f"{PROBLEMS} problems (PROBLEMS)"),
+        ("contenders", cases, CASES, f"{CASES} cases (CASES)"),
+    ):
+        if actual > most:
+            number = actual if actual < 10**18 else "more than 10^18"
+            raise SuiteError(f"{where}: expected at most {limit}, found {number}")
 
 
 def points(entry: Mapping[str, Any]) -> int:
@@ -64,10 +66,6 @@ def require_values(where: str, point: Mapping[str, Any]) -> None:
         if not (whole or number or value is None or isinstance(value, bool | int | str)):
             expected = "a number, a text, true, false or a list of integers"
             raise SuiteError(f"{where}.{name}: expected {expected}; found {str(value)[:60]!r}")
-
-
-def _count(count: int) -> str:
-    return str(count) if count < 10**18 else "more than 10^18"
 
 
 UNITS = {"s": 1, "m": 60, "h": 3600}

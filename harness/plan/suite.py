@@ -46,13 +46,8 @@ from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import derived
+from sparsebench.harness.plan import limits
 from sparsebench.harness.plan._from_files import fields_of_source, require_enough, sources_of
-from sparsebench.harness.plan.limits import (
-    require_few,
-    require_seeds,
-    require_sizes,
-    require_values,
-)
 from sparsebench.kernels._removed import removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source, format_of
@@ -149,7 +144,7 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
             else:
                 entry.format = canonical("formats", entry.format)
         entries = [entry for _, entry in written.entries]
-        require_few(written.problems, [[entry.params, entry.options] for entry in entries])
+        limits.require_few(written.problems, [[entry.params, entry.options] for entry in entries])
         by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
         for number, axes in enumerate(written.problems):
             for problem in _problems(number, axes, data):
@@ -209,7 +204,7 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
         raise SuiteError(f"{where}.op: expected the name of an op, found {actual}")
     op = load_op(name)
     seeds = _sweep(f"{where}.seed", axes.pop("seed", 0))
-    require_seeds(f"{where}.seed", seeds)
+    limits.require_seeds(f"{where}.seed", seeds)
     for source in list(sources_of(where, axes.pop("source", None), data, op)):
         from_source = fields_of_source(op, source, data)
         sweeps = []
@@ -239,7 +234,7 @@ def _fields(
             raise SuiteError(f"{where}: expected {min(both)} to be set once, found it set twice")
         merged |= setting
     fields = _validate(where, op.fields, merged).model_dump()
-    require_sizes(where, fields)
+    limits.require_sizes(where, fields)
     if source is None and fields.get("skew") == RECORDED:
         raise SuiteError(f"{where}.skew: expected {RECORDED!r} only with a source")
     try:
@@ -328,7 +323,7 @@ def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator
     sweeps = [_sweep(f"{where}.{name}", value) for name, value in mapping.items()]
     for values in product(*sweeps):
         point = dict(zip(mapping, values, strict=True))
-        require_values(where, point)
+        limits.require_values(where, point)
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):
                 if value[1:] not in values_by_name:
