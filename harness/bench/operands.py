@@ -116,7 +116,7 @@ def unusable(problem: Problem, op: Op, data: Path | None) -> str:
     except Unsupported as error:
         return str(error)
     except SuiteError:
-        return ""
+        pass
     return ""
 
 
@@ -194,10 +194,8 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     source = problem.source
     sources.agree(problem["pattern"], source)
     if source is None:
-        weight = _drawn(problem, op, name, device)
-        return _pruned(
-            problem, op, name, weight, lambda grid: scores(problem.seed, name, grid.cells, device)
-        )
+        hashed: Score = lambda grid: scores(problem.seed, name, grid.cells, device)  # noqa: E731
+        return _pruned(problem, op, name, _drawn(problem, op, name, device), hashed)
     path = _verified(source, data)
     if source.tensor is None:
         keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
@@ -284,11 +282,9 @@ def _masked(weight: Tensor, keep: Tensor) -> Tensor:
 
 def _verified(source: Source, data: Path | None) -> Path:
     path = sources.located(source, data)
-    present = sources.sha256(path)
-    if present != source.sha256:
-        raise SuiteError(
-            f"{path}: expected SHA-256 {source.sha256}, found {present}: it has changed"
-        )
+    if (present := sources.sha256(path)) != source.sha256:
+        expected = f"expected SHA-256 {source.sha256}"
+        raise SuiteError(f"{path}: {expected}, found {present}: it has changed")
     return path
 
 
