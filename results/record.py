@@ -108,6 +108,12 @@ class Problem:
             raise KeyError(f"op {self.op} has no field {name}")
         return self.fields[name]
 
+    @property
+    def text(self) -> str:
+        """Write the op and the fields that are set: `linear m=16 n=4096 k=4096`."""
+        fields = self.fields.items()
+        return " ".join([self.op, *(f"{n}={v}" for n, v in fields if v is not None)])
+
     @cached_property
     def id(self) -> str:
         """Return the hash of the problem; a source counts by content, not by path."""
@@ -190,7 +196,6 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of asdict."""
         return cls(Problem.from_json(data["problem"]), Contender.from_json(data["contender"]))
 
 
@@ -265,7 +270,6 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of asdict."""
         fixed = {
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),

@@ -64,12 +64,10 @@ def wide() -> Output:
 
 
 def print_json(data: Any) -> None:
-    """Print data as JSON."""
     stdout.write(json.dumps(data, indent=1) + "\n")
 
 
 def show_page(page: Path) -> None:
-    """Open a report in a browser."""
     if typer.launch(page.resolve().as_uri()) != 0:
         stderr.say(f"no browser opened {page}")
 

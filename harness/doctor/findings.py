@@ -84,6 +84,14 @@ def unfit(findings: Sequence[Finding]) -> bool:
     return any(finding.level is Level.WARNING for finding in findings)
 
 
+def conclusion(findings: Sequence[Finding]) -> str:
+    """Return the answer of the doctor: whether this machine is fit to measure, and why not."""
+    checks = [finding.check for finding in findings if finding.level is Level.WARNING]
+    if not checks:
+        return "This machine is fit to measure."
+    return f"This machine is not fit to measure: {', '.join(checks)}."
+
+
 def others(pids: Sequence[int] | None, busy_percent: float | None) -> Finding:
     """Judge other processes on the GPU, and its utilization before anything ran here."""
     check, busy = "other work on the GPU", f"{busy_percent or 0:g} % busy"

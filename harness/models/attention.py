@@ -26,7 +26,6 @@ REFUSED = "softcap", "s_aux", "position_bias"  # arguments that change scores
 
 
 def register() -> None:
-    """Register the implementation with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)

@@ -191,13 +191,13 @@ class Op:
     def output_bytes(self, problem: Problem, nonzeros: Mapping[str, int]) -> int:
         """Return the bytes of the output: the fewest without weights, less the activations."""
         sizes, dtype = self.sizes(problem.fields), problem["dtype"]
-        absent = dict.fromkeys((name for name in self.weights if name != self.pattern), 0)
+        counts = self.elements(problem)  # so that no activation is spared
+        counts |= {name: nonzeros[name] if name == self.pattern else 0 for name in self.weights}
         taken: int = sum(
             prod(sizes[size] for size in operand.shape) * operand.dtypes[dtype].itemsize
             for operand in (self.operands[name] for name in self.activations)
         )
-        itemsize = DTYPES[dtype].itemsize
-        return self.fewest_bytes(problem, {**nonzeros, **absent}, itemsize) - taken
+        return self.fewest_bytes(problem, counts, DTYPES[dtype].itemsize) - taken
 
     def rounds(self, dtype: str) -> bool:
         """Return whether a kernel may round activations to the dtype, because they are wider."""

@@ -250,10 +250,11 @@ def _require_competes(where: str, entry: ContenderEntry, problems: Collection[Pr
     """Raise SuiteError for an entry that matches no problem."""
     ops = {problem.op for problem in problems}
     for name, value in entry.at.items():
-        values_of = {str(p.fields[name]) for p in problems if name in p.fields}
-        if not values_of & set(map(str, _sweep(f"{where}.at.{name}", value))):
-            values = f"{name} of a problem, one of {', '.join(sorted(values_of)) or 'none'}"
-            raise SuiteError(f"{where}.at.{name}: expected a {values}; found {value!r}")
+        values, place = [p.fields[name] for p in problems if name in p.fields], f"{where}.at.{name}"
+        if not any(each in values for each in _sweep(place, value)):
+            named = ", ".join(sorted({str(each) for each in values})) or "none"
+            expected = f"the {name} of a problem, one of {named}"
+            raise SuiteError(f"{place}: expected {expected}; found {value!r}")
     if entry.op is not None and entry.op not in ops:
         actual = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
         expected = f"expected an op of the problems: {', '.join(sorted(ops))}"

@@ -43,6 +43,7 @@ from sparsebench.harness.run.runner import Pinned, Runner
 from sparsebench.harness.run.worker_process import require_plan
 from sparsebench.results import bundle, provenance, store
 from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.families import DEFAULT, by_default
 from sparsebench.results.files import utf8
 from sparsebench.results.formatting import number
 from sparsebench.results.frame import logs_over
@@ -328,7 +329,14 @@ def leader(rows: Sequence[Row]) -> str:
     if over is None or len(timed) == 1 or timed[0].reference:
         return ""
     logs = [float(np.median(logs_over(row, over))) for row in timed]
-    best, base = timed[logs.index(max(logs))].case.contender, over.case.contender
-    ratio = f"{best.kernel} {number(exp(max(logs)))}× faster than {base.kernel}"
-    result = f"{base.kernel} is the fastest" if best is base else ratio
+    best = timed[logs.index(max(logs))]
+    first, base = (_ran(row) for row in (best, over))
+    result = f"{first} {number(exp(max(logs)))}× faster than {base}"
+    result = f"{base} is the fastest" if best is over else result
     return f"{describe(over.case.problem)}: {result}"
+
+
+def _ran(row: Row) -> str:
+    contender = row.case.contender
+    of_layer = contender.kernel == DEFAULT
+    return by_default(contender.format, row.choice) if of_layer else contender.kernel

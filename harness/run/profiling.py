@@ -65,8 +65,7 @@ def call_each(
         try:
             for entry in entries:
                 case, row = entry.row.case, entry.row
-                fields = " ".join(f"{name}={value}" for name, value in case.problem.fields.items())
-                name = f"{case.contender.label} {case.problem.op} {fields} case {case.id}"
+                name = f"{case.contender.label} {case.problem.text} case {case.id}"
                 if entry.launch is None:
                     yield ProfiledCase(f"{name}: {row.status}: {row.detail}", row.status)
                     continue

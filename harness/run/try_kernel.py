@@ -184,9 +184,7 @@ def _sorted_out(
 def report(result: TrialResult) -> Group:
     """Return the result for a terminal: error, time, bound, speedup and choice of each row."""
     table, rows = frame(result.rows), result.rows
-    problem = rows[0].case.problem
-    fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
-    shown = Table(title=f"{problem.op} {fields}", title_justify="left", box=None, pad_edge=False)
+    shown = Table(title=rows[0].case.problem.text, title_justify="left", box=None, pad_edge=False)
     for heading in ("", *HEADINGS):
         shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     reasons: list[str] = []  # below the table, which cuts long texts off

@@ -147,7 +147,8 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
             if not meets(contest.problem, contender, condition):
                 continue
             if contender.kernel == DEFAULT:
-                pairs[Case(contest.problem, contender).id] = (contender,)
+                kept = replace(contender, options={"kept": True})  # what was searched before, stays
+                pairs[Case(contest.problem, contender).id] = (kept,)
             elif load_kernel(contender.kernel).tunes:
                 tuned = ({**contender.options, "tuned": how} for how in ("wide", False))
                 wide, default = (replace(contender, baseline=False, options=o) for o in tuned)

@@ -220,10 +220,8 @@ class Worker:
         self, contest: Contest, options: Mapping[str, Any], case: str, why: str, text: str
     ) -> None:
         """Log why a case of a contest failed; without a case, why all failed."""
-        problem = contest.problem
-        labels = {Case(problem, contender).id: contender.label for contender in contest.contenders}
-        fields = " ".join(f"{name}={value}" for name, value in problem.fields.items())
-        where = f"{labels.get(case, 'all contenders')} at {problem.op} {fields}"
+        labels = {Case(contest.problem, each).id: each.label for each in contest.contenders}
+        where = f"{labels.get(case, 'all contenders')} at {contest.problem.text}"
         process = f"process {options.get('replicate', 0)}, attempt {options.get('attempt', 0)}"
         self._log.explain(f"{where} ({process}): {why}", text)
 

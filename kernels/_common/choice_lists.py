@@ -12,7 +12,6 @@ each process, which is said once.
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
 
 LARGER = 2  # choices for more tokens that a search times
@@ -32,12 +32,10 @@ SIZES = "m", "n", "k", "density"
 
 def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
     """Return the file of this GPU and of the code of these engines."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = os.environ.get("SPARSEBENCH_CHOICES") or Path(home) / "sparsebench" / "choices"
-    kind = file_in(Path(folder), device).stem
+    folder = cache_folder("choices", "SPARSEBENCH_CHOICES")
     gpu = torch.cuda.get_device_properties(device).name
     name = "".join(c if c.isalnum() else "_" for c in gpu)
-    return Path(folder) / f"{kind}-{name}-{_code_of(engines)}.choices"
+    return folder / f"{file_in(folder, device).stem}-{name}-{_code_of(engines)}.choices"
 
 
 @cache
@@ -82,9 +80,17 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     return choices
 
 
+_MADE: dict[Path, dict[str, dict[str, Any]]] = {}
+
+
+def made(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the choices that this process has appended to a file, by problem."""
+    return _MADE.setdefault(file, {})
+
+
 def append(file: Path, problem: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
     """Keep a choice in this process, and in the file if it can be written."""
-    read(file)[key(problem)] = dict(choice)
+    read(file)[key(problem)] = made(file)[key(problem)] = dict(choice)
     config = {name: value for name, value in choice.items() if name != "kernel"}
     line = {"problem": dict(problem), "kernel": choice["kernel"], "config": config}
     try:
@@ -134,7 +140,6 @@ _SAID: set[str] = set()
 
 
 def _warn(message: str) -> None:
-    """Warn once per message."""
     if message not in _SAID:
         _SAID.add(message)
         warnings.warn(message, stacklevel=3)

@@ -4,7 +4,7 @@
 
 wgmma needs the target sm_90a, but CuPy's RawModule(code=...) compiles for sm_90. So this module
 calls NVRTC, and CuPy loads the cubin. Kernels without wgmma are compiled for the target of the
-device. Later processes find the cubin in $XDG_CACHE_HOME/sparsebench/cubins (cubins.py).
+device. Later processes find the cubin in $XDG_CACHE_HOME/sparsebench/cubins (machine_code.py).
 
 A tensor map is 128 bytes that describe a matrix to TMA: address, sizes, strides, and the box that
 one instruction copies. A kernel receives it by value (__grid_constant__); in device memory it would
@@ -28,14 +28,16 @@ from torch import Tensor
 
 from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cubins import cached
 from sparsebench.kernels._common.driver import (
+    CLUSTER_DIMENSION,
+    LaunchAttribute,
+    LaunchConfig,
     driver,
     launch_config,
     require_success,
     set_device,
 )
-from sparsebench.kernels._common.machine_code import digest
+from sparsebench.kernels._common.machine_code import cached, digest
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
@@ -208,7 +210,6 @@ class BoundKernel:
 
     @property
     def code(self) -> str:
-        """Return the digest of the machine code."""
         return self.loaded.code
 
 
@@ -238,6 +239,20 @@ def load(
         kernel = cupy.RawModule(path=str(path)).get_function(function)
         kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
     return kernel.kernel, digest(code)
+
+
+@cache
+def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
+    """Return how many clusters of such CTAs the device runs at a time (clusters.cu)."""
+    kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
+    of_cluster = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
+    shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
+    config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
+    clusters = ctypes.c_int()
+    pointer, reference = ctypes.c_void_p(kernel.ptr), ctypes.byref(config)
+    result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), pointer, reference)
+    require_success(result, f"clusters of {ctas} CTAs of {threads}")
+    return clusters.value
 
 
 def compile_ahead(name: str, variants: Iterable[Constants], target: str = SM_90A) -> None:

@@ -51,7 +51,6 @@ def launch_config(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """Return CUDA's driver."""
     library, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p
     library.cuLaunchKernelEx.argtypes = pointer, pointer, pointer, pointer
     return library

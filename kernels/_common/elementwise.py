@@ -78,7 +78,6 @@ def scale_of(problem: Problem, columns: int) -> float:
 
 
 def _tiles(m: int, n: int) -> tuple[int, tuple[int]]:
-    """Return the tokens per program, and the grid."""
     tokens = min(TOKENS, triton.next_power_of_2(m))
     return tokens, (triton.cdiv(m, tokens) * triton.cdiv(n, FEATURES),)
 

@@ -46,7 +46,9 @@ bool replay(Front* front, at::Tensor dy, const at::Tensor& x, const at::Tensor& 
   }
   Place place;
   if (!place_of(dy, place) || captures(place.stream) || !contents_hold(front)) return false;
-  const Inputs of_x = values.defined() ? Inputs{dy, values} : Inputs{dy}, of_values{dy, x};
+  Inputs of_x{dy};
+  if (values.defined() || front->keeps_x) of_x.push_back(values.defined() ? values : x);
+  const Inputs of_values{dy, x};
   const auto entry_x = for_x ? front->entries[DGRAD].find(of_x, place) : nullptr;
   const auto entry_values = for_values ? front->entries[WGRAD].find(of_values, place) : nullptr;
   if ((for_x && !entry_x) || (for_values && !entry_values)) return false;

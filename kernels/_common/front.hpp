@@ -3,7 +3,7 @@
 //   guard   an attribute of the layer is the same tensor object, at the same address, with the same
 //           requires_grad, and torch has counted no write to it if the recording read it earlier
 //   entry   for one product, a layout of its inputs, a stream and a state of the dispatcher:
-//             inputs   x, x and values, dy and values, or dy and x; their addresses may differ
+//             inputs   x, x and values, dy, dy and values, or dy and x; their addresses may differ
 //             outputs  tensors that the steps write; the last is the result
 //             steps    launches as the bytes of their arguments, and the places of the addresses
 //
@@ -253,7 +253,7 @@ at::Tensor run(const Entry& entry, const Inputs& inputs, bool rows) {
 
 // ---- guards ----
 
-// The inputs: x, and values that can be trained; dy and values; dy and x.
+// The inputs: x, and values that can be trained; dy, and values, or else x if dX needs it; dy and x.
 enum Op { LINEAR, DGRAD, WGRAD, OPS };
 struct Guard {
   PyObject *dict, *name, *object;

@@ -1,6 +1,7 @@
-"""Digest a compiled kernel; the digest is the same on every machine that compiles the same code.
+"""Digest compiled kernels, and cache those that NVRTC compiles.
 
-A cubin is an ELF file. The digest covers two kinds of its sections:
+The digest is the same on every machine that compiles the same code. A cubin is an ELF file, and the
+digest covers two kinds of its sections:
 
     .text.NAME          instructions
     .nv.constant2, 3    constants of the code
@@ -8,12 +9,26 @@ A cubin is an ELF file. The digest covers two kinds of its sections:
 Other sections may differ although the code is equal. Triton writes the path of the kernel's source
 (.debug_line), so two installations of one version would differ. NVRTC writes every constexpr value,
 used or not (.nv.global.init), so a constant that became a macro would change the digest.
+
+NVRTC takes seconds to compile a kernel, and reading a file 1 ms. Triton has a cache of its own.
+
+    $XDG_CACHE_HOME/sparsebench/cubins/KEY      SHA-256 of the code, 32 bytes, then the code
+                                  KEY           SHA-256 of all that the code depends on
+
+If a file is torn or changed, the kernel is compiled again. If the folder cannot be written, every
+process compiles.
 """
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from struct import unpack_from
 
+from sparsebench._writing import write_file
+
+DIGEST_BYTES = 32
 COUNTED = b".text.", b".nv.constant2", b".nv.constant3"
 SECTION_NUMBERS = 0x3A  # in an ELF64 header: size of a section header, their count, index of names
 NO_BITS = 8  # type of a section without bytes in the file
@@ -21,12 +36,12 @@ NO_BITS = 8  # type of a section without bytes in the file
 
 def digest(*cubins: bytes) -> str:
     """Return `sass:` and the first 16 digits of the SHA-256 of these sections."""
-    found = hashlib.sha256()
+    sections = hashlib.sha256()
     for cubin in cubins:
         for name, content in sorted(_sections(cubin)):
             if name.startswith(COUNTED):
-                found.update(name + b"\0" + content)
-    return f"sass:{found.hexdigest()[:16]}"
+                sections.update(name + b"\0" + content)
+    return f"sass:{sections.hexdigest()[:16]}"
 
 
 def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -38,3 +53,24 @@ def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
     for name_at, kind, _, _, start, length in headers:
         end = elf.index(b"\0", names_at + name_at)
         yield elf[names_at + name_at : end], b"" if kind == NO_BITS else elf[start : start + length]
+
+
+def cached(key: tuple[object, ...], compiled: Callable[[], bytes]) -> bytes:
+    """Return the code for a key, from the cache or by `compiled`; `repr(key)` identifies it."""
+    file = cache_folder("cubins") / hashlib.sha256(repr(key).encode()).hexdigest()
+    with suppress(OSError):
+        data = file.read_bytes()
+        digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if hashlib.sha256(code).digest() == digest:
+            return code
+    code = compiled()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, hashlib.sha256(code).digest() + code)
+    return code
+
+
+def cache_folder(name: str, variable: str = "") -> Path:
+    """Return the folder that an environment variable names, or the cache's folder NAME."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(variable) or Path(home) / "sparsebench" / name)

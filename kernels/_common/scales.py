@@ -30,7 +30,6 @@ class Scales:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the scales that there are."""
         return [scale for scale in (self.features, self.tokens) if scale is not None]
 
     @property

@@ -216,13 +216,6 @@ def pinned_or(
     return [{name: value for name, value in pinned.items() if name in names}]
 
 
-def fastest(
-    candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
-) -> int:
-    """Return the index of the fastest candidate (`search`)."""
-    return search(candidates, device, threads).best
-
-
 def search(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
 ) -> Search:

@@ -1,10 +1,12 @@
 """Choose how to run a product: engines offer candidates, and the fastest here is kept.
 
-    pinned            the choice of an earlier process of a run, taken again
-    user's cache      what a search found on this GPU with this code, for these sizes
+    pinned            in a run: the choice of an earlier process, taken again
+    user's cache      what a search found on this GPU with this code, for these sizes; in a run
+                      only what this process itself found, so that each process searches anew
     package's list    the same, from published runs (kernels/tuned/*.choices), while the machine
                       code is the one that was measured
-    search            times the candidates once, on the operands of the call
+    search            times the candidates once, on the operands of the call; in a later process
+                      of a run only those that were near the fastest in the first (`finalists`)
     nearest           if no search is allowed: the entry of a list nearest in size, up to twice
     model             else the first candidate: engines order theirs by the bytes they load
 
@@ -30,7 +32,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choice_lists
 from sparsebench.kernels._common.capture import lasting
-from sparsebench.kernels._common.search import REASON, search
+from sparsebench.kernels._common.search import REASON, finalists, part_of, search
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -57,6 +59,21 @@ class Product(Protocol):
     def order(self) -> Hashable | None: ...
     @property
     def run(self) -> Callable[..., Tensor]: ...
+
+
+class Earlier(NamedTuple):
+    """What earlier processes of a run know of a product; (None, ()) in the first process.
+
+    choice  is taken again without a search
+    lines   Selected.lines of the first process
+    """
+
+    choice: Mapping[str, Any] | None
+    lines: Sequence[Mapping[str, Any]]
+
+    def part(self, name: str) -> "Earlier":
+        """Return what they know of one product of a layer."""
+        return Earlier((self.choice or {}).get(name), part_of(name, self.lines))
 
 
 Timed = Callable[[Product], Callable[[], object]]
@@ -117,12 +134,12 @@ class Operator:
     plans: OrderedDict[Hashable, Selected] = field(default_factory=OrderedDict)
 
     def select(
-        self, call: Hashable, timed: Timed | None = None, pinned: Mapping[str, Any] | None = None
+        self, call: Hashable, timed: Timed | None = None, earlier: Earlier | None = None
     ) -> Selected:
         """Return the plan of a call, which the first call makes. Raises Unsupported, RuntimeError.
 
-        timed   what a search times; None forbids it
-        pinned  Selected.choice of an earlier process, which is taken again
+        timed    what a search times; None forbids it
+        earlier  in a run of a suite; None in a call of a user, which takes the user's cache
         """
         if (selected := self.plans.get(call)) is not None:
             return selected
@@ -130,23 +147,22 @@ class Operator:
             raise RuntimeError(
                 f"{self.problem(call)} is not planned: call it once before capturing a CUDA graph"
             )
-        choose = partial(self._choose, call, timed, pinned)
+        choose = partial(self._choose, call, timed, earlier)
         selected = self.plans[call] = lasting(choose, self.device)
         while len(self.plans) > PLANS:
             self.plans.popitem(last=False)
         return selected
 
-    def _choose(
-        self, call: Hashable, timed: Timed | None, pinned: Mapping[str, Any] | None
-    ) -> Selected:
+    def _choose(self, call: Hashable, timed: Timed | None, earlier: Earlier | None) -> Selected:
         if self.device.type != "cuda":
             return _planned(self.offer(call, None), "model", {})
         problem = self.problem(call)
-        if pinned:
+        if earlier and (pinned := earlier.choice):
             by = str(pinned.get("by", "pinned"))
             return _planned([self._matching(call, pinned)], by, problem)
         file = choice_lists.user_file(self.device, self.engines)
-        lists = {"cache": choice_lists.read(file), "package": choice_lists.package(self.device)}
+        kept = choice_lists.read(file) if earlier is None else choice_lists.made(file)
+        lists = {"cache": kept, "package": choice_lists.package(self.device)}
         for by, choices in lists.items():
             choice = choices.get(choice_lists.key(problem))
             if same := self._matching(call, choice):
@@ -158,8 +174,10 @@ class Operator:
             larger = choice_lists.larger(
                 problem, chain.from_iterable(each.items() for each in lists.values())
             )
-            more = chain.from_iterable(self._matching(call, choice) for choice in larger)
-            offered = [more, *self.offer(call, None)]
+            more = [c for choice in larger for c in self._matching(call, choice)]
+            choices = finalists(earlier.lines) if earlier else []
+            again = [c for choice in choices for c in self._matching(call, choice)]
+            offered = [more, again] if again else [more, *self.offer(call, None)]
             selected = _search(offered, timed, self.device, problem)
             choice_lists.append(file, problem, selected.choice)
             return selected

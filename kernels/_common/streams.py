@@ -32,12 +32,10 @@ class Shape:
 
     @property
     def chunk(self) -> int:
-        """Return the elements of a chunk."""
         return self.words * self.warps * WARP_ELEMENTS
 
     @property
     def label(self) -> str:
-        """Name the shape for a reader."""
         return f"stream, {self.words} x 16 bytes a thread, {self.warps} warps"
 
 

@@ -46,7 +46,6 @@ class BoundKernel:
     before: "BoundKernel | None" = None
 
     def __call__(self) -> Tensor:
-        """Enqueue the kernel on the current stream."""
         if self.before:
             self.before()
         self.kernel[self.grid](*self.args, **self.constants)
@@ -78,7 +77,6 @@ class Template:
         operands: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        """Find the arguments without data; each call returns its own `results`."""
         flat = [one for each in programs for one in (each.before, each) if one]
         bases = [*results, *(tensor_of(arg) for each in flat for arg in each.args)]
         operand_ids = {id(t): t for t in operands}
@@ -89,7 +87,6 @@ class Template:
         self._launches = [_Launch(each, place) for each in flat]
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
-        """Enqueue the kernels on the current stream; return the results."""
         new_empty = operands[0].new_empty
         buffers = [new_empty(shape, dtype=dtype) for shape, dtype in self._allocated]
         tensors = [*operands, *buffers]
@@ -170,7 +167,6 @@ class Raw:
         self.arguments = lru_cache(ADDRESSES)(lambda *at: self.layout(*fill(at)))
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        """Enqueue the kernel on torch's current stream."""
         self.loaded.enqueue(self.arguments(*addresses))
 
     @classmethod
@@ -322,7 +318,6 @@ def whole_tile(side: int) -> int:
 
 
 def unsupported_alignment(*matrices: Tensor) -> str | None:
-    """Return why TMA cannot address one of the matrices, or None."""
     for t in matrices:
         if t.data_ptr() % TMA_ALIGNMENT or t.stride(1) != 1:
             return f"a {list(t.shape)} operand is not aligned to {TMA_ALIGNMENT} bytes"
@@ -332,7 +327,6 @@ def unsupported_alignment(*matrices: Tensor) -> str | None:
 
 
 def unsupported_row(columns: int, itemsize: int) -> str | None:
-    """Return why TMA cannot address rows of `columns` elements, or None."""
     size = columns * itemsize
     fits = size % TMA_ALIGNMENT == 0
     return None if fits else f"rows of {size} bytes, not a multiple of {TMA_ALIGNMENT}"

@@ -17,7 +17,6 @@ configurations, and a layer takes the first of them.
 import ast
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -34,6 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparsebench._writing import write_file
 from sparsebench.errors import TableError, Unsupported
+from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._kernel import Operands
 
 SCHEMA: Final = "sparsebench/tuned@1"
@@ -65,7 +65,7 @@ class Sizes:
 
 
 def blocked(m: int, n: int, k: int, dtype: str, block: tuple[int, int], stored: int) -> Sizes:
-    """Return the sizes of a layer owner weights store `stored` blocks of r x c."""
+    """Return the sizes of a layer whose weights store `stored` blocks of r x c."""
     (r, c), every = block, ceil(n / block[0]) * ceil(k / block[1])
     return Sizes(m, n, k, dtype, (r, c), max(stored, 1) / every)
 
@@ -120,8 +120,8 @@ def lookup(
 
     Only entries with the values in `fixed`, such as path="tma", count. Raises TableError.
     """
-    found = _find(kernel, sizes, device, fixed)
-    return found[1].choice if found else None
+    match = _find(kernel, sizes, device, fixed)
+    return match[1].choice if match else None
 
 
 def choose(
@@ -151,10 +151,10 @@ def choose(
         return searched, {"by": "wide", "sizes": asdict(sizes)}
     if not tuned:
         return searched[:1], {"by": "default"}
-    found = _find(kernel, sizes, operands.device, fixed)
-    if found is None:
+    match = _find(kernel, sizes, operands.device, fixed)
+    if match is None:
         return searched, {"by": "search"}
-    owner, entry = found
+    owner, entry = match
     try:
         return [config(**entry.choice)], {"by": f"table of the {owner}"}
     except TypeError as error:
@@ -164,13 +164,11 @@ def choose(
 
 def folders() -> dict[str, Path]:
     """Return the folders of tables by owner; the first has precedence."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    user = os.environ.get("SPARSEBENCH_TUNED") or cache_home / "sparsebench" / "tuned"
-    return {"user": Path(user), "package": Path(str(files("sparsebench.kernels"))) / "tuned"}
+    package = Path(str(files("sparsebench.kernels"))) / "tuned"
+    return {"user": cache_folder("tuned", "SPARSEBENCH_TUNED"), "package": package}
 
 
 def file_in(folder: Path, device: torch.device) -> Path:
-    """Return the file of the device's kind of GPU."""
     gpu = torch.cuda.get_device_properties(device)
     return folder / file_name((gpu.major, gpu.minor), gpu.multi_processor_count)
 
@@ -183,19 +181,19 @@ def file_name(capability: tuple[int, int], multiprocessors: int) -> str:
 def in_force(device: torch.device) -> list[dict[str, Any]] | None:
     """Return owner, file, digest and number of entries of each table, or None without tables.
 
-    A run records them. `current` counts the entries owner kernels have not changed since.
+    A run records them. `current` counts the entries whose kernels have not changed since.
     """
     if device.type != "cuda":
         return None
-    found = []
+    tables = []
     for owner, folder in folders().items():
         file = file_in(folder, device)
         if file.exists():
             entries = read(file).entries
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             counts = {"entries": len(entries), "current": sum(e.current for e in entries)}
-            found.append({"of": owner, "file": file.name, "sha256": digest, **counts})
-    return found or None
+            tables.append({"of": owner, "file": file.name, "sha256": digest, **counts})
+    return tables or None
 
 
 @cache

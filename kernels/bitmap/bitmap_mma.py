@@ -22,7 +22,6 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.clusters import clusters_at_once
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
@@ -30,6 +29,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    clusters_at_once,
     compile_ahead,
     load,
     on_tape,
@@ -173,7 +173,6 @@ class Product:
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:
-    """Return the macros of bitmap_mma.cu."""
     return (
         *(("TOKENS", config.tokens), ("GROUP", config.group), ("ROW_WARPS", config.row_warps)),
         *(("PARTS", config.parts), ("STAGES", config.stages), ("X_STAGES", config.x_stages)),
@@ -183,7 +182,6 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
 
 
 def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:
-    """Return why the kernel cannot read these operands, or None."""
     n, k = w.shape
     if x.dtype != w.dtype or x.dtype not in DTYPES:
         return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
@@ -253,7 +251,6 @@ def _fullest(
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bitmap)
     if reason := unsupported_operands(x, w):
@@ -273,7 +270,6 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
     if problem["m"] > MOST_TOKENS:
         return f"expected at most {MOST_TOKENS} tokens, found {problem['m']}; dense is faster"
     return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))

@@ -22,11 +22,9 @@ class Gradient:
         object.__setattr__(self, "matrix", replace(self.pattern, values=self.kernel.out))
 
     def __call__(self) -> Bsr:
-        """Enqueue the kernel on the current stream."""
         self.kernel()
         return self.matrix
 
     @property
     def code(self) -> str | None:
-        """Return the digest of the machine code."""
         return self.kernel.code

@@ -108,7 +108,6 @@ class Product:
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Take the plan's order of the packed W."""
         self.plan, self.code = plan, plan.loaded.code
         self.pack: Callable[[Tensor], Tensor] | None = plan.pack if plan.packs else None
         self.order: bytes | None = plan.order if plan.packs else None

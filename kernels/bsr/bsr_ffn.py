@@ -89,7 +89,6 @@ def output_of(launch: Launch) -> Tensor:
 
 
 def weight_of(operands: Operands, name: str) -> Bsr:
-    """Return a weight, which is in blocks."""
     weight = operands.weights[name]
     assert isinstance(weight, Bsr)
     return weight

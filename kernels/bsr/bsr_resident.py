@@ -174,7 +174,6 @@ def turned(w: Bsr) -> Bsr:
 
 
 def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> cuda.Constants:
-    """Return the macros of bsr_resident.cu."""
     return (
         *(("R", block[0]), ("C", block[1])),
         *(("TOKENS", config.tokens), ("WARPS", config.warps), ("SHARE", config.share)),
@@ -183,7 +182,6 @@ def constants_of(config: Config, block: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     step = cuda.TMA_ALIGNMENT // x.itemsize
     if x.dtype != values.dtype or x.dtype not in cuda.HALVES:

@@ -180,7 +180,6 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     if reason := unsupported_product(x, w, transposed):
         return reason

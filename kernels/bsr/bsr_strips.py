@@ -188,7 +188,6 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     depth = n if transposed else k
     if reason := unsupported_product(x, w, transposed):

@@ -307,7 +307,6 @@ def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True
 
 
 def unsupported_blocks(w: Bsr) -> str | None:
-    """Return why tensor cores cannot multiply these blocks, or None."""
     if w.values.itemsize == 1 and whole_tile(w.block[1]) < FP8_DEPTH:
         return f"expected blocks of more than {FP8_DEPTH // 2} columns in fp8, found {w.block[1]}"
     return None
@@ -394,7 +393,6 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def unsupported_by_tma(x: Tensor, w: Bsr) -> str | None:
-    """Return why TMA cannot read W and X and write Y, or None."""
     r, c = w.block
     if whole_tile(r) != r or whole_tile(c) != c:
         return f"blocks of {r}x{c} are not whole tiles"

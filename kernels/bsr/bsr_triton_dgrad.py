@@ -188,7 +188,6 @@ def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> Bo
 
 
 def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
-    """Return the constants of the kernel."""
     r, c = block
     return {
         "R": r,
@@ -205,7 +204,6 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
 
 
 def unsupported_by_tma(dy: Tensor, w: Bsr) -> str | None:
-    """Return why TMA cannot read W and dY and write dX, or None."""
     r, c = w.block
     if (whole_tile(r), whole_tile(c)) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles"

@@ -187,7 +187,6 @@ def launch(
 
 
 def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
-    """Return the constants of the kernel."""
     r, c = block
     return {
         "R": r,
@@ -203,7 +202,6 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
 
 
 def unsupported_by_tma(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | None:
-    """Return why TMA cannot read dY and X, or None."""
     r, c = block
     if (whole_tile(r), max(LEAST, whole_tile(c))) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles {LEAST} wide"

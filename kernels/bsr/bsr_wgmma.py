@@ -86,7 +86,6 @@ def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config, Groups]]:
 
 
 def space() -> list[Config]:
-    """Return all configurations, for a long search."""
     return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
 
 
@@ -173,7 +172,6 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), (r, c), values = w.shape, w.block, w.values
     width = k if transposed else n
     if reason := unsupported_product(x, w, transposed, cuda.HALVES if transposed else DTYPES):

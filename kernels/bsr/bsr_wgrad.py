@@ -149,7 +149,6 @@ class Product:
     pack = order = None
 
     def __init__(self, plan: Plan) -> None:
-        """Keep the plan."""
         self.plan, self.code = plan, plan.loaded.code
 
     def run(self, dy: Tensor, x: Tensor) -> Tensor:
@@ -214,7 +213,6 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
 
 
 def unsupported_pair(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Return why no kernel of dW takes operands of these dtypes and shapes, or None."""
     (n, k), dtype = pattern.shape, pattern.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
         found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"

@@ -153,7 +153,6 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
-    """Return the macros of bsr_wgrad_small.cu."""
     return (
         ("DEPTH", config.depth),
         ("UNITS", config.units),

@@ -51,7 +51,6 @@ def _product(operands: Operands, name: str, w: Bsr, inputs: Sequence[Tensor], tu
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the step cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return "expected fp16, bf16 or fp32, found fp8"
     return _decoder.unsupported_pruned(problem, device)

@@ -206,7 +206,6 @@ class Product:
 
 
 def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
-    """Return the macros of csr_cuda.cu."""
     return (
         ("FP32", int(dtype == torch.float32)),
         ("FP16", int(dtype == torch.float16)),
@@ -218,7 +217,6 @@ def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants
 
 
 def unsupported_operands(x: Tensor, w: Csr) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     n, k = w.shape
     if x.dtype != w.values.dtype or x.dtype not in DTYPES:
         found = f"{x.dtype} and {w.values.dtype}"
@@ -233,7 +231,6 @@ def unsupported_operands(x: Tensor, w: Csr) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or time those in `space`. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Csr)
     if reason := unsupported_operands(x, w):
@@ -248,7 +245,6 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
     return unsupported_before_ampere(problem, device, ("fp16", "bf16", "fp32", "tf32"))
 
 

@@ -70,7 +70,6 @@ class Gradient:
     pattern: Csr
 
     def __call__(self) -> Csr:
-        """Enqueue the work on torch's current stream."""
         values = self.products()
         if self.addition:
             values = self.addition()
@@ -78,7 +77,6 @@ class Gradient:
 
     @property
     def code(self) -> str:
-        """Return the digest of the machine code."""
         return self.products.code
 
 
@@ -124,13 +122,11 @@ def launch(dy: Tensor, x: Tensor, w: Csr, config: Config) -> Gradient:
 
 
 def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
-    """Return the macros of csr_cuda_wgrad.cu."""
     of_linear = csr_cuda.Config(config.tokens(dtype), config.threads, config.ctas)
     return csr_cuda.constants_of(of_linear, dtype, aligned)
 
 
 def unsupported_operands(dy: Tensor, x: Tensor, w: Csr) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
     (n, k), dtype = w.shape, w.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in DTYPES:
         found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
@@ -146,7 +142,6 @@ def unsupported_operands(dy: Tensor, x: Tensor, w: Csr) -> str | None:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or time all of them. Raises Unsupported."""
     w, dy, x = operands.pattern, operands.activations["dy"], operands.activations["x"]
     assert isinstance(w, Csr)
     if reason := unsupported_operands(dy, x, w):

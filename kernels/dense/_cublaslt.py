@@ -293,7 +293,6 @@ def _compute(gemm: Gemm) -> int:
 
 @cache
 def _handle(device: torch.device) -> int:
-    """Return the process's handle for a device."""
     from nvmath.bindings import cublasLt
 
     with torch.cuda.device(device):

@@ -191,14 +191,12 @@ def followed(part: Part, after: Sequence[BoundKernel]) -> Part:
 
 
 def joined(gated: Part, down: Part) -> Part:
-    """Return an MLP made of its two parts."""
     calls = [in_turn(*both) for both in zip(gated.calls, down.calls, strict=True)]
     choice = {**gated.choice, **down.choice}
     return Part(calls, down.outs, choice, [*gated.candidates, *down.candidates], gated.code)
 
 
 def copied(weight: Stored) -> Stored:
-    """Return a copy in new memory."""
     return replace(weight, **{name: a.clone() for name, a in weight.arrays().items()})  # type: ignore[type-var]
 
 
@@ -206,14 +204,12 @@ def copied(weight: Stored) -> Stored:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernels that all contenders share cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return cublas.unsupported_fp8(device)
     return cublas.unsupported(problem, device) or triton_unsupported(problem, device)
 
 
 def unsupported_pruned(problem: Problem, device: torch.device) -> str | None:
-    """Return why a step cannot run here if it stores only the weights that are kept, or None."""
     return unsupported(problem, device) or unsupported_size(
         problem, device, 1 - problem["sparsity"]
     )

@@ -9,7 +9,7 @@ The search times every call that can compute the product, in CUDA graphs and wit
   x weights by rows or by columns                     as stored, or a copy of W.T made beforehand
   x fp8 sums with 13 bits or in fp32                  cuBLASLt only; on Hopper only weights by rows
 
-That makes up to a thousand calls. A first screening keeps KEPT of them (_screen.py), and the search
+That makes up to a thousand calls. A first screening keeps KEPT of them (`screened`), and the search
 picks the fastest, which the row names. If the process meets an equal product again, which happens
 because block sizes and sparsities share it, the search times only the calls that were near the
 fastest (search.py). Later processes of a verdict do the same with the calls that the first process
@@ -30,11 +30,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparsebench.kernels._common.gpu_clock import GpuClock
+from sparsebench.kernels._common.l2_flush import flusher
 from sparsebench.kernels._common.search import Search, finalists, near, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch
 from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
-from sparsebench.kernels.dense._screen import screened
 
 LIBRARIES = "cublas", "cublaslt"  # names in torch.backends.cuda.preferred_blas_library
 Layout = Literal["rows", "columns"]
@@ -42,7 +43,7 @@ LAYOUTS: tuple[Layout, ...] = "rows", "columns"
 
 SIZES = 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192  # token counts to query
 LONG = 1 << 37  # operations (0.2 ms of an H200 in bf16) above which combinations are not timed
-KEPT = 48  # calls that are timed in graphs
+KEPT, SCREENED = 48, 2  # calls that are timed in graphs, and samples of each before that
 WRONG = 0.02  # relative error; fast accumulation in fp8 differs by 0.005
 
 
@@ -156,6 +157,42 @@ def _right(
     return [i for i in indices if i not in unproposed or not differs(calls[i])]
 
 
+def screened(
+    calls: Sequence[Callable[[], object]], limit: int, always: int, device: torch.device
+) -> list[int]:
+    """Return the indices of the first `always` calls and of the fastest others, `limit` in total.
+
+    On a CPU, return all. Others that raise are dropped, even if fewer than `limit` remain. Each is
+    sampled SCREENED times with a cold L2 cache, and without a graph, because capturing one would
+    take longer than the call.
+    """
+    if device.type != "cuda":
+        return [*range(len(calls))]
+    rest = [i for i in range(always, len(calls)) if _runs(calls[i])]
+    torch.cuda.synchronize(device)  # an illegal access raises here
+    if always + len(rest) <= limit:
+        return [*range(always), *rest]
+    flush, clock = flusher(device), GpuClock(device)
+    pairs = [(calls[i], True) for i in rest]
+    rounds = [clock.cold(pairs, flush) for _ in range(SCREENED)]
+    least = {
+        i: min(sample.time_us for sample in samples)
+        for i, samples in zip(rest, zip(*rounds, strict=True), strict=True)
+    }
+    best = sorted(rest, key=lambda i: least[i])[: limit - always]
+    return [*range(always), *sorted(best)]
+
+
+def _runs(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False
+    return True
+
+
 def ways_of(product: Product, layout: Layout | None) -> list[Way]:
     """Return the ways to time for a product whose weights have this layout."""
     fp8 = product.a.dtype == DTYPES["fp8"]
@@ -208,7 +245,6 @@ def _layouts(product: Product) -> Sequence[Layout | None]:
 
 
 def _on_gpu(product: Product) -> bool:
-    """Return whether the product runs on a GPU; on a CPU there is nothing to choose."""
     return product.out.is_cuda
 
 
@@ -245,7 +281,6 @@ def precision(tf32: bool) -> dict[str, str]:
 
 
 def _way_of(choice: Mapping[str, Any]) -> Way:
-    """Return the way that a row records."""
     values = {each.name: choice[each.name] for each in fields(Way) if each.name in choice}
     if "algorithm" in values:
         values["algorithm"] = Algorithm(**values["algorithm"])

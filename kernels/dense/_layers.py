@@ -55,7 +55,6 @@ def in_turn(*steps: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def ffn(operands: Operands) -> Launch:
-    """Search the products of a gated layer, and whether gate and up are one. Raises Unsupported."""
     wg, wu, wd = (operands.weights[name].to_dense() for name in ("wg", "wu", "wd"))
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
     first = [quantised(x)] if problem["dtype"] == "fp8" else []
@@ -110,7 +109,6 @@ def _fastest_pair(
 
 
 def mlp(operands: Operands) -> Launch:
-    """Search both products. Raises Unsupported."""
     x, pinned = operands.activations["x"], operands.pinned or {}
     wu, wd = (operands.weights[name].to_dense() for name in ("wu", "wd"))
     activation = operands.problem["activation"]
@@ -132,7 +130,6 @@ def mlp(operands: Operands) -> Launch:
 
 
 def ffn_step(operands: Operands) -> Launch:
-    """Search the six products of a training step. Raises Unsupported."""
     x, dy, pinned = operands.activations["x"], operands.activations["dy"], operands.pinned or {}
     wg, wu, wd = (operands.weights[name].to_dense() for name in ("wg", "wu", "wd"))
     (m, k), n, both = x.shape, len(wg), torch.cat((wg, wu))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
 ALIGNMENT = 8  # elements: a head dimension that is not a multiple is padded by torch, in a copy
@@ -23,7 +23,6 @@ Backward = Callable[[tuple[Tensor, ...], Any, bool, float | None], tuple[Tensor,
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why torch's fused backends cannot run the problem, or None."""
     if problem["dtype"] not in ("fp16", "bf16"):
         return f"expected fp16 or bf16, found {problem['dtype']}"
     if problem["head_dim"] % ALIGNMENT:
@@ -34,7 +33,18 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
-def forward(operands: Operands, attend: Forward) -> Launch:
+def forward_kernel(attend: Forward) -> Kernel:
+    """Return the kernel of `attention` by a backend's forward pass."""
+    return Kernel("attention", "dense", "cuda", partial(forward, attend), unsupported)
+
+
+def backward_kernel(attend: Forward, gradients: Backward) -> Kernel:
+    """Return the kernel of `attention_backward` by both passes of a backend."""
+    prepare = partial(backward, attend, gradients)
+    return Kernel("attention_backward", "dense", "cuda", prepare, unsupported)
+
+
+def forward(attend: Forward, operands: Operands) -> Launch:
     """Return the launch of O [batch * m, H * D]. Raises Unsupported."""
     problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
     causal, scale = problem["causal"] and problem["m"] > 1, problem["scale"]
@@ -48,7 +58,7 @@ def forward(operands: Operands, attend: Forward) -> Launch:
     return Launch(run)
 
 
-def backward(operands: Operands, attend: Forward, gradients: Backward) -> Launch:
+def backward(attend: Forward, gradients: Backward, operands: Operands) -> Launch:
     """Return the launch of dQ, dK and dV, rows of D below each other. Raises Unsupported."""
     # The mask determines which queries have no key, so this is the same in every draw.
     if bool((operands.activations["lse"] == -torch.inf).any()):

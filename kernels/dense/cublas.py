@@ -54,7 +54,6 @@ LAYERS = "ffn", "mlp", "ffn_step"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why fp8 cannot run here or that fp32 would run in TF32, else None."""
     if problem["dtype"] == "fp8":
         return _odd_fp8(problem) or unsupported_fp8(device)
     setting = torch.backends.cuda.matmul.fp32_precision
@@ -64,7 +63,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def unsupported_fp8(device: torch.device) -> str | None:
-    """Return why the device cannot multiply fp8, or None."""
     if device.type != "cuda":
         return f"products of fp8 need an NVIDIA GPU, found {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -74,7 +72,6 @@ def unsupported_fp8(device: torch.device) -> str | None:
 
 
 def _odd_fp8(problem: Problem) -> str | None:
-    """Return why cuBLASLt cannot run an fp8 problem on any device, or None."""
     if problem.op not in FP8_OPS:
         return f"expected op {' or '.join(FP8_OPS)} in fp8, found {problem.op}"
     n, k = problem["n"], problem["k"]
@@ -84,7 +81,6 @@ def _odd_fp8(problem: Problem) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Search the fastest call of each product. Raises Unsupported."""
     problem = operands.problem
     if problem.op in PRODUCTS:
         return _one_product(operands)

@@ -15,12 +15,10 @@ from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands) -> Launch:
-    """Search the fastest call of each product. Raises Unsupported."""
     return _decoder.prepare(operands, partial(_decoder.dense_part, operands))
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the step cannot run here, or None."""
     return _decoder.unsupported(problem, device) or _decoder.unsupported_size(problem, device)
 
 

@@ -16,14 +16,13 @@ Programs run in bands of BAND token tiles, so that concurrent programs share til
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.search import fastest
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
@@ -38,6 +37,7 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._gemm import Product, fastest_way
+from sparsebench.kernels.dense._layers import in_turn
 
 BAND = 8
 
@@ -67,7 +67,6 @@ class Config:
 
 
 def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
-    """Return the configurations to time for m tokens."""
     few = max(16, triton.next_power_of_2(m))
     shapes: tuple[tuple[int, int, int, int, int], ...]
     if path == "pointers" or itemsize == 4:
@@ -85,7 +84,6 @@ def _stage_bytes(config: Config, itemsize: int) -> int:
 
 
 def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -> BoundKernel:
-    """Return the kernel of H [m, n], bound to these operands."""
     (m, k), n = x.shape, len(wg)
     h = x.new_empty(m, n)
     grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
@@ -96,13 +94,7 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
         box(h, config.tokens, config.features, config.path),
         *(m, n, k, x.stride(0)),
     )
-    constants = constants_of(config, activation) | options(config.warps, config.path)
-    return BoundKernel(_gate_and_up, grid, args, constants, h)
-
-
-def constants_of(config: Config, activation: str) -> dict[str, Any]:
-    """Return the constants of the kernel."""
-    return {
+    constants = {
         "TOKENS": config.tokens,
         "FEATURES": config.features,
         "DEPTH": config.depth,
@@ -111,6 +103,8 @@ def constants_of(config: Config, activation: str) -> dict[str, Any]:
         "TMA": config.path == "tma",
         "ACTIVATION": activation,
     }
+    compiled_with = constants | options(config.warps, config.path)
+    return BoundKernel(_gate_and_up, grid, args, compiled_with, h)
 
 
 def prepare(operands: Operands, path: Path | None = None) -> Launch:
@@ -125,16 +119,11 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
         configs = [Config(**{name: pinned[name] for name in asdict(configs[0])})]
     activation = operands.problem["activation"]
     candidates = [launch(x, wg, wu, config, activation) for config in configs]
-    best = fastest(candidates, x.device, COMPILE_THREADS)
+    best = search(candidates, x.device, COMPILE_THREADS).best
     hidden, y = candidates[best], torch.empty_like(x)
     wd = operands.weights["wd"].to_dense().t()
     down = fastest_way(Product(hidden.out, wd, y), pinned and pinned.get("down", pinned))
-
-    def run() -> Tensor:
-        hidden()
-        down()
-        return y
-
+    run = in_turn(hidden, down)
     return Launch(run, {**asdict(configs[best]), "down": down.choice}, hidden.code)
 
 

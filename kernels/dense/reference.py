@@ -8,7 +8,6 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 
 def prepare(operands: Operands) -> Launch:
-    """Decode the weights once; the launch runs the definition on them."""
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     arguments = {**weights, **operands.activations}
     pattern = operands.pattern

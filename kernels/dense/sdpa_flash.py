@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _sdpa
 
 
@@ -30,15 +29,5 @@ def _gradients(
     return parts
 
 
-def prepare(operands: Operands) -> Launch:
-    """Return the launch of O. Raises Unsupported."""
-    return _sdpa.forward(operands, _attend)
-
-
-def prepare_backward(operands: Operands) -> Launch:
-    """Return the launch of dQ, dK and dV. Raises Unsupported."""
-    return _sdpa.backward(operands, _attend, _gradients)
-
-
-KERNEL = Kernel("attention", "dense", "cuda", prepare, _sdpa.unsupported)
-BACKWARD = Kernel("attention_backward", "dense", "cuda", prepare_backward, _sdpa.unsupported)
+KERNEL = _sdpa.forward_kernel(_attend)
+BACKWARD = _sdpa.backward_kernel(_attend, _gradients)

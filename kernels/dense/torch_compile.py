@@ -30,7 +30,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands, *, mode: str = "default") -> Launch:
-    """Compile with a first call. Raises Unsupported."""
     if mode not in MODES:
         raise Unsupported(f"option mode: expected one of {', '.join(MODES)}, found {mode!r}")
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}

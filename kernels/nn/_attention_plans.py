@@ -7,7 +7,7 @@
       forward    attention_triton
       backward   attention_triton_backward
     any of these, up to 16 queries of a sequence
-      forward    attention_split, attention_triton
+      forward    attention_split, attention_wgmma (Hopper), attention_triton
     CPU          torch, with every element of the mask: a reference for small masks
 
 selection.py chooses the fastest in a search, or else the first one in this list. All of them give
@@ -122,14 +122,12 @@ def operator_of(mask: BlockMask) -> Operator:
 
 def engines_of(call: Call, device: torch.device) -> list[str]:
     """Return the kernels that may run a call, the likeliest first."""
-    few = call.shape.q_tokens <= attention_split.MOST_QUERIES
-    if call.op == "attention" and few:
-        return ["attention_split", "attention_triton"]
     backward = "_backward" if call.op == "attention_backward" else ""
     names = [f"attention_wgmma{backward}", f"attention_triton{backward}"]
     if KERNELS[names[0]].unsupported(call.problem, device):
-        return names[1:]
-    return names
+        names = names[1:]
+    few = call.shape.q_tokens <= attention_split.MOST_QUERIES
+    return ["attention_split", *names] if few and not backward else names
 
 
 def _offered(

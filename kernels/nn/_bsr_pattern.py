@@ -18,7 +18,7 @@ does not count. Values without a gradient are packed once, and again if torch co
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import partial
 from random import randrange
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import is_capturing, keep, lasting
-from sparsebench.kernels._common.selection import Product, Selected, bucket
+from sparsebench.kernels._common.selection import Earlier, Product, Selected, bucket
 from sparsebench.kernels.nn import _bsr_plans
 from sparsebench.kernels.nn._bsr_plans import Call
 
@@ -95,7 +95,7 @@ class Pattern:
         call: Call,
         a: Tensor | None = None,
         b: Tensor | None = None,
-        pinned: Mapping[str, Any] | None = None,
+        earlier: Earlier | None = None,
     ) -> Selected:
         """Plan a call; with operands, a search may time what can run it. Raises Unsupported."""
 
@@ -111,7 +111,7 @@ class Pattern:
                 else partial(product.run, a, pack(b))
             )
 
-        return self.operator.select(call, None if a is None else timed, pinned)
+        return self.operator.select(call, None if a is None else timed, earlier)
 
     def is_planned(self, call: Call) -> bool:
         """Return whether a call has a plan."""
@@ -212,6 +212,6 @@ def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
     for call, selected in [*pattern.operator.plans.items()] if type(pattern) is Pattern else ():
         assert isinstance(call, Call)
         try:
-            pattern_of(*new).select(call, pinned=selected.choice)
+            pattern_of(*new).select(call, earlier=Earlier(selected.choice, ()))
         except Unsupported:  # this configuration cannot run the new pattern
             pattern_of(*new).select(call)

@@ -9,7 +9,7 @@ decoder    the step of dense/_decoder.py, whose pruned products run the kernels 
            so plans are bound to them instead of being called
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,13 +24,13 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.selection import Selected, bucket, configured
+from sparsebench.kernels._common.selection import Earlier, Selected, bucket, configured
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_triton
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
-from sparsebench.kernels.nn import _spense_op
+from sparsebench.kernels.nn._spense_op import planned_product
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
 from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
@@ -38,7 +38,7 @@ from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense.spense_ffn import joined
 from sparsebench.results.record import Problem
 
-Select = Callable[[Format, Tensor, Mapping[str, Any] | None], Selected | None]
+Select = Callable[[Format, Tensor, Earlier | None], Selected | None]
 """Return the plan of X @ W.T that a layer chooses; None if torch multiplies."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,13 +48,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def layer(operands: Operands, select: Select) -> Launch:
+def layer(operands: Operands, select: Select, earlier: Earlier | None) -> Launch:
     """Return the launch of an ffn or mlp. Raises Unsupported."""
     w, gated = operands.weights, "wg" in operands.weights
     if all(isinstance(weight, Spense) for weight in w.values()) and gated:
-        return _spense(operands)
+        return _spense(operands, earlier)
     if all(not isinstance(weight, Dense) for weight in w.values()):
-        return _products(operands, select)
+        return _products(operands, select, earlier)
     if not gated:
         raise Unsupported("expected an ffn: no layer computes an mlp with few active units")
     try:
@@ -62,13 +62,13 @@ def layer(operands: Operands, select: Select) -> Launch:
         mlp = SparseGatedMLP.from_dense(*weights, activation=operands.problem["activation"])
     except FormatError as error:
         raise Unsupported(str(error)) from error
-    x, pinned = operands.activations["x"], operands.pinned
+    x = operands.activations["x"]
     call = _frozen(mlp, x)
     if not x.is_cuda:
         return Launch(call, {"kernel": "torch"})
     operator, m = mlp.operator, bucket(len(x))
     ws = [mlp.gate.weight, mlp.up.weight, mlp.down.weight_t]
-    selected = operator.select(m, lambda product: partial(product.run, x, *ws), pinned)
+    selected = operator.select(m, lambda product: partial(product.run, x, *ws), earlier)
     return Launch(call, selected.row, selected.product.code, selected.lines)
 
 
@@ -83,9 +83,9 @@ def _frozen(mlp: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
     return call
 
 
-def _spense(operands: Operands) -> Launch:
+def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
     """Return a call of SpenseGatedMLP."""
-    problem, x, pinned = operands.problem, operands.activations["x"], operands.pinned or {}
+    problem, x = operands.problem, operands.activations["x"]
     wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
     assert isinstance(wg, Spense)
     assert isinstance(wu, Spense)
@@ -103,27 +103,23 @@ def _spense(operands: Operands) -> Launch:
     mlp.gate_up = SpenseLinear.from_spense(joined(wg, wu), scale=of_h)
     mlp.down = SpenseLinear.from_spense(wd, scale=of_y)
     choice: dict[str, Any] = {}
-    call, lines, code = _frozen(mlp, x), [], None
-    parts = {"gate_up": (mlp.gate_up, mlp.activation), "down": (mlp.down, None)}
-    operators = {
-        name: _spense_op.operator_of_layer(each.spense, activation)
-        for name, (each, activation) in parts.items()
-    }
-    for name in parts:
-        if x.is_cuda and name in pinned:
-            operators[name].select(bucket(len(x)), pinned=pinned[name])
-    call()  # plans, and searches, what is not pinned
-    for name, operator in operators.items() if x.is_cuda else ():
-        selected = operator.plans[bucket(len(x))]
-        choice[name] = selected.row
-        lines += [{"of": name, **line} for line in selected.lines]
-        code = code or selected.product.code
-    return Launch(call, choice or {"kernel": "torch"}, code, lines)
+    lines, code, h = [], None, x
+    for name, part, activation in (
+        ("gate_up", mlp.gate_up, mlp.activation),
+        ("down", mlp.down, None),
+    ):
+        if x.is_cuda:
+            known = earlier and earlier.part(name)
+            h, selected = planned_product(h, part.spense, activation, part.scale, known)
+            choice[name] = selected.row
+            lines += [{"of": name, **line} for line in selected.lines]
+            code = code or selected.product.code
+    return Launch(_frozen(mlp, x), choice or {"kernel": "torch"}, code, lines)
 
 
-def _products(operands: Operands, select: Select) -> Launch:
+def _products(operands: Operands, select: Select, earlier: Earlier | None) -> Launch:
     """Return the products of a layer, one for each weight, with act in torch between them."""
-    w, x, pinned = operands.weights, operands.activations["x"], operands.pinned or {}
+    w, x = operands.weights, operands.activations["x"]
     act = ACTIVATIONS[operands.problem["activation"]]
 
     def hidden() -> Tensor:
@@ -133,7 +129,8 @@ def _products(operands: Operands, select: Select) -> Launch:
     choice: dict[str, Any] = {}
     lines, code = [], None
     for name in w:
-        selected = select(w[name], hidden() if name == "wd" else x, pinned.get(name))
+        known = earlier and earlier.part(name)
+        selected = select(w[name], hidden() if name == "wd" else x, known)
         if selected is not None:
             choice[name] = selected.row
             lines += [{"of": name, **line} for line in selected.lines]
@@ -149,9 +146,9 @@ def _second(hidden: Callable[[], Tensor], wd: Format) -> Tensor:
 # ---- a decoding step ----
 
 
-def decoder(operands: Operands, select: Select) -> Launch:
+def decoder(operands: Operands, select: Select, earlier: Earlier | None) -> Launch:
     """Return the launch of a decoding step. Raises Unsupported."""
-    return _decoder.prepare(operands, partial(_part, operands, select))
+    return _decoder.prepare(operands, partial(_part, operands, partial(_product, select, earlier)))
 
 
 def unsupported_step(problem: Problem, device: torch.device) -> str | None:
@@ -161,9 +158,10 @@ def unsupported_step(problem: Problem, device: torch.device) -> str | None:
     return _decoder.unsupported_pruned(problem, device)
 
 
-def _part(operands: Operands, select: Select, name: str, inputs: Sequence[Tensor]) -> Part:
+def _part(
+    operands: Operands, build: Callable[..., Part], name: str, inputs: Sequence[Tensor]
+) -> Part:
     w, activation = operands.weights, operands.problem["activation"]
-    build = partial(_product, operands, select)
     if not is_pruned(operands.problem, name):
         return dense_part(operands, name, inputs)
     if name != "mlp":
@@ -203,19 +201,18 @@ def _between(
 
 
 def _product(
-    operands: Operands,
     select: Select,
+    earlier: Earlier | None,
     name: str,
     w: Format,
     inputs: Sequence[Tensor],
     activation: str | None = None,
 ) -> Part:
     """Bind the plan that a layer chooses to the inputs of every layer, with copies of W."""
-    x, pinned = inputs[0], (operands.pinned or {}).get(name)
+    x, known = inputs[0], earlier and earlier.part(name)
     if isinstance(w, Spense):
-        operator, tiles = _spense_op.operator_of_layer(w, activation), (w.sparse, w.dense)
-        selected = operator.select(bucket(len(x)), lambda p: partial(p.run, x, *tiles), pinned)
-    elif isinstance(w, Bsr | Bitmap) and (plan := select(w, x, pinned)) is not None:
+        selected = planned_product(x, w, activation, None, known)[1]
+    elif isinstance(w, Bsr | Bitmap) and (plan := select(w, x, known)) is not None:
         selected = plan
     else:
         expected = "expected weights in blocks, in 2:4 or as a bitmap"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.front import Guard, front_type
+from sparsebench.kernels._common.front import Guard
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._bsr_plans import require_index
@@ -288,7 +288,7 @@ class BlockSparseLinear(nn.Linear):
         if cast:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, values = x.to(dtype), self.values.to(dtype)
-        if torch.compiler.is_compiling() or not x.is_cuda or front_type() is None:
+        if torch.compiler.is_compiling() or not x.is_cuda:
             bias, offsets, columns = parameters.get("bias"), self.offsets, self.columns
             return _bsr_autograd.multiply(x, values, bias, offsets, columns, self.out_features)
         guards = [Guard(None if cast else parameters, "values", values)]

@@ -38,8 +38,8 @@ from sparsebench.formats.spense import (
     Spense,
     sparse_shape_of,
 )
-from sparsebench.kernels._common.front import Fronts, Guard, front_type, rows_of
-from sparsebench.kernels._common.transforms import batched, watched
+from sparsebench.kernels._common.front import Fronts, Guard
+from sparsebench.kernels._common.transforms import batched, rows_of
 from sparsebench.kernels.nn._packed import (
     dense_linear,
     frozen,
@@ -53,13 +53,12 @@ from sparsebench.kernels.nn._spense_op import (
     BF16,
     E4M3,
     LARGEST,
-    NAMES,
-    eager,
-    linear,
+    multiply,
     multiply_recorded,
     not_recorded,
     planned,
 )
+from sparsebench.kernels.nn._spense_plans import NAMES
 from sparsebench.kernels.nn._spense_weights import DTYPES, packed, rounded, with_name
 from sparsebench.kernels.nn._weight import FusedPart, PackedWeight
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
@@ -231,10 +230,10 @@ class SpenseLinear(nn.Linear):
         layout = self.out_features, self.in_features, *self.sparse_shape, activation
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
         y: Tensor
-        in_python = cast or not_recorded() or not x.is_cuda or front_type() is None
-        if in_python or not planned(*tensors, layout, self.scale):
-            operands: tuple[Any, ...] = (*tensors, *layout, self.scale)
-            y = linear(*operands) if training or watched() else eager(*operands)
+        in_python = cast or not_recorded()
+        run = None if in_python else planned(*tensors, layout, self.scale)
+        if run is None:
+            y = multiply(*tensors, *layout, self.scale, training=training)
             return batched(y if bias is None else y.add_(bias), x)
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
         guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), content=False))
@@ -243,6 +242,7 @@ class SpenseLinear(nn.Linear):
             x,
             tensors,
             (layout, self.scale),
+            run,
             guards,
             bias=bias,
             training=training,

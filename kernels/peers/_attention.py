@@ -8,7 +8,6 @@ from sparsebench.results.record import Problem
 
 
 def mask_of(operands: Operands) -> BlockMask:
-    """Return the mask of a problem."""
     mask = operands.weights["mask"]
     assert isinstance(mask, BlockMask)
     return mask
@@ -29,7 +28,6 @@ def lists_in(mask: BlockMask, heads: int, side: int) -> Lists:
 
 
 def unsupported_blocks(problem: Problem, side: int) -> str | None:
-    """Return why blocks of `side` cannot hold the mask of a problem exactly, or None."""
     if any(length % side for length in sides_of(problem["block"])):
         return f"block: expected a multiple of {side}, found {problem['block']}"
     tokens = problem["m"], problem["context"] or problem["m"]
@@ -39,5 +37,4 @@ def unsupported_blocks(problem: Problem, side: int) -> str | None:
 
 
 def unsupported_causal(problem: Problem) -> str | None:
-    """Return that a mask is causal, or None."""
     return "expected a mask that is not causal, found a causal one" if problem["causal"] else None

@@ -57,7 +57,6 @@ class Weight:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why cuSPARSE cannot run the problem here, or None."""
     if problem["dtype"] == "fp8":
         return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
     if device.type != "cuda":
@@ -183,7 +182,6 @@ def screened(
 
 @cache
 def library_handle() -> int:
-    """Return the cuSPARSE handle of this process."""
     from nvmath.bindings import cusparse
 
     return int(cusparse.create())

@@ -55,7 +55,6 @@ class Pattern:
 
 
 def prepare(pattern: Pattern, operands: Operands) -> Launch:
-    """Return the fastest of the layouts that the library accepts."""
     dy, x, pinned = operands.activations["dy"], operands.activations["x"], operands.pinned
     lines: list[dict[str, Any]] = []
     if pinned:

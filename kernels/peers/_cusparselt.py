@@ -178,7 +178,6 @@ def library() -> Library:
 
 @cache
 def handle_on(device: torch.device) -> Any:
-    """Return the handle of this process for a device."""
     handle = opaque()
     with torch.cuda.device(device):
         library()("Init", handle)
@@ -270,7 +269,6 @@ class Plan:
 
     @property
     def actual(self) -> Algorithm:
-        """Return the algorithm that the selection holds."""
         return Algorithm(*(self._get(a) for a in (CONFIG, SPLIT_K, SPLIT_K_MODE)))
 
     @property

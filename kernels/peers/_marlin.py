@@ -122,6 +122,5 @@ def require_groups(group: int) -> None:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' library cannot run here, or None."""
     reason = unsupported_in_4_bits(problem, device, "fp16", COLUMNS, GROUP)
     return reason or _authors.not_built(LIBRARY, MARKER, LOADER)

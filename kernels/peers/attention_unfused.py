@@ -32,7 +32,6 @@ WARPS = 4, 8, 2  # of each kernel
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernels cannot run the problem here, or None."""
     if reason := launching.unsupported(problem, device):
         return reason
     for side in (*sides_of(problem["block"]), problem["head_dim"]):
@@ -43,7 +42,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Time the numbers of warps, and keep the fastest."""
     problem, mask = operands.problem, mask_of(operands)
     q, k, v = by_token(operands, "q", "k", "v")
     scale = problem["head_dim"] ** -0.5 if problem["scale"] is None else problem["scale"]

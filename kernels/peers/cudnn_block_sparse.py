@@ -28,7 +28,6 @@ SPLITS = 1, 2, 4, 8  # parts of a list, for K and V that exceed the L2 cache
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the forward kernel cannot run the problem here, or None."""
     if problem["head_dim"] not in (64, 96, 128):
         return f"head_dim: expected 64, 96 or 128, found {problem['head_dim']}"
     return (
@@ -40,7 +39,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def unsupported_backward(problem: Problem, device: torch.device) -> str | None:
-    """Return why the backward kernel cannot run the problem here, or None."""
     alike = problem["heads"] == problem["kv_heads"]
     if problem["dtype"] != "bf16" or problem["head_dim"] != 128 or not alike:
         expected = "bf16, head_dim 128 and as many key heads as heads"

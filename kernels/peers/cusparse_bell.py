@@ -24,7 +24,6 @@ from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pack, and choose the fastest layouts. Raises Unsupported."""
     from nvmath.bindings import cusparse
 
     w = operands.weights["w"]

@@ -17,7 +17,6 @@ from sparsebench.kernels.peers import _cusparse, _cusparse_sddmm
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose the fastest layouts."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     weight = _cusparse.Weight(padded(w), ("BSR_ALG1",), partial(describe, w))
@@ -45,7 +44,6 @@ def describe(w: Bsr) -> int:
 
 
 def prepare_wgrad(operands: Operands) -> Launch:
-    """Choose the fastest layouts of dW = dY.T @ X at the stored blocks."""
     w = operands.pattern
     assert isinstance(w, Bsr)
     pattern = _cusparse_sddmm.Pattern(w, padded(w), partial(describe, w), w.block[0])

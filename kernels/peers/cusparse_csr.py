@@ -15,7 +15,6 @@ ALGORITHMS = "CSR_ALG1", "CSR_ALG2", "CSR_ALG3"
 
 
 def prepare(operands: Operands) -> Launch:
-    """Choose the fastest algorithm and layouts."""
     w = operands.weights["w"]
     assert isinstance(w, Csr)
     return _cusparse.prepare(_cusparse.Weight(w.shape, ALGORITHMS, partial(describe, w)), operands)
@@ -32,7 +31,6 @@ def describe(w: Csr) -> int:
 
 
 def prepare_wgrad(operands: Operands) -> Launch:
-    """Choose the fastest layouts of dW = dY.T @ X at the non-zeros."""
     w = operands.pattern
     assert isinstance(w, Csr)
     pattern = _cusparse_sddmm.Pattern(w, w.shape, partial(describe, w))

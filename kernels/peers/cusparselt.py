@@ -82,11 +82,9 @@ class Way:
 
     @property
     def requested(self) -> Algorithm:
-        """Return the requested algorithm."""
         return Algorithm(self.algorithm, self.split_k, self.split_k_mode)
 
     def with_algorithm(self, actual: Algorithm) -> "Way":
-        """Return this way with the algorithm of a plan."""
         number, split_k, mode = actual.number, actual.split_k, actual.split_k_mode
         return replace(self, algorithm=number, split_k=split_k, split_k_mode=mode)
 
@@ -133,7 +131,6 @@ class Call:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why cuSPARSELt cannot run the problem here, or None."""
     dtype, n, k = (problem[name] for name in ("dtype", "n", "k"))
     if dtype not in MULTIPLES:
         return f"cuSPARSELt expected a dtype of {', '.join(MULTIPLES)} for 2:4, found {dtype}"
@@ -255,7 +252,6 @@ def planned(target: Call, way: Way) -> Product:
 
 
 def plan_of(target: Call, way: Way) -> Plan:
-    """Return the library's plan."""
     weight, x = target.w(way.w_layout), target.tokens(way).whole
     (m, k), stride = x.shape, x.stride(0)
     b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
@@ -320,7 +316,6 @@ def with_more_tokens(target: Call, ways: Sequence[Way], few: Sequence[Way]) -> l
 
 
 def layout_of(way: Way) -> tuple[Order, Order, Order]:
-    """Return the layouts of a way."""
     return way.w_layout, way.x_layout, way.y_layout
 
 
@@ -339,8 +334,6 @@ def fastest_few(
 
 
 def timed(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
-    """Return the fastest product, and the search."""
-
     def calling(one: Product) -> Callable[[], object]:
         def call() -> None:
             rows = target.x.new_empty(one.rows, target.y_stride, dtype=target.output)
@@ -353,7 +346,6 @@ def timed(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, S
 
 
 def lines_of(of: str, products: Sequence[Product], result: Search) -> list[dict[str, Any]]:
-    """Return the lines of a search for the row."""
     return result.lines([asdict(one.way) for one in products], whole=True, of=of)
 
 

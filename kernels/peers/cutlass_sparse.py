@@ -84,7 +84,6 @@ CONFIGS = [
 
 
 def prepare(operands: Operands) -> Launch:
-    """Build the libraries, compress W, and choose the fastest tile. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Spense)
     if w.sparse_shape != w.shape:
@@ -123,7 +122,6 @@ def product(w: Tensor, x: Tensor, output: torch.dtype, code: ctypes.CDLL) -> Cal
 
 
 def headers() -> Path:
-    """Return the folder of the package's sources."""
     package = find_spec(PACKAGE)
     assert package
     assert package.origin
@@ -148,7 +146,6 @@ def built(dtype: str, config: Config) -> ctypes.CDLL:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why CUTLASS's kernel cannot run here, or None."""
     dtype = problem["dtype"]
     if reason := unsupported_device(device, HOPPER) or unsupported_dtype(problem, *ELEMENTS):
         return reason

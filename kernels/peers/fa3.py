@@ -26,7 +26,6 @@ MODULES = "fa3_fwd_interface", "flash_attn_interface"  # of the wheel, and of a 
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why FlashAttention 3 cannot run the problem here, or None."""
     d = problem["head_dim"]
     if not 64 <= d <= 256 or d % 8:
         return f"head_dim: expected a multiple of 8 from 64 to 256, found {d}"

@@ -27,7 +27,6 @@ SIDE = 64
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
     d = problem["head_dim"]
     if d not in (64, 128):
         return f"head_dim: expected 64 or 128, found {d}"

@@ -28,7 +28,6 @@ BACKENDS = "fa2", "fa3"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why FlashInfer cannot run the problem here, or None."""
     if problem["head_dim"] not in (64, 128, 256):
         return f"head_dim: expected 64, 128 or 256, found {problem['head_dim']}"
     if problem["batch"] != 1:

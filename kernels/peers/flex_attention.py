@@ -63,7 +63,6 @@ class Way(NamedTuple):
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why FlexAttention cannot run the problem, or None."""
     if reason := unsupported_device(device, AMPERE, newer=True):
         return reason
     if not is_tile(problem["head_dim"]):
@@ -236,7 +235,6 @@ class _Gradients:
 
 
 def _compiled(problem: Problem, way: Way) -> Callable[..., Any]:
-    """Return FlexAttention compiled for these lists."""
     grouped = problem["heads"] != problem["kv_heads"]
     kernel_options: Any = way.options or None
 

@@ -66,7 +66,6 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' kernel cannot run here, or None."""
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, found {device}"
     if problem["m"] != 1:

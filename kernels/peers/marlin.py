@@ -24,7 +24,6 @@ from sparsebench.kernels.peers import _marlin
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pack the weights, and choose the faster tile. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Int4)
     _marlin.require_groups(w.group)

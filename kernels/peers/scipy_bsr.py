@@ -14,7 +14,6 @@ from sparsebench.kernels.peers import _scipy
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pass the format's arrays to scipy, without a copy."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
     (n, k), (r, c) = w.shape, w.block

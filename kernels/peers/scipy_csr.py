@@ -12,7 +12,6 @@ from sparsebench.kernels.peers import _scipy
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pass the format's arrays to scipy, without a copy."""
     w = operands.weights["w"]
     assert isinstance(w, Csr)
     arrays = w.values.numpy(), w.columns.numpy(), w.offsets.numpy()

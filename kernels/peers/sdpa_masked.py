@@ -30,7 +30,6 @@ def prepare(operands: Operands) -> Launch:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return a reason if the expanded mask would be too large."""
     keys = problem["context"] or problem["m"]
     size = problem["batch"] * problem["heads"] * problem["m"] * keys
     if size > MOST_ELEMENTS:

@@ -23,7 +23,6 @@ IN_LANES = 0, 4, 1, 5, 2, 6, 3, 7  # columns of scales in the order of a lane's 
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pack the weights, and choose the faster tile. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Int4TwoFour)
     _marlin.require_groups(w.group)

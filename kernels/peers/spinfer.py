@@ -112,7 +112,6 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' kernel cannot run here, or None."""
     return (
         unsupported_device(device, AMPERE, newer=True)
         or unsupported_dtype(problem, "fp16")

@@ -51,7 +51,6 @@ COMPILERS = 8  # threads that compile
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why torch's BSR product cannot run here, or None."""
     if problem["dtype"] == "fp8":
         return "torch's BSR product expected 16 or 32 bits, found fp8"
     return None if device.type == "cuda" else f"expected an NVIDIA GPU, found device {device}"
@@ -100,7 +99,6 @@ def unsupported_as_shipped(w: Bsr) -> str | None:
 
 
 def unsupported_blocks(w: Bsr) -> str | None:
-    """Return which condition of torch's Triton kernels fails, or None."""
     (n, k), (r, c) = w.shape, w.block
     if any(side < 16 or side & (side - 1) for side in (r, c)):
         return f"torch expected block sides that are powers of two >= 16, found {r}x{c}"
@@ -168,14 +166,12 @@ def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, 
 def _fastest(
     bsr: Tensor, tokens: Tokens, choices: list[dict[str, Any]], of: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the fastest choice, and the lines of the search."""
     calls = [_call(bsr, tokens, choice) for choice in choices]
     result = search(calls, bsr.device, COMPILERS)
     return choices[result.best], result.lines(choices, whole=True, of=of)
 
 
 def _call(bsr: Tensor, tokens: Tokens, choice: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """Return the launch of a choice."""
     from torch.sparse._triton_ops import bsr_dense_addmm
 
     if choice == AS_SHIPPED:

@@ -9,8 +9,6 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 
 def prepare(operands: Operands) -> Launch:
-    """Keep the weights as they are stored."""
-
     def run() -> Output:
         weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
         return operands.definition(**weights, **operands.activations)

@@ -55,7 +55,6 @@ def prepare(operands: Operands) -> Launch:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why torch's product cannot run here, or None."""
     return unsupported_in_4_bits(problem, device, "bf16", ROWS, min(INNER_K_TILES) * TILE)
 
 

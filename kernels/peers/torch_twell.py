@@ -43,7 +43,6 @@ def _entries(gate: Twell) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the layer cannot run here, or None."""
     if problem["dtype"] != "fp32":
         return f"expected fp32, found {problem['dtype']}"
     activation = problem["activation"]

@@ -16,7 +16,6 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
 def prepare(operands: Operands) -> Launch:
-    """Read the starts of block rows on the host."""
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Bsr)
     r, c = w.block

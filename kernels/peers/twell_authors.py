@@ -153,14 +153,12 @@ class Gate:
 
 
 def unsupported_type(problem: Problem, device: torch.device) -> str | None:
-    """Return why no kernel of the authors runs here, or None."""
     found = problem["dtype"], problem["activation"]
     wrong = f"expected bf16 and relu, found {' and '.join(found)}"
     return unsupported_device(device, HOPPER) or (None if found == ("bf16", "relu") else wrong)
 
 
 def unsupported_layer(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' kernels for inference cannot run here, or None."""
     if reason := unsupported_type(problem, device):
         return reason
     m, n, k = (problem[size] for size in "mnk")
@@ -173,7 +171,6 @@ def unsupported_layer(problem: Problem, device: torch.device) -> str | None:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' layer cannot run or be built here, or None."""
     return unsupported_layer(problem, device) or unsupported_without("ninja", "ninja")
 
 

@@ -101,7 +101,6 @@ class Step:
     """The operands of the authors' operators: padded tokens, and Wd.T."""
 
     def __init__(self, operands: Operands) -> None:
-        """Copy Wd.T, whose rows they read."""
         self._wg, self._wu, wd = (operands.weights[w].to_dense() for w in ("wg", "wu", "wd"))
         self._wd_t = wd.t().contiguous()
         x, dy = operands.activations["x"], operands.activations["dy"]
@@ -150,7 +149,6 @@ def loaded() -> str:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the authors' operators cannot run here, or None."""
     if reason := unsupported_type(problem, device):
         return reason
     m, n, k = multiple_of(TILE, problem["m"]), problem["n"], problem["k"]

@@ -58,7 +58,6 @@ def sizes_of(operands: Operands, x: Tensor, w: Spense) -> Sizes:
 
 
 def weight_of(weights: Mapping[str, Format], name: str) -> Spense:
-    """Return a weight as the format that these kernels consume."""
     weight = weights[name]
     assert isinstance(weight, Spense)
     return weight

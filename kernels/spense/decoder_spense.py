@@ -78,7 +78,6 @@ def _product(
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the step cannot run here, or None."""
     return spense_wgmma.KERNEL.unsupported(problem, device) or _decoder.unsupported_pruned(
         problem, device
     )

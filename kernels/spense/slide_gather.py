@@ -31,7 +31,6 @@ class TwoLaunches:
     product: BoundKernel
 
     def __call__(self) -> Tensor:
-        """Enqueue both on the current stream."""
         self.lift()
         return self.product()
 
@@ -42,7 +41,6 @@ class TwoLaunches:
 
     @property
     def code(self) -> str:
-        """Return the digest of the product's machine code."""
         return self.product.code
 
 
@@ -55,26 +53,22 @@ def launch(x: Tensor, w: Slide, config: Config, *, watchdog: bool = False) -> Tw
 
 
 def unsupported_operands(x: Tensor, w: Slide) -> str | None:
-    """Return why neither kernel of slide weights can read these operands, or None."""
     limits = {"most_tokens": spense_wgmma.TOKENS[-1], "most_columns": 2**20, "y_step": 8}
     tiles_of_x = replace(w.lifted, shape=w.shape)  # X has k columns, not k'
     return _operands.unsupported(x, tiles_of_x, DTYPES, **limits)
 
 
 def slide_of(operands: Operands) -> Slide:
-    """Return the weight as the format that both kernels consume."""
     weight = operands.weights["w"]
     assert isinstance(weight, Slide)
     return weight
 
 
 def sizes_of(x: Tensor, w: Slide, dtype: str) -> Sizes:
-    """Return the sizes of a layer in a tuned table."""
     return Sizes(len(x), *w.shape, dtype, None, w.kept / w.group)
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
     w, x = slide_of(operands), operands.activations["x"]
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)

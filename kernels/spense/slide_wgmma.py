@@ -42,7 +42,6 @@ def launch(x: Tensor, w: Slide, config: Config, *, watchdog: bool = False) -> Bo
 
 
 def unsupported_operands(x: Tensor, w: Slide) -> str | None:
-    """Return why the kernel cannot read these operands, or None."""
     if (w.kept, w.group) != (KEPT, GROUP):
         return f"expected {KEPT} of {GROUP} elements, found {w.kept} of {w.group}"
     return slide_gather.unsupported_operands(x, w)
@@ -55,7 +54,6 @@ def searched(x: Tensor, w: Slide) -> list[Config]:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
     w, x = slide_of(operands), operands.activations["x"]
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)

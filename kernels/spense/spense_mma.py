@@ -163,7 +163,6 @@ def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
 
 
 def unsupported_operands(x: Tensor, w: Spense) -> str | None:
-    """Return why the kernel cannot read these operands, or None."""
     limits = {"most_tokens": TOKENS[-1], "most_columns": 2**24, "y_step": 2}
     return _operands.unsupported(x, w, DTYPES, **limits)
 

@@ -42,7 +42,6 @@ from sparsebench.formats.spense import (
     Spense,
 )
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.clusters import clusters_at_once
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
@@ -50,6 +49,7 @@ from sparsebench.kernels._common.cuda import (
     Constants,
     Layout,
     Loaded,
+    clusters_at_once,
     compile_ahead,
     load,
     on_tape,
@@ -141,7 +141,6 @@ def _at_once(ctas: int, device: torch.device) -> int:
 
 
 def space() -> list[Config]:
-    """Return all configurations, for a wide search."""
     few, many = product((16, 32, 64), (1, 2), (4, 5, 6, 8)), product((128, 256), (1, 2), (4,))
     return [Config(*sizes) for sizes in (*few, *many)]
 
@@ -384,7 +383,6 @@ def constants_of(
 
 
 def unsupported_operands(x: Tensor, w: Spense, activation: str | None = None) -> str | None:
-    """Return why the kernel cannot read these operands, or None."""
     if activation not in ACTIVATIONS:
         names = ", ".join(filter(None, ACTIVATIONS))
         return f"activation: expected one of {names}; found {activation!r}"
@@ -404,7 +402,6 @@ def prepare(
     *,
     tuned: Tuned = True,
 ) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported."""
     w, x = weight_of(operands.weights, "w"), operands.activations["x"]
     if reason := unsupported_operands(x, w, activation):
         raise Unsupported(reason)
@@ -418,7 +415,6 @@ def prepare(
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
     return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
 
 

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.clusters import clusters_at_once
 from sparsebench.kernels._common.cuda import (
     BoundKernel,
     Constants,
     Layout,
     Loaded,
     MatrixProduct,
+    clusters_at_once,
     compile_ahead,
     load,
     on_tape,

@@ -37,6 +37,11 @@ ANNOUNCEMENTS = (
             _says("orders of magnitude faster than cuBLAS", "openai-2017-cublas"),
             _says("orders of magnitude faster than cuSPARSE", "openai-2017-cusparse"),
             _says(
+                "at 12,288 units, ten times as fast as cuBLAS with 90 % zeros; more over cuSPARSE",
+                "openai-2017-ideal",
+                "openai-2017-cusparse",
+            ),
+            _says(
                 "state-of-the-art results in text sentiment analysis and in generating text and "
                 "images",
                 "openai-2017-text-and-images",
@@ -141,6 +146,10 @@ ANNOUNCEMENTS = (
             _says(
                 "strict 2:4 often degrades accuracy in pruning after training",
                 untested="no threshold; results/published/pruning has the losses of two models",
+            ),
+            _says(
+                "other relaxed formats need a compiler, or lose time when they run",
+                "slidesparse-2026",
             ),
             _says(
                 "the hybrid relaxes the effective sparsity, and is still faster",

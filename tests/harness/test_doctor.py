@@ -196,6 +196,8 @@ def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> No
     done = sparsebench("doctor", "--device", "cpu", "--json")
     answer = json.loads(done.stdout)
     assert done.returncode == (0 if answer["fit"] else 4)
+    assert "not fit" in findings.conclusion([findings.others([4711], 0)])
+    assert "not fit" not in findings.conclusion([findings.others([], 0)])
     names = [finding["check"] for finding in answer["findings"]]
     assert names[:5] == [
         "host load", "CPU governor", "host clock", "library versions", "threads",

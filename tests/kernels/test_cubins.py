@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.kernels._common.cubins import cached, folder
+from sparsebench.kernels._common.machine_code import cache_folder, cached
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_code_is_compiled_once_and_anew_for_other_constants(compiled: list[int])
 @pytest.mark.parametrize("left", [b"", b"x" * 40])
 def test_a_torn_or_changed_file_is_compiled_anew(left: bytes, compiled: list[int]) -> None:
     code(compiled, "source")
-    (file,) = folder().iterdir()
+    (file,) = cache_folder("cubins").iterdir()
     file.write_bytes(left)
     assert code(compiled, "source") == b"code"
     assert code(compiled, "source") == b"code"

@@ -13,9 +13,10 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choice_lists, selection
 from sparsebench.kernels._common.search import Search, Trial
-from sparsebench.kernels._common.selection import Candidate, Operator, bucket
+from sparsebench.kernels._common.selection import Candidate, Earlier, Operator, bucket
 
 GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
+TIMES = {16: 1.05, 64: 1.0, 128: 1.2}  # µs by the tokens of a configuration
 PROBLEM = {"op": "bsr.linear", "m": 64, "n": 512, "k": 512, "density": 0.1}
 
 
@@ -45,6 +46,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
     monkeypatch.setattr(choice_lists, "package", lambda device: {})
     monkeypatch.setattr(choice_lists, "_FILES", {})
+    monkeypatch.setattr(choice_lists, "_MADE", {})
     monkeypatch.setattr(choice_lists, "_SAID", set())
     monkeypatch.setattr(selection, "search", last_is_best)
     monkeypatch.setattr(selection, "lasting", lambda make, device: make())
@@ -185,7 +187,7 @@ def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
 def test_a_row_has_what_a_list_needs(cache: Path) -> None:
     row = operator().select(1, timed).row
     assert row == {"kernel": "small", "tokens": 64, "by": "search", "problem": PROBLEM}
-    assert operator().select(1, timed, row).choice == {"kernel": "small", "tokens": 64}
+    assert operator().select(1, timed, Earlier(row, ())).choice == {"kernel": "small", "tokens": 64}
 
 
 def test_a_capture_needs_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +198,30 @@ def test_a_capture_needs_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_choice_that_a_run_made_is_taken_again(cache: Path) -> None:
     pinned = {"kernel": "small", "tokens": 16, "by": "search"}
-    assert operator().select(1, timed, pinned).choice["tokens"] == 16
+    assert operator().select(1, timed, Earlier(pinned, ())).choice["tokens"] == 16
     with pytest.raises(Unsupported):
-        operator().select(1, timed, pinned | {"tokens": 32})
+        operator().select(1, timed, Earlier(pinned | {"tokens": 32}, ()))
+
+
+def test_a_process_of_a_run_searches_anew_among_the_finalists_of_the_first(cache: Path) -> None:
+    operator().select(1, timed)  # fills the user's cache
+    choice_lists._FILES.clear()
+    choice_lists._MADE.clear()
+    first = operator().select(1, timed, Earlier(None, ()))
+    assert (first.by, len(first.lines)) == ("search", 3)
+    assert operator().select(1, timed, Earlier(None, ())).by == "cache"  # of this process
+    choice_lists._MADE.clear()
+    lines = [
+        {"choice": {"kernel": "small", "tokens": t}, "median_us": us} for t, us in TIMES.items()
+    ]
+    later = operator().select(1, timed, Earlier(None, lines))
+    assert (later.by, [line["choice"]["tokens"] for line in later.lines]) == ("search", [16, 64])
+
+
+def test_the_parts_of_a_layer_have_their_own_choices_and_finalists() -> None:
+    whole = Earlier({"up": {"kernel": "a"}}, [{"of": "up", "choice": {}}, {"of": "down"}])
+    assert whole.part("up") == Earlier({"kernel": "a"}, [{"choice": {}}])
+    assert whole.part("gate") == Earlier(None, [])
 
 
 def test_plans_that_were_used_first_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

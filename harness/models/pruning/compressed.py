@@ -65,7 +65,6 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read config.json and the headers of all files."""
         self.folder = folder
         self.config = _json(folder / "config.json")
         compression = self.config.pop("quantization_config", None)

@@ -137,7 +137,6 @@ class _Weight:
         return weight
 
     def scaled(self, dtype: torch.dtype) -> Tensor:
-        """Return the values times their scale."""
         if self.scale is None:
             return self.values.to(dtype)
         return (self.values.float() * self.scale.view(-1, *(1,) * (self.values.dim() - 1))).to(
@@ -151,7 +150,6 @@ class _Converter:
     def __init__(
         self, stored: Checkpoint, folder: Path, dtype: torch.dtype | None, device: torch.device
     ) -> None:
-        """Build the model without weights."""
         self.stored, self.folder, self.dtype, self.device = stored, folder, dtype, device
         self.model = _on_meta(stored, folder)
         self.head = getattr(self.model, "get_output_embeddings", lambda: None)()
@@ -198,7 +196,6 @@ class _Converter:
         yield from ((name, [name]) for name in self.stored.modules if name not in done)
 
     def _convert(self, owner: str, names: list[str]) -> None:
-        """Pack a gated MLP or a module, and write it."""
         weights = {name: named(name, _Weight.read, self.stored, name, self.dtype) for name in names}
         reasons = {name: self._dense_reason(name, weight) for name, weight in weights.items()}
         whole = len(names) > 1 and not any(reason is not None for reason in reasons.values())
@@ -293,7 +290,6 @@ class _Shards:
     """Safetensors files of SHARD_BYTES at most, and their index."""
 
     def __init__(self, folder: Path) -> None:
-        """Write nothing yet."""
         self.folder = folder
         self.places: dict[str, int] = {}  # the number of the file of each tensor
         self.pending: dict[str, Tensor] = {}

@@ -56,7 +56,6 @@ class Recipe:
 
     @property
     def mask_pattern(self) -> Pattern:
-        """Return the parsed pattern."""
         return Pattern.of(self.pattern)
 
     def prune(self, weight: Tensor, x: Tensor, columns: int) -> Tensor:

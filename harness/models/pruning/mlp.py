@@ -42,7 +42,6 @@ class GatedMLP:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate, up and down."""
         return self.gate, self.up, self.down
 
     def __post_init__(self) -> None:
@@ -60,7 +59,6 @@ class GatedMLP:
         return linear(self.hidden(x), self.down)
 
     def to(self, dtype: torch.dtype) -> Self:
-        """Return the MLP with weights of another dtype."""
         gate, up, down = (weight.to(dtype) for weight in self.weights)
         return type(self)(gate, up, down, self.activation)
 

@@ -48,7 +48,6 @@ class Loaded:
 
     @property
     def mlps(self) -> dict[str, nn.Module]:
-        """Return the gated MLPs by name."""
         modules = self.model.named_modules()
         return {name: module for name, module in modules if Gated.of(module) is not None}
 

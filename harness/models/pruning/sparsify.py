@@ -76,11 +76,9 @@ class BlockSparse:
     sparsity: float = 0.9
 
     def takes(self, module: nn.Module) -> bool:
-        """Return whether this is an nn.Linear."""
         return is_dense(module)
 
     def check(self, module: nn.Module) -> None:
-        """Raise FormatError for an invalid option, or if no block would remain."""
         assert isinstance(module, nn.Linear)
         require_plain(module)
         r, c = sides_of(self.block)
@@ -92,7 +90,6 @@ class BlockSparse:
         require(round((1 - self.sparsity) * blocks) > 0, message)
 
     def make(self, module: nn.Module) -> nn.Module:
-        """Return a BlockSparseLinear."""
         assert isinstance(module, nn.Linear)
         layer = BlockSparseLinear.from_dense(module, self.block, self.sparsity)
         layer.values.requires_grad_(module.weight.requires_grad)
@@ -110,7 +107,6 @@ class TwoFour:
     dense: float = 0.0
 
     def takes(self, module: nn.Module) -> bool:
-        """Return whether this is a gated MLP or an nn.Linear."""
         return Gated.of(module) is not None or is_dense(module)
 
     def check(self, module: nn.Module) -> None:
@@ -130,7 +126,6 @@ class TwoFour:
         require(layer.sparse_shape[0] > 0, message)
 
     def make(self, module: nn.Module) -> nn.Module:
-        """Return a SpenseLinear, or a SpenseGatedMLP."""
         if isinstance(module, nn.Linear):
             w = module.weight.detach()
             n, k = w.shape
@@ -155,7 +150,6 @@ class Unstructured:
     sparsity: float = 0.5
 
     def takes(self, module: nn.Module) -> bool:
-        """Return whether this is an nn.Linear."""
         return is_dense(module)
 
     def check(self, module: nn.Module) -> None:
@@ -171,7 +165,6 @@ class Unstructured:
         BitmapLinear(k, n, stored=0, **_on_meta(module))
 
     def make(self, module: nn.Module) -> nn.Module:
-        """Return a BitmapLinear."""
         assert isinstance(module, nn.Linear)
         w = module.weight.detach()
         pruned = keep(w, w.abs(), w.shape[1], Pattern("unstructured", self.sparsity, 0))
@@ -188,7 +181,6 @@ class SparseActivations:
     slots: int | None = None
 
     def takes(self, module: nn.Module) -> bool:
-        """Return whether this is a gated MLP."""
         return Gated.of(module) is not None
 
     def check(self, module: nn.Module) -> None:
@@ -199,7 +191,6 @@ class SparseActivations:
         SparseGatedMLP(k, h, slots=self.slots, **options)
 
     def make(self, module: nn.Module) -> nn.Module:
-        """Return a SparseGatedMLP."""
         parts, activation = require_gated(module, ("relu", "relu2"))
         mlp = SparseGatedMLP.from_dense(*parts.weights, activation=activation, slots=self.slots)
         for new, old in zip(mlp.parameters(), parts.layers.values(), strict=True):

@@ -74,7 +74,6 @@ def _draw(model: Decoder, draw: torch.Generator) -> None:
 
 
 def stored(weight: nn.Module | nn.Parameter) -> nn.Parameter:
-    """Return the stored elements of a weight."""
     values = weight.values if isinstance(weight, BlockSparseLinear) else weight
     assert isinstance(values, nn.Parameter)
     return values

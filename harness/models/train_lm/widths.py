@@ -55,7 +55,6 @@ def models(
 
 
 def parameters(model: nn.Module) -> int:
-    """Return the number of stored parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

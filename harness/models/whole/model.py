@@ -49,7 +49,6 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in all sequences."""
         return self.sequences * self.context
 
 
@@ -67,7 +66,6 @@ class Weights:
 
     @property
     def mlp(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return wg, wu and wd."""
         return self.wg, self.wu, self.wd
 
 
@@ -91,18 +89,15 @@ def draw_weights(shape: Shape, device: torch.device, dtype: torch.dtype, seed: i
 
 
 def norm(x: Tensor, gains: Tensor) -> Tensor:
-    """Return the RMS norm."""
     return rms_norm(x, gains.shape, gains, EPSILON)
 
 
 def attended(x: Tensor, weights: Weights, heads: int) -> Tensor:
-    """Return the residual stream [sequences, context, k] after the attention."""
     ones = torch.ones_like(weights.gains[0])
     return attention(x, ones, weights.qkv, weights.out, heads)
 
 
 def mlp(z: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> Tensor:
-    """Return the output of the MLP, computed by torch."""
     return linear(relu(linear(z, wg)) * linear(z, wu), wd)
 
 

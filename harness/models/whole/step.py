@@ -45,7 +45,6 @@ class Model(nn.Module):
     """The model with separate weights in each layer."""
 
     def __init__(self, shape: Shape, weights: Weights, kind: Mlp, compiled: bool) -> None:
-        """Copy the weights for every layer in fp32."""
         super().__init__()
         self.shape, self.sparse = shape, kind == "SparseGatedMLP"
 

@@ -13,6 +13,7 @@ import sparsebench
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import front
+from sparsebench.kernels._common.front_in_python import Repeats
 from sparsebench.kernels.nn import _bsr_autograd, _bsr_pattern, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import Packs
 from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
@@ -108,8 +109,10 @@ LAYERS = "blocks of 64", "blocks of 16", "frozen", "2:4", "half 2:4", "half 2:4 
 
 
 @hopper
+@pytest.mark.parametrize("extension", ["1", "0"])
 @pytest.mark.parametrize("name", [*LAYERS, "bitmap"])
-def test_recorded_calls_equal_those_in_python_on_a_gpu(name, monkeypatch) -> None:
+def test_repeated_calls_equal_first_ones_on_a_gpu(name, extension, monkeypatch) -> None:
+    monkeypatch.setenv("SPARSEBENCH_FRONT", extension)
     layer = layers()[name]
     for shape in ((1,), (40,), (2, 3), (300,)):
         x = torch.randn(*shape, 512, device="cuda").bfloat16()
@@ -126,6 +129,8 @@ def test_recorded_calls_equal_those_in_python_on_a_gpu(name, monkeypatch) -> Non
             for _ in range(3):
                 assert torch.equal(layer(x), right)
         torch.cuda.synchronize()
+    front = layer.__dict__.get("_front") or layer._fronts[None]
+    assert isinstance(front, Repeats) == (extension == "0")
 
 
 @hopper

@@ -178,6 +178,25 @@ def test_a_value_that_is_lost_is_wrong_and_counted(checkout, monkeypatch) -> Non
     assert 1 <= int(count) < 300
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [
+        ("def matmul_gated_t2d_out", "def of_another_version", Status.FAILED),
+        ("compression_factor, ext):\n        assert", "ext):\n        assert", Status.FAILED),
+        ("out.copy_((gate", "print((gate", Status.WRONG),  # Y stays uninitialised
+    ],
+)
+def test_a_checkout_of_another_version_is_a_row_with_its_reason(
+    checkout, monkeypatch, before, after, status
+) -> None:
+    assert before in TWELL
+    checkout.write_text(TWELL.replace(before, after))
+    row = ran_contest(problem_of(active=8), monkeypatch)
+    assert row.status is status
+    assert row.detail
+    assert not row.samples_us
+
+
 def test_ways_that_lose_values_are_not_timed(checkout: Path) -> None:
     assert prepared(problem_of(active=44)).choice["compression"] == 4
     assert prepared(problem_of(active=44), flex=False).choice["compression"] == 8

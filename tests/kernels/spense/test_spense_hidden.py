@@ -14,14 +14,13 @@ from torch import Tensor
 
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.scales import Scales
-from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 from sparsebench.kernels.spense.spense_wgmma import Config
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
-from tests.kernels.contract import captured, refusal
+from tests.kernels.contract import refusal
 from tests.kernels.spense.epilogue_on_cpu import KERNEL, Case, on_cpu
 from tests.tools.marks import needs_gxx, sampled
 
@@ -288,21 +287,3 @@ def test_hidden_units_are_right_on_a_hopper_gpu(config: Config, name: str) -> No
 @pytest.mark.parametrize("config", ENDS, ids=str)
 def test_activations_are_right_on_a_hopper_gpu(config: Config, name: str, activation: str) -> None:
     assert_right_on_gpu(config, name, activation)
-
-
-@hopper
-@pytest.mark.parametrize("name", NAMES)
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(name: str) -> None:
-    for shape in (SHAPES[5], SHAPES[7]):
-        these = drawn(shape, name)
-        x = torch.zeros_like(these.x)
-        operands = Operands(Problem("ffn", {"dtype": name}), {"w": these.w}, {"x": x}, torch.mm)
-        _, h, graph = captured(lambda these: spense_wgmma.prepare(these, "silu"), operands)
-        x.copy_(these.x)
-        poison(h)
-        graph.replay()
-        by_feature, by_token = these.scales.features, these.scales.tokens
-        sums = these.sums
-        if by_feature is not None and by_token is not None:  # prepared without scales
-            sums = sums / by_feature[:, None] / by_token
-        assert_same(h, right_of(sums, "silu"), "silu")
