@@ -105,7 +105,8 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
 
     Without ceilings this is the larger of the ratios of FLOPs and of bytes, which holds on every
     device. With them it is the ratio of both bounds, neither of which is below an empty launch.
-    Indices are not counted, except a bit per element for 2:4, which tensor cores need.
+    Indices are not counted, except a bit per element for 2:4, which tensor cores need. All of the
+    activations count, although blocks at a high sparsity may leave some unused.
     """
     op, dtype = load_op(problem.op), problem["dtype"]
     fields, whole = op.sizes(problem.fields), op.elements(problem)
