@@ -47,7 +47,7 @@ def test_no_weight_that_is_kept_is_zero(k: int) -> None:
     result = built(problem(m=1, n=16, k=k))
     w = result.weights["w"]
     assert w.dtype == result.activations["x"].dtype == E4M3
-    assert result.nnz == {"w": 16 * k // 2}
+    assert result.nnz["w"] == 16 * k // 2
     assert result.sparsity == 0.5
     assert (is_stored(w).view(-1, 4).sum(1) == 2).all()
     assert torch.equal(is_stored(w), w.float() != 0)
@@ -76,10 +76,9 @@ def test_a_contest_is_right_on_a_cpu(pattern: str) -> None:
         Contender("dense", "reference"),
         Contender("csr", "reference"),
         Contender("bsr", "reference", {"block": 32}),
-        Contender("bsr", "default", {"block": 64}),
     ]
     rows, _ = contest.run(spec, contenders, CPU, None)
-    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * 5
+    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * 4
     count = 3 * 256 * 512 // 4
     assert {row.nnz for row in rows} == {count}
     assert {row.fewest_bytes for row in rows} == {count + 16 * 512 + 2 * 16 * 256}

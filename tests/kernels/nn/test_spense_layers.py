@@ -16,7 +16,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.models.pruning.mlp import GatedMLP
 from sparsebench.kernels._common.selection import Operator, bucket
-from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear, _spense_plans
 from sparsebench.kernels.nn import _spense_op as layers
 from sparsebench.kernels.spense import _written_out, spense_wgmma
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
@@ -395,14 +395,16 @@ def test_a_second_derivative_is_refused():
 
 def operator_of(w: Spense, activation: str | None = None) -> Operator:
     tiles = w.sparse.shape, w.dense.shape
-    return layers.operator_of(w.shape, w.sparse_shape, tiles, w.dtype, activation, w.sparse.device)
+    return _spense_plans.operator_of(
+        w.shape, w.sparse_shape, tiles, w.dtype, activation, w.sparse.device
+    )
 
 
 def test_equal_layers_share_the_plan_of_a_bucket_of_tokens(monkeypatch):
     monkeypatch.setattr(spense_wgmma, "load", lambda *args: (None, "code"))
     monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(spense_wgmma, "unsupported", lambda problem, device: None)
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     operator = operator_of(w)
     assert operator is operator_of(layer_of(512, 1024, 0.5, "columns")[0].spense)
@@ -413,11 +415,11 @@ def test_equal_layers_share_the_plan_of_a_bucket_of_tokens(monkeypatch):
     assert torch.equal(plan.items, alone.items)
     hidden = operator_of(w, "silu").select(640).product.plan
     assert (plan.y, hidden.y) == ((640, 512), (640, 256))
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
 
 
 def test_a_gpu_without_the_kernel_is_unsupported():
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     with pytest.raises(Unsupported, match="GPU"):
         operator_of(w).select(4)
@@ -504,7 +506,7 @@ def test_a_gpu_captures_and_compiles_layers(dtype: torch.dtype):
         mlp = SpenseGatedMLP.from_dense(*weights, dense=512, dtype=E4M3, largest=40.0)
         right, close = OnCpu(deepcopy(mlp)), close_in_fp8
     mlp = mlp.cuda()
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         run = torch.compile(mlp, fullgraph=True)
