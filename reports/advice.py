@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
-from sparsebench.results.advice import WORTH, Answer, commands
+from sparsebench.results.advice import DEAR, WORTH, Answer, commands
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.files import validated
 from sparsebench.results.formatting import amount, duration, percent, significant
@@ -39,7 +39,7 @@ def table(answer: Answer) -> Table:
             each.kind,
             *((gain.text, style(gain)) for gain in (each.layers, each.step)),
             f"{significant(each.gigabytes)} GB",
-            each.quality,
+            (each.quality, loss_style(each.nats)),
             each.sure,
         ]
         for each in answer.kinds
@@ -115,6 +115,13 @@ def text_of(evidence: Evidence) -> str:
 def _notes(answer: Answer) -> list[str]:
     rows = [f"Published runs: {', '.join(sources(answer))}."] if sources(answer) else []
     return [*answer.notes, *rows, *(f"To measure: {command}" for command in commands(answer))]
+
+
+def loss_style(nats: float | None) -> str:
+    """Return the style of a loss in nats per token."""
+    if nats is None:
+        return "quiet"
+    return "good" if nats <= DEAR else "bad" if nats > 10 * DEAR else "unsure"
 
 
 def style(gain: Gain) -> str:

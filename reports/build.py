@@ -30,7 +30,8 @@ from sparsebench.reports.page import render
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
-from sparsebench.results.contests import empty_launch
+from sparsebench.results.cliffs import sentence
+from sparsebench.results.contests import empty_launch, usual
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
@@ -160,6 +161,7 @@ def _evidence(frames: Frames) -> dict[str, str]:
         f"{limited} of {amount(len(once), 'case')} timed with the GPU slowed or the host late",
     ]
     gain, rest = evidence(frames.views[0])
+    rest = f"{rest} {sentence(usual(frames.raced))}".strip()
     again = again_command(run, cases, line.best_case_id)
     return {"gain": gain, "rest": rest, "counts": " · ".join(counts), "again": again}
 

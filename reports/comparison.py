@@ -61,7 +61,6 @@ class Compared:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Yield the parts, with the largest differences only."""
         styles = {"result": "bold", "warning": "red", "note": ""}
         for part in parts(self):
             if isinstance(part, Table):

@@ -7,7 +7,7 @@ Losses are the rises of `sparsebench prune` on held-out text, and of training wi
 speedups are those of gated MLPs on a GPU by the published rows (results/advice.py).
 """
 
-from sparsebench.reports.advice import style
+from sparsebench.reports.advice import loss_style, style
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of, mlp_of
 from sparsebench.results.layer_estimates import SMALL_BLOCKS
@@ -93,5 +93,5 @@ def _same_kind(cost: Cost, way: str, sparsity: float) -> bool:
 def _rise(cost: Cost | None) -> Cell:
     if cost is None:
         return "–", "quiet"
-    cheap = cost.unit == "token" and cost.rise <= DEAR
-    return f"{cost.rise:+.3f}", "good" if cheap else "bad" if cost.rise > 10 * DEAR else "unsure"
+    per_byte = cost.unit == "byte" and cost.rise <= DEAR  # a byte is less than a token
+    return f"{cost.rise:+.3f}", "unsure" if per_byte else loss_style(cost.rise)

@@ -5,7 +5,6 @@ bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the bound
   one card, limited by power or heat for 12 % of the time
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import pandas as pd
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.cases import CONTEST
+from sparsebench.results.cliffs import sentence
 from sparsebench.results.contests import in_chain, usual
 from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import (
@@ -39,6 +39,7 @@ def findings(analysis: Analysis) -> list[str]:
     if timed.empty:
         return general
     first = usual(timed)
+    general = [*filter(None, [sentence(first)]), *general]
     groups = first[first.side != "dense"].groupby(["op", "pattern"], sort=False)
     best = [_nearest(group) for _, group in groups]
     return [*general, *(line for case in best[:MOST] for line in _winner(case, timed))]
@@ -54,8 +55,7 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     if pd.notna(best["gain"]) and dense is not None:
         low, high, half = (best[name] for name in ("low", "high", "half"))
         ends = between(best["gain"], low, high, half)
-        name = who(dense) if dense["kernel"] == DEFAULT else dense["name"]
-        words.append(ends.replace("×", f"× {name}", 1))
+        words.append(ends.replace("×", f"× {dense['name']}", 1))
     if inside:
         gain = times(isolated["gain"], isolated["half"])
         words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
@@ -76,13 +76,9 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
 
 
 def who(case: Mapping[Any, Any]) -> str:
-    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio.
-
-    A contender without a kernel stands for the choice of a layer, and its choice names that kernel.
-    """
+    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio."""
     if case["kernel"] == DEFAULT:
-        ran = json.loads(case.get("choice") or "{}").get("kernel")
-        return f"{ran} (by default)" if ran else DEFAULT
+        return str(case["name"])
     chosen, name = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
     if not chosen or chosen.startswith(str(case["kernel"])):
         return chosen or name

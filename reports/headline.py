@@ -48,7 +48,6 @@ class PublishedRun(Analysis):
 
     @property
     def name(self) -> str:
-        """Return the name of the run's folder."""
         return self.run.path.name
 
     @property
@@ -59,7 +58,6 @@ class PublishedRun(Analysis):
 
     @cached_property
     def facts(self) -> Mapping[str, str]:
-        """Return the facts of environment.json by dotted name."""
         return flat(self.run.environment)
 
     @property
@@ -74,7 +72,6 @@ class PublishedRun(Analysis):
 
     @property
     def processes(self) -> int:
-        """Return the number of replicates."""
         return int(self.run.state["flags"]["replicates"])
 
     @property

@@ -63,13 +63,11 @@ class Summary:
 
     @property
     def question(self) -> str:
-        """Return the title."""
         return f"{self.device}: is sparsity worth it?"
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Print the question, the answer, the grid and the sentences."""
         line = Text(self.question, style="bold")
         for _, text, _ in self.badges:
             line.append(f"  [{text}]", style="")

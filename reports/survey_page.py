@@ -29,7 +29,7 @@ from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.answer import winner
 from sparsebench.results.changes import Changes, other_devices
-from sparsebench.results.formatting import capital, duration, listed, significant
+from sparsebench.results.formatting import capital, duration, listed, significant, size_text
 from sparsebench.results.store import without_paths
 
 STEPS = {"doctor": "Check of the machine", "compile": "Compilation", "tune": "Tuning"}
@@ -124,7 +124,7 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
         line.best_case_id,
         paint,
         ink,
-        f"n × k {line['shape']}: {winner(line)}",
+        f"{size_text(line['shape'])}: {winner(line)}",
         gain_text(line),
     )
 

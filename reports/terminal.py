@@ -71,7 +71,6 @@ class Answer:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Yield every part from top to bottom."""
         cases = self.analysis.cases
         yield _title(self.analysis)
         for line in findings(self.analysis):

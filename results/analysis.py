@@ -31,7 +31,6 @@ class Analysis:
 
     @property
     def device(self) -> str:
-        """Name the GPU or CPU."""
         return device_name(self.run.environment)
 
     @cached_property

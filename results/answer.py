@@ -28,6 +28,7 @@ from sparsebench.results.formatting import (
     listed,
     percent,
     plain,
+    size_text,
     times,
 )
 from sparsebench.results.outcome import Outcome, outcome
@@ -204,7 +205,7 @@ def field_text(name: str, value: Any) -> str:
         if text == ANY:
             return "any block"
         return "" if text in ("", "1") else blocks_text(text)
-    named = {"shape": f"n × k {text}", "m": f"m {text}"}
+    named = {"shape": size_text(text), "m": f"m {text}"}
     return named.get(name, text if name in ("op", "dtype", "pattern") else f"{name} {text}")
 
 
@@ -324,7 +325,7 @@ def _spans(view: View) -> list[str]:
 
 def _verb(name: str, verb: str) -> str:
     """Return the verb's form after a format's name: plural after `column vectors`."""
-    return verb if name.endswith("vectors") else f"{verb}s"
+    return verb if name.endswith("s") else f"{verb}s"
 
 
 def _examples(view: View) -> list[str]:

@@ -31,7 +31,6 @@ class Label(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """Return the class in HTML, the text and the reason."""
         return self.badge.name.lower(), self.text, self.why
 
 

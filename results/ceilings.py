@@ -55,7 +55,6 @@ class Ceilings:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of dataclasses.asdict."""
         return cls(**data)
 
     @property

@@ -128,7 +128,6 @@ class Agreement:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Return the numbers as JSON data."""
         names = "reproduced", "cells", "agreed", "close", "reversed", "looks", "one_sided"
         counts = {name: getattr(self, name) for name in names}
         words = {"place": str(self.place), "choices": str(self.choices)}

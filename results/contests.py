@@ -26,6 +26,7 @@ A cell is one contest. Among several (files, seeds) it is the one with the media
 are not the rows and no block is chosen, it is that of the block with the largest gain.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -36,9 +37,10 @@ import pandas as pd
 
 from sparsebench.results.cases import CONTEST, chose_dense, uncertainty
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.families import is_ours
+from sparsebench.results.families import DEFAULT, by_default, is_ours
 from sparsebench.results.formatting import duration, plain
 from sparsebench.results.frame import fields
+from sparsebench.results.model_shapes import model_name
 from sparsebench.results.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import ratio_over
@@ -51,6 +53,7 @@ NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "s
 NEEDED += ["speedup_high", "blocks", "median_us", "between"]  # a gain is computed from these
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
+OF_MODEL = ["hidden", "intermediate", "layers"]  # fields that name a model
 ANY = "any"
 MOST = 60  # views on a page, which says how many it leaves out
 SHORT_US = 20.0
@@ -152,7 +155,10 @@ def contests(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_shapes(lines: pd.DataFrame) -> pd.DataFrame:
-    """Add `shape` to contests; if weights have one sparsity, level is the share of units off."""
+    """Add `shape` to contests: n × k, or the name of a model.
+
+    If weights have one sparsity, level is the share of units off.
+    """
     level, of_units = lines.level, _of_units(lines)
     if of_units.any():
         units = lines.n.astype("float64")
@@ -162,6 +168,12 @@ def with_shapes(lines: pd.DataFrame) -> pd.DataFrame:
     digits = 2 if level.round(3).nunique() > COLUMNS else 4
     sizes = zip(lines.n, lines.k, strict=True)
     shape = ["" if pd.isna(n) or pd.isna(k) else f"{n} × {k}" for n, k in sizes]
+    if {*OF_MODEL} <= {*lines}:
+        sizes = lines[OF_MODEL].itertuples(index=False)
+        shape = [
+            model_name(*map(int, each)) if pd.notna(each[0]) else text
+            for text, each in zip(shape, sizes, strict=True)
+        ]
     return lines.assign(shape=shape, level=level.round(digits), of_units=of_units)
 
 
@@ -206,10 +218,20 @@ def ordered(values: "pd.Series[Any]") -> list[Any]:
 
 
 def _names(cases: pd.DataFrame) -> pd.Series:
-    """Return kernels with their options; for a portfolio, the dense kernel that it chose."""
+    """Return kernels with their options; for a portfolio, the dense kernel that it chose.
+
+    A contender without a kernel stands for the choice of a layer, and has the name of that kernel.
+    """
     names = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
     chosen = cases.chosen.astype(str).str.partition("dense, ")[2]
-    return names.where(~chose_dense(cases), chosen)
+    names = names.where(~chose_dense(cases), chosen)
+    users = cases[cases.kernel == DEFAULT]
+    named = [
+        by_default(name, json.loads(choice or "{}"))
+        for name, choice in zip(users["format"], users.choice, strict=True)
+    ]
+    names.loc[users.index] = named
+    return names
 
 
 def _tiles(cases: pd.DataFrame) -> pd.Series:

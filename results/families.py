@@ -5,9 +5,12 @@ dense    dense: cuBLAS, torch.compile and others
 peers    peers, kernels of other packages, and names that no file has any more
 """
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from sparsebench._discovery import modules
+from sparsebench.results.formatting import FORMATS
 
 REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
 """Families of removed kernels that occur in published rows (kernels/_removed.py)."""
@@ -34,6 +37,11 @@ def family(kernel: str) -> str:
         return REMOVED[kernel]
     parts = modules("kernels").get(kernel, kernel).split(".")
     return parts[2] if parts[:2] == ["sparsebench", "kernels"] else "peers"
+
+
+def by_default(format_name: str, choice: Mapping[str, Any]) -> str:
+    """Name a contender of DEFAULT: `bsr_wgmma (by default)`, or by its format if none is chosen."""
+    return f"{choice.get('kernel') or FORMATS.get(format_name, format_name)} (by default)"
 
 
 def is_ours(kernel: str) -> bool:

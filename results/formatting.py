@@ -15,6 +15,7 @@ import pandas as pd
 
 FORMATS = {
     "active_csr": "CSR of activations",
+    "block_mask": "block-sparse attention",
     "bsr": "BSR",
     "csr": "CSR",
     "int4_two_four": "2:4 int4",
@@ -80,6 +81,11 @@ def blocks_text(block: Any) -> str:
     """Write a block size: `64 × 64 blocks` for 64, `16 × 32 blocks` for 16x32."""
     rows, _, columns = plain(block).partition("x")
     return f"{rows} × {columns or rows} blocks"
+
+
+def size_text(shape: Any) -> str:
+    """Write the size of a weight with its fields, `n × k 4096 × 64`; a model's name as it is."""
+    return f"n × k {shape}" if "×" in str(shape) else str(shape)
 
 
 def percent(level: float) -> str:

@@ -76,7 +76,6 @@ class Layer:
 
     @property
     def shape(self) -> tuple[bool, int, int]:
-        """Return what identifies the weights."""
         return self.gated, self.n, self.k
 
     @property
@@ -129,7 +128,6 @@ class Layer:
         return max(1 / self.stored, 1 / self.density)
 
     def work_us(self, gpu: Gpu, dense: bool = False) -> float:
-        """Return bytes / bandwidth + FLOPs / rate."""
         stored, density = (1.0, 1.0) if dense else (self.stored, self.density)
         outputs = self.k if self.gated else self.n
         hidden = 2 * self.n if self.gated and (dense or self.way != ACTIVATIONS) else 0
@@ -166,7 +164,6 @@ class Measured:
     high: float
 
     def efficiency(self, gpu: Gpu, dense: bool = False) -> float:
-        """Return work / (time - overhead)."""
         time = self.dense_us if dense else self.dense_us / self.gain
         overhead = gpu.launch_us + START_US * self.layer.products
         return self.layer.work_us(gpu, dense) / max(time - overhead, 0.2 * time)

@@ -255,7 +255,6 @@ class MlpTiming:
 
     @property
     def time_us(self) -> float:
-        """Return the median time."""
         return median(self.times_us)
 
 

@@ -52,12 +52,10 @@ class ModelShapes:
 
     @property
     def mlp(self) -> int:
-        """Return the number of weights of one MLP."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def attention(self) -> int:
-        """Return the number of weights of one attention layer."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property
@@ -84,6 +82,15 @@ MODELS = [
     _listed("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8, 256, 262208, **_GEMMA),
     _listed("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, 128, 262208, **_GEMMA),
 ]
+
+
+def model_name(hidden: int, intermediate: int, layers: int) -> str:
+    """Name a model by its sizes: `Qwen3-32B`, or `8 of 32 layers of Llama-3-8B`."""
+    for model in MODELS:
+        if (model.hidden, model.intermediate) == (hidden, intermediate):
+            part = f"{layers} of {model.layers} layers of " if layers < model.layers else ""
+            return part + model.name
+    return f"{layers} layers of {hidden} and {intermediate} units"
 
 
 def read_shapes(model: str) -> ModelShapes:

@@ -3,7 +3,7 @@
 The device comes from environment.json. Code reads only `gpu.name`, `gpu.uuid`, `cpu.name`,
 `versions.<package>`, `commit`, `dirty` and `ceilings`; reports show every other field unchanged.
 
-The choices_of come from run.json. A kernel that tunes itself picks one of several configurations,
+The choices come from run.json. A kernel that tunes itself picks one of several configurations,
 partly by chance. In a verdict every process picks anew, so the intervals cover this chance. If the
 processes share a choice, the intervals do not cover it, and reports say so. harness/NOTES.md has
 the figures.
@@ -33,8 +33,8 @@ class Choices(StrEnum):
     AMONG   every process, by its own search; later ones among the finalists of the first
     EARLIER every process, by its own search among the finalists of an earlier run
     EACH    every process, among all candidates (runs from before AMONG existed)
-    FIRST   the first process; the others reused its choices_of (also if run.json has no word)
-    BUNDLE  another run: process p reused the choices_of of its process p
+    FIRST   the first process; the others reused its choices (also if run.json has no word)
+    BUNDLE  another run: process p reused the choices of its process p
     """
 
     AMONG = "each process, among the finalists of the first"
@@ -53,7 +53,7 @@ class Choices(StrEnum):
             "intervals cover the choice of configurations.",
             Choices.EACH: "Each process tuned anew: the intervals cover the choice of "
             "configurations.",
-            Choices.FIRST: "The first process tuned, and the others reused its choices_of: the "
+            Choices.FIRST: "The first process tuned, and the others reused its choices: the "
             "intervals hold for these configurations and do not cover their choice.",
             Choices.BUNDLE: "The run reused the configurations of the earlier run without a "
             "search: the result holds for these configurations only.",

@@ -11,7 +11,7 @@ These are plain data that survive a round trip through JSON, without torch or sp
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
@@ -108,6 +108,12 @@ class Problem:
             raise KeyError(f"op {self.op} has no field {name}")
         return self.fields[name]
 
+    @property
+    def text(self) -> str:
+        """Write the op and the fields that are set: `linear m=16 n=4096 k=4096`."""
+        fields = self.fields.items()
+        return " ".join([self.op, *(f"{n}={v}" for n, v in fields if v is not None)])
+
     @cached_property
     def id(self) -> str:
         """Return the hash of the problem; a source counts by content, not by path."""
@@ -183,9 +189,13 @@ class Case:
             contender["format"] = "dense"
         return _digest({"problem": self.problem.id, "contender": contender})
 
+    @property
+    def original(self) -> Self:
+        """Return the case of which an A/A twin is the repetition; any other is its own."""
+        return replace(self, contender=replace(self.contender, twin=False))
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of asdict."""
         return cls(Problem.from_json(data["problem"]), Contender.from_json(data["contender"]))
 
 
@@ -260,7 +270,6 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of asdict."""
         fixed = {
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),

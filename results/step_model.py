@@ -56,7 +56,6 @@ class Gain:
 
     @classmethod
     def measured(cls, value: float, low: float, high: float, processes: int) -> "Gain":
-        """Return the gain of a run."""
         return cls(value, low, high, MEASURED if processes >= FEWEST else LOOK)
 
 
@@ -69,13 +68,11 @@ class StepModel:
     context: int
 
     def mlp(self, way: str, sparsity: float = 0.0) -> Layer:
-        """Return an MLP of the model."""
         active = min(ACTIVE, self.model.intermediate) if way == ACTIVATIONS else 0.0
         sizes = self.tokens, self.model.intermediate, self.model.hidden
         return Layer(True, way, *sizes, sparsity=sparsity, active=active)
 
     def dense_us(self, layers: Estimator, gpu: Gpu) -> float:
-        """Return the time of the dense step."""
         return self.rest_us(layers, gpu) + self.model.layers * layers.dense_us(self.mlp(DENSE), gpu)
 
     def rest_us(self, layers: Estimator, gpu: Gpu) -> float:

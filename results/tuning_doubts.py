@@ -46,7 +46,6 @@ class Doubt:
     other: str = ""
 
     def __str__(self) -> str:
-        """Return one line for a reader."""
         run = f"{self.run}: " if self.run else ""
         return f"{run}{self.case}: expected {self.expected}, found {self.found}"
 

@@ -45,7 +45,7 @@ Losses = Annotated[
 @claims.command("list")
 def list_(names: Names = None, as_json: opt.Json = False) -> None:
     """List the known claims and what each one says."""
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.reports.claims.sheets import listed
 
     selected = chosen(names or [])
@@ -66,9 +66,8 @@ def schema() -> None:
 @claims.command()
 def lint(names: Names = None, data: opt.Data = None) -> None:
     """Check the fields of claims, and the suites and contenders that they name."""
-    from sparsebench.harness.claims.claim_catalog import claims as packaged
-    from sparsebench.harness.claims.claim_catalog import load
-    from sparsebench.harness.claims.claim_plan import parts
+    from sparsebench.harness.claims.claim_plan import claims as packaged
+    from sparsebench.harness.claims.claim_plan import load, parts
     from sparsebench.results.formatting import amount
 
     valid = True
@@ -137,7 +136,7 @@ def check(
     """
     from sparsebench.harness.claims.checking import check as measure
     from sparsebench.harness.claims.checking import to_json
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.harness.costs.estimates import left_out, looks
     from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import named
@@ -208,7 +207,7 @@ def sentences(runs: Runs = None, data: opt.Data = None) -> None:
 def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | None) -> "Evidence":
     """Return claims, all by default, with the runs to judge them by."""
     from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
 
     return evidence(chosen(names or []), _runs(runs), data)
 

@@ -14,7 +14,7 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
     The command suggests remedies and changes nothing.
     """
     from sparsebench.harness.doctor.examination import examine, table
-    from sparsebench.harness.doctor.findings import unfit
+    from sparsebench.harness.doctor.findings import conclusion, unfit
     from sparsebench.harness.machine.device import pick
 
     findings = examine(pick(device))
@@ -23,5 +23,6 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
         print_json({"fit": fit, "findings": [asdict(finding) for finding in findings]})
     else:
         wide().print(table(findings))
+        wide().print(conclusion(findings))
     if unfit(findings):
         raise typer.Exit(UNFIT)

@@ -31,6 +31,7 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebench.formats._format import is_stored
 from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
 from sparsebench.kernels._kernel import OUTPUTS
 from sparsebench.results.record import Problem
@@ -83,9 +84,16 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     return float(2 * problem["m"] * nnz["w"])
 
 
+def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the non-zeros of W, and how many of its rows and columns have any."""
+    stored = is_stored(weights["w"])
+    rows, columns = (int(stored.any(axis).sum()) for axis in (1, 0))
+    return {"w": int(stored.sum()), "rows": rows, "columns": columns}
+
+
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, X and Y."""
-    m, n, k = problem["m"], problem["n"], problem["k"]
+    """Return the bytes of W's non-zeros, Y, and the features of X that meet a non-zero."""
+    m, n, k = problem["m"], problem["n"], nnz.get("columns", problem["k"])
     weights = nnz["w"] * (_bits(problem) or 8 * itemsize) // 8
     return int(weights + itemsize * m * k + OUTPUTS[problem["dtype"]].itemsize * m * n)
 
@@ -103,7 +111,6 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
 
 
 def _bits(problem: Problem) -> int | None:
-    """Return the bits of a weight's value if they are fewer than its dtype's."""
     bits = problem.fields.get("weight_bits")
     return bits if isinstance(bits, int) else None
 
@@ -115,6 +122,7 @@ OP = Op(
     spread=spread,
     flops=flops,
     fewest_bytes=fewest_bytes,
+    counts=counts,
     adjust=adjust,
 )
 
@@ -129,9 +137,15 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.t() @ x
 
 
-def bytes_of_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return the bytes of W's non-zeros, of dY, and of dX or X."""
-    m, n, k = problem["m"], problem["n"], problem["k"]
+def bytes_of_input_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of W's non-zeros, of dX, and of the features of dY that meet a non-zero."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), problem["k"]
+    return int(itemsize * (nnz["w"] + m * n + m * k))
+
+
+def bytes_of_weight_gradient(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
+    """Return the bytes of dW's elements, and of the features of dY and X that they need."""
+    m, n, k = problem["m"], nnz.get("rows", problem["n"]), nnz.get("columns", problem["k"])
     return int(itemsize * (nnz["w"] + m * n + m * k))
 
 
@@ -142,7 +156,8 @@ DGRAD = Op(
     spread=lambda w, dy: input_gradient(w.square(), dy.square()).sqrt(),
     depth=lambda w, dy: longest_row(w.t()),
     flops=flops,
-    fewest_bytes=bytes_of_gradient,
+    fewest_bytes=bytes_of_input_gradient,
+    counts=counts,
 )
 """Gradient of a linear layer's input: dX[m, k] = dY[m, n] @ W[n, k]."""
 
@@ -154,6 +169,7 @@ WGRAD = replace(
         "x": Operand("activation", ("m", "k")),
     },
     definition=weight_gradient,
+    fewest_bytes=bytes_of_weight_gradient,
     spread=lambda dy, x: weight_gradient(dy.square(), x.square()).sqrt(),
     depth=lambda dy, x: len(dy),  # every sum runs over the tokens
 )

@@ -61,12 +61,11 @@ def call_each(
     """Check the cases of each contest, call the correct ones in their ranges, and yield each."""
     for planned in contests:
         entries = [Entry(Row(Case(planned.problem, c), Status.OK)) for c in planned.contenders]
-        running = contest.start(planned.problem, entries, device, data)
+        running = contest.start(contest.prepared(planned.problem, entries, device, data))
         try:
             for entry in entries:
                 case, row = entry.row.case, entry.row
-                fields = " ".join(f"{name}={value}" for name, value in case.problem.fields.items())
-                name = f"{case.contender.label} {case.problem.op} {fields} case {case.id}"
+                name = f"{case.contender.label} {case.problem.text} case {case.id}"
                 if entry.launch is None:
                     yield ProfiledCase(f"{name}: {row.status}: {row.detail}", row.status)
                     continue

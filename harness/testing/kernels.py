@@ -1,22 +1,25 @@
 """The contract of a kernel: its results are right, and it refuses what it cannot compute.
 
 Contests check it as in a run: poisoned output, activations redrawn in place, spot checks while
-timing, operands and harness compared after each step (bench/contest.py).
+timing, operands and harness compared after each step (bench/contest.py). A second contest pins the
+choice of the first.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.catalog import load_format, load_kernel, load_op
 from sparsebench.harness.run.try_kernel import plan
 from sparsebench.harness.testing.contract import Check, checker, expect
-from sparsebench.results.record import Row, Status
+from sparsebench.results.record import Case, Row, Status
 
 DTYPES = "fp32", "bf16", "fp16"
 SIZES = {"m": 16, "n": 128, "k": 128}
@@ -37,15 +40,12 @@ def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
     `sparsebench try`, such as `m=16 n=64 k=64 sparsity=0.9`, and the kernel must run every one, in
     at least one of DTYPES. Without words it must run one of PROBLEMS.
     """
-    about: list[tuple[str, Callable[[], None]]] = [
-        ("has an op and a format that exist", partial(_names, name)),
-        ("prepares from operands, with keyword-only options", partial(_signature, name)),
+    problems = {f"is right: {w}": [w] for w in words} or {"is right wherever it runs": PROBLEMS}
+    return [
+        Check(f"{name} has an op and a format that exist", partial(_names, name)),
+        Check(f"{name} takes operands, and options by keyword", partial(_signature, name)),
+        *(Check(f"{name} {s}", partial(_right, name, p, device)) for s, p in problems.items()),
     ]
-    if words:
-        about += [(f"is right: {w}", partial(_right, name, [w], device)) for w in words]
-    else:
-        about += [("is right wherever it runs", partial(_right, name, PROBLEMS, device))]
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
 
 
 check_kernel = checker(kernel_checks)
@@ -74,6 +74,7 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
     """Run every problem; at least one row must be ok, and none may be wrong.
 
     The first problem that runs is tried in every dtype, the others in the first dtype that ran.
+    The first row's choice is pinned in a second contest, which must use it again.
     """
     refused: list[str] = []
     first: tuple[str, str] | None = None
@@ -90,12 +91,17 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
                 continue
             message = f"expected a right output, found {row.status}: {row.detail}"
             expect(row.status is Status.OK, f"{what}: {message}")
-            first = first or (words, dtype)
+            if first is None:
+                again = _row(name, words, dtype, device, row.choice)
+                message = f"expected a pinned choice to be used again, found {again.choice}"
+                expect(again.choice == row.choice, f"{what}: {message}; pinned {row.choice}")
+                first = words, dtype
     expect(first, f"expected a problem that it runs, found none: {'; '.join(refused)}")
 
 
-def _row(name: str, words: str, dtype: str, device: str) -> Row:
-    """Return the kernel's row of a contest without other contenders. Raises SuiteError."""
+def _row(
+    name: str, words: str, dtype: str, device: str, pinned: Mapping[str, Any] | None = None
+) -> Row:
     chosen, op = dict(word.split("=", 1) for word in words.split()), load_kernel(name).op
     loaded = load_op(chosen.get("op", "linear" if op == "any" else op))
     names, example = loaded.fields.model_fields, loaded.example or SIZES
@@ -103,6 +109,7 @@ def _row(name: str, words: str, dtype: str, device: str) -> Row:
     fields = {**sizes, "dtype": dtype, **chosen}
     where = torch.device(device)
     planned = plan(name, [f"{field}={value}" for field, value in fields.items()], where)
-    alone = next(c for c in planned.contenders if c.kernel == name)
-    (row,), _ = contest.run(planned.problem, [replace(alone, baseline=False)], where, None)
+    alone = replace(next(c for c in planned.contenders if c.kernel == name), baseline=False)
+    choices = {Case(planned.problem, alone).id: pinned} if pinned else {}
+    (row,), _ = contest.run(planned.problem, [alone], where, None, ContestOptions(pinned=choices))
     return row

@@ -13,8 +13,8 @@ same bits as the path in Python. Until then, and whenever a guard of front.cpp f
 takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
-$XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, every call takes the path in Python, and
-that is said once. SPARSEBENCH_FRONT=0 switches it off.
+$XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, which is said once, or with
+SPARSEBENCH_FRONT=0, front_in_python.py repeats calls that need no gradient.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -40,8 +40,9 @@ from torch.utils import cpp_extension
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixProduct, Tape, taping
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
+from sparsebench.kernels._common.front_in_python import Repeats
 from sparsebench.kernels._common.machine_code import cache_folder
-from sparsebench.kernels._common.transforms import batched
+from sparsebench.kernels._common.transforms import batched, rows_of
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
@@ -128,12 +129,12 @@ class Fronts(dict[Any, Any]):
 
 
 def recorded(
-    front: Any, x: Tensor, run: Callable[[], Tensor], guards: Guards, **options: Any
+    front: Any, x: Tensor, run: Callable[[Tensor], Tensor], guards: Guards, **options: Any
 ) -> tuple[Tensor, Any]:
     """Run a call of X [..., k], and return Y [..., n] and the Front for later calls.
 
     front    what this function returned for the weight before, or None
-    run      the path in Python for the rows of X, [m, k]: without a gradient, autocast and modes
+    run      the planned product of rows [m, k] in the layout of X, without checks and a gradient
     options  planned: False if this call makes the plan, so that there is nothing to record yet;
              limit: calls after which the path in Python must be taken once; bias: added to Y;
              derivative: of calls that need a gradient; differentiated: for a call that autograd
@@ -142,15 +143,18 @@ def recorded(
     bias, differentiated = options.get("bias"), options.get("differentiated")
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
-    kind = front_type()
-    in_python = kind is None or is_capturing(x) or _in_inference(x, guards)
+    kind, rows = front_type() or Repeats, rows_of(x)
+    in_python = is_capturing(x) or _in_inference(x, guards)
     front = front if in_python else _front_of(kind, front, guards, options)
-    if in_python or not planned or isinstance(front, Pending):
-        y = batched(_with_bias(run(), bias), x) if differentiated is None else differentiated()
+    repeats = isinstance(front, Repeats)
+    if in_python or not planned or repeats or isinstance(front, Pending):
+        if repeats and planned and differentiated is None and not in_python:
+            front.add(x, lambda rows: _with_bias(run(rows), bias))
+        y = batched(_with_bias(run(rows), bias), x) if differentiated is None else differentiated()
         return y, front
-    inputs = [rows_of(x), values] if values is not None and values.requires_grad else [rows_of(x)]
+    inputs = [rows, values] if values is not None and values.requires_grad else [rows]
     with torch.no_grad():
-        y = record(front, LINEAR, inputs, run, bias=bias)
+        y = record(front, LINEAR, inputs, partial(run, rows), bias=bias)
     if differentiated is None:
         return batched(y, x), front
     fast = front(x)
@@ -165,7 +169,7 @@ def _in_inference(x: Tensor, guards: Guards) -> bool:
 
 def _front_of(kind: Any, front: Any, guards: Guards, options: Mapping[str, Any]) -> Any:
     """Return the Front to record in, or Pending if it is too early."""
-    if front is not None and not front.stale:
+    if isinstance(front, kind) and not front.stale:
         return front
     pending = Pending(tuple(guard.stamp() for guard in guards))
     if front != pending:
@@ -176,11 +180,6 @@ def _front_of(kind: Any, front: Any, guards: Guards, options: Mapping[str, Any])
     if (derivative := options.get("derivative")) is not None:
         front.differentiate(*derivative)
     return front
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Return X [..., k] as [m, k]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def record(

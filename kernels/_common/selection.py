@@ -175,8 +175,8 @@ class Operator:
                 problem, chain.from_iterable(each.items() for each in lists.values())
             )
             more = [c for choice in larger for c in self._matching(call, choice)]
-            near = finalists(earlier.lines) if earlier else []
-            again = [c for choice in near for c in self._matching(call, choice)]
+            choices = finalists(earlier.lines) if earlier else []
+            again = [c for choice in choices for c in self._matching(call, choice)]
             offered = [more, again] if again else [more, *self.offer(call, None)]
             selected = _search(offered, timed, self.device, problem)
             choice_lists.append(file, problem, selected.choice)

@@ -21,6 +21,11 @@ def watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """Return X [..., k] as [m, k]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def batched(y: Tensor, x: Tensor) -> Tensor:
     """Return Y [m, n] as [..., n] for X [..., k], in the same memory.
 

@@ -168,13 +168,15 @@ Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
 def tiles_that_fit(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> list[Tile]:
     """Return the tiles for rows of `side` tokens whose operands fit one SM; one at least.
 
-    large, flat  tiles for 64 rows and more, and for fewer; those of FP32 take their place
+    large, flat  tiles of 64 rows and more, and of fewer; those of FP32 take their place
+
+    Tiles of 64 rows also cut wider blocks, because they are often faster; smaller ones never are.
     """
     height = min(128, whole_tile(side))
     if shape.itemsize == 4:
         near = [tile for tile in FP32 if tile[0] <= height]
     else:
-        near = [tile for tile in (*large, *flat) if tile[0] in (height, height // 2)]
+        near = [tile for tile in (*large, *flat) if min(height, 64) <= tile[0] <= height]
     row = 2 * shape.depth * shape.itemsize
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]
 

@@ -10,8 +10,8 @@ all SMs, so `splits` programs share the list of each. The order of the sum does 
 program comes last, so the same operands give the same bits. The counters return to zero.
 
 The time is bound by the bytes of the selected blocks. For 16 sequences it is about 30 us, so the
-loads before the first load of K matter: rows have no order, and if all lists are equally long, the
-kernel reads no offset.
+loads before the first load of K matter: rows have no order, if all lists are equally long the
+kernel reads no offset, and Q is loaded by pointers, because a TMA load would be waited for first.
 """
 
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list
     """
     tokens, pack = packing(FEW_ROWS, shape, shared)
     tiles = query_tiles(shape, tokens, pack)
-    steps = [(32, 4, 2)] if shape.itemsize == 4 else [(64, 4, 3), (128, 4, 2), (32, 4, 4)]
+    steps = [(32, 4, 2)] if shape.itemsize == 4 else [(64, 4, 3), (64, 8, 3), (128, 4, 2)]
     configs = [
         Config(
             *(tokens, pack, shared, keys, max(1, min(64, round(parts * programs / tiles)))),
@@ -132,7 +132,7 @@ def launch(
     sums, tops = (q.new_empty(shape_of_parts, dtype=torch.float32) for _ in range(2))
     counters = lists.offsets.new_zeros(tiles)  # they stay with the kernel
     args = (
-        head_box(q, shape, (config.tokens, config.pack), config.path),
+        q,
         *(head_box(matrix, shape, (config.keys, 1), config.path) for matrix in (k, v)),
         *(o, lse, parts, sums, tops, counters, *arguments_of(lists, mask, shape)),
         *(lists.blocks_per_row, scale * LOG2_E),
@@ -216,12 +216,12 @@ def _split(  # type: ignore[no-untyped-def]
         count = tl.load(offsets + row + 1) - start
     steps = tl.cdiv(count * KV_SIDE, KEYS)
     first, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
-    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
+    column = column_of(columns, start, count, first, KV_SIDE, KEYS)
+    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, False)
 
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, DEPTH), tl.float32)
-    column = column_of(columns, start, count, first, KV_SIDE, KEYS)
     for i in tl.range(first, end, num_stages=STAGES):
         key = token_of(column, i, KV_SIDE, KEYS)
         at_k = sequence, key, kv_tokens, kv_head, kv_heads

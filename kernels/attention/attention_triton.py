@@ -63,7 +63,7 @@ from sparsebench.kernels.attention._tiles import (
 LN_2 = tl.constexpr(1 / LOG2_E)
 
 # rows of queries, keys, warps and stages of a tile; the default first
-TILES = [(64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
+TILES = [(64, 64, 4, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 2)]
 FLAT = [
     (32, 32, 2, 3),
     (32, 32, 1, 3),

@@ -59,8 +59,8 @@ from sparsebench.kernels.attention._tiles import (
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
 
 # rows, columns of a step, warps and stages of a tile; the default first
-DQ = [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (64, 32, 4, 3)]
-DKV = [(64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 8, 3)]
+DQ = [(64, 64, 4, 3), (64, 64, 4, 2)]
+DKV = [(64, 32, 4, 3), (64, 64, 4, 2)]
 FLAT = [(32, 64, 2, 2), (32, 32, 2, 3), (16, 16, 2, 3), (16, 16, 1, 3), (16, 64, 2, 2)]
 
 

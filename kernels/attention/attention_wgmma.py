@@ -34,6 +34,7 @@ HEAD_DIMS = 64, 128
 WARPGROUP = 128  # threads
 MOST_BYTES = 224 * 1024  # of shared memory, for Q and the ring
 ALIGNMENT = 1024  # of a swizzled tile
+FEW = 16  # queries of a sequence, as in decoding
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
 ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
 
@@ -55,6 +56,8 @@ class Config:
 def configurations(shape: Shape, shared: int) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported.
 
+    For few queries there are too few tiles for two in each CTA.
+
     shared  query heads that share a list and a KV head
     """
     rows = min(128, span_of(shape.block[0]) * shared)
@@ -63,13 +66,14 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
             f"expected blocks of 64 queries, or fewer and more heads that share a list and a KV "
             f"head; found blocks of {shape.block[0]} and {shared} such heads"
         )
-    keys = [n for n in (128, 64) if shape.block[1] % n == 0 or n % shape.block[1] == 0]
+    keys = next((n for n in (128, 64) if not (shape.block[1] % n and n % shape.block[1])), None)
     if not keys or shape.block[1] % 8:
         raise Unsupported(
             f"expected blocks of 8, 16, 32 or a multiple of 64 keys, found {shape.block[1]}"
         )
-    wide = [Config(128, 1, n) for n in keys] if rows == 128 else []
-    return [*wide, *(Config(64, 2, n) for n in keys)][:3]
+    if rows == 128:
+        return [Config(128, 1, keys)]
+    return [Config(64, tiles, keys) for tiles in ((1, 2) if shape.q_tokens <= FEW else (2,))]
 
 
 def shortens(config: Config, mask: BlockMask) -> bool:
@@ -101,15 +105,15 @@ def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
 
 
 def constants_of(
-    config: Config, shape: Shape, mask: BlockMask, query_maps: int = 1
+    config: Config, shape: Shape, mask: BlockMask, short: bool, query_maps: int = 1
 ) -> cuda.Constants:
-    """Return the macros of walk.cuh."""
+    """Return the macros of walk.cuh; `short` is shortens(config, mask), which waits for the GPU."""
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("KEYS", config.keys), ("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim, query_maps)),
         ("SPAN", min(span_of(shape.block[0]), config.rows)),
-        ("SHORTENS", int(shortens(config, mask))),
+        ("SHORTENS", int(short)),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )
@@ -153,16 +157,21 @@ class Walk:
 
 
 class Work(NamedTuple):
-    """The tiles of a mask for a launch, and counters, which are zero between launches."""
+    """The tiles of a mask for a launch, whether lists end with a short step, and counters.
+
+    counters  zero between launches
+    """
 
     tiles: Tensor
+    short: bool
     counters: Tensor
 
 
 def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     """Return the tiles of queries; launches that share them must not overlap."""
     tiles = query_tiles(mask, shape, config.rows, min(span_of(shape.block[0]), config.rows))
-    return Work(tiles, torch.zeros(2, dtype=torch.int32, device=tiles.device))
+    counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
+    return Work(tiles, shortens(config, mask), counters)
 
 
 def walk(
@@ -181,7 +190,7 @@ def walk(
     name, function  of the kernel
     queries, keys   matrices like q; k and v. Raises Unsupported
     """
-    tiles, counters = work
+    tiles, short, counters = work
     span = min(span_of(shape.block[0]), config.rows)
     box = min(shape.block[1], config.keys)
     maps = b"".join(tensor_map(x, shape.batch, box) for x in keys)
@@ -192,7 +201,7 @@ def walk(
     lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), len(tiles))
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
     sizes = pack("iiiif", *counts, scale * LOG2_E)
-    constants = constants_of(config, shape, mask, len(queries))
+    constants = constants_of(config, shape, mask, short, len(queries))
     size = shared_bytes(config, shape.head_dim, len(queries))
     loaded = load_persistent(name, function, constants, size, tiles, config.tiles, config.rows)
     tensors = *queries, *keys, tiles, mask.columns, *bits, counters
@@ -225,12 +234,15 @@ def launch(
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Sort the tiles; take a table's configuration, or compile and time up to three."""
+    """Sort the tiles; take a table's configuration, or compile and time one or two."""
     tensors, mask, shape, shared, scale = task_of(operands)
     searched, sizes = configurations(shape, shared), table_sizes(shape, mask)
     configs, by = choose("attention_wgmma", Config, operands, sizes, tuned, searched)
-    cuda.compile_ahead("attention_wgmma", [constants_of(c, shape, mask) for c in configs])
-    candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
+    works = [work_of(mask, shape, config) for config in configs]
+    pairs = list(zip(configs, works, strict=True))
+    macros = [constants_of(config, shape, mask, work.short) for config, work in pairs]
+    cuda.compile_ahead("attention_wgmma", macros)
+    candidates = [launch(tensors, mask, shape, scale, *pair).program for pair in pairs]
     return fastest_launch(configs, candidates, by, operands.device)
 
 

@@ -14,7 +14,7 @@ attention_wgmma_backward.cu are the kernels. They support
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from struct import pack
 from typing import NamedTuple
 
@@ -24,11 +24,9 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
-from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, table_sizes, task_of
+from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
 from sparsebench.kernels.attention._wgmma_tiles import (
     KeyLists,
     key_lists,
@@ -46,6 +44,7 @@ from sparsebench.kernels.attention.attention_wgmma import (
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
 from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
 from sparsebench.kernels.attention.attention_wgmma import configurations as query_configurations
+from sparsebench.kernels.attention.attention_wgmma import constants_of as query_constants
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
@@ -87,7 +86,7 @@ class Gradients:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the configurations to try, the default first. Raises Unsupported.
+    """Return the one configuration, which was the fastest everywhere. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
     """
@@ -98,7 +97,7 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         )
     query_configurations(shape, shared)  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
-    return [Config(128, 1), Config(64, 2)] if wide else [Config(64, 2)]
+    return [Config(128, 1) if wide else Config(64, 2)]
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
@@ -217,15 +216,14 @@ def launch(
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Transpose the lists; take a table's configuration, or compile and time up to two."""
+def prepare(operands: Operands) -> Launch:
+    """Transpose the lists and compile."""
     tensors, mask, shape, shared, scale = task_of(operands)
-    searched, sizes = configurations(shape, shared), table_sizes(shape, mask)
-    name = "attention_wgmma_backward"
-    configs, by = choose(name, Config, operands, sizes, tuned, searched)
-    cuda.compile_ahead(name, [constants_of(config, shape, mask) for config in configs])
-    candidates = [launch(tensors, mask, shape, scale, config).program for config in configs]
-    return fastest_launch(configs, candidates, by, operands.device)
+    [config] = configurations(shape, shared)
+    macros = query_constants(of_queries(shape, mask), shape, mask, False, 3)
+    cuda.compile_ahead("attention_wgmma_dq", [macros])  # beside the other one
+    program = launch(tensors, mask, shape, scale, config).program
+    return Launch(program, asdict(config), program.code)
 
 
-KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported, tunes=True)
+KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported)

@@ -32,9 +32,14 @@ from sparsebench.kernels._common.front import (
     Guard,
     record,
     recorded,
-    rows_of,
 )
-from sparsebench.kernels._common.transforms import batched, one_by_one, transformed, watched
+from sparsebench.kernels._common.transforms import (
+    batched,
+    one_by_one,
+    rows_of,
+    transformed,
+    watched,
+)
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
 from sparsebench.kernels.nn._bsr_plans import Call
@@ -77,15 +82,8 @@ def _run(
 
     front  a Front that records the call if it is planned, or None
     """
-    if a.dtype != b.dtype:
-        raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
+    _require_alike(pattern, a, b)
     device = a.device
-    if device != pattern.device or b.device != device:
-        devices = {str(d) for d in (device, b.device, pattern.device)}
-        raise Unsupported(f"expected one device, found {', '.join(sorted(devices))}")
-    for operand in (a, b):
-        if type(operand) not in PLAIN and is_traceable_wrapper_subclass(operand):
-            raise Unsupported(f"expected a torch.Tensor with an address, found {type(operand)}")
     if not call.m or not out[0]:
         return a.new_zeros(out, dtype=output_dtype(a.dtype))
     a = readable(a)
@@ -95,6 +93,19 @@ def _run(
         packed = call.op == "dgrad" and not call.live  # then launches need not read the values
         op, fixed = (DGRAD if call.op == "dgrad" else WGRAD), [1] if packed else []
         return record(front, op, [a, b], partial(pattern.run, call, a, b), fixed=fixed)
+
+
+def _require_alike(pattern: Pattern, a: Tensor, b: Tensor) -> None:
+    """Raise Unsupported unless both operands have one dtype, the pattern's device and addresses."""
+    if a.dtype != b.dtype:
+        raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
+    device = a.device
+    if device != pattern.device or b.device != device:
+        devices = {str(d) for d in (device, b.device, pattern.device)}
+        raise Unsupported(f"expected one device, found {', '.join(sorted(devices))}")
+    for operand in (a, b):
+        if type(operand) not in PLAIN and is_traceable_wrapper_subclass(operand):
+            raise Unsupported(f"expected a torch.Tensor with an address, found {type(operand)}")
 
 
 def _is_current(device: torch.device) -> bool:
@@ -280,7 +291,7 @@ def multiply_recorded(
     assert columns is not None
     in_python = partial(multiply, x, values, bias, offsets, columns, n)
     traced = transformed() or watched() or torch._C._get_tracing_state()
-    if cast or traced or not x.is_cuda or forward_ad._current_level >= 0:
+    if cast or traced or not _is_current(x.device) or forward_ad._current_level >= 0:
         return in_python(), front
     if front is not None and front.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares
@@ -288,15 +299,17 @@ def multiply_recorded(
     (m, k), (r, c) = flat.shape, _block(values, columns)
     if not m or readable(flat) is not flat:
         return in_python(), front
+    _require_alike(pattern, flat, values)
+    call = Call("linear", m, (n, k), (r, c), x.dtype, live)
     operands = (x, values) if bias is None else (x, values, bias)
     values_guard, bias_guard, *index = guards  # each call reads the bias, and values in training
     operand_guards = values_guard._replace(content=not live), bias_guard._replace(content=False)
     return recorded(
         front,
         x,
-        partial(_y, pattern, flat, values, n, live),
+        lambda rows: pattern.run(call, rows, values),
         [*operand_guards, *index],
-        planned=pattern.is_planned(Call("linear", m, (n, k), (r, c), x.dtype, live)),
+        planned=pattern.is_planned(call),
         limit=0 if pattern.frozen else COMPARE_EVERY,
         bias=bias,
         derivative=Derivative(partial(_gradients, pattern, (n, k), (r, c)), values, bias),

@@ -21,9 +21,9 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, lasting
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.front import DGRAD, record, rows_of
+from sparsebench.kernels._common.front import DGRAD, record
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket, configured
-from sparsebench.kernels._common.transforms import batched, watched
+from sparsebench.kernels._common.transforms import batched, rows_of, watched
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
@@ -58,9 +58,10 @@ def multiply(x: Tensor, w: Weight) -> Tensor:
     return selected.product.run(x)
 
 
-def is_planned(m: int, w: Weight) -> bool:
-    """Return whether `multiply` has a plan for m tokens."""
-    return m > 0 and bucket(m) in plans_of(w).operator.plans
+def planned(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
+    """Return the product that `multiply` has planned for m tokens, or None."""
+    selected = plans_of(w).operator.plans.get(bucket(m)) if m else None
+    return selected.product.run if selected else None
 
 
 def plans_of(w: Weight) -> Plans:

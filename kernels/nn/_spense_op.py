@@ -12,8 +12,8 @@ dgrad writes W out as a dense matrix, multiplies with cuBLAS and frees the matri
 G and U again from the 2:4 weights, so forward saves only X; without an activation it saves nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,28 +31,16 @@ from sparsebench.kernels._common.front import (
     Guard,
     record,
     recorded,
-    rows_of,
 )
-from sparsebench.kernels._common.selection import (
-    Candidate,
-    Earlier,
-    Operator,
-    Product,
-    Selected,
-    bucket,
-    configured,
-)
-from sparsebench.kernels._common.transforms import batched, transformed, watched
+from sparsebench.kernels._common.selection import Earlier, Operator, Selected, bucket
+from sparsebench.kernels._common.transforms import batched, rows_of, transformed, watched
 from sparsebench.kernels.nn._bsr_autograd import readable
-from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.nn._spense_plans import Layout, operator_of_layer, operator_of_tiles
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.spense_ffn import TURN, parted
-from sparsebench.results.record import Problem
 
-MORE = 4  # configurations for more tokens that a search times too
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-NAMES = {torch.float16: "fp16", BF16: "bf16", E4M3: "fp8"}  # state dicts store the position
 LARGEST = 448  # finite e4m3 value
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -64,10 +52,6 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # dG from dA and
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
 }
-
-
-Layout = tuple[int, int, int, int, str | None]
-"""n and k of W, rows and columns of its sparse part, and the activation."""
 
 
 def eager(
@@ -100,31 +84,33 @@ def eager(
         return _empty(x, n, activation, scale)
     if not (sparse.is_contiguous() and dense.is_contiguous()):
         raise Unsupported(f"expected contiguous tiles, found {sparse.stride()}, {dense.stride()}")
-    operator = _operator(sparse, dense, (n, k, rows, columns, activation), kind)
+    operator = operator_of_tiles(sparse, dense, (n, k, rows, columns, activation), kind)
     if x.device.index == torch.cuda.current_device():
         return _multiply(operator, readable(x), sparse, dense, scale, kind)
     with torch.cuda.device(x.device):
         return _multiply(operator, readable(x), sparse, dense, scale, kind)
 
 
-def operator_of_layer(w: Spense, activation: str | None) -> Operator:
-    """Return the plans of a weight; with an activation, W is gate and up."""
-    return _operator(w.sparse, w.dense, (*w.shape, *w.sparse_shape, activation), w.dtype)
+def planned(
+    x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Tensor | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the product that `eager` has planned for rows in the layout of X.
 
-
-def _operator(sparse: Tensor, dense: Tensor, layout: Layout, kind: torch.dtype) -> Operator:
-    """Return the plans of a weight in these tiles."""
-    n, k, rows, columns, activation = layout
-    tiles = sparse.shape, dense.shape
-    return operator_of((n, k), (rows, columns), tiles, kind, activation, sparse.device)
-
-
-def planned(x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Tensor | None) -> bool:
-    """Return whether `eager` has a plan for this call, and X needs neither a copy nor rounding."""
-    kind = x.dtype if scale is None else E4M3
-    if not x.is_cuda or not x.shape[0] or x.dtype != kind or readable(x) is not x:
-        return False
-    return bucket(x.shape[0]) in _operator(sparse, dense, layout, kind).plans
+    None if there is no plan, if X must be copied or rounded, or if `eager` refuses an operand.
+    """
+    kind, n, m = x.dtype if scale is None else E4M3, layout[0], x.shape[0]
+    fits = x.is_cuda and m > 0 and x.dtype == kind and x.device == sparse.device == dense.device
+    if not fits or x.device.index != torch.cuda.current_device() or readable(x) is not x:
+        return None
+    if not (sparse.is_contiguous() and dense.is_contiguous()):
+        return None
+    if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
+        return None
+    selected = operator_of_tiles(sparse, dense, layout, kind).plans.get(bucket(m))
+    if selected is None:
+        return None
+    product = selected.product.run
+    return lambda rows: product(rows, sparse, dense, scale)
 
 
 def not_recorded() -> bool:
@@ -132,11 +118,21 @@ def not_recorded() -> bool:
     return transformed() or watched() or forward_ad._current_level >= 0
 
 
+def multiply(*operands: Any, training: bool) -> Tensor:
+    """Return Y by the operands of `eager`; `training` if autograd must see the call."""
+    if watched() or (training and not_recorded()):
+        y: Tensor = linear(*operands)
+    else:
+        y = _Eager.apply(*operands) if training else eager(*operands)  # type: ignore[no-untyped-call]
+    return y
+
+
 def multiply_recorded(
     front: Any,
     x: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor],
     rest: tuple[Layout, Tensor | None],
+    run: Callable[[Tensor], Tensor],
     guards: Sequence[Guard],
     *,
     bias: Tensor | None = None,
@@ -147,19 +143,19 @@ def multiply_recorded(
     front     what this function returned for the weight before, or None
     tensors   the rows of X, [m, k], and the tiles of W
     rest      the layout and the scale of W
+    run       what `planned` returned
     training  whether autograd must see the call
     """
     (_, sparse, dense), (layout, scale) = tensors, rest
-    operands: tuple[Any, ...] = (*tensors, *layout, scale)
 
     def differentiated() -> Tensor:
-        y: Tensor = linear(*operands)
+        y = multiply(*tensors, *layout, scale, training=True)
         return batched(y if bias is None else y.add_(bias), x)
 
     return recorded(
         front,
         x,
-        partial(eager, *operands),
+        run,
         guards,
         bias=bias,
         derivative=_derivative(sparse, dense, layout, bias) if scale is None else None,
@@ -312,51 +308,25 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 linear.register_autograd(_linear_backward, setup_context=_save)
 
 
+class _Eager(torch.autograd.Function):
+    """`eager` with its gradient, without torch's dispatcher, which takes 100 µs more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any) -> Tensor:
+        *sizes, activation, _ = (*rest, None, None)[:6]
+        ctx.save_for_backward(x if activation else None, sparse, dense)
+        ctx.layout, ctx.inputs = (*sizes, activation), 3 + len(rest)
+        return eager(x, sparse, dense, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        again = torch.is_grad_enabled() or watched()  # for second derivatives and dispatch modes
+        dx = (dgrad if again else _dgrad)(dy, *ctx.saved_tensors, *ctx.layout)
+        return dx, *(None,) * (ctx.inputs - 1)
+
+
 def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix [m, k] in e4m3, with 448 as each row's largest element, and scales [m]."""
     wide = matrix.float()
     scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # for rows of zeros
     return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
-
-
-# ---- plans ----
-
-
-@lru_cache(256)
-def operator_of(
-    shape: tuple[int, int],
-    sparse_shape: tuple[int, int],
-    tiles: tuple[torch.Size, torch.Size],
-    dtype: torch.dtype,
-    activation: str | None,
-    device: torch.device,
-) -> Operator:
-    """Return the plans of all layers of a shape, by number of tokens (selection.bucket)."""
-    (n, k), (rows, columns) = shape, sparse_shape
-
-    def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
-        parts = (torch.empty(size, dtype=torch.uint8, device="meta") for size in tiles)
-        w = Spense(shape, dtype, sparse_shape, *parts)
-        x = torch.empty(m, k, dtype=dtype, device="meta")
-        reason = spense_wgmma.unsupported(Problem("linear", {"dtype": NAMES[dtype]}), device)
-        if reason := reason or spense_wgmma.unsupported_operands(x, w, activation):
-            raise Unsupported(reason)
-        if choice:
-            configs = [configured(spense_wgmma, choice)]
-        else:  # and the likeliest for half as many tokens more, so that more never take less time
-            at = shape, dtype.itemsize, device
-            more = spense_wgmma.searched(m + m // 2, *at)[:MORE]
-            configs = list(dict.fromkeys([*spense_wgmma.searched(m, *at), *more]))
-        plan = partial(spense_wgmma.plan, w, m, activation=activation, device=device)
-
-        def product(config: spense_wgmma.Config) -> Product:
-            return spense_wgmma.Product(plan(config))
-
-        return [[Candidate("spense_wgmma", c, partial(product, c)) for c in configs]]
-
-    def problem(m: int) -> dict[str, Any]:
-        density = float(f"{1 - rows * columns / (2 * n * k):.2g}")
-        fields = {"op": "spense.linear", "dtype": NAMES[dtype], "activation": activation}
-        return {**fields, "m": m, "n": n, "k": k, "density": density}
-
-    return Operator(("spense_wgmma",), offer, problem, device)

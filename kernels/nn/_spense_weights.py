@@ -13,7 +13,8 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels.nn._spense_op import E4M3, NAMES, rounded_by_row
+from sparsebench.kernels.nn._spense_op import E4M3, rounded_by_row
+from sparsebench.kernels.nn._spense_plans import NAMES
 
 DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
 

@@ -2,7 +2,8 @@
 
 A suite gets it by a contender without a kernel: `{format: bsr, params: {block: $block}}`. `prepare`
 plans the product as the first call of a layer does, with a search, and every timed call is a call
-as users make it. `Launch.choice` names the kernel and the configuration that ran.
+as users make it. `Launch.choice` names the kernel and the configuration that ran. On a CPU, layers
+multiply by torch, which says nothing about a format, so suites do not run it there.
 
 A user's later process takes the choice from the user's cache. A process of a run does not: it takes
 the package's list, or else it searches anew, in a verdict among the finalists of the first process.
@@ -111,4 +112,4 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if problem.op in OPS else f"expected one of {', '.join(OPS)}, found {problem.op}"
 
 
-KERNEL = Kernel("any", "any", "any", prepare, unsupported)
+KERNEL = Kernel("any", "any", "cuda", prepare, unsupported)

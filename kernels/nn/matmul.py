@@ -38,9 +38,9 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
-from sparsebench.kernels._common.front import Derivative, Guard, front_type, recorded, rows_of
+from sparsebench.kernels._common.front import Derivative, Guard, recorded
 from sparsebench.kernels._common.requirements import HOPPER
-from sparsebench.kernels._common.transforms import transformed, watched
+from sparsebench.kernels._common.transforms import rows_of, transformed, watched
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
 from sparsebench.kernels.nn._frozen_op import NAMES
@@ -103,15 +103,13 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
             return by_name(x, w, "spense_mma", {})
         tensors, layout = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
-        if _is_traced() or not _spense_op.planned(*tensors, layout, None):
-            operands: tuple[Any, ...] = (*tensors, *layout)
-            traced = training or _is_traced()
-            y: Tensor = (_spense_op.linear if traced else _spense_op.eager)(*operands)
-            return y
+        run = None if _spense_op.not_recorded() else _spense_op.planned(*tensors, layout, None)
+        if run is None:
+            return _spense_op.multiply(*tensors, *layout, training=training)
         guards = _guards(w)
         front, rest = w.__dict__.get(FRONT), (layout, None)
         y, new_front = _spense_op.multiply_recorded(
-            front, x, tensors, rest, guards, training=training
+            front, x, tensors, rest, run, guards, training=training
         )
         return _keep_front(w, new_front, y)
     if isinstance(w, Bitmap):
@@ -130,7 +128,7 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
     """Return Y [..., n] of X [..., k]."""
     if captured_into():  # writes into the index replace its pattern
         keep(pattern_of(w.offsets, w.columns))
-    if torch.compiler.is_compiling() or not x.is_cuda or front_type() is None:
+    if torch.compiler.is_compiling() or not x.is_cuda:
         return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
     names = "values", "bias", "offsets", "columns"
     guards = [Guard(None, name, getattr(w, name, None)) for name in names]
@@ -142,9 +140,11 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
 def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
     """Multiply by a weight without a gradient (_frozen_op.py)."""
     x = _bsr_autograd.readable(x)
-    if not x.is_cuda or front_type() is None or not _frozen_op.is_planned(x.shape[0], w):
+    run = _frozen_op.planned(x.shape[0], w) if x.is_cuda else None
+    if run is None:
         return _frozen_op.multiply(x, w)
-    return _recorded(x, w, partial(_frozen_op.multiply, x, w))
+    y, front = recorded(w.__dict__.get(FRONT), x, run, _guards(w))
+    return _keep_front(w, front, y)
 
 
 def of_layer(
@@ -163,33 +163,27 @@ def of_layer(
     layout = x.dtype, x.device, x.dim() > 0 and x.shape[-1]
     plain = x.is_cuda and layout == (w.dtype, w.records.device, w.shape[1])
     traced = _is_traced() or torch.is_autocast_enabled(x.device.type)
-    if not plain or traced or front_type() is None:
+    if not plain or traced:
         return in_python(), front
     rows = rows_of(x)
     if not rows.shape[0] or _bsr_autograd.readable(rows) is not rows:
         return in_python(), front
     with_bias = bias is not None and bias.requires_grad
     training = torch.is_grad_enabled() and (x.requires_grad or with_bias)
-    planned = _frozen_op.is_planned(rows.shape[0], w)
-    if training and not planned:
+    run = _frozen_op.planned(rows.shape[0], w)
+    if training and run is None:
         with torch.no_grad():
             _frozen_op.multiply(rows, w)  # the path in Python multiplies by the dense copy
     return recorded(
         front,
         x,
-        partial(_frozen_op.multiply, rows, w),
+        run or partial(_frozen_op.multiply, w=w),
         guards,
-        planned=planned,
+        planned=run is not None,
         bias=bias,
         derivative=Derivative(_frozen_op.derivative_of(w), bias=bias),
         differentiated=in_python if training else None,
     )
-
-
-def _recorded(x: Tensor, w: Format, run: Callable[[], Tensor]) -> Tensor:
-    """Run a planned call, and record it for the next ones."""
-    y, front = recorded(w.__dict__.get(FRONT), x, run, _guards(w))
-    return _keep_front(w, front, y)
 
 
 def _guards(w: Format) -> list[Guard]:

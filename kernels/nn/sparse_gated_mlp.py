@@ -34,7 +34,6 @@ The L1 term is that of Cetin et al., arXiv 2603.23198, as in their code: not div
 of units. Their published coefficient, 2e-5, applies to the mean of this term over layers.
 """
 
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -212,11 +211,15 @@ class SparseGatedMLP(nn.Module):
         operands = plain(flat), plain(wg), plain(wu), plain(wd_t)
         if watched():
             return batched(inference(*operands, squared, self.slots), x)
-        run = partial(eager, *operands, squared, self.slots)
+        weights = operands[1:]
+
+        def run(rows: Tensor) -> Tensor:
+            return eager(rows, *weights, squared, self.slots)
+
         copied = any(a is not b for a, b in zip(operands, (flat, wg, wu, wd_t), strict=True))
         planned = len(flat) > 0 and bucket(len(flat)) in self.operator.plans
         if copied or not recorded_calls or not planned:
-            return batched(run(), x)
+            return batched(run(operands[0]), x)
         y, front = recorded(self._fronts.pop(kind, None), x, run, self._guards())
         if front is not None:
             self._fronts[kind] = front

@@ -130,8 +130,10 @@ def prose(text: str) -> Markup:
 def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[dict[str, Any]]:
     """Return a line per claim and device, for the tables of all claims.
 
-    With `gpus`, devices that are none of them are left out, because claims are about GPUs.
+    The clearest verdicts come first. With `gpus`, devices that are none of them are left out,
+    because claims are about GPUs.
     """
+    words = [*Word]
     return [
         {
             "name": entry.planned.name,
@@ -146,7 +148,7 @@ def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[
             "why": verdict.why,
             **_numbers(verdict),
         }
-        for entry in judged
+        for entry in sorted(judged, key=lambda entry: words.index(entry.verdicts[0].word))
         for verdict in entry.verdicts
         if gpus is None or not verdict.device or verdict.device in gpus
     ]

@@ -40,7 +40,6 @@ class Chart:
     def __init__(
         self, size: tuple[int, int] = SIZE, x: str = "", y: str = "", log: str = ""
     ) -> None:
-        """Begin an empty drawing."""
         self.size, self.names, self.log = size, {"x": x, "y": y}, log
         self.limits: dict[str, tuple[float, float]] = {}
         self.ticks: dict[str, list[tuple[float, str]]] = {}
@@ -84,7 +83,6 @@ class Chart:
         self._drawn.append(draw)
 
     def band(self, x: Values, low: Values, high: Values, color: str, alpha: float = 0.18) -> None:
-        """Fill the area between two lines."""
         points = [p for p in zip(x, low, high, strict=True) if all(map(isfinite, p))]
         self._see([p[0] for p in points], [end for p in points for end in p[1:]])
 

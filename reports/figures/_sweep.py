@@ -30,6 +30,8 @@ NARROWEST = 1.3  # least ratio of the ends of the y axis
 FAR = 2.0  # the y axis leaves out contenders that are slower by more than this factor
 OPEN = 12  # panels shown at once; the others are folded
 LEVELS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]  # ticks for many levels
+POWERS = [2.0**power for power in range(21)]  # ticks for many numbers of tokens
+MANY = 8  # values, each of which has a tick
 HOLLOW = Look(INK, "o", None, size=5, hollow=True)
 
 
@@ -48,10 +50,11 @@ class Sweep:
         return np.asarray(np.log2(values)) if self.values.min() > 0 else values
 
     def dress(self, chart: Chart) -> None:
-        """Put ticks at the measured values."""
+        """Put ticks at the measured values, or at round ones if there are many."""
         ticks = self.values
-        if self.name == "level" and len(ticks) > 8:
-            ticks = np.array([v for v in LEVELS if ticks[0] <= v <= ticks[-1]])
+        if len(ticks) > MANY:
+            round_values = LEVELS if self.name == "level" else POWERS
+            ticks = np.array([v for v in round_values if ticks[0] <= v <= ticks[-1]])
         scale = 100 if self.name == "level" else 1
         places = self.place(self.values)
         margin = max(0.06 * np.ptp(places), 0.2)

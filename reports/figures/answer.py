@@ -122,7 +122,8 @@ def _item(sentence: str) -> Markup:
 
 
 def _map(view: View) -> Markup:
-    columns = ordered(view.cells.x)
+    timed = view.cells[view.cells.best_gain.notna()]
+    columns = ordered((view.cells if timed.empty else timed).x)
     lines = {(line.x, line.y): line for _, line in view.cells.iterrows()}
     rows = [
         [
@@ -171,10 +172,10 @@ def _who(view: View, line: "pd.Series[Any]") -> str:
     """Name the winner of a cell, with its format and block unless rows are blocks."""
     if not line.best_gain > 1:
         return f"dense, {line.dense_name}"
+    kernel = str(line.best_name).partition(" ")[0]
     if view.y == "block" or line.best_tile in ("", "1"):
-        return str(line.best_kernel)
-    kind = FORMATS.get(line.best_kind, str(line.best_kind))
-    return f"{kind} {line.best_tile}, {line.best_kernel}"
+        return kernel
+    return f"{FORMATS.get(line.best_kind, line.best_kind)} {line.best_tile}, {kernel}"
 
 
 def _along(view: View) -> tuple[str, pd.DataFrame, str]:

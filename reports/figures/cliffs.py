@@ -6,14 +6,11 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, named
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
-from sparsebench.results.formatting import significant
+from sparsebench.results.cliffs import COUNTS, LIMIT, key, ratios, sentence
+from sparsebench.results.formatting import duration
 
 TITLE = "Cliffs in the number of tokens"
 ORDER = 45
-
-COUNTS = 12  # numbers of tokens that a run must have
-LIMIT = 1.05  # ratio that is listed
-KEY = ["op", "n", "k", "dtype", "pattern", "block", "level", "label"]
 
 
 def draw(frames: Frames) -> Markup:
@@ -24,20 +21,17 @@ def draw(frames: Frames) -> Markup:
 
 
 def _draw(raced: pd.DataFrame) -> Markup:
-    lines, cases = [], 0
-    for _, group in raced.groupby(KEY, sort=False, dropna=False):
-        line = group.sort_values("m")
-        least = line.median_us[::-1].cummin()[::-1].shift(-1)
-        ratio = line.median_us / least
-        cases += int(ratio.notna().sum())
-        for at in ratio[ratio > LIMIT].sort_values(ascending=False).index:
-            more = line.m[line.median_us == least[at]].iloc[-1]
-            us = f"{significant(line.median_us[at])} µs", f"{significant(least[at])} µs at m {more}"
-            where = named(line.loc[at], [*KEY, "m"])
-            lines.append((float(ratio[at]), [where, f"{ratio[at]:.2f}", *us]))
-    head = f"{len(lines)} of {cases} cases take more than {LIMIT} times as long as a case of more "
-    head += "tokens. Another plan, made for more tokens, would be faster there."
+    every = ratios(raced)
+    lines = [
+        [
+            named(line, [*key(raced), "m"]),
+            f"{line.ratio:.2f}",
+            duration(line.median_us),
+            f"{duration(line.least_us)} at m {line.more}",
+        ]
+        for _, line in every[every.ratio > LIMIT].iterrows()
+    ]
     if not lines:
-        return note(head)
-    listed = [line for _, line in sorted(lines, key=lambda each: -each[0])]
-    return note(head) + html_table(["case", ">ratio", ">time", ">least of more tokens"], listed)
+        return note(sentence(raced))
+    head = f"{sentence(raced)} The plan for more tokens would be faster there."
+    return note(head) + html_table(["case", ">ratio", ">time", ">least of more tokens"], lines)

@@ -33,12 +33,13 @@ from sparsebench.results.cases import CONTEST
 from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.contests import View, with_shapes
+from sparsebench.results.cliffs import sentence
+from sparsebench.results.contests import View, usual, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.repeats import verdicts
 
-SCHEMA = "sparsebench/card@9"
+SCHEMA = "sparsebench/card@10"
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
 LINE += ["median_us", "gain", "low", "high", "decided", "mark"]
@@ -110,7 +111,6 @@ class Card:
         return f"{self.gpu}, {self.badges[0][1].lower()}: {number or self.sentences[0]}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self)
 
 
@@ -160,7 +160,7 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         where=" · ".join(filter(None, [where(first), variants(first, cases)])) if first else "",
         sentences=sentences(first) if first else ["No case of this run has a time."],
         gain=_gain(first) if first else "no times",
-        headline=_headline(first) if first else {},
+        headline=_headline(first, frames) if first else {},
         lines=[] if table.empty else _plain(table[["place", *PLACE, *LINE, "wins"]]),
         cells={
             claim.name: [cell.to_json() | {"run": at.address} for cell in claim_cells]
@@ -211,8 +211,9 @@ def _lines(frames: Frames) -> pd.DataFrame:
     return raced.assign(wins=raced.index.isin(best), place=pd.factorize(keys)[0], **texts)
 
 
-def _headline(view: View) -> dict[str, str]:
+def _headline(view: View, frames: Frames) -> dict[str, str]:
     line, (gain, rest) = headline(view), evidence(view)
+    rest = f"{rest} {sentence(usual(frames.raced))}".strip()
     return {} if line is None else {"gain": gain, "rest": rest, "case": line.best_case_id}
 
 

@@ -1,5 +1,6 @@
 """Compare devices: one page for each suite that ran on several of them.
 
+    compare/index.html    the suites
     compare/SUITE.html    the device with the most cases comes first
     compare/SUITE.json    the same for a script, with the names of the runs
 
@@ -15,11 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsebench.reports import comparison
+from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.results import store
 from sparsebench.results.formatting import listed
 from sparsebench.results.sides import MOST, named_apart, side
+
+INDEX = "compare/index.html"
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,8 @@ class Devices:
     cards: Sequence[Card]
 
     @property
-    def title(self) -> str:
-        """Name the suite and the devices."""
-        return f"{self.suite}: {listed([card.gpu for card in self.cards])}"
+    def names(self) -> str:
+        return listed([card.gpu for card in self.cards])
 
     @property
     def name(self) -> str:
@@ -59,6 +62,7 @@ def pages(
     to: Path, every: Sequence[Devices], redone: Collection[str], site: Site
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
+    yield INDEX, render("site_compare.html", site=site, suites=every)
     for devices in every:
         slugs = [card.address for card in devices.cards]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]

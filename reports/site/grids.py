@@ -10,7 +10,7 @@ first. In each problem, the run counts that has the most contenders, then the mo
 the latest date. A cell shows only verdicts if there are any; otherwise it is marked as a look.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from sparsebench.results.formatting import (
     amount,
     between,
     blocks_text,
-    capital,
     conditions,
     duration,
     interval,
@@ -32,6 +31,7 @@ from sparsebench.results.formatting import (
     number,
     percent,
     plain,
+    size_text,
     times,
 )
 
@@ -92,7 +92,6 @@ class Grid:
 
     @property
     def heads(self) -> list[str]:
-        """Return the heads of the columns."""
         return [percent(level) for level in self.columns]
 
     @property
@@ -186,22 +185,53 @@ def best_places(lines: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def whole_models(lines: pd.DataFrame) -> tuple[str, str]:
-    """Return the gain of a decoding step of a whole model, and its run; "" if there is none."""
-    steps = lines[(lines.op == "decoder") & (lines.side != "dense") & (lines.gain > 1)]
-    steps = steps[steps.verdict] if steps.verdict.any() else steps
-    if steps.empty:
-        return "", ""
-    first = steps.sort_values(["verdict", "day", "run"], kind="stable").iloc[-1]
-    steps = steps[(steps.run == first.run) & (steps.kind == first.kind)]
-    steps = steps[(steps["dtype"] == first["dtype"]) & (steps.pattern == first["pattern"])]
-    best = steps.sort_values("gain").drop_duplicates("m", keep="last").sort_values("m")
-    gains = [
-        f"{between(line.gain, line.low, line.high)} at {amount(int(line.m), 'sequence')}"
-        for line in best.itertuples()
+def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """Return the head, the finding and the run of what no grid shows: models and attention."""
+    findings = [
+        ("Whole model, decoding", *_newest(lines[lines.op == "decoder"], _steps)),
+        ("Attention", *_newest(lines[lines.op == "attention"], _attention)),
     ]
-    look = "" if first.verdict else "; a look"
-    return f"{capital(_head(steps).iloc[0])} {listed(gains)} ({first['dtype']}{look})", first.run
+    return [finding for finding in findings if finding[1]]
+
+
+def _newest(lines: pd.DataFrame, write: Callable[[pd.DataFrame], str]) -> tuple[str, str]:
+    """Return what the newest verdict shows, or the newest look, and its run; "" without a gain."""
+    lines = lines[(lines.side != "dense") & (lines.gain > 1)]
+    if lines.empty:
+        return "", ""
+    run = lines.sort_values(["verdict", "day", "run"], kind="stable").run.iloc[-1]
+    of_run = lines[lines.run == run]
+    look = "" if of_run.verdict.all() else ", a look"
+    return f"{write(of_run)} ({of_run['dtype'].iloc[0]}{look})", str(run)
+
+
+def _steps(steps: pd.DataFrame) -> str:
+    """Write the gains of the first model: by sequences, or of several ways for one sequence."""
+    steps = steps[steps["shape"] == ordered(steps["shape"])[0]]
+    steps = steps[steps["dtype"] == steps["dtype"].iloc[0]]
+    levels = zip(steps.kind, steps.level, strict=True)
+    ways = _head(steps) + ["" if kind == "spense" else f" at {percent(x)}" for kind, x in levels]
+    best = steps.assign(way=ways).sort_values("gain", ascending=False)
+    best = best.drop_duplicates(["way", "m"]).sort_values("m", kind="stable")
+    several = best.way.nunique() > 1
+    if several:
+        best = best[best.m == best.m.min()]
+    gains = [between(line.gain, line.low, line.high) for line in best.itertuples()]
+    sequences = [f"with {amount(int(m), 'sequence')}" for m in best.m]
+    about, what = (best.way, sequences[0]) if several else (sequences, best.way.iloc[0])
+    parts = [f"{gain} {words}" for gain, words in zip(gains, about, strict=True)]
+    return f"{best['shape'].iloc[0]}, {what}: {listed(parts)}"
+
+
+def _attention(lines: pd.DataFrame) -> str:
+    """Write the largest gain of block-sparse attention at the usual sparsity."""
+    top = lines[lines.level == _usual_level(lines)].sort_values("gain").iloc[-1]
+    place = f"{int(top.m):,} tokens, {percent(top.level)} of the blocks masked"
+    return f"{between(top.gain, top.low, top.high)} with {place}, {blocks_text(top.block)}"
+
+
+def _usual_level(lines: pd.DataFrame) -> float:
+    return float(min(lines.level.unique(), key=lambda level: (abs(level - USUAL), level)))
 
 
 def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
@@ -221,16 +251,11 @@ def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
     op, dtype = (str(top[name]) for name in ("op", "dtype"))
     processes = _span(best[best.verdict].processes if best.verdict.any() else best.processes)
     shapes = ordered(best["shape"])
-    shape = _sized(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
+    shape = size_text(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
     where = conditions(top["on_cards"], top["limited"])
     about += [f"the largest gain on {where}"] if where else []
     return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
-
-
-def _sized(shape: object) -> str:
-    """Name the size of a weight; attention and whole models have none."""
-    return f"n × k {shape}" if shape else ""
 
 
 def _head(lines: pd.DataFrame) -> "pd.Series[str]":
@@ -263,7 +288,7 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
     shown: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     top, last = shown[0], shown[-1]
     tooltips = [
-        ": ".join(filter(None, [_sized(line["shape"]), line["name"]]))
+        ": ".join(filter(None, [size_text(line["shape"]), line["name"]]))
         + f", {between(line['gain'], line['low'], line['high'])}, {_of(line)}"
         for line in shown[:SHOWN]
     ]
@@ -286,14 +311,14 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
 
 def _rival(best: pd.DataFrame, sparse: pd.DataFrame) -> str:
     """Return the best kernel of the other side in the problem of the row's usual cell."""
-    levels = sorted(best.level.unique(), key=lambda level: (abs(level - USUAL), level))
-    top = best[best.level == levels[0]].sort_values("gain").iloc[-1]
+    level = _usual_level(best)
+    top = best[best.level == level].sort_values("gain").iloc[-1]
     contest = sparse[(sparse.run == top["run"]) & (sparse.place == top["place"])]
     others = contest[(contest.side != top["side"]) & (contest["head"] == top["head"])]
     if others.empty:
         return ""
     rival = others.sort_values("gain").iloc[-1]
-    return f"{rival['name']} {times(rival.gain, _half(rival))} at {percent(levels[0])}"
+    return f"{rival['name']} {times(rival.gain, _half(rival))} at {percent(level)}"
 
 
 def _half(line: Any) -> float:
@@ -319,7 +344,7 @@ def _problem(line: Any) -> str:
     tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
     block = blocks_text(fields["block"]) if fields["block"] not in ("", "1") else ""
     pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
-    shape = _sized(fields["shape"])
+    shape = size_text(fields["shape"])
     return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))
 
 

@@ -47,6 +47,7 @@ class Site:
     version   of sparsebench
     claims    the claims to judge
     whole     whether the site has runs; pages of claims alone have no index
+    prune     whether it has the page "Should I prune?" (prune.py)
     """
 
     base: str = ""
@@ -56,18 +57,18 @@ class Site:
     version: str = ""
     claims: Sequence[PlannedClaim] = ()
     whole: bool = True
+    prune: bool = False
 
 
 def pages(
     cards: Sequence[Card],
     site: Site,
-    compared: Mapping[str, str] = MappingProxyType({}),
     doors: Mapping[str, str] = MappingProxyType({}),
     earlier: Sequence[Card] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
-    `compared` are the comparison pages by title, `doors` the pages that the first one leads to.
+    `doors` are the pages that the first one leads to, by title.
     `earlier` are versions of runs that have newer ones: only their links and the history stay.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
@@ -75,7 +76,7 @@ def pages(
     measured = every[~every.simulated.astype(bool)]
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.named}
-    shared |= {"compared": compared, "doors": doors}
+    shared |= {"doors": doors}
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
     findings = _findings(measured if len(measured) else every, cards)
@@ -102,7 +103,7 @@ def pages(
     if site.base:
         paths = ["", "runs.html", "kernels.html", history.PAGE, "glossary.html", "agreement.html"]
         paths += [f"claims/{claim.name}.html" for claim in site.claims]
-        paths += [*compared.values(), *doors.values(), *(f"{card.address}/" for card in cards)]
+        paths += [*doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
@@ -184,7 +185,6 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
     gpus = []
     for gpu, of_gpu in every.groupby("gpu", sort=False):
         drawn = grids.grids(of_gpu)
-        steps, run = grids.whole_models(of_gpu)
         if drawn:
             views = [
                 {"grid": grid, "confirmed": _confirmed(by_address[grid.best], cards)}
@@ -197,8 +197,8 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
                     "runs": of_gpu.run.nunique(),
                     "simulated": simulated,
                     "views": views,
+                    "beside": grids.beside(of_gpu),
                 }
-                | {"steps": steps, "steps_run": run}
             )
     return sorted(gpus, key=lambda gpu: -gpu["runs"])
 

@@ -10,7 +10,7 @@ The answers rest on the packaged rows (measured_layers.py). Links lead to those 
 are on the site.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -31,13 +31,17 @@ UNDER = {"half of each MLP 2:4": "half 2:4"}  # short names of kinds
 FIRST = "Llama-3-8B", "NVIDIA H200", 16
 
 
+def applies(runs: Iterable[tuple[str, str]]) -> bool:
+    """Return whether the answers rest on one of these runs: pairs of a GPU and a name."""
+    names = {_key(*run) for run in runs}
+    return any(row.run in names for row in packaged().measured)
+
+
 def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of the page; nothing if the site has none of the runs."""
+    """Yield the path and the text of the page."""
     evidence = packaged()
-    links = {f"{safe(card.gpu).lower()}/{card.name}": f"{card.address}/" for card in cards}
+    links = {_key(card.gpu, card.name): f"{card.address}/" for card in cards}
     gpus = sorted(evidence.layers.gpus, reverse=True)
-    if not links.keys() & {row.run for row in evidence.measured}:
-        return
     answers = [advise(evidence, *case) for case in product(MODELS, gpus, TOKENS)]
     common = [note for note in answers[0].notes if all(note in each.notes for each in answers)]
     steps = [
@@ -73,6 +77,10 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     )
 
 
+def _key(gpu: str, name: str) -> str:
+    return f"{safe(gpu).lower()}/{name}"
+
+
 def _id(model: str, gpu: str, tokens: int) -> str:
     return safe(f"{model}-{gpu}-{tokens}").lower()
 
@@ -86,8 +94,14 @@ def _case(answer: Answer, links: dict[str, str], common: Sequence[str]) -> dict[
         "title": table.title,
         "table": html_table(advice.COLUMNS, table.lines, "stacked"),
         "notes": [note for note in answer.notes if note not in common],
-        "runs": [(run, links.get(run, "")) for run in advice.sources(answer)],
+        "runs": [(_short(run, answer), links.get(run, "")) for run in advice.sources(answer)],
     }
+
+
+def _short(run: str, answer: Answer) -> str:
+    """Return a run's name, with its GPU if that is not the one of the answer."""
+    gpu, _, name = run.rpartition("/")
+    return name if gpu in ("whole", safe(answer.gpu).lower()) else run
 
 
 def _under(answer: Answer) -> str:

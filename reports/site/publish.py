@@ -5,7 +5,7 @@
     DIR/runs/SLUG/     leads to GPU/NAME, for links from before runs had short addresses
     DIR/prune.html     is pruning worth it for a model? (prune.py)
     DIR/claims/        a page per claim, judged by all runs of the site (reports/claims)
-    DIR/compare/       a page per suite that ran on several devices (devices.py)
+    DIR/compare/       a page per suite that ran on several devices, and their list (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
 
 A run keeps the first address that it got: its GPU and the name of its folder, with a number if
@@ -90,6 +90,8 @@ def _publish(
     for slug in added:
         add(bundles[slug], to)
     stored = run_folders(to)
+    site = replace(site, prune=prune.applies((run.gpu, run.name) for run in stored.values()))
+    state |= {"prune": str(site.prune)}
     newest = _newest(stored)
     changed = [*stored] if state != earlier else _affected(stored, added, newest)
     _write_runs(stored, changed, site, newest)
@@ -99,12 +101,12 @@ def _publish(
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.compared(cards)
     texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site)
-    answers = dict(prune.pages(cards, site))
-    compared = {entry.title: f"{entry.name}.html" for entry in suites}
-    doors = {"Should I prune?": prune.PAGE} if answers else {}
-    doors |= {"Which GPU?": next(iter(compared.values()))} if compared else {}
+    texts |= prune.pages(cards, site) if site.prune else ()
+    doors = {"Should I prune?": prune.PAGE} if site.prune else {}
+    if suites:
+        doors["Which GPU?"] = devices.INDEX if suites[1:] else f"{suites[0].name}.html"
     versions = [stored[slug].card for slug in newest]
-    texts |= {**answers, **dict(pages(cards, site, compared, doors, versions))}
+    texts |= pages(cards, site, doors, versions)
     _write_pages(to, texts)
     write_file(to / STATE, json.dumps(state, indent=1) + "\n")
     return Published([*stored], changed, _notes([stored[slug] for slug in added], site))

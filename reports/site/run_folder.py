@@ -85,7 +85,6 @@ class RunFolder:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Return what the versions of a run share."""
         only = self.state["flags"]["only"]
         return self.gpu, self.state["suite"], only, self.name or self.slug
 

@@ -79,7 +79,6 @@ class Cell:
 
     @property
     def processes(self) -> int:
-        """Return the number of processes with a ratio."""
         return len(self.logs)
 
     @property
@@ -108,12 +107,10 @@ class Cell:
         return ", ".join(filter(None, parts))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Cell":
-        """Read the output of `to_json`."""
         tuples = {name: tuple(data[name]) for name in ("case_ids", "logs")}
         return cls(**{**data, **tuples})
 

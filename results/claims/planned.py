@@ -32,12 +32,10 @@ class PlannedClaim:
 
     @property
     def name(self) -> str:
-        """Return the claim's name."""
         return self.written.name
 
     @property
     def claim(self) -> Claim:
-        """Return the claim."""
         return self.written.claim
 
     def cells(self, analysis: Analysis) -> list[Cell]:

@@ -232,7 +232,6 @@ class Test(_Model):
 
     @property
     def sentence(self) -> str:
-        """Write what is tested in a few words."""
         sign = "≥" if self.at_least is not None else "≤"
         how = {"exists": "in a cell", "typical": "over all cells", "for_all": "in every cell"}
         metric = self.metric.replace("_", " ") + (f" over that of {self.over}" if self.over else "")

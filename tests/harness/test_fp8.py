@@ -1,7 +1,6 @@
 """fp8 from end to end, on the CPU: drawn, pruned, multiplied, held against the right answer."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,18 +8,12 @@ from safetensors.torch import save_file
 
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import is_stored
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.correctness import FP8, Expected, check
-from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
+from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, fill
-from sparsebench.harness.ops._op import longest_row
-from sparsebench.harness.plan.suite import read
-from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import cublas
-from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem, Source, Status, Value
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -54,7 +47,7 @@ def test_no_weight_that_is_kept_is_zero(k: int) -> None:
     result = built(problem(m=1, n=16, k=k))
     w = result.weights["w"]
     assert w.dtype == result.activations["x"].dtype == E4M3
-    assert result.nnz == {"w": 16 * k // 2}
+    assert result.nnz["w"] == 16 * k // 2
     assert result.sparsity == 0.5
     assert (is_stored(w).view(-1, 4).sum(1) == 2).all()
     assert torch.equal(is_stored(w), w.float() != 0)
@@ -62,14 +55,6 @@ def test_no_weight_that_is_kept_is_zero(k: int) -> None:
 
 def test_these_bits_never_change() -> None:
     assert built(problem()).digest == "e5362e8ff9832c16"
-
-
-def test_activations_are_drawn_again_in_place() -> None:
-    spec, result = problem(), built(problem())
-    x, first = result.activations["x"], result.activations["x"].float()
-    redraw(spec, load_op("linear"), result.activations, 1)
-    assert result.activations["x"] is x
-    assert (x.float() != first).float().mean() > 0.9
 
 
 def test_weights_of_a_file_are_refused_and_its_pattern_is_not(tmp_path: Path) -> None:
@@ -91,34 +76,13 @@ def test_a_contest_is_right_on_a_cpu(pattern: str) -> None:
         Contender("dense", "reference"),
         Contender("csr", "reference"),
         Contender("bsr", "reference", {"block": 32}),
-        Contender("bsr", "default", {"block": 64}),
     ]
     rows, _ = contest.run(spec, contenders, CPU, None)
-    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * 5
+    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * 4
     count = 3 * 256 * 512 // 4
     assert {row.nnz for row in rows} == {count}
     assert {row.fewest_bytes for row in rows} == {count + 16 * 512 + 2 * 16 * 256}
     assert {row.dense_bytes for row in rows} == {256 * 512}
-
-
-def test_a_gradient_has_no_fp8(tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    fields = "m: 16, n: 64, k: 64, dtype: fp8"
-    path.write_text(
-        "schema: sparsebench/suite@1\ntitle: t\n"
-        f"problems:\n  - {{op: linear_dgrad, {fields}}}\n"
-        "contenders:\n  - {format: dense, kernel: torch_dense}\n"
-    )
-    with pytest.raises(SuiteError, match=r"dtype: expected 'fp16', .*; found 'fp8'"):
-        read(str(path))
-
-
-def test_the_bound_of_a_device_without_fp8_is_that_of_its_fastest_products() -> None:
-    rates = {"bf16": 100.0, "fp32": 10.0, "tf32": 50.0}
-    without = Ceilings(1000.0, 900.0, rates, launch_us=4.0, l2_bytes=0)
-    assert without.bound("fp8", 1e9, 0, 0, "cold") == (10.0, "compute")
-    fast = Ceilings(1000.0, 900.0, {**rates, "fp8": 200.0}, launch_us=4.0, l2_bytes=0)
-    assert fast.bound("fp8", 1e9, 0, 0, "cold") == (5.0, "compute")
 
 
 @pytest.mark.parametrize(
@@ -134,47 +98,6 @@ def test_cublas_gives_the_reason_for_no_fp8(monkeypatch, fields, device, capabil
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     result = cublas.unsupported(problem(**fields), device)
     assert result is None if reason is None else reason in str(result)
-
-
-def by_cublas(device: torch.device, pinned: Any = None, **fields: Value) -> tuple[Launch, float]:
-    """Return the baseline's launch, and the part of the allowed error that it makes."""
-    op, spec = load_op("linear"), problem(**fields)
-    drawn = operands(spec, op, device, None)
-    weights = {name: Dense.from_dense(w) for name, w in drawn.weights.items()}
-    inputs = Operands(spec, weights, drawn.activations, op.definition, pinned)
-    launch = cublas.prepare(inputs)
-    exact = drawn.weights["w"].double(), drawn.activations["x"].double()
-    right = Expected(
-        op.definition(*exact), op.spread(*exact), torch.bfloat16, longest_row(exact[0]), sums=FP8
-    )
-    verdict = check(launch(), right)
-    assert verdict.reason is None
-    assert verdict.error is not None
-    return launch, verdict.error / right.eps
-
-
-def test_cublas_multiplies_fp8_with_scales_of_one() -> None:
-    launch, error = by_cublas(CPU)  # oneDNN's, by the same name in torch
-    assert launch.choice == {"library": "cublaslt", "weights": "rows", "use_fast_accum": True}
-    assert error < 0.3
-
-
-def test_cublas_takes_the_pinned_accumulation() -> None:
-    pinned = {"library": "cublaslt", "use_fast_accum": False}
-    launch, error = by_cublas(CPU, pinned)
-    assert launch.choice == pinned
-    assert error < 0.3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("k", [512, 5120, 25600])
-def test_both_accumulations_are_right_on_a_gpu(fast: bool, k: int) -> None:
-    if reason := cublas.unsupported_fp8(CUDA):
-        pytest.skip(reason)
-    pinned = {"library": "cublaslt", "use_fast_accum": fast}
-    _, error = by_cublas(CUDA, pinned, m=64, n=1024, k=k, pattern="dense", sparsity=0.0)
-    assert error < 0.3
 
 
 @pytest.mark.gpu

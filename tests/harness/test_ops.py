@@ -82,6 +82,20 @@ def test_the_work_of_linear_by_hand() -> None:
     assert op.fewest_bytes(fp8, {"w": 7}, 1) == 7 + 3 * 5 + 2 * 3 * 6
 
 
+@pytest.mark.parametrize(
+    ("op", "elements"),
+    [("linear", 3 * 2 + 3 * 6), ("linear_dgrad", 3 * 2 + 3 * 5), ("linear_wgrad", 3 * 2 + 3 * 2)],
+)
+def test_activations_that_meet_no_non_zero_are_not_read(op: str, elements: int) -> None:
+    w = torch.zeros(6, 5)
+    w[1, :2] = w[4, 1] = 1.0  # two rows and two columns have non-zeros
+    problem, counts = Problem(op, {**SIZES, "dtype": "bf16"}), load_op(op).nonzeros
+    nnz = counts(problem, {"w": w})
+    assert load_op(op).fewest_bytes(problem, nnz, 2) == 2 * (3 + elements)
+    output = {"linear": 3 * 6, "linear_dgrad": 3 * 5, "linear_wgrad": 3}[op]
+    assert load_op(op).output_bytes(problem, nnz) == 2 * output
+
+
 def test_the_work_of_decoder_by_hand() -> None:
     op, fields = load_op("decoder"), {**sizes(load_op("decoder")), "layers": 3, "dtype": "bf16"}
     nnz = {"wqkv": 1, "wo": 2, "wg": 3, "wu": 4, "wd": 5, "wh": 100}

@@ -75,14 +75,6 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
     assert "about to read address 0" in crashed.detail
 
 
-@pytest.mark.exhaustive  # test_failures.py has a hang, too
-def test_a_hang_is_a_timeout_and_the_others_get_their_rows() -> None:
-    right, hung = rows("hangs")
-    assert right.status is Status.OK
-    assert hung.status is Status.TIMEOUT
-    assert hung.detail == "no answer within 2 s"
-
-
 @pytest.mark.exhaustive
 def test_a_crash_while_taking_turns_finds_its_owner() -> None:
     right, late = rows("crashes_later")

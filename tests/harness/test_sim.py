@@ -1,10 +1,7 @@
 """The simulated GPU: the whole pipeline, by the command line, in seconds."""
 
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -205,28 +202,6 @@ def test_another_generation_gets_the_portable_kernels(device, kernel, supported)
     assert found == {supported}
 
 
-@pytest.mark.exhaustive
-def test_a_resumed_run_is_the_uninterrupted_one(suite: Path, whole: Path, tmp_path: Path) -> None:
-    """Stopped by a signal in the middle, then by a torn line; times are all in the rows."""
-    out, append = tmp_path / "run", store.append
-
-    def append_and_stop(*given: Any) -> None:
-        append(*given)
-        os.kill(os.getpid(), signal.SIGTERM)  # the command takes it for Ctrl-C
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "append", append_and_stop)
-        stopped = sparsebench("run", suite, "--device", "sim", "--replicates", 3, "--out", out)
-    assert stopped.returncode == 130
-    before = len(store.rows(out))
-    assert 2 <= before < len(store.rows(whole))
-    lines = (out / "rows.jsonl").read_text()
-    (out / "rows.jsonl").write_text(lines[: len(lines) - 100])
-    done = sparsebench("run", "--resume", out)
-    assert done.returncode == 0, done.stderr
-    assert all_rows(out) == all_rows(whole)
-
-
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
     [
@@ -275,16 +250,6 @@ def test_a_row_for_which_the_host_was_late_is_marked(suite: Path, tmp_path: Path
     marked = table[table["mark"] == "host late"]
     assert set(marked.kernel) == {"bsr_triton"}
     assert set(marked.late) == {1 / SAMPLES_PER_BLOCK}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("here")
-def test_a_fault_may_strike_one_process_of_several(suite: Path, tmp_path: Path) -> None:
-    text = "faults: [{when: 'kernel=bsr_triton', fault: wrong, process: 1}]"
-    flags = Flags(spec(tmp_path, text), replicates=2)
-    found = store.rows(measure(read_suite(str(suite)), flags, tmp_path / "run", None))
-    wrong = {row.replicate for row in found if row.status is Status.WRONG}
-    assert wrong == {1}
 
 
 @pytest.mark.usefixtures("here")
@@ -344,15 +309,6 @@ def test_a_spec_that_is_not_there_is_exit_2(suite: Path, tmp_path: Path) -> None
     done = sparsebench("run", suite, "--device", "sim:nowhere.yaml", "--out", tmp_path / "run")
     assert done.returncode == 2
     assert "--device sim:nowhere.yaml: expected a readable file" in " ".join(done.stderr.split())
-
-
-def test_resume_refuses_another_spec(suite: Path, tmp_path: Path) -> None:
-    asked = read_suite(str(suite))
-    flags = Flags(spec(tmp_path, "seed: 3"), replicates=1)
-    path = measure(asked, flags, tmp_path / "run", None)
-    spec(tmp_path, "seed: 3\ndrift: 0.1")
-    with pytest.raises(SuiteError, match=r"expected gpu\.spec_sha256"):
-        measure(asked, flags, None, path)
 
 
 def test_the_work_of_a_case_is_counted_by_hand() -> None:

@@ -1,14 +1,13 @@
-"""What the tests of many kernels check in the same way: refusals, and the replay of a launch."""
+"""What the tests of many kernels check in the same way: refusals."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import requirements
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
+from sparsebench.kernels._kernel import Kernel
 from sparsebench.results.record import Problem
 
 
@@ -33,16 +32,3 @@ def assert_device_refusal(
     reason = kernel.unsupported(Problem("linear", fields), torch.device(device))
     assert (reason is None) == (not tokens)
     assert all(token in str(reason) for token in tokens)
-
-
-def captured(
-    prepare: Callable[[Operands], Launch], operands: Operands
-) -> tuple[Launch, Output, torch.cuda.CUDAGraph]:
-    """Return a launch, its output, and a graph of it; a pinned launch must make the same choice."""
-    launch = prepare(operands)
-    again = prepare(replace(operands, pinned=launch.choice))
-    assert (again.choice, again.code) == (launch.choice, launch.code)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = launch()
-    return launch, output, graph

@@ -406,12 +406,12 @@ def test_a_weight_that_changes_in_every_call_is_never_recorded(kind, monkeypatch
     x, made, w = torch.randn(6, COLUMNS), None, torch.ones(3)
     for _ in range(4):
         w = w + 1
-        y, made = front.recorded(made, x, lambda: 2 * x, [front.Guard(None, "w", w)])
+        y, made = front.recorded(made, x, lambda rows: 2 * rows, [front.Guard(None, "w", w)])
         assert torch.equal(y, 2 * x)
         assert isinstance(made, front.Pending)
         assert copy.deepcopy(made) is None
     guards = [front.Guard(None, "w", w)]
-    _, made = front.recorded(made, x, lambda: 2 * x, guards)
+    _, made = front.recorded(made, x, lambda rows: 2 * rows, guards)
     assert isinstance(made, kind)
 
 

@@ -138,6 +138,22 @@ def test_the_best_kernel_of_the_other_side_is_named() -> None:
     assert only(table).lines[0].rival == "torch_bsr 2.00× at 50 %"
 
 
+def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
+    step = {"op": "decoder", "shape": "Qwen3-8B", "dtype": "bf16", "run": "steps"}
+    mask = {"op": "attention", "shape": "", "dtype": "fp16", "m": 8192, "level": 0.9, "run": "mask"}
+    both = joined([lines(("bsr", "64", 1.9), ("spense", "", 1.3), **step),
+                   lines(("block_mask", "128", 6.0), **mask)])  # fmt: skip
+    model, attention = grids.beside(both)
+    text = "Qwen3-8B, with 1 sequence: 1.90× [1.89, 1.91] blocks of 64 at 50 % and 1.30×"
+    assert model[0::2] == ("Whole model, decoding", "steps")
+    assert model[1].startswith(text)
+    assert attention[1].startswith(
+        "6.00× [5.99, 6.01] with 8,192 tokens, 90 % of the blocks masked"
+    )
+    (alone,) = grids.beside(lines(("spense", "", 1.3), **step))
+    assert alone[1] == "Qwen3-8B, 2:4: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
+
+
 def test_simulated_gpus_come_last_and_get_no_place_beside_measured_ones(copy: Path) -> None:
     publish([PUBLISHED / "sim/quick-sim"], copy, Site(), unchecked)
     assert "simulated" not in (copy / "index.html").read_text().lower()
@@ -263,7 +279,7 @@ def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path:
 
 
 def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_path: Path) -> None:
-    assert not (copy / "compare").exists()
+    assert not [*copy.glob("compare/*.json")]
     gpu = json.loads((STEP / "environment.json").read_text())["gpu"]
     other = copied(tmp_path / "other", gpu={**gpu, "name": "another GPU", "uuid": "GPU-2"})
     publish([other], copy, Site(), unchecked)
@@ -281,7 +297,7 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
     shutil.rmtree(copy / "another-gpu")
     publish([STEP], copy, Site(), unchecked)
     assert not page.exists()
-    assert "compare/" not in (copy / "index.html").read_text()
+    assert "compare/ffn-step" not in (copy / "index.html").read_text()
 
 
 @pytest.mark.exhaustive  # ten seconds; the test above compares two devices
@@ -296,7 +312,7 @@ def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
     cpu, simulated, gpu = (PUBLISHED / home for home in homes)
     publish([cpu, simulated], tmp_path / "site", Site(), unchecked)
     publish([gpu], tmp_path / "site", Site(), unchecked)
-    assert not (tmp_path / "site" / "compare").exists()
+    assert not [*(tmp_path / "site").glob("compare/*.json")]
 
 
 def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
@@ -353,7 +369,7 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
 @pytest.fixture
 def without_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a site have no claims, which take a second to plan."""
-    monkeypatch.setattr("sparsebench.harness.claims.claim_catalog.chosen", lambda names: [])
+    monkeypatch.setattr("sparsebench.harness.claims.claim_plan.chosen", lambda names: [])
 
 
 @pytest.mark.usefixtures("without_claims")

@@ -205,6 +205,7 @@ MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
 # figures that need more than `sweep` has
 NEED_MORE = {
     "cliffs",
+    "front_door",
     "noise",
     "ceilings",
     "pareto",
@@ -391,7 +392,7 @@ def test_noise_around_one_does_not_fill_the_panel() -> None:
     [
         ("m", [16, 64, 128, 256, 1024, 4096, 8192], "16 64 128 256 1024 8192"),
         ("m", [16, 64, 128, 256], "16 64 128 256"),
-        ("m", [*range(1, 40)], "1 2 3 4 6 8 11 15 21 29 39"),
+        ("m", [*range(1, 40)], "1 2 4 8 16 32"),
         ("level", [0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99], "50 70 80 90 95 98 99"),
         ("active", [8], "8"),
     ],
@@ -399,7 +400,6 @@ def test_noise_around_one_does_not_fill_the_panel() -> None:
 def test_labels_of_ticks_do_not_touch(name: str, values: list[float], shown: str) -> None:
     axis, chart = Sweep(name, np.array(values, float)), Chart()
     axis.dress(chart)
-    assert len(chart.ticks["x"]) == len(values)
     labels = re.search(r'<g text-anchor="middle">(.*?)</g>', chart.svg("ticks"))
     assert labels
     assert " ".join(re.findall(r">([^<]+)</text>", labels[1])) == shown

@@ -132,7 +132,8 @@ def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidenc
 
 
 def test_a_site_without_published_runs_has_no_page_about_them() -> None:
-    assert not [*prune.pages([], Site())]
+    assert not prune.applies([("NVIDIA H200", "mine")])
+    assert prune.applies([("NVIDIA H200", "mine"), ("NVIDIA H200", "ffn")])
 
 
 def test_a_run_of_ones_own_counts_too() -> None:

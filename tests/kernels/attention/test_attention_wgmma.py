@@ -44,6 +44,7 @@ CASES = [
     Case((100, 100), 32, (8, 2), WIDE, lists=2, head_dim=64),
     Case((40, 130), (64, 8), (1, 1), Config(64, 2, 128), bits=True),
     Case((300, 300), (256, 192), (2, 1), Config(128, 1, 64), lists=1),
+    Case((1, 300), (16, 64), (4, 1), Config(64, 1, 128), batch=3, causal=True),
 ]
 
 
@@ -56,7 +57,8 @@ def test_the_threads_attend_on_a_cpu(case: Case, late: int, tmp_path: Path) -> N
     counters = torch.zeros(2, dtype=torch.int32)
     o = torch.full_like(q, torch.nan)
     lse = torch.full((case.batch, shape.heads, shape.q_tokens), torch.nan)
-    constants = (*attention_wgmma.constants_of(case.config, shape, mask), ("LATE", late))
+    short = attention_wgmma.shortens(case.config, mask)
+    constants = (*attention_wgmma.constants_of(case.config, shape, mask, short), ("LATE", late))
     run = built(on_cpu("attention_wgmma.cu", RUN), constants, tmp_path).call
     tensors = q, k, v, tiles, mask.columns, mask.slots, mask.bits, counters, o, lse
     pointers = [None if x is None else x.data_ptr() for x in tensors]
@@ -148,7 +150,9 @@ def test_a_problem_is_refused_by_device_and_fields(
 @by_nvcc
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
 def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
-    constants = attention_wgmma.constants_of(case.config, case.shape(), case.mask())
+    mask, config = case.mask(), case.config
+    short = attention_wgmma.shortens(config, mask)
+    constants = attention_wgmma.constants_of(config, case.shape(), mask, short)
     # With short steps, ptxas serialises some products. That costs 0 to 4.5 %, and only masks that
     # gain more by short steps have them (NOTES.md).
     allowed = "(C7511)" if dict(constants)["SHORTENS"] else ""

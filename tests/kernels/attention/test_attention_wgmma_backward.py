@@ -102,7 +102,7 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
     of_walk = of_queries, mask.columns, mask.slots, mask.bits, counters
     tensors = q, do, o, k, v, *of_walk, lse, lse_2, delta, dq
     addresses = [None if x is None else x.data_ptr() for x in tensors]
-    macros = *attention_wgmma.constants_of(config, shape, mask, 3), ("LATE", late)
+    macros = *attention_wgmma.constants_of(config, shape, mask, False, 3), ("LATE", late)
     text = on_cpu("attention_wgmma_dq.cu", RUN_QUERIES)
     numbers = *case.tokens, *case.heads, len(of_queries), rows
     built(text, macros, tmp_path, "queries").call(
@@ -188,5 +188,5 @@ def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
     clean = ONE_REGISTER if spills else CLEAN
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path, clean=clean)
     config = attention_wgmma_backward.of_queries(shape, mask)
-    of_queries = attention_wgmma.constants_of(config, shape, mask, 3)
+    of_queries = attention_wgmma.constants_of(config, shape, mask, False, 3)
     assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path, clean=clean)

@@ -21,6 +21,7 @@ CASES = [
     Case((333, 500), 16, (8, 2), lists=2, causal=True, dtype="bf16"),
     Case((500, 700), (256, 192), (2, 1), dtype="bf16"),
     Case((500, 700), (64, 8), (2, 2), lists=2, bits=True, head_dim=64, dtype="bf16"),
+    Case((1, 1000), (16, 64), (8, 2), batch=3, lists=2, causal=True, dtype="bf16"),
 ]
 BACKWARD_CASES = [
     *CASES[:5],

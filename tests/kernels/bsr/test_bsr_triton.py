@@ -15,15 +15,6 @@ from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgr
 from sparsebench.results.record import Problem
 from tests.kernels.bsr.examples import assert_right, on_gpu
 
-KERNELS = [bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad]
-
-
-@pytest.mark.parametrize("module", KERNELS)
-def test_a_cpu_is_refused_outside_the_interpreter(module):
-    problem = Problem(module.KERNEL.op, {"dtype": "fp16"})
-    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
-    assert reason == "needs an NVIDIA GPU, found cpu"
-
 
 def test_united_rows_hold_the_blocks_of_their_group_once():
     w = torch.zeros(6, 6)

@@ -14,19 +14,16 @@ import torch
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.cuda import BoundKernel
-from sparsebench.kernels._kernel import DTYPES, Kernel, Operands
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
 from sparsebench.kernels.bsr._strip_tiles import tiles_of
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, needs_hopper
 from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
-from tests.kernels.contract import captured
 from tests.tools.marks import needs_cupy, sampled
 
 HALF, BF16 = torch.float16, torch.bfloat16
 KERNELS = bsr_resident, bsr_small, bsr_strips, bsr_wgmma
-DECLARED = [kernel for module in KERNELS for kernel in (module.KERNEL, module.DGRAD)]
 CONFIGS = [
     *(pytest.param(bsr_resident, config, id=f"resident-{config}") for config in RESIDENT),
     *(pytest.param(bsr_small, c, marks=needs_hopper, id=f"small-{c}") for c in SMALL),
@@ -43,13 +40,6 @@ LARGE: dict[Any, list[Shape]] = {
 
 def name_of(module: Any) -> str:
     return str(module.__name__.rpartition(".")[2])
-
-
-@pytest.mark.parametrize("kernel", DECLARED)
-def test_a_cpu_is_refused(kernel: Kernel) -> None:
-    reason = kernel.unsupported(Problem(kernel.op, {"dtype": "bf16"}), torch.device("cpu"))
-    assert reason is not None
-    assert "found cpu" in reason
 
 
 def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
@@ -89,16 +79,6 @@ def test_every_variant_compiles_without_a_spill_or_a_serialised_product(module, 
     allowed = "(C7519)" if module in (bsr_small, bsr_strips) else ""
     for constants in variants(module, config):
         assert_compiles_cleanly(name_of(module), constants, tmp_path, allowed=allowed)
-
-
-@needs_cupy
-@pytest.mark.parametrize(
-    ("module", "config"), [(bsr_small, SMALL[0]), (bsr_strips, STRIPS[0]), (bsr_wgmma, WGMMA[0])]
-)
-def test_nvrtc_compiles_it(module: Any, config: Any) -> None:
-    constants = next(variants(module, config))
-    for more in ((), (("WATCHDOG", 1),)):
-        assert cuda.compiled(name_of(module), (*constants, *more)).startswith(b"\x7fELF")
 
 
 def launches(
@@ -145,33 +125,3 @@ def test_a_nan_stays_out_of_the_rows_that_do_not_touch_its_column(module: Any, c
     y = module.launch(x, Bsr.from_dense(dense, block=side), config)()
     assert y[:, :side].isfinite().all()
     assert y[:, side:].isnan().all()
-
-
-PREPARED = [
-    (bsr_resident, (100, 1000, 1000, 10, 0.2)),
-    *((bsr_small, (1000, 1536, 1280, block, 0.1)) for block in (8, 16, 32)),
-    (bsr_small, (200, 1536, 1280, 64, 0.1)),
-    *((bsr_strips, (1000, 1536, 1280, block, 0.1)) for block in (24, 40, 48, 96)),
-    (bsr_wgmma, (1000, 1536, 1280, 64, 0.2)),
-]
-
-
-@pytest.mark.gpu
-@needs_cupy
-@pytest.mark.parametrize(
-    ("module", "shape"),
-    [pytest.param(*c, marks=() if c[0] is bsr_resident else needs_hopper) for c in PREPARED],
-)
-@pytest.mark.parametrize("op", ["linear", "linear_dgrad"])
-def test_a_prepared_launch_is_captured_and_reads_rewritten_activations(module, shape, op) -> None:
-    transposed = op == "linear_dgrad"
-    kernel = module.DGRAD if transposed else module.KERNEL
-    w, x = on_gpu(shape, "bf16", transposed)
-    wide = x.new_zeros(len(x), x.shape[1] + 64)[:, : x.shape[1]]  # rows with a gap between them
-    given = {"dy" if transposed else "x": wide}
-    operands = Operands(Problem(op, {"dtype": "bf16"}), {"w": w}, given, torch.matmul)
-    launch, y, graph = captured(kernel.prepare, operands)
-    wide.copy_(x)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert_right(y, x, w, transposed, launch.choice)

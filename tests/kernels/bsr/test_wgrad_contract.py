@@ -25,8 +25,7 @@ from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_SMALL
 from tests.kernels.bsr.examples import Shape, activations, assert_right_gradient, moved, pattern_of
-from tests.kernels.contract import captured
-from tests.tools.marks import needs_cupy, sampled
+from tests.tools.marks import sampled
 
 KERNELS = bsr_wgrad, bsr_wgrad_small
 CONFIGS = [*((bsr_wgrad, c) for c in WGRAD), *((bsr_wgrad_small, c) for c in WGRAD_SMALL)]
@@ -56,14 +55,6 @@ def name_of(module: Any) -> str:
 def operands_of(pattern: Bsr, dy: Tensor, x: Tensor) -> Operands:
     problem = Problem("linear_wgrad", {"dtype": "bf16"})
     return Operands(problem, {}, {"dy": dy, "x": x}, torch.matmul, None, pattern)
-
-
-@pytest.mark.parametrize("module", KERNELS)
-def test_a_cpu_is_refused(module: Any) -> None:
-    problem = Problem("linear_wgrad", {"dtype": "fp16"})
-    reason = module.KERNEL.unsupported(problem, torch.device("cpu"))
-    assert reason is not None
-    assert "found cpu" in reason
 
 
 @pytest.mark.parametrize("module", KERNELS)
@@ -122,16 +113,6 @@ def test_every_variant_compiles_without_a_spill_or_a_serialised_product(module, 
         assert_compiles_cleanly(name_of(module), constants, tmp_path)
 
 
-@needs_cupy
-@pytest.mark.parametrize(
-    ("module", "config"), [(bsr_wgrad, WGRAD[0]), (bsr_wgrad_small, WGRAD_SMALL[0])]
-)
-def test_nvrtc_compiles_it(module: Any, config: Any) -> None:
-    constants = next(variants(module, config))
-    for more in ((), (("WATCHDOG", 1),)):
-        assert cuda.compiled(name_of(module), (*constants, *more)).startswith(b"\x7fELF")
-
-
 def on_gpu(shape: Shape, dtype: str) -> tuple[Bsr, Tensor, Tensor]:
     dy, x = (a.cuda().to(DTYPES[dtype]) for a in activations(shape))
     return moved(pattern_of(shape), dtype), dy, x
@@ -187,19 +168,3 @@ def test_one_plan_serves_other_operands(module: Any, config: Any) -> None:
     assert_right_gradient(values, dy[:10], x[:10], pattern)
     with pytest.raises(Unsupported, match="planned for"):
         bsr_wgrad.bind(plan, torch.cat([dy, dy]), torch.cat([x, x]))
-
-
-@hopper
-@pytest.mark.parametrize("module", KERNELS)
-def test_a_prepared_launch_is_captured_and_sums_rewritten_activations(module: Any) -> None:
-    pattern, dy, x = on_gpu((1000, 1536, 1280, BLOCK[module], 0.1), "bf16")
-    wide = [a.new_zeros(len(a), a.shape[1] + 64)[:, : a.shape[1]] for a in (dy, x)]
-    operands = operands_of(pattern, *wide)  # rows with a gap between them
-    launch, gradient, graph = captured(module.prepare, operands)
-    assert torch.equal(gradient.columns, pattern.columns)
-    for factor in (1, 2, 3):
-        wide[0].copy_(dy * factor)
-        wide[1].copy_(x)
-        gradient.values.fill_(float("nan"))
-        graph.replay()
-        assert_right_gradient(gradient.values, dy * factor, x, pattern, launch.choice)

@@ -1,6 +1,5 @@
 """Layers with 2:4 hybrid weights compared with dense layers."""
 
-import io
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.models.pruning.layer import GatedMLP
 from sparsebench.kernels._common.selection import Operator, bucket
-from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear, _spense_plans
 from sparsebench.kernels.nn import _spense_op as layers
 from sparsebench.kernels.spense import _written_out, spense_wgmma
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
@@ -63,20 +62,6 @@ def test_a_layer_equals_nn_linear(n, k, fraction, split, tokens, dtype, bias):
     torch.testing.assert_close(dense(x), linear(x, w, b))
 
 
-@pytest.mark.parametrize(("n", "k", "fraction", "split", "tokens"), LAYERS)
-def test_a_state_dict_fills_a_layer_with_the_same_layout(n, k, fraction, split, tokens):
-    saved, w, _ = layer_of(n, k, fraction, split)
-    empty = SpenseLinear(k, n, dense_fraction=fraction, split=split)
-    assert torch.equal(empty.spense.to_dense(), torch.zeros_like(w))
-    file = io.BytesIO()
-    torch.save(saved.state_dict(), file)
-    file.seek(0)
-    empty.load_state_dict(torch.load(file))
-    x = torch.randn(*tokens, k).to(BF16)
-    assert torch.equal(empty(x), saved(x))
-    assert list(saved.state_dict()) == ["bias", "sparse", "dense", "_extra_state"]
-
-
 def test_a_state_dict_of_another_layout_is_refused():
     saved = layer_of(256, 144, 0.5, "rows")[0].state_dict()
     other = SpenseLinear(144, 256, dense_fraction=0.5, dtype=FP16)
@@ -108,15 +93,6 @@ def test_an_mlp_equals_three_dense_products(h, k, dense, activation):
     for tokens in ((5,), (2, 3), (), (0,)):
         x = torch.randn(*tokens, k).to(BF16)
         torch.testing.assert_close(packed(x), right(x))
-
-
-@pytest.mark.parametrize(("h", "k", "dense"), MLPS)
-def test_the_state_dict_of_an_mlp_fills_another_mlp(h, k, dense):
-    saved, _ = mlp_of(h, k, dense)
-    empty, x = SpenseGatedMLP(k, h, dense=dense), torch.randn(3, k).to(BF16)
-    assert empty(x).eq(0).all()
-    empty.load_state_dict(saved.state_dict())
-    assert torch.equal(empty(x), saved(x))
 
 
 # ---- fp8 ----
@@ -230,26 +206,6 @@ def test_wrong_dtypes_and_scales_for_fp8_are_refused():
     layer.scale = layer.scale.to(BF16)
     with pytest.raises(Unsupported, match="scales"):
         layer(x.to(BF16))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
-def test_layers_compile_into_one_graph(dtype: torch.dtype, dynamic: bool):
-    stack = stack_of(dtype)
-    run = torch.compile(stack, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for m in (3, 5):
-        x = torch.randn(m, 136).to(BF16)
-        torch.testing.assert_close(run(x), stack(x))
-
-
-def stack_of(dtype: torch.dtype) -> nn.Module:
-    mlp, right = mlp_of()
-    layer, w, b = layer_of(328, 136, 0.5, "rows")
-    if dtype == E4M3:
-        weights = right.gate, right.up, right.down
-        mlp = SpenseGatedMLP.from_dense(*weights, dense=200, dtype=E4M3, largest=10.0)
-        layer = SpenseLinear.from_dense(w, dense_fraction=0.5, bias=b, dtype=E4M3)
-    return nn.Sequential(mlp, layer)
 
 
 def test_operators_pass_opcheck():
@@ -439,14 +395,16 @@ def test_a_second_derivative_is_refused():
 
 def operator_of(w: Spense, activation: str | None = None) -> Operator:
     tiles = w.sparse.shape, w.dense.shape
-    return layers.operator_of(w.shape, w.sparse_shape, tiles, w.dtype, activation, w.sparse.device)
+    return _spense_plans.operator_of(
+        w.shape, w.sparse_shape, tiles, w.dtype, activation, w.sparse.device
+    )
 
 
 def test_equal_layers_share_the_plan_of_a_bucket_of_tokens(monkeypatch):
     monkeypatch.setattr(spense_wgmma, "load", lambda *args: (None, "code"))
     monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(spense_wgmma, "unsupported", lambda problem, device: None)
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     operator = operator_of(w)
     assert operator is operator_of(layer_of(512, 1024, 0.5, "columns")[0].spense)
@@ -457,11 +415,11 @@ def test_equal_layers_share_the_plan_of_a_bucket_of_tokens(monkeypatch):
     assert torch.equal(plan.items, alone.items)
     hidden = operator_of(w, "silu").select(640).product.plan
     assert (plan.y, hidden.y) == ((640, 512), (640, 256))
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
 
 
 def test_a_gpu_without_the_kernel_is_unsupported():
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
     w = layer_of(512, 1024, 0.5, "columns")[0].spense
     with pytest.raises(Unsupported, match="GPU"):
         operator_of(w).select(4)
@@ -548,7 +506,7 @@ def test_a_gpu_captures_and_compiles_layers(dtype: torch.dtype):
         mlp = SpenseGatedMLP.from_dense(*weights, dense=512, dtype=E4M3, largest=40.0)
         right, close = OnCpu(deepcopy(mlp)), close_in_fp8
     mlp = mlp.cuda()
-    layers.operator_of.cache_clear()
+    _spense_plans.operator_of.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         run = torch.compile(mlp, fullgraph=True)
@@ -561,21 +519,3 @@ def test_a_gpu_captures_and_compiles_layers(dtype: torch.dtype):
             y.fill_(float("nan"))
             graph.replay()
             close(y, right(x))
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
-def test_a_capture_before_the_first_call_raises(dtype: torch.dtype):
-    w = layer_of(256, 144, 0.5, "rows")[1]
-    layer = SpenseLinear.from_dense(w, dense_fraction=0.5, dtype=dtype).cuda()
-    x = torch.zeros(4, 144, device="cuda")
-    layers.operator_of.cache_clear()
-    graph = torch.cuda.CUDAGraph()
-    x = x.to(BF16)
-    before = pytest.raises(RuntimeError, match="captur")
-    with torch.no_grad(), before, torch.cuda.graph(graph):
-        layer(x)
-    with pytest.raises(Unsupported, match="cuda:0"):
-        layer(x.cpu())

@@ -305,10 +305,23 @@ def test_a_pattern_can_be_set_on_meta():
         BlockSparseLinear(K, N, block=16, pattern=torch.ones(4, 3, device="meta").bool())
 
 
+STORED: dict[Any, list[str]] = {
+    block_sparse: ["values", "bias", "offsets", "columns"],
+    gated: ["gate.weight", "up.weight", "down.weight_t"],
+    spense: ["bias", "sparse", "dense", "_extra_state"],
+    spense_gated: [
+        f"{part}.{name}"
+        for part in ("gate_up", "down")
+        for name in ("sparse", "dense", "_extra_state")
+    ],
+}
+
+
 @every
 def test_safetensors_store_a_layer(make, tmp_path: Path):
     layer, other = filled(make()), make()
     layer(x_for(layer))
+    assert [*layer.state_dict()] == STORED[make]
     save_file(layer.state_dict(), tmp_path / "layer.safetensors")
     other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
     x = x_for(layer)

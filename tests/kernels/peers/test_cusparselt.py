@@ -409,24 +409,6 @@ def on_the_gpu(kernel: Any, operands: Operands, **options: Any) -> Iterator[Laun
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("search", [True, False])
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
-def test_the_library_is_right_on_a_gpu(dtype: str, search: bool) -> None:
-    operands = operands_of(dtype, device="cuda")
-    for launch in on_the_gpu(cusparselt, operands, search=search):
-        assert_right(launch(), operands)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pattern", SPLITS)
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
-def test_the_hybrid_is_right_on_a_gpu(dtype: str, pattern: str) -> None:
-    operands = operands_of(dtype, pattern, device="cuda")
-    for launch in on_the_gpu(cusparselt_hybrid, operands):
-        assert_right(launch(), operands)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("pattern", SPLITS)
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 def test_every_way_to_join_the_parts_is_right_on_a_gpu(dtype: str, pattern: str) -> None:

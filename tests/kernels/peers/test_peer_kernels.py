@@ -12,36 +12,23 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
-from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.catalog import names
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.dense import _gemm, cublas, reference, torch_dense
+from sparsebench.kernels.dense import _gemm, cublas
 from sparsebench.kernels.peers import (
     _cusparse,
     cusparse_bell,
     scipy_bsr,
     scipy_csr,
     torch_bsr,
-    torch_decoded,
 )
 from sparsebench.results.record import Problem
 
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "tf32": 2.0**-11}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ON_THE_CPU = [
-    (reference, Csr, {}),
-    (reference, Bsr, {"block": [3, 5]}),
-    (torch_dense, Dense, {}),
-    (scipy_csr, Csr, {}),
-    (torch_decoded, Bitmap, {}),
-    (scipy_bsr, Bsr, {"block": 1}),
-    (scipy_bsr, Bsr, {"block": 4}),
-    (scipy_bsr, Bsr, {"block": [3, 5]}),
-]
 
 
 def problem_of(dtype: str = "fp32") -> Problem:
@@ -73,32 +60,6 @@ def assert_right(y: torch.Tensor, operands: Operands) -> None:
     assert y.shape == expected.shape
     assert y.is_contiguous()
     assert ((y.double() - expected).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("density", [0.0, 0.05, 0.6])
-@pytest.mark.parametrize("shape", [(7, 13, 11), (1, 64, 33), (37, 8, 100)])
-@pytest.mark.parametrize(("peer", "form", "params"), ON_THE_CPU)
-def test_the_product_equals_the_definition_in_fp64(peer, form, params, shape, density) -> None:
-    operands = operands_of(shape, form, density, **params)
-    assert peer.KERNEL.unsupported(operands.problem, CPU) is None
-    assert_right(peer.KERNEL.prepare(operands)(), operands)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_the_dense_baseline_multiplies_sixteen_bit_types(dtype: str) -> None:
-    operands = operands_of((5, 9, 64), Dense, dtype=dtype)
-    assert_right(torch_dense.KERNEL.prepare(operands)(), operands)
-
-
-@pytest.mark.parametrize(("peer", "form", "params"), ON_THE_CPU)
-def test_rewritten_activations_are_multiplied_anew(peer: Any, form: Any, params: Any) -> None:
-    operands = operands_of((6, 10, 14), form, **params)
-    launch = peer.KERNEL.prepare(operands)
-    before = launch()
-    kept = before.clone()
-    operands.activations["x"].neg_().add_(1)
-    assert_right(launch(), operands)
-    assert torch.equal(before, kept)  # an earlier output is not overwritten
 
 
 @pytest.mark.parametrize("peer", [scipy_csr, scipy_bsr])

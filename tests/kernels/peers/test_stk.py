@@ -141,19 +141,3 @@ def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
 def test_other_blocks_are_unsupported() -> None:
     with pytest.raises(Unsupported, match="blocks of 128x128, found 64x64"):
         stk.prepare(operands_of("linear", block=64))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad"])
-def test_stk_itself_is_right(op: str) -> None:
-    from sparsebench.harness.bench import contest
-    from sparsebench.results.record import Contender, Status
-
-    name = {"linear": "stk", "linear_dgrad": "stk_dgrad", "linear_wgrad": "stk_wgrad"}[op]
-    fields = {"m": 256, "n": 512, "k": 384, "dtype": "bf16"}
-    problem = Problem(op, {**fields, "pattern": "blocks", "block": 128, "sparsity": 0.5})
-    if reason := stk.unsupported(problem, CUDA):
-        pytest.skip(reason)
-    contender = Contender("bsr", name, {"block": 128})
-    (row,) = contest.run(problem, [contender], torch.device("cuda:0"), None)[0]
-    assert (row.status, row.detail) == (Status.OK, "")

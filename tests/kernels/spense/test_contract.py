@@ -12,7 +12,7 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma, spense_wgmma
 from sparsebench.results.record import Problem
-from tests.kernels.contract import assert_device_refusal, captured, refusal
+from tests.kernels.contract import assert_device_refusal, refusal
 from tests.kernels.spense.examples import (
     LARGE,
     ODD,
@@ -89,12 +89,6 @@ def test_nvrtc_compiles_spense_mma_for_every_target(target: str) -> None:
     assert cuda.compiled("spense_mma", constants, target).startswith(b"\x7fELF")
 
 
-@needs_cupy
-def test_nvrtc_compiles_spense_wgmma_with_its_watchdog() -> None:
-    constants = spense_wgmma.constants_of(WGMMA_CONFIGS[0], torch.float16)
-    assert cuda.compiled("spense_wgmma", (*constants, ("WATCHDOG", 1))).startswith(b"\x7fELF")
-
-
 # ---- on a GPU ----
 
 GPU_CASES = [
@@ -128,20 +122,3 @@ def test_products_are_right_and_the_same_at_each_launch(kernel, config, dtype) -
             torch.cuda.synchronize()
             assert_right(program.out, x, w, shape)
             assert all(torch.equal(y, outputs[0]) for y in outputs), shape
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("kernel", "dtype"), [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES[kernel]]
-)
-def test_a_captured_launch_reads_rewritten_activations(kernel: ModuleType, dtype: str) -> None:
-    skip_unless_it_runs(kernel, dtype)
-    x, w = on_gpu(LARGE[1], dtype)
-    wide = torch.zeros(len(x), x.shape[1] + 256, device="cuda").to(x.dtype)[:, : x.shape[1]]
-    problem = Problem("linear", {"dtype": dtype})
-    operands = Operands(problem, {"w": w}, {"x": wide}, torch.matmul)
-    launch, y, graph = captured(kernel.prepare, operands)
-    wide.copy_(x)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert_right(y, x, w, launch.choice)

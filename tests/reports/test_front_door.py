@@ -1,0 +1,80 @@
+"""The two figures of what users get: cliffs in the number of tokens, and named kernels."""
+
+from typing import Any
+
+import pytest
+
+from sparsebench.reports.build import frames_of
+from sparsebench.reports.figures import cliffs, front_door
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.reports.test_report import DENSE, run
+
+FIELDS: dict[str, Any] = {"n": 512, "k": 512, "dtype": "bf16", "pattern": "blocks", "block": 64}
+BSR = {"block": 64}
+USERS = Contender("bsr", "default", BSR)
+FEW: dict[str, Any] = {"m": 8, "n": 64, "k": 64, "dtype": "bf16", "activation": "relu", "active": 2}
+
+
+def rows(problem: Problem, *timed: tuple[Contender, float]) -> list[Row]:
+    """Return the rows of eight processes; all times of a process drift alike."""
+    choice = {"kernel": "bsr_small"}
+    return [
+        Row(
+            Case(problem, contender),
+            Status.OK,
+            replicate=replicate,
+            samples_us=(time * (1 + replicate / 100),) * 3,
+            sparsity=0.9,
+            choice=choice if contender.kernel == "default" else {},
+        )
+        for replicate in range(8)
+        for contender, time in timed
+    ]
+
+
+@pytest.mark.parametrize(("slow", "cases"), [(1.04, 0), (1.2, 1)])
+def test_a_case_that_takes_longer_than_one_of_more_tokens_is_listed(
+    slow: float, cases: int
+) -> None:
+    table = []
+    for m in range(1, 16):
+        time = 100.0 + m if m != 7 else slow * 108.0
+        problem = Problem("linear", {**FIELDS, "m": m, "sparsity": 0.9})
+        table += rows(problem, (USERS, time), (DENSE, 150.0))
+    text = str(cliffs.draw(frames_of(run(table))))
+    assert f"{cases} of 28 cases" in text
+    assert ("m 7" in text, "at m 8" in text) == (bool(cases), bool(cases))
+
+
+def test_a_run_of_few_numbers_of_tokens_has_no_cliffs() -> None:
+    problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})
+    assert not cliffs.draw(frames_of(run(rows(problem, (USERS, 9.0), (DENSE, 8.0)))))
+
+
+@pytest.mark.parametrize(("us", "within"), [(10.7, 1), (10.9, 0)])
+def test_what_users_get_is_compared_with_the_fastest_kernel_of_its_format(
+    us: float, within: int
+) -> None:
+    problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})
+    rivals = [
+        (Contender("bsr", "bsr_triton", BSR), 12.0),
+        (Contender("bsr", "bsr_small", BSR), 10.0),
+        (Contender("bsr", "bsr_strips", {"block": 32}), 5.0),
+        (Contender("csr", "csr_cuda"), 6.0),
+    ]
+    table = rows(problem, (DENSE, 20.0), (USERS, us), *rivals)
+    text = str(front_door.draw(frames_of(run(table))))
+    assert f"{within} of 1 cases" in text
+    assert "bsr_small (by default)" in text
+    assert "<td>bsr/bsr_small</td>" in text
+
+
+def test_kernels_of_few_active_units_are_rivals_whatever_they_store() -> None:
+    users, rival = (Contender("twell", "default"), 6.0), (Contender("cvse", "ffn_few"), 5.9)
+    table = rows(Problem("ffn", FEW), (DENSE, 9.0), users, rival)
+    assert "1 of 1 cases" in front_door.draw(frames_of(run(table)))
+
+
+def test_a_run_without_such_a_pair_has_no_such_figure() -> None:
+    problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})
+    assert not front_door.draw(frames_of(run(rows(problem, (DENSE, 9.0), (USERS, 8.0)))))
