@@ -11,7 +11,7 @@ These are plain data that survive a round trip through JSON, without torch or sp
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
@@ -188,6 +188,11 @@ class Case:
         if self.contender.kernel in FORMATS_ONCE_DENSE:
             contender["format"] = "dense"
         return _digest({"problem": self.problem.id, "contender": contender})
+
+    @property
+    def original(self) -> Self:
+        """Return the case of which an A/A twin is the repetition; any other is its own."""
+        return replace(self, contender=replace(self.contender, twin=False))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

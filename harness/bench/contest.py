@@ -30,15 +30,17 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import SparsebenchError, Unsupported
+from sparsebench.errors import SparsebenchError
 from sparsebench.harness.bench import operands
 from sparsebench.harness.bench.contest_state import (
+    NO_MEMORY,
     Announce,
     ContestOptions,
     Entry,
     Fatal,
     OnFailure,
     RunningContest,
+    ended,
     ignore_failure,
     one_line,
     synchronize,
@@ -70,14 +72,9 @@ def run(
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
-    measures = possible(options.measures, device.type)
-    shared: dict[str, Any] = {
-        "replicate": options.replicate,
-        "attempt": options.attempt,
-        "reference": options.reference,
-        "device": identity(device),
-    }
-    entries = [Entry(Row(Case(problem, c), Status.OK, **shared)) for c in contenders]
+    measures, id_ = possible(options.measures, device.type), identity(device)
+    about = options.replicate, options.attempt, options.reference
+    entries = [Entry(Row(Case(problem, c), Status.OK, *about, device=id_)) for c in contenders]
     spent_s: dict[str, float] = {}
     reasons = [unsupported(problem, contender, device) for contender in contenders]
     if all(reasons):  # draw no operands that no contender would take
@@ -85,22 +82,18 @@ def run(
             entry.end(Status.UNSUPPORTED, str(reason))
         return [row for entry in entries for row in entry.rows(measures)], spent_s
     try:
-        contest = start(problem, entries, device, data, options, announce, on_failure)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        status, reason = Status.OUT_OF_MEMORY, one_line(error)
-    except Unsupported as error:  # the values of a file
-        status, reason = Status.UNSUPPORTED, str(error)
-    except SparsebenchError as error:  # a file that is missing or has changed
-        status, reason = Status.FAILED, str(error)
+        contest = start(prepared(problem, entries, device, data, options, announce, on_failure))
+    except (*NO_MEMORY, SparsebenchError) as error:
+        status, detail = ended(error)
+        for entry in entries:
+            entry.end(status, f"operands: {detail}")
     else:
-        return _measured(contest, measures), contest.spent_s
-    for entry in entries:
-        entry.end(status, f"operands: {reason}")
+        _measure(contest, measures)
+        spent_s = contest.spent_s
     return [row for entry in entries for row in entry.rows(measures)], spent_s
 
 
-def _measured(contest: RunningContest, measures: tuple[Measure, ...]) -> list[Row]:
-    """Time the contest's contenders, and check them again; return their rows."""
+def _measure(contest: RunningContest, measures: tuple[Measure, ...]) -> None:
     try:
         for measure in measures:
             _time(contest, *measure)
@@ -113,31 +106,21 @@ def _measured(contest: RunningContest, measures: tuple[Measure, ...]) -> list[Ro
         contest.guard.watched.clear()  # breaks a reference cycle that would keep all memory
         with suppress(TamperingError):  # restored for the next contest; no contender is running
             contest.seal.check()
-    return [row for entry in contest.entries for row in entry.rows(measures)]
 
 
-def start(
-    problem: Problem,
-    entries: list[Entry],
-    device: torch.device,
-    data: Path | None,
-    options: ContestOptions | None = None,
-    announce: Announce = lambda case, stage: None,
-    on_failure: OnFailure = ignore_failure,
-) -> RunningContest:
-    """Build the operands; prepare, check and capture every contender, ready to be timed."""
-    contest = _prepared(problem, entries, device, data, options, announce, on_failure)
+def start(contest: RunningContest) -> RunningContest:
+    """Check and capture every contender that was prepared, ready to be timed."""
     check_all(contest, "before timing")
     redraw(contest)
     contest.keep(A)
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(contest.entries):
         if entry.running:
             with contest.at(entry, "capture"):
-                _capture(entry, device)
+                _capture(entry, contest.device)
         if entry.timed_call:
             with contest.at(entry, "check"):
                 for call, spots in _calls(contest, entry):
-                    spots.burst(number, call, partial(synchronize, device))
+                    spots.burst(number, call, partial(synchronize, contest.device))
                     contest.check_tampering()
                     _end_if_wrong(entry, spots.verdict(number), "before timing")
     return contest
@@ -146,10 +129,10 @@ def start(
 def compile_ahead(problem: Problem, contenders: list[Contender], device: torch.device) -> None:
     """Prepare every contender and drop it: what it compiled stays in the caches on disk."""
     entries = [Entry(Row(Case(problem, contender), Status.OK)) for contender in contenders]
-    _prepared(problem, entries, device).guard.watched.clear()
+    prepared(problem, entries, device).guard.watched.clear()
 
 
-def _prepared(
+def prepared(
     problem: Problem,
     entries: list[Entry],
     device: torch.device,
@@ -166,12 +149,9 @@ def _prepared(
     dense = operands.operands(problem, op, device, data)
     itemsize = DTYPES[problem["dtype"]].itemsize
     facts: dict[str, Any] = {
+        **op.work(problem, dense.nnz),
         "sparsity": dense.sparsity,
-        "nnz": sum(dense.nnz[name] for name in op.weights),
         "digest": dense.digest,
-        "flops": op.flops(problem, dense.nnz),
-        "dense_flops": op.flops(op.dense(problem), dense.full),
-        "fewest_bytes": op.fewest_bytes(problem, dense.nnz, itemsize),
         "dense_bytes": itemsize * sum(w.numel() for w in dense.weights.values()),
     }
     layers, chained = [Layer(problem, dense)], CHAIN in dict(options.measures)
@@ -195,11 +175,7 @@ def _prepared(
         layers=layers,
         spots=Spots(dense.activations),
         chain_spots=Spots(
-            {
-                f"{name}{of_layer(number)}": x
-                for number, layer in enumerate(layers)
-                for name, x in layer.dense.activations.items()
-            }
+            {f"{n}{of_layer(i)}": x for i, lay in enumerate(layers) for n, x in lay.inputs.items()}
         ),
     )
     _watch(contest, data)
@@ -227,17 +203,17 @@ def _capture(entry: Entry, device: torch.device) -> None:
 def _watch(contest: RunningContest, data: Path | None) -> None:
     """Watch the operands of the definition, and the recordings that they are drawn from."""
     for number, layer in enumerate(contest.layers):
-        dense, where = layer.dense, of_layer(number)
+        dense = layer.dense
+        kinds = {"operand": {**dense.weights, **dense.activations}, "recording": dense.recordings}
         arrays = {
-            f"the operand {name}{where}": tensor
-            for name, tensor in {**dense.weights, **dense.activations}.items()
+            f"the {kind} {name}{of_layer(number)}": tensor
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
         }
-        arrays |= {f"the recording {name}{where}": t for name, t in dense.recordings.items()}
 
         def rewrite(layer: Layer = layer) -> None:
-            operands.rewrite(
-                layer.problem, contest.op, contest.device, data, layer.dense, contest.draw
-            )
+            where = contest.op, contest.device, data, layer.dense, contest.draw
+            operands.rewrite(layer.problem, *where)
 
         contest.guard.watch(arrays, rewrite)
 
@@ -314,24 +290,14 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
     all others. On a CPU, ceilings are recorded but do not judge, because its cores are shared with
     other work; there, only a reference raises them.
     """
-    ceilings, layers = contest.options.ceilings, layers_of(row.scope)
-    taken = taken.per_layer(layers)
-    if ceilings is not None:
-        dtype, size = contest.problem["dtype"], contest.output_bytes
-        flops, fewest_bytes = row.flops or 0.0, row.fewest_bytes or 0
-        least = ceilings.bound(dtype, flops, fewest_bytes, size, row.cache, layers)
-        bound_us, by = least or (None, None)
-        row = replace(row, bound_us=bound_us, bound_by=by)
-        if row.reference or contest.device.type == "cuda":
-            row = check_bound(row, median(taken.times_us))
+    taken = taken.per_layer(layers_of(row.scope))
+    row = contest.options.bounded(row, contest.output_bytes)
+    if contest.options.ceilings and (row.reference or contest.device.type == "cuda"):
+        row = check_bound(row, median(taken.times_us))
     if row.status is not Status.OK:
         return row
-    return replace(
-        row,
-        samples_us=taken.times_us,
-        samples_per_block=taken.per_block,
-        late=taken.late,
-    )
+    times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_block}
+    return replace(row, **times, late=taken.late)
 
 
 def _energy(contest: RunningContest) -> None:
@@ -339,8 +305,10 @@ def _energy(contest: RunningContest) -> None:
         if entry.timed_call:
             with contest.at(entry, "energy"):
                 used = energy(entry.timed_call.call, contest.device)
+                facts: dict[str, Any] = {
+                    "energy_j": used.j_per_call,
+                    "energy_window_s": used.window_s,
+                }
                 for measure, row in entry.results.items():
                     if row.scope != CHAIN:  # the energy is that of a call alone
-                        entry.results[measure] = replace(
-                            row, energy_j=used.j_per_call, energy_window_s=used.window_s
-                        )
+                        entry.results[measure] = replace(row, **facts)

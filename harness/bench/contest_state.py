@@ -16,11 +16,11 @@ from typing import Any, Self
 
 import torch
 
-from sparsebench.errors import FormatError, Unsupported
+from sparsebench.errors import FormatError, SparsebenchError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.operands import DenseOperands, Layer
 from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.sampling import CHAIN, Measure
+from sparsebench.harness.bench.sampling import CHAIN, Measure, layers_of
 from sparsebench.harness.bench.spot_checks import Spots
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
 from sparsebench.harness.bench.timing import Chain, TimedCall
@@ -79,9 +79,17 @@ class ContestOptions:
         """Return the options after these rows: a reference among them may raise the ceilings."""
         return replace(self, ceilings=self.ceilings and self.ceilings.after(rows)[0])
 
+    def bounded(self, row: Row, output_bytes: int) -> Row:
+        """Return the row with its bound, if the ceilings are known."""
+        if self.ceilings is None:
+            return row
+        work = row.flops or 0.0, row.fewest_bytes or 0, output_bytes
+        dtype, layers = row.case.problem["dtype"], layers_of(row.scope)
+        bound_us, by = self.ceilings.bound(dtype, *work, row.cache, layers) or (None, None)
+        return replace(row, bound_us=bound_us, bound_by=by)
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what a runner sends."""
         ceilings = data["ceilings"] and Ceilings.from_json(data["ceilings"])
         measures = tuple((scope, cache) for scope, cache in data["measures"])
         return cls(**{**data, "ceilings": ceilings, "measures": measures})
@@ -191,7 +199,6 @@ class RunningContest:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
         start = time.perf_counter()
         try:
             yield
@@ -210,34 +217,40 @@ class RunningContest:
                 synchronize(self.device)
         except TamperingError as error:
             entry.end(Status.WRONG, f"{stage}: {error}")
-        except (FormatError, Unsupported) as refusal:
-            entry.end(Status.UNSUPPORTED, str(refusal))
-            self._repair()
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            entry.end(Status.OUT_OF_MEMORY, one_line(error))
-            self.on_failure(case, entry.row.detail, traceback_of(error))
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._repair()
         except Exception as error:
-            try:
-                synchronize(self.device)
-            except Exception as dead:
-                raise Fatal(case, f"{stage}: {one_line(dead)}") from error
-            entry.end(Status.FAILED, f"{stage}: {one_line(error)}")
-            self.on_failure(case, entry.row.detail, traceback_of(error))
-            self._repair()
-
-    def _repair(self) -> None:
-        """Restore what a contender changed before it failed for another reason."""
-        with suppress(TamperingError):
-            self.check_tampering()
+            status, reason = ended(error)
+            if status is Status.FAILED:
+                try:
+                    synchronize(self.device)
+                except Exception as dead:
+                    raise Fatal(case, f"{stage}: {one_line(dead)}") from error
+                reason = f"{stage}: {one_line(error)}"
+            entry.end(status, reason)
+            if status is not Status.UNSUPPORTED:
+                self.on_failure(case, reason, traceback_of(error))
+            if status is Status.OUT_OF_MEMORY and self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            with suppress(TamperingError):  # restore what it changed before it failed
+                self.check_tampering()
 
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that an error appears where it was caused."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+NO_MEMORY = torch.OutOfMemoryError, MemoryError
+
+
+def ended(error: Exception) -> tuple[Status, str]:
+    """Return the status of a case that ended with this error, and the reason."""
+    if isinstance(error, FormatError | Unsupported):
+        return Status.UNSUPPORTED, str(error)
+    if isinstance(error, NO_MEMORY):
+        return Status.OUT_OF_MEMORY, one_line(error)
+    known = isinstance(error, SparsebenchError)  # such as a file that is missing or has changed
+    return Status.FAILED, str(error) if known else one_line(error)
 
 
 def one_line(error: BaseException) -> str:

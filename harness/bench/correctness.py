@@ -143,12 +143,11 @@ def _dense(out: object, expected: Expected) -> Verdict:
     if out.shape != reference.shape:
         return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
     if out.dtype != expected.dtype or out.device != reference.device:
-        expected_kind = f"{expected.dtype} on {reference.device}"
-        return Verdict(f"expected {expected_kind}, found {out.dtype} on {out.device}")
+        kind = f"{expected.dtype} on {reference.device}"
+        return Verdict(f"expected {kind}, found {out.dtype} on {out.device}")
     if not out.is_contiguous():
         return Verdict(f"expected a contiguous output, found strides {list(out.stride())}")
-    if not bool(out.isfinite().all()):
-        bad = int((~out.isfinite()).sum())
+    if bad := int((~out.isfinite()).sum()):
         return Verdict(f"expected finite values, found {bad} of {out.numel()} that are not")
     return _worst(out, expected) if out.numel() else Verdict(None, 0.0, 0.0)
 
@@ -190,9 +189,9 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     limits = torch.finfo(expected.dtype)
     smallest = limits.smallest_normal * limits.eps / 2
     bound = eps * reference.abs() + ELEMENT * eps * spread + smallest * (spread > 0)
-    excess = float(
-        (distance / bound).nan_to_num(nan=0.0, posinf=torch.finfo(torch.float64).max).max()
-    )
+    relative = (distance / bound).nan_to_num(nan=0.0)  # an infinite one becomes the largest
+    excess, worst = float(relative.max()), relative.argmax()
+    del relative  # so that its memory is free for what follows
     usual, sums = usual_error(expected), float(expected.sums * expected.depth**0.5)
     largest_bias = usual / 4 + expected.products + sums / 16
     verdict = Verdict(None, error, excess, usual, bias(errors, reference), largest_bias)
@@ -201,7 +200,6 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
         limit = most / scale if scale else 0.0
         return replace(verdict, reason=f"relative error {error:.2e} above {limit:.2e}{empty}")
     if excess > 1:
-        worst = (distance / bound).nan_to_num(nan=0.0).argmax()
         at = [int(i) for i in torch.unravel_index(worst, out.shape)]
         values = f"{float(out[*at]):.6g}, expected {float(reference[*at]):.6g}"
         return replace(verdict, reason=f"element {at} is {values}: {excess:.1f} times its bound")

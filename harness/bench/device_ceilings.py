@@ -102,10 +102,8 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     every = [calls[kind][name] for kind, name in names]
     if device.type == "cuda":
         warmed(every, device, COMPILERS)
-    least_us = _least_us(every, device)
-    rates: dict[str, dict[str, float]] = {kind: {} for kind in calls}
-    for (kind, name), time_us in zip(names, least_us, strict=True):
-        rates[kind][name] = moved[kind] / time_us
+    least_us = dict(zip(names, _least_us(every, device), strict=True))
+    rates = {kind: {n: moved[kind] / least_us[kind, n] for n in calls[kind]} for kind in calls}
     if (product := _product(MEMORY[device.type], device)) is not None:
         name, call, problem = product
         bytes_read = DTYPES[problem["dtype"]].itemsize * problem["n"] * problem["k"]
@@ -165,19 +163,16 @@ def _least_us(calls: list[Call], device: torch.device) -> list[float]:
 
 
 def _stream_bytes(device: torch.device) -> int:
-    """Return the size of the streams: a power of two that the device has room for."""
     size = STREAM_BYTES[device.type]
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        while size > max(LEAST_BYTES, free // 8):
-            size //= 2
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 * size
+    while size > max(LEAST_BYTES, free // 8):
+        size //= 2
     return size
 
 
 def _l2_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    on_gpu = device.type == "cuda"
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if on_gpu else 0
 
 
 def _digits(value: float) -> float:

@@ -14,7 +14,8 @@ length is known to within a batch of calls, BATCH_S. How to read the number:
     - The board warms up from call to call: compare calls that one run measured in turn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -24,8 +25,8 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest_state import synchronize
-from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.device import identity
+from sparsebench.harness.machine.nvml import NoNvml, board
 
 WINDOW_S = 2.0
 WARM_UP_S = 0.5
@@ -35,6 +36,9 @@ STUCK_S = 5.0  # a counter that does not change for so long is useless
 
 class NoMeter(SuiteError):
     """The device does not count its energy."""
+
+
+NO_COUNTER = NoMeter("energy: expected a counter of the board's energy, found none")
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,19 @@ class Energy:
 
 def require_meter(identity: str) -> None:
     """Raise NoMeter unless the device of this identity (device.py) counts its energy."""
+    with _meter(identity) as meter_j:
+        if meter_j() is None:
+            raise NO_COUNTER
+
+
+@contextmanager
+def _meter(identity: str) -> Iterator[Callable[[], float | None]]:
+    """Yield a function that reads the counter of a device in J. Raises NoMeter."""
     if not identity.startswith("GPU-"):
         raise NoMeter(f"energy: expected an NVIDIA GPU, found {identity}")
     try:
         with board(identity) as gpu:
-            if gpu.energy_j() is None:
-                raise NoMeter("energy: expected a counter of the board's energy, found none")
+            yield gpu.energy_j
     except NoNvml as error:
         raise NoMeter(f"energy: {error}") from error
 
@@ -67,15 +78,9 @@ def pieces(
     call: Callable[[], Any], device: torch.device, window_s: float, count: int
 ) -> list[Energy]:
     """Return the energies of a call in `count` consecutive pieces of a window."""
-    gpu_id = identity(device)
-    if not gpu_id.startswith("GPU-"):
-        raise NoMeter(f"energy: expected an NVIDIA GPU, found {device}")
-    try:
-        with board(gpu_id) as gpu:
-            wait = partial(synchronize, device)
-            return counted(call, wait, gpu.energy_j, window_s, count)
-    except NoNvml as error:
-        raise NoMeter(f"energy: {error}") from error
+    name = identity(device) if device.type == "cuda" else str(device)
+    with _meter(name) as meter_j:
+        return counted(call, partial(synchronize, device), meter_j, window_s, count)
 
 
 def counted(
@@ -90,7 +95,7 @@ def counted(
     A piece begins where the one before it ended, so the calls run without a pause.
     """
     if meter_j() is None:
-        raise NoMeter("energy: expected a counter of the board's energy, found none on this GPU")
+        raise NO_COUNTER
     size, took_s = 1, 0.0
 
     def batch() -> int:
@@ -122,7 +127,6 @@ Batch = Callable[[], int]
 
 
 def _for(seconds: float, batch: Batch) -> int:
-    """Run batches for some seconds, at least one, and return the number of calls."""
     end = perf_counter() + seconds
     calls = batch()
     while perf_counter() < end:

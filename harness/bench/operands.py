@@ -37,7 +37,7 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
-SEEDS_APART = 2**31  # between layers: above any seed of a suite (plan/_limits.py)
+SEEDS_APART = 2**31  # between layers: above any seed of a suite (plan/limits.py)
 CPU = torch.device("cpu")
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -48,7 +48,6 @@ class DenseOperands:
 
     recordings  activations of a file, from which each draw takes its rows; empty without a source
     nnz       elements of each weight that are not zero (-0.0 is zero), or what the op counts
-    full      the same counts without any pruning
     sparsity  fraction of zeros in all weights
     digest    of weights and first activations that are drawn; the same on every machine
     """
@@ -57,7 +56,6 @@ class DenseOperands:
     activations: dict[str, Tensor]
     recordings: dict[str, Tensor]
     nnz: dict[str, int]
-    full: dict[str, int]
     sparsity: float
     digest: str
 
@@ -68,6 +66,10 @@ class Layer:
 
     problem: Problem
     dense: DenseOperands
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        return self.dense.activations
 
 
 def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
@@ -92,9 +94,8 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     size = sum(full[name] for name in op.weights)
     sparsity = (size - sum(nnz[name] for name in op.weights)) / size
     inputs = {name: x for name, x in activations.items() if name not in op.derived}
-    return DenseOperands(
-        weights, activations, recordings, nnz, full, sparsity, digest({**weights, **inputs})
-    )
+    all_bits = digest({**weights, **inputs})
+    return DenseOperands(weights, activations, recordings, nnz, sparsity, all_bits)
 
 
 def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,12 +116,11 @@ def unusable(problem: Problem, op: Op, data: Path | None) -> str:
     except Unsupported as error:
         return str(error)
     except SuiteError:
-        return ""
+        pass
     return ""
 
 
 def _require_values(problem: Problem, weights: Mapping[str, Tensor]) -> None:
-    """Raise Unsupported if a weight from a file is zero everywhere."""
     assert problem.source
     for name, weight in weights.items():
         if not bool(is_stored(weight).any()):
@@ -194,10 +194,8 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     source = problem.source
     sources.agree(problem["pattern"], source)
     if source is None:
-        weight = _drawn(problem, op, name, device)
-        return _pruned(
-            problem, op, name, weight, lambda grid: scores(problem.seed, name, grid.cells, device)
-        )
+        hashed: Score = lambda grid: scores(problem.seed, name, grid.cells, device)  # noqa: E731
+        return _pruned(problem, op, name, _drawn(problem, op, name, device), hashed)
     path = _verified(source, data)
     if source.tensor is None:
         keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
@@ -283,13 +281,10 @@ def _masked(weight: Tensor, keep: Tensor) -> Tensor:
 
 
 def _verified(source: Source, data: Path | None) -> Path:
-    """Return the source's path. Raises SuiteError if the file has changed since the plan."""
     path = sources.located(source, data)
-    present = sources.sha256(path)
-    if present != source.sha256:
-        raise SuiteError(
-            f"{path}: expected SHA-256 {source.sha256}, found {present}: it has changed"
-        )
+    if (present := sources.sha256(path)) != source.sha256:
+        expected = f"expected SHA-256 {source.sha256}"
+        raise SuiteError(f"{path}: {expected}, found {present}: it has changed")
     return path
 
 

@@ -53,14 +53,13 @@ def check_all(contest: RunningContest, when: str) -> None:
             assert entry.launch is not None
             call = entry.timed_call.call if entry.timed_call else entry.launch
             expected = answers[_whole(contest, entry)]
-            errors = _check(
-                contest, number, call, [entry.launch], expected[:1], contest.spots, when
-            )
+            launches, spots = [entry.launch], contest.spots
+            errors = _check(contest, number, call, launches, expected[:1], spots, when)
             entry.row = replace(entry.row, **errors)
             _record(entry, errors)
             if entry.chain and entry.running:
                 call = entry.timed_chain.call if entry.timed_chain else entry.chain.run
-                launches, spots = entry.chain.launches, contest.chain_spots
+                launches, spots = [*entry.chain.launches], contest.chain_spots
                 errors = _check(contest, number, call, launches, expected, spots, when)
                 _record(entry, errors, CHAIN)
     contest.guard.forget(watched)
@@ -75,12 +74,10 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
     """Watch the right answers while contenders run, and return what they are called."""
     names, of_whole = set[str](), " without the mask" if whole else ""
     for number, (layer, right) in enumerate(zip(contest.layers, expected, strict=True)):
-        arrays = {"answer": right.reference, "spread": right.spread, "plain": right.plain}
-        named = {
-            f"the expected {name}{of_whole}{of_layer(number)}": array
-            for name, array in arrays.items()
-            if array is not None
-        }
+        arrays = {"answer": right.reference, "spread": right.spread}
+        arrays |= {"plain": right.plain} if right.plain is not None else {}
+        where = f"{of_whole}{of_layer(number)}"
+        named = {f"the expected {name}{where}": array for name, array in arrays.items()}
 
         def rewrite(layer: Layer = layer, right: Expected = right) -> None:
             again = _expected(contest.op, layer, whole)
@@ -100,14 +97,8 @@ def redraw(contest: RunningContest) -> None:
     contest.draw = operands.unseen(contest.draw, recordings)
     for number, layer in enumerate(contest.layers):
         dense = layer.dense
-        operands.redraw(
-            layer.problem,
-            contest.op,
-            dense.activations,
-            contest.draw,
-            recordings=dense.recordings,
-            weights=dense.weights,
-        )
+        fresh = dense.activations, contest.draw, dense.recordings, dense.weights
+        operands.redraw(layer.problem, contest.op, *fresh)
         contest.guard.renew({f"the operand {name}{of_layer(number)}" for name in dense.activations})
     for entry in contest.entries:
         if entry.running:
@@ -160,7 +151,6 @@ def _check(
 
 
 def _record(entry: Entry, errors: Mapping[str, Any], scope: str = "") -> None:
-    """Put errors into the rows that have times: all, or those of a scope."""
     for measure, row in entry.results.items():
         if scope in ("", measure[0]):
             entry.results[measure] = replace(row, **errors, draws=entry.row.draws)

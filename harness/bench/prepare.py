@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,18 +23,20 @@ import torch
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.contest_state import (
+    NO_MEMORY,
     Entry,
     RunningContest,
-    one_line,
+    ended,
     synchronize,
 )
 from sparsebench.harness.bench.operands import DenseOperands, Layer, without_mask
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
 from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
+from sparsebench.harness.machine.device import simulated
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
-from sparsebench.results.record import Case, Contender, Problem, Status
+from sparsebench.results.record import Contender, Problem
 
 CHOICE_BYTES = 2**14  # as JSON; the longest published one has 1.4 KB
 
@@ -78,8 +80,7 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
             raise TypeError(f"portfolio: expected `chosen`, the kernel that ran, found {choice}")
         timed = tuple(entry.launch.candidates)
         entry.row = replace(entry.row, prepare_s=spent, choice=choice, candidates=timed, code=code)
-    held, peak = memory.held_bytes, memory.peak_bytes
-    entry.row = replace(entry.row, held_bytes=held, peak_bytes=peak)
+    entry.row = replace(entry.row, **memory)
     if entry.running:
         with contest.at(entry, "prepare"):  # apart, so that checksums do not count as memory
             contest.check_tampering()
@@ -94,10 +95,9 @@ def prepare_chain(contest: RunningContest, entry: Entry) -> None:
         try:
             further = [_layer(contest, entry, layer) for layer in contest.layers[1:]]
             entry.chain = Chain((entry.launch, *further))
-        except (FormatError, Unsupported) as refusal:
-            entry.leave_chain(Status.UNSUPPORTED, f"chain: {refusal}")
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            entry.leave_chain(Status.OUT_OF_MEMORY, f"chain: {one_line(error)}")
+        except (FormatError, Unsupported, *NO_MEMORY) as error:
+            status, reason = ended(error)
+            entry.leave_chain(status, f"chain: {reason}")
         synchronize(contest.device)
         contest.check_tampering()
 
@@ -134,27 +134,20 @@ def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
     """Return what an earlier process chose; a twin takes the choice of its original."""
     case = entry.row.case
     originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
-    original = Case(case.problem, replace(case.contender, twin=False)).id
     pinned = contest.options.pinned.get(case.id)
-    return pinned or (originals.get(original) if case.contender.twin else None)
-
-
-@dataclass
-class Memory:
-    """Device memory that a block of code added: held after it, and at its peak."""
-
-    held_bytes: int | None = None
-    peak_bytes: int | None = None
+    return pinned or (originals.get(case.original.id) if case.contender.twin else None)
 
 
 @contextmanager
-def _memory(device: torch.device) -> Iterator[Memory]:
-    """Measure by torch's allocator; memory that a library allocates itself is not counted.
+def _memory(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Fill `held_bytes` and `peak_bytes`: device memory that the block added, after it and at most.
+
+    torch's allocator counts it, without memory that a library allocates itself.
 
     Garbage in reference cycles is freed first. Otherwise Python would free it at a later moment and
     the difference would be too small: rows were published with peaks of 0 and of -5.1 GB.
     """
-    memory = Memory()
+    memory: dict[str, Any] = {}
     if device.type != "cuda":
         yield memory
         return
@@ -163,30 +156,29 @@ def _memory(device: torch.device) -> Iterator[Memory]:
     torch.cuda.reset_peak_memory_stats(device)
     yield memory
     gc.collect()
-    memory.held_bytes = torch.cuda.memory_allocated(device) - before
-    memory.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+    memory["held_bytes"] = torch.cuda.memory_allocated(device) - before
+    memory["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
 
 
 def unsupported(problem: Problem, contender: Contender, device: torch.device) -> str | None:
     """Return why a contender cannot run a problem on a device, or None; build nothing."""
-    reason = _kernel.unsupported(load_kernel(contender.kernel), problem, device)
-    return reason or _refused_by_format(problem, contender)
-
-
-def _refused_by_format(problem: Problem, contender: Contender) -> str | None:
-    """Return why a format of ours refuses the parameters or the dtype; None if it does not."""
+    if reason := _kernel.unsupported(load_kernel(contender.kernel), problem, device):
+        return reason
     op = load_op(problem.op)
-    for name in op.weights:
-        dtype = op.operands[name].dtypes[problem["dtype"]]
-        params = json.dumps(contender.params_of(name), sort_keys=True)
-        if reason := _refusal(contender.format, params, dtype):
-            return reason
-    return None
+    dtypes = {name: op.operands[name].dtypes[problem["dtype"]] for name in op.weights}
+    params = {n: json.dumps(contender.params_of(n), sort_keys=True) for n in op.weights}
+    refusals = (_refusal(contender.format, params[n], dtypes[n]) for n in op.weights)
+    return next(filter(None, refusals), None)
+
+
+def unsupported_on(device: str, problem: Problem, contender: Contender) -> str | None:
+    """Return why a contender cannot run on the device of this name; a simulated one runs all."""
+    return None if simulated(device) else unsupported(problem, contender, torch.device(device))
 
 
 @cache
 def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
-    """Convert zeros, which every format of ours holds in any size."""
+    """Return why a format of ours refuses zeros, which it holds in any size, or None."""
     format_ = weights_format(format_name)
     if not format_.__module__.startswith("sparsebench."):
         return None
@@ -198,7 +190,6 @@ def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
 
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:
-    """Return the converted weights and the µs it took; equal formats share them."""
     key = f"{contender.format} {sorted(contender.params.items())}"
     if key not in contest.packed:
         weights: dict[str, Format] = {}

@@ -6,14 +6,21 @@
     randomness   generators of torch, CUDA, numpy and Python: put back without blame, because a
                  kernel may draw numbers while it tunes. So are new environment variables that
                  libraries read at a call; others, which libraries set on import, stay
+    clocks       the first bytes of their machine code: clock_gettime of libc, which
+                 time.perf_counter calls, and the events of libcudart, if it is loaded
 
-`ProcessState` records all of them when a contest starts. `restore` puts back what differs, and
-returns the names of what only a careless or hostile kernel changes. `rewritten_modules` finds files
-of Python modules that were written since this process loaded them.
+`ProcessState` and `SealedClocks` record these when a contest starts. `restore` puts back what
+differs, and returns the names of what only a careless or hostile kernel changes.
+`rewritten_modules` finds files of Python modules that were written since this process loaded them.
+
+A detour overwrites the start of a function with a jump to other code. A change of the table
+through which torch finds these functions leaves the code alone. So two events, recorded once, are
+read again at every check: their distance must not change.
 """
 
 import ctypes
 import gc
+import mmap
 import os
 import random
 import sys
@@ -50,7 +57,6 @@ class ProcessState:
     """The settings of this process as they were."""
 
     def __init__(self) -> None:
-        """Record the present state."""
         self._settings = _settings()
         self._before = {name: _read(read) for name, (read, _) in self._settings.items()}
         self._environment = dict(os.environ)
@@ -97,11 +103,11 @@ def _read(read: Callable[[], Any]) -> Any:
 @cache
 def _settings() -> dict[str, Setting]:
     """Return everything that is read by a function without arguments, in the order of repair."""
-    settings: dict[str, Setting] = {}
-    for title, owner in PRECISIONS.items():
-        if hasattr(owner, "fp32_precision"):
-            place = owner, "fp32_precision"
-            settings[f"{title}'s fp32"] = partial(getattr, *place), partial(setattr, *place)
+    settings: dict[str, Setting] = {
+        f"{title}'s fp32": _attribute(owner, "fp32_precision")
+        for title, owner in PRECISIONS.items()
+        if hasattr(owner, "fp32_precision")
+    }
     settings |= {
         "torch's threads": (torch.get_num_threads, torch.set_num_threads),
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -132,16 +138,11 @@ def _settings() -> dict[str, Setting]:
         "the switching interval": (sys.getswitchinterval, sys.setswitchinterval),
         "subnormal numbers": (_keeps_subnormals, lambda keep: torch.set_flush_denormal(not keep)),
     }
-    switches: list[tuple[str, object, str]] = [
-        ("matmul", torch.backends.cuda.matmul, name) for name in MATMUL
-    ]
-    switches += [("cudnn", torch.backends.cudnn, name) for name in CUDNN]
-    for title, owner, name in switches:
-        if hasattr(owner, name):  # not in every version of torch
-            settings[f"{title}.{name}"] = (
-                partial(getattr, owner, name),
-                partial(setattr, owner, name),
-            )
+    for title, names in {"matmul": MATMUL, "cudnn": CUDNN}.items():
+        owner = PRECISIONS[title]
+        settings |= {  # not all are in every version of torch
+            f"{title}.{name}": _attribute(owner, name) for name in names if hasattr(owner, name)
+        }
     for name in ATTENTION:
         enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
         settings[f"{name} attention"] = enabled, getattr(torch.backends.cuda, f"enable_{name}_sdp")
@@ -153,6 +154,10 @@ def _settings() -> dict[str, Setting]:
     return settings
 
 
+def _attribute(owner: object, name: str) -> Setting:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -160,7 +165,6 @@ def _umask() -> int:
 
 
 def _keeps_subnormals() -> bool:
-    """Return whether the CPU computes with subnormal numbers."""
     return bool(torch.tensor(1e-39) * 0.5 > 0)
 
 
@@ -178,7 +182,6 @@ def _set_limit(limit: int, value: int) -> None:
 
 
 def _random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    """Return the state of each generator, and how to put it back."""
     states: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "python": (random.getstate(), random.setstate),
         "numpy": (np.random.get_state(), np.random.set_state),
@@ -190,7 +193,6 @@ def _random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Compare two states of a generator: tuples with an array in numpy's."""
     if isinstance(before, torch.Tensor):
         return torch.equal(before, now)
     pairs = zip(before, now, strict=True)
@@ -214,3 +216,82 @@ def rewritten_modules() -> list[str]:
                 _files[file] = now
                 changed.append(name)
     return sorted(changed)
+
+
+SEALED_BYTES = 32
+LIBC = ["clock_gettime"]
+CUDART = [
+    "cudaEventElapsedTime",
+    "cudaEventRecord",
+    "cudaEventRecordWithFlags",
+    "cudaEventSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaGraphLaunch",
+]
+ALL = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+CODE = mmap.PROT_READ | mmap.PROT_EXEC
+
+
+class SealedClocks:
+    """The code of the clocks, and the distance of two events, as they were."""
+
+    def __init__(self) -> None:
+        self._before = {
+            name: ctypes.string_at(at, SEALED_BYTES) for name, at in addresses().items()
+        }
+        self._events = _events()
+
+    def restore(self) -> list[str]:
+        """Put the code back, and return the names of the functions that were changed."""
+        changed = []
+        for name, at in addresses().items():
+            if ctypes.string_at(at, SEALED_BYTES) != self._before[name]:
+                write(at, self._before[name])
+                changed.append(name)
+        if self._events:
+            begin, end, distance = self._events
+            if begin.elapsed_time(end) != distance:
+                self._events = None
+                changed.append("elapsed_time, which no longer gives what it gave")
+        return changed
+
+
+@cache
+def addresses() -> dict[str, int]:
+    """Return where each clock begins in memory."""
+    libraries = [(ctypes.CDLL(None), LIBC)]
+    if (path := _loaded("libcudart.so")) is not None:
+        libraries.append((ctypes.CDLL(path), CUDART))
+    return {
+        name: address
+        for library, names in libraries
+        for name in names
+        if hasattr(library, name)
+        and (address := ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    }
+
+
+def write(address: int, code: bytes) -> None:
+    """Write machine code over a function's."""
+    page = address & -mmap.PAGESIZE
+    size = ctypes.c_size_t(address + len(code) - page)
+    libc = ctypes.CDLL(None)
+    if libc.mprotect(ctypes.c_void_p(page), size, ALL) == 0:
+        ctypes.memmove(address, code, len(code))
+        libc.mprotect(ctypes.c_void_p(page), size, CODE)
+
+
+def _loaded(name: str) -> str | None:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = [line.rpartition(" ")[2].strip() for line in maps if f"/{name}" in line]
+    return paths[0] if paths else None
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event, float] | None:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    end.record()
+    end.synchronize()
+    return begin, end, begin.elapsed_time(end)

@@ -142,7 +142,6 @@ class Spots:
         self.write(A)
 
     def burst(self, number: int, call: Callable[[], Outputs], wait: Callable[[], None]) -> None:
-        """Inspect many calls on A and B in turn."""
         of_b = self.prints[B].get(number)
         if of_b is None:
             return
@@ -170,9 +169,8 @@ class Spots:
 
     def verdict(self, number: int) -> str | None:
         """Return what was wrong with the calls inspected since the last verdict, or None."""
-        distances, limit = [float(d) for d in self.distances.pop(number, [])], 0.0
-        if number in self.prints[B]:
-            limit = self.prints[B][number].limit
+        distances = [float(d) for d in self.distances.pop(number, [])]
+        limit = self.prints[B][number].limit if number in self.prints[B] else 0.0
         wrong = [d for d in distances if not d <= limit]
         if not wrong:
             return None

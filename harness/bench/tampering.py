@@ -33,24 +33,18 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.process_state import ProcessState
-from sparsebench.harness.bench.sealed_clocks import SealedClocks
+from sparsebench.harness.bench.process_state import ProcessState, SealedClocks
 
 COLUMNS = 4096
 WORD = 8  # bytes
-CLOCKS = [
-    (time, "perf_counter"),
-    (time, "perf_counter_ns"),
-    (time, "monotonic"),
-    (torch.cuda, "Event"),
-    (torch.cuda, "synchronize"),
-    (torch.cuda.Event, "record"),
-    (torch.cuda.Event, "query"),
-    (torch.cuda.Event, "elapsed_time"),
-]
+CLOCKS: dict[Any, list[str]] = {
+    time: ["perf_counter", "perf_counter_ns", "monotonic"],
+    torch.cuda: ["Event", "synchronize"],
+    torch.cuda.Event: ["record", "query", "elapsed_time"],
+}
 OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
 OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
-OF_TORCH = [*CLOCKS, *((torch.Tensor, name) for name in OF_TENSORS)]
+OF_TORCH = [(o, n) for o, ns in {**CLOCKS, torch.Tensor: OF_TENSORS}.items() for n in ns]
 CODE = "__code__", "__defaults__", "__kwdefaults__"
 Code = tuple[Any, Any, Any]
 
@@ -99,7 +93,6 @@ class Guard:
         self.watched = [renewed.get(w.name, w) for w in self.watched]
 
     def forget(self, names: set[str]) -> None:
-        """Stop watching these arrays, and release them."""
         self.watched = [w for w in self.watched if w.name not in names]
 
     def check(self) -> None:
@@ -132,7 +125,6 @@ class Guard:
         return [w for w in self.watched if w not in right]
 
     def refuse(self, out: Tensor) -> None:
-        """Raise TamperingError if an output lies in a watched array."""
         start, size = _place(out)
         for watched in self.watched:
             first, length = watched.place
@@ -165,7 +157,6 @@ def _odd(seed: int, count: int, device: torch.device) -> Tensor:
 
 
 def _words(array: Tensor) -> Tensor:
-    """Return the bits as int64, padded with zeros."""
     flat = array.detach().contiguous().reshape(-1).view(torch.uint8)
     if len(flat) % WORD or flat.data_ptr() % WORD:
         padded = flat.new_zeros(-(-len(flat) // WORD) * WORD)
@@ -179,7 +170,6 @@ def _place(array: Tensor) -> tuple[int, int]:
 
 
 def _in_place(array: Tensor | None, place: tuple[int, int]) -> bool:
-    """Return whether an array's memory is where it was, and has not been freed."""
     return array is not None and _place(array) == place and _missing_bytes(array, place[1]) <= 0
 
 
@@ -251,7 +241,6 @@ def _everything() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[Function
 
 
 def _code(function: FunctionType) -> Code:
-    """Return the attributes in CODE."""
     return function.__code__, function.__defaults__, function.__kwdefaults__
 
 

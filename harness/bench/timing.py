@@ -66,7 +66,6 @@ class Chain:
     launches: tuple[Launch, ...]
 
     def run(self) -> tuple[Output, ...]:
-        """Enqueue the launches in turn, and return all outputs."""
         return tuple(launch.run() for launch in self.launches)
 
 

@@ -28,7 +28,7 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite
-from sparsebench.harness.run.repeat import Engine, again, whole
+from sparsebench.harness.run.repeat import Engine, Where, again, whole
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
@@ -66,7 +66,6 @@ class Missing:
 
     @property
     def cases(self) -> list[str]:
-        """Return the ids of the cases, each once."""
         return [*dict.fromkeys(case for part, ids in self.gaps for case in part.cases(ids))]
 
 
@@ -122,16 +121,9 @@ class Evidence:
         return [part for parts in self.parts.values() for part in parts]
 
     def planned(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
-        """Return the claims for reports; ceilings add the bounds of their device."""
         return [
-            planned_claim(
-                written,
-                self.parts[written.name],
-                ceilings,
-                self._refused(written.name),
-                self.files.get(written.name, ()),
-            )
-            for written in self.written
+            planned_claim(c, self.parts[n], ceilings, self._refused(n), self.files.get(n, ()))
+            for n, c in ((each.name, each) for each in self.written)
         ]
 
     def verdicts(self) -> dict[str, list[Verdict]]:
@@ -141,15 +133,13 @@ class Evidence:
         """
         every = {name: [*each, *self.files.get(name, ())] for name, each in self.cells.items()}
         deciding = judging_cells(every)
+        problems = {
+            name: {part.test.name: part.problems for part in parts}
+            for name, parts in self.parts.items()
+        }
         return {
-            each.name: judge(
-                each.name,
-                each.claim,
-                deciding[each.name],
-                {part.test.name: part.problems for part in self.parts[each.name]},
-                self._refused(each.name),
-            )
-            for each in self.written
+            n: judge(n, claim, deciding[n], problems[n], self._refused(n))
+            for n, claim in ((each.name, each.claim) for each in self.written)
         }
 
     def _refused(self, name: str) -> dict[str, str]:
@@ -161,9 +151,8 @@ def evidence(
 ) -> Evidence:
     """Plan claims and read runs, which is all that a verdict without a GPU needs."""
     result = Evidence(written)
-    for each in written:
-        result.parts[each.name] = parts(each, data)
-        result.cells[each.name] = []
+    result.parts = {each.name: parts(each, data) for each in written}
+    result.cells = {each.name: [] for each in written}
     result.read(runs)
     return result
 
@@ -269,16 +258,10 @@ class _Check:
             "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
             "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
         }
-        return again(
-            run,
-            self.flags.device,
-            self.flags.data,
-            out,
-            replace(self.options, origin={"confirms": origin}),
-            self.engine,
-            only=f"case={'|'.join(ids)}",
-            replicates=self.flags.replicates,
-        )
+        where = Where(self.flags.device, self.flags.data, out, self.options, self.engine)
+        only = f"case={'|'.join(ids)}"
+        replicates = self.flags.replicates
+        return again(run, where, {"confirms": origin}, only=only, replicates=replicates)
 
 
 def _finished(path: Path) -> bool:
@@ -308,7 +291,8 @@ def runs_for(gaps: Sequence[Gap], replicates: int) -> list[Missing]:
     """
     in_all: dict[str, set[str]] = {}
     for part, left in gaps:
-        if not _screens(part, replicates):
+        decided_by_one = part.test.quantifier == "exists" and len(part.problems) > 1
+        if not decided_by_one or replicates < FEWEST or measures_energy(part):
             in_all.setdefault(part.suite.text, set()).update(left)
     groups: dict[tuple[str, bool, int], list[Gap]] = {}
     for part, left in gaps:
@@ -318,12 +302,6 @@ def runs_for(gaps: Sequence[Gap], replicates: int) -> list[Missing]:
                 key = part.suite.text, measures_energy(part), processes
                 groups.setdefault(key, []).append((part, ids))
     return [Missing(group, processes) for (_, _, processes), group in groups.items()]
-
-
-def _screens(part: Part, replicates: int) -> bool:
-    """Return whether one process screens the problems of a test, because one cell decides it."""
-    several = part.test.quantifier == "exists" and len(part.problems) > 1
-    return several and replicates >= FEWEST and not measures_energy(part)
 
 
 def measures_energy(part: Part) -> bool:

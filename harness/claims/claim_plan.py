@@ -1,4 +1,8 @@
-"""From a claim to the contests that test it: each test with its problems and contenders.
+"""Claims by name, and from a claim to the contests that test it.
+
+    suites/claims/NAME.yaml                  NAME
+    entry point of sparsebench.claims        a package whose *.yaml files are claims
+    a path that ends in .yaml                that file
 
     test ─> its suite, expanded ─> contests at its fields ─> subjects and baselines in them
 
@@ -12,23 +16,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import torch
 import yaml
 
+from sparsebench._discovery import documents
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.prepare import unsupported
+from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op, suites
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import only, text
-from sparsebench.harness.plan.suite import Contest, Suite, expand, read
+from sparsebench.harness.plan.suite import Contest, Suite, document, expand, read
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, covers, matches
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Chosen, ClaimFile, Measure, Test
+from sparsebench.results.claims.schema import Chosen, ClaimFile, Measure, Test, parse
 from sparsebench.results.record import Case, Contender, Problem
 
 GIB = 2**30
@@ -99,7 +105,8 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
 
     Without ceilings this is the larger of the ratios of FLOPs and of bytes, which holds on every
     device. With them it is the ratio of both bounds, neither of which is below an empty launch.
-    Indices are not counted, except a bit per element for 2:4, which tensor cores need.
+    Indices are not counted, except a bit per element for 2:4, which tensor cores need. All of the
+    activations count, although blocks at a high sparsity may leave some unused.
     """
     op, dtype = load_op(problem.op), problem["dtype"]
     fields, whole = op.sizes(problem.fields), op.elements(problem)
@@ -146,14 +153,14 @@ def refused(part: Part, device: str) -> str:
     """Return why a test cannot run on a device; "" if it can."""
     if simulated(device) or not part.contests:
         return ""
-    here = torch.device(device)
-    if here.type == "cuda":
-        memory = torch.cuda.get_device_properties(here).total_memory
+    if device.startswith("cuda"):
+        memory = torch.cuda.get_device_properties(device).total_memory
         if reason := too_large(part, memory):
             return reason
     for who, chosen in (("baseline", part.test.baseline), ("subject", part.test.subject)):
         pairs = [(c.problem, k) for c in part.contests for k in _matching(chosen, c)]
-        reasons = Counter(f"{k.kernel}: {r}" for p, k in pairs if (r := unsupported(p, k, here)))
+        why = ((k.kernel, unsupported_on(device, p, k)) for p, k in pairs)
+        reasons = Counter(f"{kernel}: {reason}" for kernel, reason in why if reason)
         if reasons.total() == len(pairs):
             return f"no {who} is supported here: {reasons.most_common(1)[0][0]}"
     return ""
@@ -181,7 +188,6 @@ def _suite(name: str, measure: str, data: Path | None) -> Suite:
 
 
 def _narrowed(part: Part, number: int, measure: Measure) -> Part:
-    """Keep the contests of a test, and its subjects and baselines in them."""
     test, suite = part.test, part.suite
 
     def where(key: str) -> str:
@@ -233,3 +239,22 @@ def _matching(chosen: Chosen, contest: Contest) -> list[Contender]:
         for each in contest.contenders
         if matches(chosen, {"format": each.format, "kernel": each.kernel, "options": each.options})
     ]
+
+
+def claims() -> dict[str, Traversable]:
+    """Return the file of every claim by its name. Raises SuiteError if a name occurs twice."""
+    return documents("suites.claims")
+
+
+def load(name: str) -> ClaimFile:
+    """Read a claim by name or from a file. Raises SuiteError with the file and the line."""
+    return parse(*document("suites.claims", "claim", name))
+
+
+def chosen(names: list[str]) -> list[ClaimFile]:
+    """Read the claims of these names, or all known claims without any."""
+    selected = [load(name) for name in names or claims()]
+    twice = [name for name, count in Counter(each.name for each in selected).items() if count > 1]
+    if twice:
+        raise SuiteError(f"expected each claim once, found {min(twice)} twice")
+    return selected

@@ -68,7 +68,7 @@ PublishedRuns = Annotated[
 
 def budget_s(text: str) -> float:
     """Return the seconds of a budget such as 90s, 10m or 1.5h. Raises SuiteError."""
-    from sparsebench.harness.plan.duration import seconds
+    from sparsebench.harness.plan.limits import seconds
 
     return seconds("--budget", text, LEAST_BUDGET_S)
 

@@ -20,10 +20,10 @@ def check(
     as_json: opt.Json = False,
 ) -> None:
     """Estimate the run time of a suite, and list unsupported cases."""
-    from sparsebench.harness.costs.estimates import preview
+    from sparsebench.harness.costs.estimates import preview, preview_here
     from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import named
-    from sparsebench.harness.plan.preview import plan, uncontested
+    from sparsebench.harness.plan.selection import uncontested
     from sparsebench.harness.plan.suite import read
     from sparsebench.results.formatting import amount
 
@@ -33,7 +33,7 @@ def check(
     if gpu:
         planned = preview(requested, times_on(gpu), only, replicates)
     else:
-        planned = plan(requested, named(device), only, replicates, data)
+        planned = preview_here(requested, named(device), only, replicates, data)
     if as_json:
         print_json(planned)
         return

@@ -46,7 +46,7 @@ Losses = Annotated[
 @claims.command("list")
 def list_(names: Names = None, as_json: opt.Json = False) -> None:
     """List the known claims and what each one says."""
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.reports.claims.sheets import listed
 
     selected = chosen(names or [])
@@ -67,9 +67,8 @@ def schema() -> None:
 @claims.command()
 def lint(names: Names = None, data: opt.Data = None) -> None:
     """Check the fields of claims, and the suites and contenders that they name."""
-    from sparsebench.harness.claims.claim_catalog import claims as packaged
-    from sparsebench.harness.claims.claim_catalog import load
-    from sparsebench.harness.claims.claim_plan import parts
+    from sparsebench.harness.claims.claim_plan import claims as packaged
+    from sparsebench.harness.claims.claim_plan import load, parts
     from sparsebench.results.formatting import amount
 
     valid = True
@@ -97,7 +96,7 @@ def bound(
 ) -> None:
     """Compute the best possible result of each claim, and which tests no kernel can meet."""
     from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.reports.claims.sheets import bounded
 
     planned = evidence(chosen(names or []), data=data).planned(_ceilings(gpu))
@@ -140,7 +139,7 @@ def check(
     """
     from sparsebench.harness.claims.checking import check as measure
     from sparsebench.harness.claims.checking import evidence, to_json
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.harness.costs.estimates import left_out, looks
     from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import named
@@ -192,7 +191,7 @@ def report(
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
     from sparsebench.harness.claims.checking import evidence, to_json
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
 
     result = evidence(chosen(names or []), _runs(runs), data)
     if as_json:
@@ -205,7 +204,7 @@ def report(
 def sentences(runs: Runs = None, data: opt.Data = None) -> None:
     """Print each sentence of the three announcements with its claims and verdicts, as Markdown."""
     from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.reports.claims.announcements import markdown
     from sparsebench.results.claims.announcements import CLAIMS
 

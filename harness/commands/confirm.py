@@ -22,24 +22,15 @@ def confirm(
     """Re-measure a run's largest speedups in isolation."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.measure import RunOptions
+    from sparsebench.harness.run.repeat import Where, headlines
     from sparsebench.harness.run.repeat import confirm as measure_again
-    from sparsebench.harness.run.repeat import headlines
     from sparsebench.reports.build import build, frames_of
     from sparsebench.results import store
     from sparsebench.results.provenance import choices_of
 
     with measuring() as show:
-        options = RunOptions(progress=show)
-        fresh = measure_again(
-            path,
-            named(device),
-            data,
-            out,
-            options,
-            cases=cases,
-            replicates=replicates,
-            inherit=inherit,
-        )
+        where = Where(named(device), data, out, RunOptions(progress=show), inherit=inherit)
+        fresh = measure_again(path, where, cases, replicates)
     again = store.read(fresh)
     build(frames_of(again), fresh / "report.html")
     lines = headlines(again)

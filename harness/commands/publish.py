@@ -38,7 +38,7 @@ def publish(
     """
     from sparsebench.harness.catalog import listing
     from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_catalog import chosen
+    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.reports.site.pages import Site
     from sparsebench.reports.site.publish import publish as add
     from sparsebench.results.formatting import amount

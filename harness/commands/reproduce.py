@@ -20,6 +20,7 @@ def reproduce(
 ) -> None:
     """Rerun a run's suite on this machine, and report which results agree with the original."""
     from sparsebench.harness.run.measure import RunOptions, measure
+    from sparsebench.harness.run.repeat import Where
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.comparison_tables import disagreements
@@ -29,9 +30,8 @@ def reproduce(
     with measuring() as show:
         sharing = Sharing(devices)
         engine = sharing.measure if sharing else measure
-        options = RunOptions(progress=show)
-        first = sharing.first(device)
-        fresh = measure_again(path, first, data, out, options, engine, inherit=inherit)
+        first, options = sharing.first(device), RunOptions(progress=show)
+        fresh = measure_again(path, Where(first, data, out, options, engine, inherit))
     again = store.read(fresh)
     build(frames_of(again), fresh / "report.html")
     result = agreement(store.read(path), again)

@@ -81,7 +81,7 @@ def run(
     else:
         early_start.start(device or devices, sharing.count, replicates)
         from sparsebench.harness.doctor.findings import nothing_compared
-        from sparsebench.harness.plan.preview import uncontested
+        from sparsebench.harness.plan.selection import uncontested
         from sparsebench.harness.plan.suite import read
         from sparsebench.harness.run.run_json import Flags
 

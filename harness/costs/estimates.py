@@ -15,7 +15,7 @@ are unknown while those files are missing.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +23,12 @@ from statistics import median
 from typing import Any
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.bench.operands import unusable
+from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.claims.checking import Evidence, evidence, missing, runs_for
-from sparsebench.harness.claims.claim_catalog import chosen
+from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.harness.costs.measured_times import (
     ENERGY_S,
     KernelTimes,
@@ -35,14 +37,18 @@ from sparsebench.harness.costs.measured_times import (
     names,
     product,
     times_on,
+    typical_times,
 )
 from sparsebench.harness.plan.selection import only, planned
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
 from sparsebench.results import files, store
 from sparsebench.results.formatting import amount
-from sparsebench.results.record import Case, Contender
+from sparsebench.results.record import Case, Contender, Problem
 from sparsebench.results.statistics import FEWEST
+
+Reason = Callable[[Problem, Contender], str | None]
+"""Says why a contender cannot run a problem, or returns None."""
 
 
 def preview(
@@ -55,19 +61,28 @@ def preview(
     searched: bool = False,
     energy: bool = False,
     device: str = "cuda",
+    reason: Reason | None = None,
 ) -> dict[str, Any]:
     """Return counts, an estimate in seconds and bytes, and the kernels without times.
 
     `pinned` if choices come from another run, without a search; `searched` if every process has the
-    finalists of another run. The estimate includes A/A twins and the noise floor; the counts are of
-    the suite's own cases.
+    finalists of another run. Without a `reason` the device is not here, and a kernel runs if it is
+    for such a device and the op. The estimate includes A/A twins and the noise floor; the counts
+    are of the suite's own cases.
     """
+
+    def runs(contest: Contest, contender: Contender) -> bool:
+        if reason:
+            return not reason(contest.problem, contender)
+        kernel = load_kernel(contender.kernel)
+        return kernel.device in ("any", device) and kernel.op in ("any", contest.problem.op)
+
     selected = only(suite.contests, condition)
     measures = len(possible(suite.measures, device))
     process_s, windows = times.start_s, 0
     cases, seen = list[tuple[str, float, bool]](), set[tuple[Any, ...]]()
     for contest in planned(suite, device, condition):
-        running = [k for k in contest.contenders if _runs(k, contest, device)]
+        running = [k for k in contest.contenders if runs(contest, k)]
         contest_s, row_s = times.contest_and_row_s(size := log_size(contest.problem))
         process_s += bool(running) * contest_s + len(running) * measures * row_s
         windows += len(running)
@@ -80,28 +95,47 @@ def preview(
     later = times.searching if replicates >= FEWEST and not pinned else times.later
     seconds = times.ceilings_s + replicates * (process_s + energy * windows * ENERGY_S)
     seconds += _prepare_s(cases, first) + (replicates - 1) * _prepare_s(cases, later)
-    supported = Counter(k.kernel for c in selected for k in c.contenders if _runs(k, c, device))
+    every = [(contest, contender) for contest in selected for contender in contest.contenders]
+    supported = Counter(
+        contender.kernel for contest, contender in every if runs(contest, contender)
+    )
     largest = max((load_op(c.problem.op).held_bytes(c.problem) for c in selected), default=0)
+    why = Counter((k.label, reason(c.problem, k)) for c, k in every) if reason else Counter()
     return {
         "suite": suite.name,
         "title": suite.title,
         "device": times.gpu,
         "problems": len(selected),
-        "cases": sum(len(contest.contenders) for contest in selected),
+        "cases": len(every),
         "supported": supported.total(),
         "replicates": replicates,
         "estimate_s": round(seconds),
         "largest_bytes": largest,
         "memory_bytes": times.memory_bytes,
-        "unknown": sorted(supported.keys() - times.first.keys()),
-        "unsupported": [],
+        "unknown": [] if reason else sorted(supported.keys() - times.first.keys()),
+        "unsupported": [
+            {"contender": label, "reason": text, "cases": count}
+            for label, text, count in sorted((*key, n) for key, n in why.items() if key[1])
+        ],
     }
 
 
-def _runs(contender: Contender, contest: Contest, device: str) -> bool:
-    """Return whether a kernel is for such a device and this op; the device itself is not here."""
-    kernel = load_kernel(contender.kernel)
-    return kernel.device in ("any", device) and kernel.op in ("any", contest.problem.op)
+def preview_here(
+    suite: Suite, device: str, condition: str, replicates: int, data: Path | None
+) -> dict[str, Any]:
+    """Return a preview for a device of this machine, by typical times, with what cannot run there.
+
+    The values of source files below `data` are read.
+    """
+    of_files = dict[str, str]()
+
+    def reason(problem: Problem, contender: Contender) -> str | None:
+        if data and problem.id not in of_files:
+            of_files[problem.id] = unusable(problem, load_op(problem.op), data)
+        return unsupported_on(device, problem, contender) or of_files.get(problem.id) or None
+
+    times = typical_times(device)
+    return preview(suite, times, condition, replicates, device=device, reason=reason)
 
 
 def _prepare_s(
@@ -137,10 +171,8 @@ def affordable(
     for problem, cases in candidates.items():
         more = fitting | {problem: cases}
         ids = "|".join(dict.fromkeys(case for each in more.values() for case in each))
-        planned_run = preview(
-            suite, times, f"case={ids}", replicates, device=device, searched=searched
-        )
-        if planned_run["estimate_s"] <= left_s:
+        run = preview(suite, times, f"case={ids}", replicates, device=device, searched=searched)
+        if run["estimate_s"] <= left_s:
             fitting = more
     return fitting
 
@@ -170,14 +202,13 @@ def looks(
 ) -> list[Look]:
     """Return the runs that a check will make before any confirming run."""
     left = []
-    for run_left in missing(result, device, replicates):
-        suite, cases = run_left.suite, run_left.cases
-        claims = tuple(dict.fromkeys(part.written.name for part, _ in run_left.gaps))
-        contests = len({problem for _, problems in run_left.gaps for problem in problems})
-        look = Look(suite.name, claims, contests, len(cases), None)
+    for gap in missing(result, device, replicates):
+        claims = tuple(dict.fromkeys(part.written.name for part, _ in gap.gaps))
+        contests = len({problem for _, problems in gap.gaps for problem in problems})
+        look = Look(gap.suite.name, claims, contests, len(gap.cases), None)
         if times:
-            only_these, processes = f"case={'|'.join(cases)}", run_left.replicates
-            run = preview(suite, times, only_these, processes, energy=run_left.energy)
+            only_these = f"case={'|'.join(gap.cases)}"
+            run = preview(gap.suite, times, only_these, gap.replicates, energy=gap.energy)
             look = replace(look, seconds=run["estimate_s"], unknown=tuple(run["unknown"]))
         left.append(look)
     return left
@@ -224,17 +255,16 @@ def campaign_estimates(
         elif entry.kind == "reproduce":
             suite, of = above[0].read(data), above[0]
             run = preview(suite, times, of.only, of.replicates, pinned=True)
-            how = f"as {entry.of}, without a search"
-            estimate = EntryEstimate(entry, run["estimate_s"], how)
+            estimate = EntryEstimate(entry, run["estimate_s"], f"as {of.name}, without a search")
         else:
-            suite = above[0].read(data)
-            cases = [
+            suite, both = above[0].read(data), f"{above[0].only} {entry.only}".strip()
+            chosen_cases = [
                 Case(contest.problem, contender).id
-                for contest in only(suite.contests, f"{above[0].only} {entry.only}".strip())
+                for contest in only(suite.contests, both)
                 for contender in contest.contenders
                 if not contender.baseline
-            ]
-            seconds = _cases_s(suite, cases[: entry.cases], times, entry.replicates, pinned=True)
+            ][: entry.cases]
+            seconds = _cases_s(suite, chosen_cases, times, entry.replicates, pinned=True)
             estimate = EntryEstimate(entry, seconds)
         estimates[entry.name] = estimate
     return list(estimates.values())

@@ -84,6 +84,18 @@ class MeasuredTimes:
         return median(run[1] for run in near), median(run[2] for run in near)
 
 
+# Typical times over the packaged suites on an H200 and on two cores: of the start of a process, of
+# a row, of a search with its compilation, and of a search among finalists (harness/NOTES.md).
+TYPICAL_S = {"cuda": (3.0, 0.06, 0.3, 0.1), "cpu": (3.0, 0.4, 0, 0), "sim": (3.0, 0.02, 0, 0)}
+
+
+def typical_times(device: str) -> MeasuredTimes:
+    """Return the typical times of a kind of device, for any kernel."""
+    start_s, row_s, search_s, again_s = TYPICAL_S[device.partition(":")[0]]
+    first, searching = ({"": KernelTimes(0.0, [(0.0, s)])} for s in (search_s, again_s))
+    return MeasuredTimes(device, 0, 0.0, start_s, [(0.0, 0.0, row_s)], first, {}, searching)
+
+
 def times_on(path: Path) -> MeasuredTimes:
     """Read a run, or the runs of one GPU in a folder. Raises ResultError if there are none."""
     folders = [path] if (path / "run.json").exists() else store.runs_in(path)
@@ -145,7 +157,6 @@ def _sizes(run: Run) -> tuple[float, float, float]:
 
 
 def _kernels(runs: Iterable[Run], selects: Callable[[Run, Row], bool]) -> dict[str, KernelTimes]:
-    """Return what `prepare` took in the wanted rows, by the label and the name of each kernel."""
     by_name: dict[str, list[list[Row]]] = {}  # rows of each kernel, by run
     for run in runs:
         rows = {(row.case.id, row.replicate): row for row in run.rows if selects(run, row)}

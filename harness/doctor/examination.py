@@ -19,9 +19,9 @@ from torch.nn.functional import linear
 from sparsebench.harness.bench import device_ceilings
 from sparsebench.harness.doctor import findings, host_checks, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level
-from sparsebench.harness.machine._nvml import Board, NoNvml, board
+from sparsebench.harness.doctor.other_work import busy_percent
 from sparsebench.harness.machine.device import identity
-from sparsebench.harness.machine.telemetry import summary
+from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
 from sparsebench.kernels._common.gpu_clock import GpuClock
 
 LOAD_S = 1.0
@@ -37,11 +37,11 @@ def examine(device: torch.device) -> list[Finding]:
     results += _on_host(device, runnable)
     results += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
     if device.type == "cuda":
-        empty_launch_us = device_ceilings.empty_launch_us(device)
-        results.append(timing_checks.empty_launch(empty_launch_us))
+        empty_us = device_ceilings.empty_launch_us(device)
+        results.append(timing_checks.empty_launch(empty_us))
         results.append(timing_checks.launches(GpuClock(device).holds))
         clocks = timing_checks.read_clocks(device)
-        results += [timing_checks.agreement(times_us, empty_launch_us) for times_us in clocks]
+        results += [timing_checks.agreement(times_us, empty_us) for times_us in clocks]
     return results
 
 
@@ -60,30 +60,23 @@ def table(results: list[Finding]) -> Table:
 def _on_gpu(device: torch.device) -> list[Finding]:
     try:
         with board(identity(device)) as gpu:
-            before = findings.others(_others(gpu), _busy_percent(gpu))
+            before = findings.others(_others(gpu), busy_percent(gpu))
             window, bits = _under_load(gpu, device)
             driver = gpu.nvml.nvmlSystemGetCudaDriverVersion()
             versions = host_checks.cuda(driver, str(torch.version.cuda))
             on_gpu = [before, *_shown(gpu, window, bits), *_set(gpu), versions]
     except NoNvml as error:
         means = "The GPU's state cannot be checked, and rows have no telemetry."
-        on_gpu = [Finding(Level.NOTE, "NVML", str(error), means)]
+        on_gpu = [findings.note("NVML", str(error), means)]
     return [*on_gpu, findings.l2(torch.cuda.get_device_properties(device).L2_cache_size)]
 
 
 def _others(gpu: Board) -> list[int] | None:
-    """Return the ids of other processes that use the GPU, or None if not reported."""
     lists = [gpu.ask(f"{kind}RunningProcesses_v3") for kind in ("Compute", "Graphics")]
     if lists == [None, None]:
         return None
     pids = {process.pid for listed in lists for process in listed or ()}
     return sorted(pids - {os.getpid()})
-
-
-def _busy_percent(gpu: Board) -> float | None:
-    """Return the GPU's utilization over the last second or less."""
-    rates = gpu.ask("UtilizationRates")
-    return None if rates is None else float(rates.gpu)
 
 
 def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int | None]:
@@ -128,12 +121,13 @@ def _set(gpu: Board) -> list[Finding]:
 
 def _on_host(device: torch.device, runnable: float) -> list[Finding]:
     cores = len(os.sched_getaffinity(0))
+    installed = {name: host_checks.read_version(name) for name in host_checks.LIBRARIES}
     results = [
         host_checks.load(runnable, cores),
         host_checks.governor(host_checks.read_governor()),
         host_checks.timer(host_checks.read_tick_ns()),
-        host_checks.versions(host_checks.read_versions(), host_checks.read_pins()),
+        host_checks.versions(installed, host_checks.read_pins()),
     ]
-    return results + (
-        [host_checks.threads(torch.get_num_threads(), cores)] if device.type == "cpu" else []
-    )
+    if device.type == "cpu":
+        results.append(host_checks.threads(torch.get_num_threads(), cores))
+    return results

@@ -11,6 +11,7 @@ driver does not report it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from sparsebench.results.record import POWER_LIMITED
 
@@ -49,19 +50,21 @@ class Finding:
     do: str = ""
 
 
-def ok(check: str, reading: str) -> Finding:
-    """Return a finding that needs no action."""
-    return Finding(Level.OK, check, reading)
+ok, note, warning = (partial(Finding, level) for level in Level)
 
 
-def note(check: str, reading: str, means: str, do: str = "") -> Finding:
-    """Return a finding about numbers that are right, but not those of any other machine."""
-    return Finding(Level.NOTE, check, reading, means, do)
+def graded(
+    value: float, limits: tuple[float, float], check: str, reading: str, means: str, do: str
+) -> Finding:
+    """Return ok below both limits, a note from the first one on, a warning from the second on."""
+    if value < limits[0]:
+        return ok(check, reading)
+    return (warning if value >= limits[1] else note)(check, reading, means, do)
 
 
-def warning(check: str, reading: str, means: str, do: str = "") -> Finding:
-    """Return a finding that makes the machine unfit."""
-    return Finding(Level.WARNING, check, reading, means, do)
+def unknown(check: str) -> Finding:
+    """Return the finding for a reading that the driver does not report."""
+    return note(check, "not reported by the driver", "Its state is unknown.")
 
 
 def failure(reason: str, traceback: str) -> Finding:
@@ -74,11 +77,6 @@ def nothing_compared(suite: str, device: str) -> Finding:
     reading = f"nothing but the baselines of {suite} is supported on {device}"
     do = "`sparsebench check` lists the reasons."
     return warning("suite", reading, "Nothing will be compared.", do)
-
-
-def unknown(check: str) -> Finding:
-    """Return the finding for a reading that the driver does not report."""
-    return note(check, "not reported by the driver", "Its state is unknown.")
 
 
 def unfit(findings: Sequence[Finding]) -> bool:
@@ -98,8 +96,7 @@ def others(pids: Sequence[int] | None, busy_percent: float | None) -> Finding:
     """Judge other processes on the GPU, and its utilization before anything ran here."""
     check, busy = "other work on the GPU", f"{busy_percent or 0:g} % busy"
     if pids:
-        named = ", ".join(str(pid) for pid in pids)
-        return warning(check, f"processes {named}; {busy} before", *OTHERS)
+        return warning(check, f"processes {', '.join(map(str, pids))}; {busy} before", *OTHERS)
     if busy_percent is not None and busy_percent >= BUSY_PERCENT:
         reading = f"{busy} before anything ran here; a container does not list other processes"
         return warning(check, reading, *OTHERS)
@@ -120,12 +117,10 @@ def reasons(bits: int | None) -> Finding:
 
 
 def slowed_down(window: Mapping[str, float]) -> Finding:
-    """Judge the counters of the load (the window of telemetry.py)."""
+    """Judge the counters of the load (a window of machine/nvml.py)."""
     check = "slowed down under load"
     names = {"power": "power_capped_us", "heat": "thermal_us", "hardware": "hardware_us"}
-    share = {
-        name: window[key] / window["seconds"] / 1e6 for name, key in names.items() if key in window
-    }
+    share = {name: window[k] / window["seconds"] / 1e6 for name, k in names.items() if k in window}
     if not share:
         return unknown(check)
     reading = ", ".join(f"by {name} {100 * part:.0f} % of the time" for name, part in share.items())
@@ -149,14 +144,6 @@ def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
     return note(check, reading, means, "See nvidia-smi -q -d CLOCK.")
 
 
-def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
-    """Compare the application clock with its default; many GPUs have none."""
-    check, means = "application clock", "Times are those of this setting, not of the GPU as sold."
-    if mhz is None or default_mhz is None:
-        return ok(check, "none, or not reported")
-    return _setting(check, mhz, default_mhz, "MHz", means, "-rac")
-
-
 def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding:
     """Compare the temperature under load with the highest that the GPU allows."""
     check, found_c = "temperature under load", window.get("temperature_c")
@@ -169,17 +156,24 @@ def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding
     return warning(check, reading, *HEAT) if near else ok(check, reading)
 
 
+def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
+    """Compare the application clock with its default; many GPUs have none."""
+    check, means = "application clock", "Times are those of this setting, not of the GPU as sold."
+    none = ok(check, "none, or not reported")
+    return _setting(check, mhz, default_mhz, "MHz", means, "-rac") or none
+
+
 def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
     """Compare the power limit with its default."""
     check, means = "power limit", "Long work runs at another clock than with the default."
-    if limit_w is None or default_w is None:
-        return unknown(check)
-    return _setting(check, limit_w, default_w, "W", means, "-pl")
+    return _setting(check, limit_w, default_w, "W", means, "-pl") or unknown(check)
 
 
 def _setting(
-    check: str, value: float, default: float, unit: str, means: str, option: str
-) -> Finding:
+    check: str, value: float | None, default: float | None, unit: str, means: str, option: str
+) -> Finding | None:
+    if value is None or default is None:
+        return None
     reading = f"{value:g} {unit}, default {default:g}"
     do = f"nvidia-smi {option}, if it should be the default."
     return ok(check, reading) if value == default else note(check, reading, means, do)
@@ -196,28 +190,28 @@ def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int 
     reading = f"{uncorrected} uncorrected, {corrected} corrected since the driver was loaded"
     if uncorrected:
         return warning(check, reading, *BROKEN)
-    return note(check, reading, "") if corrected else ok(check, reading)
+    return note(check, reading) if corrected else ok(check, reading)
 
 
 def slices(enabled: bool | None) -> Finding:
     """Judge MIG: a GPU in slices."""
-    if enabled:
-        means = "A slice shares power and clock with others, and its ceilings are not the GPU's."
-        return warning("MIG", "on", means, "Measure on a whole GPU.")
-    return ok("MIG", "off" if enabled is not None else "this GPU has none")
+    if not enabled:
+        return ok("MIG", "off" if enabled is not None else "this GPU has none")
+    means = "A slice shares power and clock with others, and its ceilings are not the GPU's."
+    return warning("MIG", "on", means, "Measure on a whole GPU.")
 
 
 def persistence(enabled: bool | None) -> Finding:
     """Judge persistence mode: whether the driver stays loaded while the GPU is not used."""
     check, means = "persistence mode", "Each process loads the driver anew: seconds, and settings."
-    if not enabled:
-        off = note(check, "off", means, "nvidia-smi -pm 1 (root).")
-        return unknown(check) if enabled is None else off
-    return ok(check, "on")
+    if enabled is None:
+        return unknown(check)
+    return ok(check, "on") if enabled else note(check, "off", means, "nvidia-smi -pm 1 (root).")
 
 
 def l2(size: int) -> Finding:
     """Judge the L2 cache: a flush is a multiple of its size (kernels/_common/l2_flush.py)."""
+    if size > 0:
+        return ok("L2 cache", f"{size / 2**20:g} MiB")
     means = "The cache is not flushed, so cold samples are in fact hot."
-    unflushed = warning("L2 cache", "size not reported", means)
-    return ok("L2 cache", f"{size / 2**20:g} MiB") if size > 0 else unflushed
+    return warning("L2 cache", "size not reported", means)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 
-from sparsebench.harness.doctor.findings import Finding, Level, note, ok, warning
+from sparsebench.harness.doctor.findings import Finding, graded, note, ok, warning
 
 BUSY = 0.5, 1.0  # runnable processes a core: a note, a warning
 COARSE_NS = 1000
@@ -34,15 +34,12 @@ def read_tick_ns() -> int:
     return min(b - a for a, b in pairwise(times) if b > a)
 
 
-def read_versions() -> dict[str, str | None]:
-    """Return the installed version of each library, or None."""
-    installed: dict[str, str | None] = {}
-    for name in LIBRARIES:
-        try:
-            installed[name] = version(name).partition("+")[0]
-        except PackageNotFoundError:
-            installed[name] = None
-    return installed
+def read_version(library: str) -> str | None:
+    """Return the installed version of a library, or None."""
+    try:
+        return version(library).partition("+")[0]
+    except PackageNotFoundError:
+        return None
 
 
 def read_pins() -> dict[str, str]:
@@ -56,11 +53,9 @@ def read_pins() -> dict[str, str]:
 def load(runnable: float, cores: int) -> Finding:
     """Judge how busy the host is."""
     reading = f"{runnable:.2f} runnable processes on {cores} cores"
-    if runnable < BUSY[0] * cores:
-        return ok("host load", reading)
-    level = Level.WARNING if runnable >= BUSY[1] * cores else Level.NOTE
     means = "Launches are delayed: times as called from Python, and all times on a CPU, scatter."
-    return Finding(level, "host load", reading, means, "End other work, or wait.")
+    limits = BUSY[0] * cores, BUSY[1] * cores
+    return graded(runnable, limits, "host load", reading, means, "End other work, or wait.")
 
 
 def governor(name: str | None) -> Finding:
@@ -82,10 +77,9 @@ def threads(count: int, cores: int) -> Finding:
 
 def timer(tick_ns: int) -> Finding:
     """Judge the smallest step of the host's clock."""
-    if tick_ns <= COARSE_NS:
-        return ok("host clock", f"steps of {tick_ns} ns")
-    means = "Times of short calls are rounded to these steps."
-    return warning("host clock", f"steps of {tick_ns} ns", means)
+    reading, means = f"steps of {tick_ns} ns", "Times of short calls are rounded to these steps."
+    coarse = warning("host clock", reading, means)
+    return ok("host clock", reading) if tick_ns <= COARSE_NS else coarse
 
 
 def versions(installed: Mapping[str, str | None], pins: Mapping[str, str]) -> Finding:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsebench.harness.doctor import findings
-from sparsebench.harness.doctor.findings import Finding, Level, note, ok
-from sparsebench.harness.machine._nvml import NoNvml, board
+from sparsebench.harness.doctor.findings import Finding
+from sparsebench.harness.machine.nvml import Board, NoNvml, board
 
 STAT = Path("/proc/stat")
 GLANCE_S = 0.3
@@ -61,26 +61,29 @@ def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
     others_s = (now.busy_s - began.busy_s) - (now.own_s - began.own_s)
     cores = max(0.0, others_s / (now.at_s - began.at_s))
     reading = f"{cores:.1f} of {now.cores} cores busy with it"
-    note, warning = TAKEN[kind]
-    if cores < note * now.cores:
-        return ok(CHECK, reading)
+    slow, unfit = (share * now.cores for share in TAKEN[kind])
     means = "Times scatter, and speedups are those of the remaining cores."
     if kind == "cuda":
         means = "Launches are delayed, so times as called from Python scatter."
-    level = Level.WARNING if cores >= warning * now.cores else Level.NOTE
-    return Finding(level, CHECK, reading, means, "End it, or wait until it ends.")
+    do = "End it, or wait until it ends."
+    return findings.graded(cores, (slow, unfit), CHECK, reading, means, do)
 
 
 def gpu(identity: str, worker: int) -> Finding:
     """Judge other processes on a GPU; our idle worker is one of its processes."""
     try:
         with board(identity) as card:
-            listed = card.ask("ComputeRunningProcesses_v3")
-            rates = card.ask("UtilizationRates")
+            listed, busy = card.ask("ComputeRunningProcesses_v3"), busy_percent(card)
     except NoNvml as error:
-        return note("other work on the GPU", str(error), "")
+        return findings.note("other work on the GPU", str(error))
     pids = None if listed is None else _others([process.pid for process in listed], worker)
-    return findings.others(pids, None if rates is None else float(rates.gpu))
+    return findings.others(pids, busy)
+
+
+def busy_percent(card: Board) -> float | None:
+    """Return a GPU's utilization over the last second or less."""
+    rates = card.ask("UtilizationRates")
+    return None if rates is None else float(rates.gpu)
 
 
 def _others(pids: Sequence[int], worker: int) -> list[int]:

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity
 
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
-from sparsebench.harness.doctor.findings import Finding, Level, ok, warning
+from sparsebench.harness.doctor.findings import Finding, graded, ok, warning
 from sparsebench.harness.plan import selection
 from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.results.statistics import block_logs, by_block
@@ -49,10 +49,8 @@ def read_pairs(device: torch.device) -> dict[str, list[float]]:
 
 def read_clocks(device: torch.device) -> list[dict[str, float]]:
     """Return µs by clock for each op of the LADDER, without CUPTI if it reports nothing."""
-    calls = [_call(m, n, k, "bf16", device) for m, n, k, _ in LADDER]
-    events = [median(_by_events(call, device)) for call in calls]
-    readings = []
-    for call, events_us in zip(calls, events, strict=True):
+    readings, calls = [], [_call(m, n, k, "bf16", device) for m, n, k, _ in LADDER]
+    for call, events_us in [(call, median(_by_events(call, device))) for call in calls]:
         graph = _captured(call, device)
         times_us = _by_cupti(graph.call, device)
         if times_us["graph"] < LONG_US:  # the host is slower than that, so queue the replays
@@ -65,13 +63,10 @@ def read_clocks(device: torch.device) -> list[dict[str, float]]:
 def floor(kind: str, logs: Sequence[float]) -> Finding:
     """Judge A/A pairs of one kind: smaller differences than theirs are not meaningful."""
     largest = max(expm1(abs(log)) for log in logs)
-    note, warning = APART[kind]
     check, reading = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
-    if largest <= note:
-        return ok(check, reading)
     means = "Two runs of one call differ by this much, so smaller differences are not meaningful."
     do = "Check for other work, heat and changing clocks above; take more processes."
-    return Finding(Level.WARNING if largest > warning else Level.NOTE, check, reading, means, do)
+    return graded(largest, APART[kind], check, reading, means, do)
 
 
 def empty_launch(time_us: float) -> Finding:

@@ -26,17 +26,14 @@ class Grid:
 
     @property
     def rows(self) -> int:
-        """Count the block rows."""
         return -(-self.n // self.r)
 
     @property
     def columns(self) -> int:
-        """Count the block columns."""
         return -(-self.k // self.c)
 
     @property
     def cells(self) -> int:
-        """Count the blocks."""
         return self.rows * self.columns
 
 
@@ -58,12 +55,10 @@ class Stack:
 
     @property
     def rows(self) -> int:
-        """Count the block rows of one mask."""
         return -(-self.tokens[0] // self.block[0])
 
     @property
     def columns(self) -> int:
-        """Count the block columns of one mask."""
         return -(-self.tokens[1] // self.block[1])
 
 

@@ -68,7 +68,7 @@ def shape_and_level(path: Path, tensor: str | None = None) -> tuple[int, int, fl
     if tensor is not None:
         return *_weight_shape(path, tensor), None
     if path.suffix == ".smtx":
-        n, k, nnz = _smtx_header(path, _first_line(path))
+        n, k, nnz = _smtx_header(path, _content(path, 100).partition(b"\n")[0].rstrip(b"\r"))
     else:
         n, k, rows, _ = _scipy_pattern(path)
         nnz = len(rows)
@@ -135,22 +135,18 @@ def require_regular(path: Path) -> None:
         raise _unusable(path, "a readable file", "no regular file")
 
 
-def _first_line(path: Path) -> bytes:
+def _content(path: Path, most: int = -1) -> bytes:
     require_regular(path)
     try:
         with path.open("rb") as file:
-            return file.readline(100).rstrip(b"\r\n")
+            return file.read(most)
     except OSError as error:
         raise _unusable(path, "a readable file", error) from error
 
 
 def _smtx(path: Path) -> tuple[int, int, Indices, Indices]:
     """Return n, k and the row and column of every entry."""
-    require_regular(path)
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise _unusable(path, "a readable file", error) from error
+    lines = _content(path).splitlines()
     if len(lines) == 2:
         lines.append(b"")  # the third line may be missing if there are no entries
     if len(lines) != 3:
@@ -191,7 +187,6 @@ def _integers(path: Path, what: str, line: bytes, count: int) -> Indices:
 
 
 def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
-    """Return n, k and the row and column of every entry."""
     if not path.name.endswith((".mtx", ".mtx.gz", ".npz")):
         raise _unusable(path, "a .smtx, .mtx, .mtx.gz, .npz or .safetensors file", path.suffix)
     require_regular(path)
@@ -258,7 +253,6 @@ def _is_weight(shape: list[int], dtype: str) -> bool:
 
 
 def _header(path: Path) -> dict[str, tuple[list[int], str]]:
-    """Return shape and dtype by tensor name."""
     require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:

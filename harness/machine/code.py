@@ -9,6 +9,7 @@ code_sha256   one digest of the code of this package, and of the plug-ins'
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -19,6 +20,7 @@ from importlib.util import find_spec
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
+from subprocess import DEVNULL, CalledProcessError
 from typing import Any
 
 FOLDERS = "harness", "formats", "kernels", "results"  # code that numbers can depend on
@@ -38,20 +40,20 @@ def code_sha256(plugins: Plugins | None = None) -> str:
 
 @cache
 def _own_digest() -> "hashlib._Hash":
-    digest = hashlib.sha256()
-    for path, file in _own_code():
-        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest
-
-
-def _own_code() -> Iterator[tuple[str, Traversable]]:
-    """Yield the files that numbers can depend on, under the names that a wheel has."""
+    """Hash the files that numbers can depend on, under the names that a wheel has."""
     root = ((f"root/{f.name}", f) for f in files("sparsebench").iterdir() if f.name != BUILT)
     folders = (_files(folder, files(f"sparsebench.{folder}")) for folder in FOLDERS)
-    for path, file in sorted(chain(root, *folders), key=itemgetter(0)):
-        evidence = path.startswith("results/") and path.endswith(".json")  # for readers of rows
-        if path.endswith((".py", ".cu", ".cuh", ".json")) and not evidence:
-            yield path, file
+    every = sorted(chain(root, *folders), key=itemgetter(0))
+    code = [(path, f) for path, f in every if path.endswith((".py", ".cu", ".cuh", ".json"))]
+    evidence = re.compile(r"results/.*\.json")  # for readers of rows
+    return _hashed((path, file) for path, file in code if not evidence.fullmatch(path))
+
+
+def _hashed(named: Iterable[tuple[str, Traversable]]) -> "hashlib._Hash":
+    digest = hashlib.sha256()
+    for path, file in named:
+        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest
 
 
 def plugins(modules: Iterable[str]) -> dict[str, dict[str, str | None]]:
@@ -70,7 +72,6 @@ def plugins(modules: Iterable[str]) -> dict[str, dict[str, str | None]]:
 
 
 def _distribution(package: str) -> Distribution | None:
-    """Return the distribution that contains a package, or None."""
     inside, names = package.replace(".", "/"), packages_distributions()
     owners = [Distribution.from_name(name) for name in {*names.get(package.partition(".")[0], [])}]
     if len(owners) > 1:  # a namespace that several share
@@ -89,15 +90,10 @@ def _package(module: str) -> str:
 
 
 def _digest(package: str) -> str:
-    """Return the SHA-256 of a package's files, or of a module's one file."""
-    spec, digest = find_spec(package), hashlib.sha256()
+    spec = find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
-        inside: Iterable[tuple[str, Traversable]] = [("", Path(str(spec and spec.origin)))]
-    else:
-        inside = _files(package, files(package))
-    for path, file in inside:
-        digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
+        return _hashed([("", Path(str(spec and spec.origin)))]).hexdigest()
+    return _hashed(_files(package, files(package))).hexdigest()
 
 
 def commit() -> dict[str, Any]:
@@ -130,16 +126,10 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
         ["ls-files", "--others", "--exclude-standard", "--", *beside],
     ):
         try:
-            done = subprocess.run(
-                ["git", "-C", root, *command],
-                capture_output=True,
-                check=True,
-                encoding="utf-8",
-                errors="replace",
-            )
-        except (OSError, subprocess.CalledProcessError):
+            output = subprocess.check_output(["git", "-C", root, *command], stderr=DEVNULL)
+        except (OSError, CalledProcessError):
             return None
-        outputs.append(done.stdout.strip())
+        outputs.append(output.decode("utf-8", "replace").strip())
     return {"commit": outputs[0], "dirty": any(outputs[1:])}
 
 

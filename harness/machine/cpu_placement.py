@@ -70,7 +70,6 @@ def read_list(text: str) -> set[int]:
 
 
 def _cores(cpus: set[int]) -> list[frozenset[int]]:
-    """Return the CPUs by core."""
     cores = {}
     for cpu in sorted(cpus):
         file = CPUS / f"cpu{cpu}/topology/thread_siblings_list"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.machine._nvml import NoNvml, board
 from sparsebench.harness.machine.code import code_sha256, commit
+from sparsebench.harness.machine.nvml import NoNvml, board
 from sparsebench.kernels._common import tuned_table
 
 GPU_LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"
@@ -25,15 +25,14 @@ def pick(name: str | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         return torch.device("cuda:0" if count else "cpu")
+    unknown = SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
+        raise unknown from error
     number = name.partition(":")[2] or "0"  # torch keeps 8 bits of it: cuda:256 would be cuda:0
-    if device.type == "cpu" and int(number):
-        raise SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and int(number)):
+        raise unknown
     if device.type == "cuda" and int(number) >= count:
         raise SuiteError(f"--device: expected an NVIDIA GPU for {name!r}, found {count} here")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Self
@@ -56,11 +57,9 @@ class CompileAhead:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        """Return itself; no process is there before `start`."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the processes that are left, and remove their folder."""
         self._end()
         self.folder.cleanup()
 
@@ -73,14 +72,9 @@ class CompileAhead:
 
     def _spawn(self, *command: str) -> None:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, CHOICES: self.folder.name},
-            encoding="utf-8",
-        )
+            command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True,
+            env={**os.environ, CHOICES: self.folder.name}, encoding="utf-8",
+        )  # fmt: skip
         self.processes.append(process)
 
     def finish(self, until: float, progress: Callable[[int, int, str], None]) -> None:

@@ -51,11 +51,5 @@ def probe(device: str) -> list[Probed]:
                 cases[kernel] += 1
                 supported[kernel] += not reason
                 reasons.setdefault(kernel, Counter()).update([reason] if reason else [])
-    return [
-        Probed(kernel, cases[kernel], supported[kernel], _most(reasons[kernel]))
-        for kernel in sorted(cases)
-    ]
-
-
-def _most(reasons: Counter[str]) -> str:
-    return reasons.most_common(1)[0][0] if reasons else ""
+    most = {kernel: why.most_common(1)[0][0] if why else "" for kernel, why in reasons.items()}
+    return [Probed(name, cases[name], supported[name], most[name]) for name in sorted(cases)]

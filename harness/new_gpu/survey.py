@@ -38,7 +38,7 @@ import torch
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.costs.estimates import affordable
 from sparsebench.harness.costs.measured_times import times
-from sparsebench.harness.doctor.findings import Finding, Level
+from sparsebench.harness.doctor.findings import warning
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.new_gpu.compile_ahead import CompileAhead
 from sparsebench.harness.new_gpu.probe import probe
@@ -97,7 +97,6 @@ class Survey:
         return not simulated(self.device) and torch.device(self.device).type == "cuda"
 
     def write(self) -> None:
-        """Write survey.json."""
         data = {"schema": SCHEMA, **asdict(self)}
         del data["path"]
         store.write_json(self.path / "survey.json", data)
@@ -146,12 +145,8 @@ def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
     end = monotonic() + survey.budget_s - PAGE_S
     survey.write()
     with CompileAhead(survey.device, survey.suite) as ahead:
-        steps: dict[str, Step] = {
-            "doctor": partial(_doctor, ahead),
-            "compile": partial(_compile, ahead),
-            **STEPS,
-        }
-        for name, step in steps.items():
+        prepared = {"doctor": partial(_doctor, ahead), "compile": partial(_compile, ahead)}
+        for name, step in (prepared | STEPS).items():
             if name in survey.seconds:
                 continue
             began = monotonic()
@@ -195,23 +190,18 @@ def _examined(device: str) -> list[dict[str, Any]]:
         return []
     try:
         reply = subprocess.run(
-            [*DOCTOR, device],
-            capture_output=True,
-            timeout=DOCTOR_S,
-            check=False,
-            encoding="utf-8",
-            errors="replace",
+            [*DOCTOR, device], capture_output=True, timeout=DOCTOR_S, check=False
         )
         findings: list[dict[str, Any]] = json.loads(reply.stdout)["findings"]
+        return findings
     except subprocess.TimeoutExpired:
         reason = f"no answer in {DOCTOR_S:g} s"
     except (ValueError, KeyError):
-        last = reply.stderr.strip().splitlines()[-1:]
+        last = reply.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
         reason = without_paths("".join(last)) or f"it ended with {reply.returncode}"
-    else:
-        return findings
-    means = "It is unknown whether the machine is fit to measure."
-    return [asdict(Finding(Level.WARNING, "doctor", reason, means))]
+    return [
+        asdict(warning("doctor", reason, "It is unknown whether the machine is fit to measure."))
+    ]
 
 
 def _tune(survey: Survey, end: float, progress: Progress) -> str:
@@ -284,12 +274,10 @@ def _too_small(survey: Survey, end: float) -> str:
     """Say in one line that the budget ended before a problem was measured, and what it takes."""
     began = end + PAGE_S - survey.budget_s
     least_s = (monotonic() - began) / SCREEN + PAGE_S
-    again = f"`sparsebench new-gpu --resume {survey.path} --budget"
     needed = f"{ceil(least_s / 30) * 30}s"
-    return (
-        f"--budget {survey.budget_s:g}s: expected at least {needed} for one process on this "
-        f"machine, found less; {again} {needed}` resumes"
-    )
+    again = f"`sparsebench new-gpu --resume {survey.path} --budget {needed}` resumes"
+    expected = f"expected at least {needed} for one process on this machine, found less"
+    return f"--budget {survey.budget_s:g}s: {expected}; {again}"
 
 
 def _begun(target: Path) -> tuple[str, int] | None:
@@ -313,14 +301,12 @@ def _planned(
     if len(runs) == 1:
         start_s = estimates.start_s * (1 + AGAIN * (FEWEST - 1)) / FEWEST
         estimates = replace(estimates, start_s=start_s)
-    seconds, processes = SAFE * left_s * max(1, len(survey.devices)), FEWEST
-    chosen: dict[str, Sequence[str]] = {}
-    for processes in (MOST, FEWEST):
-        chosen = affordable(
-            read(survey.suite), estimates, left, seconds, processes, device=kind, searched=True
-        )
-        if len(chosen) == len(left):
-            break
+    seconds, processes = SAFE * left_s * max(1, len(survey.devices)), MOST
+    plan = partial(affordable, read(survey.suite), estimates, left, seconds, device=kind)
+    chosen = plan(processes, searched=True)
+    if len(chosen) < len(left):
+        processes = FEWEST
+        chosen = plan(processes, searched=True)
     cases = dict.fromkeys(case for ids in chosen.values() for case in ids)
     return (f"case={'|'.join(cases)}" if cases else ""), processes
 
@@ -339,7 +325,6 @@ class _Pace:
     count: int = 0
 
     def __call__(self, process: int, contests: list[Contest]) -> list[Contest]:
-        """Return the contests to measure now, in their order."""
         now = monotonic()
         if self.count:
             each_s = (now - self.began) / self.count
@@ -382,14 +367,8 @@ def _measured(
             options = replace(options, replan=_Pace(until, replicates, ranks))
         path = measure(suite, flags, None if stopped else target, stopped, options)
     contests = store.read(path).state["contests"]
-    if contests["done"] < contests["of"]:
-        left = contests["of"] - contests["done"]
-        return f"{left} of {amount(contests['of'], 'contest')} not reached"
-    return ""
+    left = contests["of"] - contests["done"]
+    return f"{left} of {amount(contests['of'], 'contest')} not reached" if left else ""
 
 
-STEPS: dict[str, Step] = {
-    "tune": _tune,
-    "screen": _screen,
-    "decide": _decide,
-}
+STEPS: dict[str, Step] = {"tune": _tune, "screen": _screen, "decide": _decide}

@@ -133,15 +133,19 @@ def recorded(gate: str, operands: Mapping[str, Tensor]) -> dict[str, float | str
     return {"active": float(f"{on.sum(1).double().mean():.4g}"), "skew": RECORDED}
 
 
-def share(problem: Problem) -> float:
-    """Return the fraction of units that are on for a token; 1 if it is left to chance."""
+def share(problem: Problem, units: str = "n") -> float:
+    """Return the fraction of the units that are on for a token; 1 if it is left to chance.
+
+    `units` is the field that has their number.
+    """
     active = problem.fields.get("active")
-    return 1.0 if active is None else float(active / problem["n"])
+    return 1.0 if active is None else float(active / problem[units])
 
 
 def all_active(problem: Problem) -> Problem:
     """Return the problem with every unit on, as a dense product computes it."""
-    return replace(problem, fields={**problem.fields, "active": None, "skew": "iid"})
+    skew = {"skew": "iid"} if "skew" in problem.fields else {}
+    return replace(problem, fields={**problem.fields, "active": None, **skew})
 
 
 def share_of_any(problem: Problem) -> float:

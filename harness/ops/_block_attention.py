@@ -113,7 +113,7 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     mask  allowed pairs of a query and a key, summed over sequences and query heads
     keys  keys that a query selects, summed over sequences and KV heads
     """
-    mask, fields = weights["mask"], problem.fields
+    mask, fields = weights["mask"], dict[str, Any](problem.fields)
     area = areas(tokens_of(fields), sides_of(fields["block"]), fields["causal"], mask.device)
     lists = (mask != 0).view(-1, *area.shape)
     elements = sum(int(area[present].sum()) for present in lists)

@@ -141,7 +141,6 @@ class Op:
 
     @property
     def mask(self) -> str | None:
-        """Return the name of the operand with the role mask, if there is one."""
         return self._named("mask")
 
     def _named(self, role: str) -> str | None:
@@ -158,18 +157,26 @@ class Op:
         return longest_row(*(arguments[name] for name in self.weights))
 
     def nonzeros(self, problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
-        """Count the non-zeros of each weight; -0.0 is zero."""
         if self.counts:
             return self.counts(problem, weights)
         return {name: int(is_stored(weight).sum()) for name, weight in weights.items()}
 
     def elements(self, problem: Problem) -> dict[str, int]:
-        """Return the non-zeros of each weight if nothing is pruned."""
         if self.full:
             return self.full(problem)
         sizes = self.sizes(problem.fields)
         shapes = {name: self.operands[name].shape for name in self.weights}
         return {name: sizes[rows] * sizes[columns] for name, (rows, columns) in shapes.items()}
+
+    def work(self, problem: Problem, nonzeros: Mapping[str, int]) -> dict[str, Any]:
+        """Return the work of a problem in the fields of its rows."""
+        itemsize = DTYPES[problem["dtype"]].itemsize
+        return {
+            "nnz": sum(nonzeros[name] for name in self.weights),
+            "flops": self.flops(problem, nonzeros),
+            "dense_flops": self.flops(self.dense(problem), self.elements(problem)),
+            "fewest_bytes": self.fewest_bytes(problem, nonzeros, itemsize),
+        }
 
     def held_bytes(self, problem: Problem) -> int:
         """Return the bytes that a dense kernel holds for a problem, without the output."""

@@ -122,7 +122,6 @@ class Gradients:
         self.dv[part.kv] += dv
 
     def output(self, fields: Values) -> Tensor:
-        """Return the three, one below the other."""
         return torch.cat([t.view(-1, fields["head_dim"]) for t in (self.dq, self.dk, self.dv)])
 
 
@@ -173,7 +172,7 @@ def _weights(q: Tensor, k: Tensor, part: Part, lse: Tensor, scale: float) -> Ten
 
 def depth_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> int:
     """Return the most keys that a query selects, or queries of a group that select a key."""
-    queries = fields["m"] * (fields["heads"] // fields["kv_heads"])
+    queries: int = fields["m"] * (fields["heads"] // fields["kv_heads"])
     return max(blocks.longest_sum(mask, fields), queries)
 
 

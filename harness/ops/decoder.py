@@ -4,7 +4,8 @@
     in each of the layers:
         q | k | v = norm(S) Wqkv.T                    heads, kv_heads, kv_heads times head_dim
         q, k = turned(unit(q)), turned(unit(k))       RMS norm of each head; rotary embedding
-        S += attention(q, keys and k, values and v) Wo.T
+        p = softmax(q (keys and k).T / sqrt(head_dim))
+        S += p (values and v) Wo.T
         Z = norm(S)
         S += (act(Z Wg.T) * (Z Wu.T)) Wd.T
     Y = norm(S) Wh.T                                  the head
@@ -35,22 +36,16 @@ found in bf16, or with few layers.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import log2
 from statistics import NormalDist
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from sparsebench.harness.ops._attention import (
-    EPSILON,
-    attended,
-    attention_and_variance,
-    by_sequence,
-)
+from sparsebench.harness.ops._active import all_active, share
 from sparsebench.harness.ops._op import Fields, Op, Operand, Values
 from sparsebench.harness.ops.ffn import SPARSEST_FP8, _meant, act_of, slope_of
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
@@ -58,11 +53,13 @@ from sparsebench.results.record import Problem
 
 LAYER = "wqkv", "wo", "wg", "wu", "wd"  # the weights of a layer; the other one is the head's
 REST = "wh", "gains", "keys", "values", "x"
-MLP = "wg", "wu", "wd"
+MLP, UNITS = ("wg", "wu", "wd"), "intermediate"
 EXAMPLE = {
     "hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5,
     "m": 3, "layers": 1, "context": 5, "caches": 1,
 }  # fmt: skip
+EPSILON = 1e-6  # of RMS norms
+ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
 ROWS = 4096  # of a weight, squared at a time
 FINE_FP8 = 2.0**-4  # variance of a rounding to bf16 if eps is e4m3's (bench/correctness.py)
 
@@ -196,7 +193,7 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 
     If Wo has no non-zero, attention is not needed.
     """
-    off = (1 - share(problem)) * (nnz["wu"] + nnz["wd"])
+    off = (1 - share(problem, UNITS)) * (nnz["wu"] + nnz["wd"])
     multiplied = problem["layers"] * (sum(nnz[name] for name in LAYER) - off) + nnz["wh"]
     tokens = problem["context"] + 1 if nnz["wo"] else 0
     attended = problem["heads"] * problem["head_dim"] * tokens
@@ -206,22 +203,11 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of each layer's non-zeros and cache, of the head, of X and of Y."""
     wide, m = OUTPUTS[problem["dtype"]].itemsize, problem["m"]
-    off = (1 - share(problem)) ** m * (nnz["wu"] + nnz["wd"])  # for all sequences
+    off = (1 - share(problem, UNITS)) ** m * (nnz["wu"] + nnz["wd"])  # for all sequences
     weights = itemsize * (sum(nnz[name] for name in LAYER) - off)
     cache = 2 * m * problem["kv_heads"] * problem["head_dim"] * problem["context"]
     rest = nnz["wh"] + m * (problem["hidden"] + problem["vocab"])
     return int(problem["layers"] * (weights + wide * cache) + wide * rest)
-
-
-def share(problem: Problem) -> float:
-    """Return the fraction of a layer's units that are on for a sequence; 1 if left to chance."""
-    active = problem.fields.get("active")
-    return 1.0 if active is None else float(active / problem["intermediate"])
-
-
-def all_active(problem: Problem) -> Problem:
-    """Return the problem with every unit on, as a dense product computes it."""
-    return replace(problem, fields={**problem.fields, "active": None})
 
 
 def prunes(fields: Mapping[str, Any], weight: str) -> bool:
@@ -247,7 +233,7 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
         power = round(log2(unit_scale(problem["hidden"])))
     active = problem.fields.get("active") is not None
     if name == "wd" and active:
-        power += round(-log2(_square_of_few(share(problem)) / 0.5) / 2)
+        power += round(-log2(_square_of_few(share(problem, UNITS)) / 0.5) / 2)
     if power:
         operand.copy_(operand.float() * 2.0**power)
     if active:
@@ -268,13 +254,93 @@ def _by_squares(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([linear(x, rows.square()) for rows in w.split(ROWS)], 1)
 
 
-def _norm(x: Tensor, gain: Tensor) -> Tensor:
+def _norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
     return rms_norm(x, (x.shape[-1],), gain, EPSILON)
 
 
-def _norm_of(variance: Tensor, x: Tensor, gain: Tensor) -> Tensor:
+def _norm_of(variance: Tensor, x: Tensor, gain: Tensor | None = None) -> Tensor:
     """Carry the variance of x through its norm."""
-    return variance * gain.square() / (x.square().mean(-1, True) + EPSILON)
+    scaled = variance if gain is None else variance * gain.square()
+    return scaled / (x.square().mean(-1, True) + EPSILON)
+
+
+class _Heads(NamedTuple):
+    """Queries [m, kv_heads, group, head_dim]; key and value of the token [m, kv_heads, 1, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def attended(z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return the summand of the stream [m, hidden], from the stream's norm."""
+    heads = _heads(linear(z, wqkv), keys)
+    q, k = (_turned(_norm(t), keys.shape[2]) for t in (heads.q, heads.k))
+    p, p_token = _attention(q, k, keys)
+    return linear((p @ values + p_token * heads.v).flatten(1), wo)
+
+
+def attention_and_variance(
+    projected: Tensor, variance: Tensor, keys: Tensor, values: Tensor, fine: float
+) -> tuple[Tensor, Tensor]:
+    """Return O [m, attended] for rows q | k | v, and the variance of O.
+
+    `fine` is the variance of a rounding, relative to the square of the rounded value.
+    """
+    heads, by_head, cache = _heads(projected, keys), _heads(variance, keys), keys.shape[2]
+    q, k = (_turned(_norm(t), cache) for t in (heads.q, heads.k))
+    var_q, var_k = (
+        _turned(_norm_of(var, t), cache, variance=True) + fine * turned.square()
+        for var, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
+    )
+    p, p_token = _attention(q, k, keys)
+    o = p @ values + p_token * heads.v
+    width = q.shape[-1]
+    moved = p.square() * (var_q @ keys.square().mT) / width  # p² times the variance of a score
+    own_moved = p_token.square() * (
+        (var_q * k.square()).sum(-1, True) + (q.square() * var_k).sum(-1, True)
+    )
+    own_moved = own_moved / width
+    var = moved @ values.square() - 2 * o * (moved @ values) + o.square() * moved.sum(-1, True)
+    var = var.clamp(min=0) + own_moved * (heads.v - o).square()
+    var = var + p_token.square() * by_head.v
+    var = var + fine * (p.square() @ values.square() + (p_token * heads.v).square())
+    return o.flatten(1), var.flatten(1)
+
+
+def by_sequence(cached: Tensor, fields: Values, wqkv: Tensor, wo: Tensor) -> Tensor:
+    """Return keys or values as [caches, m, kv_heads, cache, head_dim]."""
+    width = cached.shape[1]
+    kv_heads = (wqkv.shape[0] - wo.shape[1]) // (2 * width)
+    return cached.view(fields["caches"], fields["m"], kv_heads, -1, width)
+
+
+def _heads(projected: Tensor, keys: Tensor) -> _Heads:
+    m, kv_heads, _, width = keys.shape
+    of_cache = kv_heads * width
+    q, k, v = projected.split((projected.shape[1] - 2 * of_cache, of_cache, of_cache), 1)
+    q = q.view(m, kv_heads, -1, width)
+    return _Heads(q, k.reshape(m, kv_heads, 1, width), v.reshape(m, kv_heads, 1, width))
+
+
+def _turned(x: Tensor, position: int, *, variance: bool = False) -> Tensor:
+    """Turn elements i and i + width / 2 of each head as a pair; or carry their `variance`."""
+    width = x.shape[-1]
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=x.device)
+    angle = position * ROTARY ** (-pair / width)
+    cos, sin, sign = angle.cos(), angle.sin(), -1
+    if variance:
+        cos, sin, sign = cos.square(), sin.square(), 1
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos + sign * (b * sin), b * cos + a * sin), -1)
+
+
+def _attention(q: Tensor, k: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the softmax weights of the cached tokens [m, kv_heads, group, cache] and the token."""
+    scores = torch.cat((q @ keys.mT, (q * k).sum(-1, True)), -1) / q.shape[-1] ** 0.5
+    p = scores.softmax(-1)
+    return p[..., :-1], p[..., -1:]
 
 
 OP = Op(

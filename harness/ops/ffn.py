@@ -110,7 +110,6 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 
 
 def _meant(w: Tensor, dtype: str) -> Tensor:
-    """Return the weight that a stored one represents."""
     if dtype != "fp8":
         return w
     return (w.float() if w.dtype == torch.float8_e4m3fn else w) * unit_scale(w.shape[1])

@@ -111,7 +111,6 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
 
 
 def _bits(problem: Problem) -> int | None:
-    """Return the bits of a weight's value if they are fewer than its dtype's."""
     bits = problem.fields.get("weight_bits")
     return bits if isinstance(bits, int) else None
 

@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from sparsebench.harness.inputs.bits import scores
+from sparsebench.harness.ops._active import all_active, share
 from sparsebench.harness.ops.linear import OP as LINEAR
 from sparsebench.harness.ops.linear import LinearFields
 from sparsebench.results.record import Problem
@@ -43,17 +44,6 @@ class ActiveInputFields(LinearFields):
         return self
 
 
-def share(problem: Problem) -> float:
-    """Return the fraction of a token's inputs that are not zero."""
-    active = problem["active"]
-    return 1.0 if active is None else float(active / problem["k"])
-
-
-def share_of_any(problem: Problem) -> float:
-    """Return the fraction of inputs that are not zero for at least one of the tokens."""
-    return float(1 - (1 - share(problem)) ** problem["m"])
-
-
 def depth(w: Tensor, x: Tensor) -> int:
     """Return the most inputs of a token that are not zero."""
     return max(int((x != 0).sum(1).max()), 1)
@@ -61,20 +51,21 @@ def depth(w: Tensor, x: Tensor) -> int:
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
     """Return one multiply and one add per token and weight whose input is not zero."""
-    return float(2 * problem["m"] * nnz["w"] * share(problem))
+    return float(2 * problem["m"] * nnz["w"] * share(problem, "k"))
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
     """Return the bytes of X, Y and the columns of W that any token needs."""
     m, n, k = problem["m"], problem["n"], problem["k"]
-    return int(itemsize * (nnz["w"] * share_of_any(problem) + m * (k + n)))
+    read = nnz["w"] * (1 - (1 - share(problem, "k")) ** m)
+    return int(itemsize * (read + m * (k + n)))
 
 
 def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
     """Write zeros to the inputs of X that a draw leaves out."""
     if name == "x" and problem["active"] is not None:
         score = scores(problem.seed, f"inputs {draw}", operand.numel(), operand.device)
-        operand.masked_fill_(score.view(operand.shape) >= int(share(problem) * SCORES), 0)
+        operand.masked_fill_(score.view(operand.shape) >= int(share(problem, "k") * SCORES), 0)
 
 
 OP = replace(
@@ -83,6 +74,6 @@ OP = replace(
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,
-    dense=lambda problem: replace(problem, fields={**problem.fields, "active": None}),
+    dense=all_active,
     adjust=adjust,
 )

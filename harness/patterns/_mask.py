@@ -94,7 +94,6 @@ def _pattern(name: str) -> Pattern:
 
 
 def _count(rule: Rule, sparsity: float) -> int:
-    """Return how many cells of a group are kept, at least one."""
     requested = (rule.of or rule.group) * (1 - sparsity)
     if rule.kept is None:
         return max(1, round(requested))
@@ -104,5 +103,4 @@ def _count(rule: Rule, sparsity: float) -> int:
 
 
 def _pruned(rule: Rule, sparsity: float) -> tuple[int, int]:
-    """Return the rows and columns of the grid to which the rule applies."""
     return rule.front(sparsity) if rule.front else (rule.grid.rows, rule.grid.columns)

@@ -15,8 +15,8 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 def rule(weight: Weight) -> Rule:
     """Split the weight along its hidden units."""
     from_hidden = weight.sizes[1] in ("n", "intermediate")
-    split = spense_columns if from_hidden else spense_rows
-    return split.PATTERN.rule(weight)
+    split = spense_columns.PATTERN if from_hidden else spense_rows.PATTERN
+    return split.rule(weight)
 
 
 PATTERN = Pattern(rule, dense_fraction)

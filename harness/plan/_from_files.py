@@ -43,16 +43,16 @@ def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[
 
 
 def _matches(where: str, glob: Any, data: Path) -> list[Path]:
-    """Return the files below the data folder that a glob matches."""
     outside = not isinstance(glob, str) or PurePath(glob).is_absolute() or ".." in glob.split("/")
     if outside or not glob.strip("/."):
         raise SuiteError(f"{where}: expected a GLOB of files below --data, found {glob!r}")
+    expected = f"{where}: expected files {glob} in {data}"
     try:
         paths = sorted(path for path in data.glob(glob) if path.is_file())
     except (OSError, ValueError) as error:
-        raise SuiteError(f"{where}: expected files {glob} in {data}, found {error}") from error
+        raise SuiteError(f"{expected}, found {error}") from error
     if not paths:
-        raise SuiteError(f"{where}: expected files {glob} in {data}, found none")
+        raise SuiteError(f"{expected}, found none")
     for path in paths:
         if not files.utf8(str(path)):
             raise SuiteError(f"{where}: expected names in UTF-8, found {str(path)!a}")
@@ -68,10 +68,9 @@ def _tensors(path: Path, glob: Any, op: Op) -> list[str | None]:
     names = sources.groups(path, op.operands) if op.recorded else sources.tensor_names(path)
     matches: list[str | None] = [name for name in names if fnmatchcase(name, glob)]
     if not matches:
-        hint = did_you_mean(glob, names)
         group = f"a group {glob!r} of {', '.join(op.operands)}"
-        expected = group if op.recorded else f"a tensor {glob!r}"
-        raise SuiteError(f"{path}: expected {expected}, found no match{hint}")
+        what, hint = group if op.recorded else f"a tensor {glob!r}", did_you_mean(glob, names)
+        raise SuiteError(f"{path}: expected {what}, found no match{hint}")
     return matches
 
 
@@ -84,14 +83,11 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
     if len(op.weights) != 1:
         raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
     path = sources.located(source, data)
-    rows, columns, level = sources.shape_and_level(path, source.tensor)
+    *sides, level = sources.shape_and_level(path, source.tensor)
     names = op.operands[op.weights[0]].shape
-    from_source: dict[str, Any] = {}
-    if not op.mask:  # the cells of a mask are fewer than its tokens
-        from_source |= zip(names, (rows, columns), strict=True)
-    if level is None:
-        return from_source
-    return from_source | {"sparsity": min(round(level, 6), HIGHEST)}
+    # The cells of a mask are fewer than its tokens.
+    from_source: dict[str, Any] = {} if op.mask else dict(zip(names, sides, strict=True))
+    return from_source | ({} if level is None else {"sparsity": min(round(level, 6), HIGHEST)})
 
 
 def _recording_fields(op: Op, source: Source, path: Path) -> dict[str, Any]:

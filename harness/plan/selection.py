@@ -28,6 +28,7 @@ from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.device_ceilings import COMPUTE, DENSE, MEMORY
+from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
@@ -77,6 +78,13 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     if not selected:
         raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
     return selected
+
+
+def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
+    """Return whether a device supports no contender of a suite but its baselines."""
+    contests = only(suite.contests, condition)
+    rivals = [(c.problem, k) for c in contests for k in c.contenders if not k.baseline]
+    return bool(rivals) and all(unsupported_on(device, *rival) for rival in rivals)
 
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:

@@ -27,10 +27,10 @@
 `source: {file: GLOB, tensor: GLOB}` takes operands from files below --data, one problem per match.
 For an op with recorded operands, such as ffn, `tensor` matches groups: `NAME` if a file has
 NAME.wg, NAME.wu, NAME.wd and NAME.x (_from_files.py). Sweeps are counted before they are expanded
-(_limits.py).
+(limits.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -46,18 +46,12 @@ from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import derived
+from sparsebench.harness.plan import limits
 from sparsebench.harness.plan._from_files import fields_of_source, require_enough, sources_of
-from sparsebench.harness.plan._limits import (
-    require_few,
-    require_seeds,
-    require_sizes,
-    require_values,
-)
 from sparsebench.kernels._removed import removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source, format_of
 
-GROUPS = "contenders", "baselines"
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -99,6 +93,12 @@ class SuiteFile(_Model):
     scopes: list[Literal["kernel", "op", "chain"]] = Field(default=["kernel"], min_length=1)
     caches: list[Literal["cold", "hot"]] = Field(default=["cold"], min_length=1)
 
+    @property
+    def entries(self) -> list[tuple[str, ContenderEntry]]:
+        """Return every contender with its place in the file, baselines last."""
+        groups = {"contenders": self.contenders, "baselines": self.baselines}
+        return [(f"{group}[{i}]", e) for group, es in groups.items() for i, e in enumerate(es)]
+
 
 @dataclass(frozen=True)
 class Contest:
@@ -136,23 +136,23 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     """
     written = parse(where, text, SuiteFile)
     try:
-        if published:
-            written = _renamed(written, lambda entry: format_of(entry.kernel, entry.format))
-        else:
-            written = _renamed(written, lambda entry: canonical("formats", entry.format))
-        for group in () if published else GROUPS:
-            for number, entry in enumerate(getattr(written, group)):
-                if reason := removal(entry.kernel):
-                    raise SuiteError(f"{group}[{number}]: {reason}")
-        entries = [*written.baselines, *written.contenders]
-        require_few(written.problems, [[entry.params, entry.options] for entry in entries])
+        for place, entry in written.entries:
+            if published:
+                entry.format = format_of(entry.kernel, entry.format)
+            elif reason := removal(entry.kernel):
+                raise SuiteError(f"{place}: {reason}")
+            else:
+                entry.format = canonical("formats", entry.format)
+        entries = [entry for _, entry in written.entries]
+        limits.require_few(written.problems, [[entry.params, entry.options] for entry in entries])
         by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
         for number, axes in enumerate(written.problems):
             for problem in _problems(number, axes, data):
                 by_id.setdefault(problem.id, problem)
         problems = [*by_id.values()]
-        _every_entry_competes(written, problems)
-        _require_accepted(written, problems)
+        for place, entry in written.entries:
+            _require_competes(place, entry, problems)
+            _require_accepted(place, entry, problems)
         contests = tuple(_contest(written, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -204,7 +204,7 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
         raise SuiteError(f"{where}.op: expected the name of an op, found {actual}")
     op = load_op(name)
     seeds = _sweep(f"{where}.seed", axes.pop("seed", 0))
-    require_seeds(f"{where}.seed", seeds)
+    limits.require_seeds(f"{where}.seed", seeds)
     for source in list(sources_of(where, axes.pop("source", None), data, op)):
         from_source = fields_of_source(op, source, data)
         sweeps = []
@@ -219,7 +219,6 @@ def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator
 
 
 def _sweep(where: str, value: Any) -> list[Any]:
-    """Return the values of a sweep. Raises SuiteError for one without a value."""
     if value == [] or value == {} or (isinstance(value, list) and {} in value):
         raise SuiteError(f"{where}: expected at least one value, found {value}")
     return value if isinstance(value, list) else [value]
@@ -235,7 +234,7 @@ def _fields(
             raise SuiteError(f"{where}: expected {min(both)} to be set once, found it set twice")
         merged |= setting
     fields = _validate(where, op.fields, merged).model_dump()
-    require_sizes(where, fields)
+    limits.require_sizes(where, fields)
     if source is None and fields.get("skew") == RECORDED:
         raise SuiteError(f"{where}.skew: expected {RECORDED!r} only with a source")
     try:
@@ -247,53 +246,37 @@ def _fields(
     return fields
 
 
-def _renamed(written: SuiteFile, name_of: Callable[[ContenderEntry], str]) -> SuiteFile:
-    """Return a suite with other names of the formats of its contenders."""
-    groups = {
-        group: [
-            entry.model_copy(update={"format": name_of(entry)}) for entry in getattr(written, group)
-        ]
-        for group in GROUPS
-    }
-    return written.model_copy(update=groups)
-
-
-def _every_entry_competes(written: SuiteFile, problems: Collection[Problem]) -> None:
+def _require_competes(where: str, entry: ContenderEntry, problems: Collection[Problem]) -> None:
     """Raise SuiteError for an entry that matches no problem."""
     ops = {problem.op for problem in problems}
-    for group in GROUPS:
-        for number, entry in enumerate(getattr(written, group)):
-            for name, value in entry.at.items():
-                values = [p.fields[name] for p in problems if name in p.fields]
-                where = f"{group}[{number}].at.{name}"
-                if not any(each in values for each in _sweep(where, value)):
-                    named = ", ".join(sorted({str(each) for each in values})) or "none"
-                    expected = f"the {name} of a problem, one of {named}"
-                    raise SuiteError(f"{where}: expected {expected}; found {value!r}")
-            if entry.op is not None and entry.op not in ops:
-                actual = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
-                expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
-                raise SuiteError(f"{group}[{number}].op: {expected}; found {actual}")
-            if not any(_competes(entry, problem) for problem in problems):
-                actual = f"expected a problem with all of these, found none: {entry.at}"
-                raise SuiteError(f"{group}[{number}].at: {actual}")
+    for name, value in entry.at.items():
+        values, place = [p.fields[name] for p in problems if name in p.fields], f"{where}.at.{name}"
+        if not any(each in values for each in _sweep(place, value)):
+            named = ", ".join(sorted({str(each) for each in values})) or "none"
+            expected = f"the {name} of a problem, one of {named}"
+            raise SuiteError(f"{place}: expected {expected}; found {value!r}")
+    if entry.op is not None and entry.op not in ops:
+        actual = f"{entry.op!r}{did_you_mean(entry.op, ops)}"
+        expected = f"expected an op of the problems: {', '.join(sorted(ops))}"
+        raise SuiteError(f"{where}.op: {expected}; found {actual}")
+    if not any(_competes(entry, problem) for problem in problems):
+        actual = f"expected a problem with all of these, found none: {entry.at}"
+        raise SuiteError(f"{where}.at: {actual}")
 
 
-def _require_accepted(suite: SuiteFile, problems: Collection[Problem]) -> None:
+def _require_accepted(where: str, entry: ContenderEntry, problems: Collection[Problem]) -> None:
     """Raise SuiteError for a format, params or options that a kernel does not take."""
-    for group in GROUPS:
-        for number, entry in enumerate(getattr(suite, group)):
-            where, kernel = f"{group}[{number}]", load_kernel(entry.kernel)
-            names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
-            if kernel.consumes != "any" and len(names) > 1:
-                expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
-                raise SuiteError(f"{where}: {expected}, found {entry.format}")
-            accepted = parameters(entry.format)
-            for op in {problem.op for problem in problems if _competes(entry, problem)}:
-                of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
-                _require_names(f"{where}.params", entry.params, accepted, of_one)
-            if not removal(entry.kernel):
-                _require_names(f"{where}.options", entry.options, keywords(kernel.prepare))
+    kernel = load_kernel(entry.kernel)
+    names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
+    if kernel.consumes != "any" and len(names) > 1:
+        expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
+        raise SuiteError(f"{where}: {expected}, found {entry.format}")
+    accepted = parameters(entry.format)
+    for op in {problem.op for problem in problems if _competes(entry, problem)}:
+        of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
+        _require_names(f"{where}.params", entry.params, accepted, of_one)
+    if not removal(entry.kernel):
+        _require_names(f"{where}.options", entry.options, keywords(kernel.prepare))
 
 
 def _competes(entry: ContenderEntry, problem: Problem) -> bool:
@@ -305,11 +288,11 @@ def _competes(entry: ContenderEntry, problem: Problem) -> bool:
 
 def _contest(written: SuiteFile, problem: Problem) -> Contest:
     by_case: dict[str, Contender] = {}  # a baseline that is also a contender counts once
-    for group in reversed(GROUPS):
-        for number, entry in enumerate(getattr(written, group)):
-            where, baseline = f"{group}[{number}]", group == "baselines"
-            for contender in _contenders(where, entry, problem, baseline=baseline):
-                by_case.setdefault(Case(problem, contender).id, contender)
+    entries = sorted(written.entries, key=lambda entry: entry[0].startswith("contenders"))
+    for where, entry in entries:  # baselines first
+        baseline = where.startswith("baselines")
+        for contender in _contenders(where, entry, problem, baseline=baseline):
+            by_case.setdefault(Case(problem, contender).id, contender)
     if not by_case:
         named = ", ".join(f"{name}={value}" for name, value in problem.fields.items())
         raise SuiteError(f"contenders: expected one at {problem.op} with {named}, found none")
@@ -319,24 +302,20 @@ def _contest(written: SuiteFile, problem: Problem) -> Contest:
 def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
-    if not _competes(entry, problem):
-        return
+    points = [
+        _bound(f"{where}.{name}", getattr(entry, name), problem) for name in ("params", "options")
+    ]
     error = entry.error.model_dump() if entry.error else None
-    for params in _bound(f"{where}.params", entry.params, problem):
-        for options in _bound(f"{where}.options", entry.options, problem):
-            yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
+    for params, options in product(*points) if _competes(entry, problem) else ():
+        yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
 
 
 def _require_names(
     where: str, mapping: Mapping[str, Any], allowed: set[str], of_one: Collection[str] = ()
 ) -> None:
-    """Raise SuiteError for an unknown name; `of_one` are parameters of single weights."""
     for name in mapping.keys() - allowed - set(of_one):
-        takes, hint = (
-            ", ".join(sorted(allowed)) or "nothing",
-            did_you_mean(name, {*allowed, *of_one}),
-        )
-        raise SuiteError(f"{where}.{name}: unknown key; takes {takes}{hint}")
+        takes, hint = ", ".join(sorted(allowed)), did_you_mean(name, {*allowed, *of_one})
+        raise SuiteError(f"{where}.{name}: unknown key; takes {takes or 'nothing'}{hint}")
 
 
 def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
@@ -345,7 +324,7 @@ def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator
     sweeps = [_sweep(f"{where}.{name}", value) for name, value in mapping.items()]
     for values in product(*sweeps):
         point = dict(zip(mapping, values, strict=True))
-        require_values(where, point)
+        limits.require_values(where, point)
         for name, value in point.items():
             if isinstance(value, str) and value.startswith("$"):
                 if value[1:] not in values_by_name:

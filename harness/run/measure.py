@@ -27,7 +27,7 @@ from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.telemetry import Window, telemetry
+from sparsebench.harness.machine.nvml import Window, telemetry
 from sparsebench.harness.plan.selection import planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import early_start
@@ -120,37 +120,29 @@ def measure(
         if resume:
             held.enter_context(store.locked(resume))
         done = completed_rows(resume, suite, flags, contests) if resume else []
-        chosen_by = provenance.planned_choices(
-            flags.replicates, bool(options.pinned), bool(options.searched)
-        )
-        runner = Runner(
-            flags.device,
-            flags.data,
-            flags.timeout_s,
-            pinned=options.pinned,
-            share=flags.replicates < FEWEST,
-            processes=flags.replicates,
-        )
+        pinned, searched, processes = options.pinned, options.searched, flags.replicates
+        chosen_by = provenance.planned_choices(processes, bool(pinned), bool(searched))
+        share, place = processes < FEWEST, (flags.device, flags.data, flags.timeout_s)
+        runner = Runner(*place, pinned=pinned, share=share, processes=processes)
         held.callback(runner.kill)
         if part:
             part.start(runner)
             runner.pin(part.earlier)
         if chosen_by is provenance.Choices.EARLIER:
-            runner.pin(options.searched)
+            runner.pin(searched)
         runner.pin(done)
+        identity = runner.about["identity"]
         if flags.energy:
-            require_meter(runner.about["identity"])
+            require_meter(identity)
         # Before anything runs: a GPU reports how busy it was in the last second.
-        watch = Watch(flags.device, runner.about["identity"], runner.pid, options.on_message)
+        watch = Watch(flags.device, identity, runner.pid, options.on_message)
         before = {**(options.origin or {}), "choices": chosen_by}
-        if part:
-            before["part"] = {"number": part.number, "host": part.host}
-        elif flags.shard:
-            before["part"] = {"number": 0, "host": boot()}
-        record = Record(suite.name, flags, len(contests) * flags.replicates, before, since)
-        environment = runner.about["environment"] | code_of(
-            planned(suite, flags.device, flags.only)
-        )
+        if part or flags.shard:
+            number, host = (part.number, part.host) if part else (0, boot())
+            before["part"] = {"number": number, "host": host}
+        record = Record(suite.name, flags, len(contests) * processes, before, since)
+        whole_plan = planned(suite, flags.device, flags.only)
+        environment = runner.about["environment"] | code_of(whole_plan)
         if part:
             part.require_alike(environment)
         if resume:
@@ -174,16 +166,7 @@ def measure(
             ceilings=Ceilings.from_json(ceilings),
             energy=flags.energy,
         )
-        session = _Session(
-            runner=runner,
-            path=path,
-            record=record,
-            contests=contests,
-            contest_options=contest_options,
-            rows=done,
-            watch=watch,
-            options=options,
-        )
+        session = _Session(runner, path, record, contests, contest_options, done, watch, options)
         try:
             session.measure()
         except KeyboardInterrupt as stop:
@@ -193,12 +176,13 @@ def measure(
 
 def _require_flags(flags: Flags) -> None:
     """Raise SuiteError for values that no run can have; the command line rejects most earlier."""
-    if not LEAST_S <= flags.timeout_s <= MOST_S:
-        limits = f"seconds from {LEAST_S:g} to {MOST_S:g}"
-        raise SuiteError(f"--timeout: expected {limits}, found {flags.timeout_s}")
-    if not 1 <= flags.replicates <= store.REPLICATES:
-        limits = f"from 1 to {store.REPLICATES} (REPLICATES)"
-        raise SuiteError(f"--replicates: expected {limits}, found {flags.replicates}")
+    for name, value, least, most, unit in (
+        ("timeout", flags.timeout_s, LEAST_S, MOST_S, "s"),
+        ("replicates", flags.replicates, 1, store.REPLICATES, ""),
+    ):
+        if not least <= value <= most:
+            limits = f"{least:g} to {most:g} {unit}".strip()
+            raise SuiteError(f"--{name}: expected {limits}, found {value}")
     if flags.data and not flags.data.is_dir():
         raise SuiteError(f"--data {flags.data}: expected a folder, found none")
 
@@ -224,11 +208,11 @@ def _created(
         path = out or named.with_name(f"{named.name}-{attempt}" if attempt > 1 else named.name)
         try:
             store.create(path, suite.text, environment, state)
-            break
+            return path
         except ResultError:
             if out or store.is_new(path):
                 raise
-    return path
+    raise AssertionError
 
 
 @dataclass
@@ -255,9 +239,7 @@ class _Session:
         self.done = len(self.counts.done)
 
     def measure(self) -> None:
-        """Measure the contests that are missing, process by process."""
-        part = self.options.part
-        identity = self.runner.about["identity"]
+        part, identity = self.options.part, self.runner.about["identity"]
         with self._sealed_at_end(), telemetry(identity, self.runner.log.add) as window:
             for replicate in range(self.record.flags.replicates):
                 seed = f"{self.record.suite} {replicate}" + (f" {part.number}" if part else "")
@@ -275,7 +257,6 @@ class _Session:
             self.watch.end()
 
     def _process(self, replicate: int, contests: Iterable[Contest], window: Window) -> None:
-        """Measure the contests of one process; `window` returns telemetry since its last call."""
         window()  # drop what happened before the first contest
         options = replace(self.contest_options.after(self.rows), replicate=replicate)
         for result in self.runner.run(contests, options):
@@ -302,10 +283,8 @@ class _Session:
             self.longest_s, began = max(self.longest_s, now - began), now
 
     def _total(self) -> int:
-        part = self.options.part
-        if part:
-            return part.total(self.contests, self.record.flags.replicates)
-        return self.record.contests
+        part, processes = self.options.part, self.record.flags.replicates
+        return part.total(self.contests, processes) if part else self.record.contests
 
     def _state(self, status: str, counts: Counts | None = None) -> dict[str, Any]:
         """Return run.json. Without `counts`, count the rows on disk.

@@ -61,7 +61,7 @@ def call_each(
     """Check the cases of each contest, call the correct ones in their ranges, and yield each."""
     for planned in contests:
         entries = [Entry(Row(Case(planned.problem, c), Status.OK)) for c in planned.contenders]
-        running = contest.start(planned.problem, entries, device, data)
+        running = contest.start(contest.prepared(planned.problem, entries, device, data))
         try:
             for entry in entries:
                 case, row = entry.row.case, entry.row

@@ -29,11 +29,10 @@ from sparsebench.results.store import Run
 def code_of(contests: Iterable[Contest]) -> dict[str, Any]:
     """Return the part of environment.json that names the code which these contests run."""
     named: set[tuple[str, str]] = set()
-    for contest in contests:
-        named |= {("harness.ops", contest.problem.op)}
-        named |= {("harness.patterns", contest.problem["pattern"])}
-        for contender in contest.contenders:
-            named |= {("formats", contender.format), ("kernels", contender.kernel)}
+    for problem, contenders in ((contest.problem, contest.contenders) for contest in contests):
+        named |= {("harness.ops", problem.op), ("harness.patterns", problem["pattern"])}
+        named |= {("formats", k.format) for k in contenders}
+        named |= {("kernels", k.kernel) for k in contenders}
     places = (modules(folder).get(name, name) for folder, name in named)
     packages = plugins({place.partition(":")[0] for place in places if place != FILE})
     return {"plugins": packages, "code_sha256": code_sha256(packages)}
@@ -58,12 +57,9 @@ def own_suite(run: Run, data: Path | None) -> Suite:
     here = {s.sha256: s.path for c in _contests(run, suite) if (s := c.problem.source)}
     then = {s.sha256: s.path for row in run.rows if (s := row.case.problem.source)}
     for missing in then.keys() - here.keys():
-        expected = f"expected {then[missing]} with SHA-256 {missing}"
-        raise SuiteError(f"{data}: {expected}, found other files")
-    for added in here.keys() - then.keys():
-        if run.state["status"] == "finished":
-            expected = "expected only the files that were measured"
-            raise SuiteError(f"{data}: {expected}, found {here[added]} as well")
+        raise SuiteError(f"{data}: expected {then[missing]} with SHA-256 {missing}, found others")
+    for added in here.keys() - then.keys() if run.state["status"] == "finished" else ():
+        raise SuiteError(f"{data}: expected only files that were measured, found {here[added]} too")
     return suite
 
 
@@ -86,7 +82,6 @@ def require_planned(run: Run, suite: Suite) -> int:
 
 
 def _contests(run: Run, suite: Suite) -> list[Contest]:
-    """Return the contests of the suite that the run's flags select, twins included."""
     flags = run.state["flags"]
     contests = planned(suite, flags["device"], flags["only"], flags.get("shard", ""))
     return [contest for contest in contests if not contest.reference]
@@ -110,12 +105,8 @@ def completed_rows(
             raise SuiteError(f"--resume {path}: expected {name} {before[name]!r}, found {value!r}")
     measures = possible(suite.measures, flags.device)
     expected = {
-        contest.problem.id: {
-            (Case(contest.problem, contender).id, *measure)
-            for contender in contest.contenders
-            for measure in measures
-        }
-        for contest in contests
+        c.problem.id: {(Case(c.problem, k).id, *m) for k in c.contenders for m in measures}
+        for c in contests
     }
     by_contest: dict[tuple[int, str], list[Row]] = {}
     for row in store.rows(path):
@@ -135,9 +126,9 @@ def require_same_machine(path: Path, here: Mapping[str, Any]) -> None:
     device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
     versions = (f"versions.{name}" for name in here["versions"])
     for name in (*sorted(plugged), "code_sha256", *device, *versions):
-        if before.get(name) != now.get(name):
-            expected = f"expected {name} {before.get(name)}, found {now.get(name)}"
-            raise SuiteError(f"--resume {path}: {expected}")
+        old, new = before.get(name), now.get(name)
+        if old != new:
+            raise SuiteError(f"--resume {path}: expected {name} {old}, found {new}")
 
 
 def require_same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:

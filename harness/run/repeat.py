@@ -15,7 +15,7 @@ device of the same kind. The new run then measures those configurations, and its
 results/comparison.py decides for each cell whether two runs agree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,22 @@ Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]
 
 
 @dataclass(frozen=True)
+class Where:
+    """Where and how a bundle is measured again.
+
+    out      the new run; if it already holds a run of the same origin, that run is resumed
+    inherit  take the recorded choices, on a device of the same kind, instead of searching again
+    """
+
+    device: str
+    data: Path | None
+    out: Path | None
+    options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
+    engine: Engine = measure
+    inherit: bool = False
+
+
+@dataclass(frozen=True)
 class Headline:
     """The sentence of a confirming run about one cell; confirmed means faster than its baseline."""
 
@@ -57,38 +73,16 @@ class Headline:
     sentence: str
 
 
-def reproduce(
-    path: Path,
-    device: str,
-    data: Path | None,
-    out: Path | None,
-    options: RunOptions,
-    engine: Engine = measure,
-    *,
-    inherit: bool = False,
-) -> Path:
-    """Measure a bundle again, with sources below `data`, and return the new run.
+def reproduce(path: Path, where: Where) -> Path:
+    """Measure a bundle again, with sources below `where.data`, and return the new run.
 
     Raises ResultError or SuiteError as `own_suite` and `require_planned` do, before anything runs.
     """
     origin = {"reproduces": {"manifest_sha256": bundle.identity(path)}}
-    options = replace(options, origin=origin)
-    return again(whole(path), device, data, out, options, engine, inherit=inherit)
+    return again(whole(path), where, origin)
 
 
-def confirm(
-    path: Path,
-    device: str,
-    data: Path | None,
-    out: Path | None,
-    options: RunOptions,
-    *,
-    cases: int,
-    replicates: int,
-    condition: str = "",
-    engine: Engine = measure,
-    inherit: bool = False,
-) -> Path:
+def confirm(path: Path, where: Where, cases: int, replicates: int, condition: str = "") -> Path:
     """Measure the cases with the largest speedups again, and return the new run.
 
     They are chosen among the cases that meet `condition`, written as for --only.
@@ -105,10 +99,8 @@ def confirm(
     best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
     chosen = best[KEYS].to_dict("records")
     about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}
-    ids = f"case={'|'.join(best.case_id)}"
-    options = replace(options, origin={"confirms": about})
-    changed = {"only": ids, "replicates": replicates}
-    return again(run, device, data, out, options, engine, inherit=inherit, **changed)
+    only = f"case={'|'.join(best.case_id)}"
+    return again(run, where, {"confirms": about}, only=only, replicates=replicates)
 
 
 def headlines(run: Run) -> list[Headline]:
@@ -151,22 +143,9 @@ def whole(path: Path) -> Run:
     return run
 
 
-def again(
-    run: Run,
-    device: str,
-    data: Path | None,
-    out: Path | None,
-    options: RunOptions,
-    engine: Engine = measure,
-    *,
-    inherit: bool = False,
-    **changed: Any,
-) -> Path:
-    """Measure a bundle's own suite by its own flags, except those `changed`; return the new run.
-
-    If `out` already holds a run of the same origin, resume it. Kernels search again; with `inherit`
-    they take the recorded choices, but only on a device of the same kind.
-    """
+def again(run: Run, where: Where, origin: Mapping[str, Any], **changed: Any) -> Path:
+    """Measure a bundle's own suite by its own flags, except those `changed`; return the new run."""
+    device, data, out = where.device, where.data, where.out
     before: str = run.state["flags"]["device"]
     if simulated(device) != simulated(before) or (device == "cpu") != (before == "cpu"):
         expected = f"one of the kind of {before}, on which {run.path} was measured"
@@ -178,9 +157,11 @@ def again(
     flags = Flags.from_state(run.state, device=device, data=data, **changed)
     here = about_device(device, data)["environment"]
     same_kind = device_name(here) == device_name(run.environment)
-    pinned = pinned_by_process([*run.reference, *run.rows]) if inherit and same_kind else ()
+    inherits = where.inherit and same_kind
+    pinned = pinned_by_process([*run.reference, *run.rows]) if inherits else ()
     stopped = None
     if out and (out / "run.json").exists():
         state = store.read(out).state
-        stopped = out if (options.origin or {}).items() <= state.items() else None
-    return engine(suite, flags, out, stopped, replace(options, pinned=pinned))
+        stopped = out if origin.items() <= state.items() else None
+    options = replace(where.options, origin=origin, pinned=pinned)
+    return where.engine(suite, flags, out, stopped, options)

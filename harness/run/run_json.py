@@ -42,7 +42,6 @@ class Flags:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **changed: Any) -> Self:
-        """Return the flags of a run's run.json, some of them changed."""
         names = {field.name for field in fields(cls)}
         return cls(**{n: f for n, f in state["flags"].items() if n in names} | changed)
 
@@ -84,7 +83,6 @@ class Record:
     since: datetime
 
     def at(self, status: str, counts: Counts, spent_s: Mapping[str, float]) -> dict[str, Any]:
-        """Return the content for a status and the counts of the rows on disk."""
         seconds = self.before.get("seconds", 0) + (now() - self.since).total_seconds()
         return {
             "suite": self.suite,
@@ -119,7 +117,6 @@ class Watch:
             self._report("before", other_work.before(self._kind, identity, worker))
 
     def end(self) -> None:
-        """Look again, after all workers have ended."""
         if self._kind:
             whole = other_work.host(self._began, other_work.read_spent(), self._kind)
             self._report("during", [whole])

@@ -99,7 +99,6 @@ class Runner:
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
-        """Return the device's ceilings for the dtypes of the contests (recent_ceilings)."""
         worker = self._worker = self._worker or self._start()
         began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
         dtypes = {
@@ -180,7 +179,6 @@ class Runner:
         return True
 
     def _complete(self, contest: Contest, options: ContestOptions) -> ContestResult:
-        """Run a contest until every contender has its rows."""
         left = list(contest.contenders)
         lost_rows: list[Row] = []
         blameless = attempt = 0
@@ -206,16 +204,10 @@ class Runner:
             blameless += not offenders
             if blameless == BLAMELESS_ATTEMPTS:
                 offenders = list(left)
+            about = options.replicate, attempt, contest.reference
             for offender in offenders:
-                blank = Row(
-                    Case(contest.problem, offender),
-                    result.status,
-                    replicate=options.replicate,
-                    attempt=attempt,
-                    reference=contest.reference,
-                    device=self.about["identity"],
-                    detail=result.detail,
-                )
+                case, device = Case(contest.problem, offender), self.about["identity"]
+                blank = Row(case, result.status, *about, device=device, detail=result.detail)
                 lost_rows += [replace(blank, scope=s, cache=c) for s, c in options.measures]
                 left.remove(offender)
             attempt += 1
@@ -240,13 +232,8 @@ class Runner:
         """Return the choices to take without a search; a twin takes its original's."""
         pinned = self._pinned[replicate % len(self._pinned)] if self._pinned else {}
         choices = {**self._shared, **pinned}
-        originals = {
-            Case(contest.problem, contender).id: Case(
-                contest.problem, replace(contender, twin=False)
-            ).id
-            for contender in contest.contenders
-        }
-        return {case: choices[of] for case, of in originals.items() if of in choices}
+        cases = [Case(contest.problem, contender) for contender in contest.contenders]
+        return {c.id: choices[of] for c in cases if (of := c.original.id) in choices}
 
 
 def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:

@@ -9,6 +9,7 @@ A word is a field of the op (m=64), an option of the kernel (tuned=false), a par
 of its name, so a BSR kernel's blocks are the problem's. One process is a look, never a verdict.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +61,6 @@ class TrialResult:
 
     @property
     def right(self) -> bool:
-        """Return whether every contender gave the right output."""
         return all(row.status is Status.OK for row in self.rows)
 
 
@@ -85,7 +85,7 @@ def try_kernel(
     measured = ceilings.measure(device)
     options = ContestOptions(ceilings=measured)
     rows, _ = contest.run(planned.problem, contenders, device, data, options, on_failure=on_failure)
-    rows = sorted(rows, key=lambda row: row.case.contender.baseline)
+    rows.sort(key=lambda row: row.case.contender.baseline)
     for row in rows:
         if row.status is Status.UNSUPPORTED:
             raise Unsupported(f"{row.case.contender.kernel}: {row.detail}")
@@ -154,12 +154,9 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
             raise SuiteError(f"try: expected field=value, found {word!r}")
         if name in values:
             raise SuiteError(f"try: expected {name} once, found it twice")
-        rows, by, columns = text.partition("x")
-        block = by and rows.isdigit() and columns.isdigit()
-        where = f"try: {name}"
-        values[name] = (
-            [int(rows), int(columns)] if block else files.from_yaml(where, text, SuiteError)
-        )
+        block = re.fullmatch(r"(\d+)x(\d+)", text)
+        sides = block and [int(side) for side in block.groups()]
+        values[name] = sides or files.from_yaml(f"try: {name}", text, SuiteError)
     return values
 
 
@@ -171,7 +168,6 @@ def _one(values: Mapping[str, Any]) -> dict[str, Any]:
 def _sorted_out(
     values: Mapping[str, Any], kernel: Kernel, op: str, stored: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Divide the words into the problem's fields, the kernel's options, the format's params."""
     loaded = load_op(op)
     fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
     params = parameters(stored)
@@ -180,11 +176,9 @@ def _sorted_out(
     for name in values.keys() - names:
         expected = f"expected one of {', '.join(sorted(names))}"
         raise SuiteError(f"try: {expected}; found {name!r}{did_you_mean(name, names)}")
-    return (
-        {name: value for name, value in values.items() if name in fields},
-        {name: value for name, value in values.items() if name in options - fields},
-        {name: value for name, value in values.items() if name in params - fields - options},
-    )
+    groups = fields, options - fields, params - fields - options
+    of_field, option, param = ({n: v for n, v in values.items() if n in g} for g in groups)
+    return of_field, option, param
 
 
 def report(result: TrialResult) -> Group:

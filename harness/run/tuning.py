@@ -60,7 +60,6 @@ class Tuning:
 
     @property
     def lines(self) -> list[str]:
-        """Return the result as text: the table, its gains, and what is left or failed."""
         entries = self.table.entries
         count = amount(len(entries), "entry")
         lines = [f"{self.file}: {count} for {self.table.gpu}, {self.new} new"]
@@ -100,8 +99,7 @@ def tune(
     contests = searches(suite, condition)
     runner = Runner(device, data, TIMEOUT_S)
     try:
-        gpu = runner.about["environment"]["gpu"]
-        libraries = runner.about["environment"]["versions"]
+        gpu, libraries = (runner.about["environment"][name] for name in ("gpu", "versions"))
         versions = {"driver": gpu.get("driver")} | {n: libraries[n] for n in ("torch", "triton")}
         major, minor = map(int, gpu["compute_capability"].split("."))
         name = tuned_table.file_name((major, minor), gpu["multiprocessors"])
@@ -152,19 +150,16 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
                 kept = replace(contender, options={"kept": True})  # what was searched before, stays
                 pairs[Case(contest.problem, contender).id] = (kept,)
             elif load_kernel(contender.kernel).tunes:
-                wide, default = (
-                    replace(contender, baseline=False, options={**contender.options, "tuned": how})
-                    for how in ("wide", False)
-                )
+                tuned = ({**contender.options, "tuned": how} for how in ("wide", False))
+                wide, default = (replace(contender, baseline=False, options=o) for o in tuned)
                 pairs[Case(contest.problem, wide).id] = wide, default
         if pairs:
             contests.append(Contest(contest.problem, tuple(chain.from_iterable(pairs.values()))))
     if not contests:
         expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
         raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
-    return random.Random(suite.name).sample(
-        contests, len(contests)
-    )  # so that little time covers some of all
+    shuffled = random.Random(suite.name)  # so that little time covers some of all
+    return shuffled.sample(contests, len(contests))
 
 
 def _groups(items: Sequence[T], kernel_of: Callable[[T], str]) -> Iterator[tuple[T, ...]]:
@@ -186,7 +181,6 @@ def _entries(rows: list[Row], versions: Mapping[str, str | None]) -> tuple[list[
 
 
 def _entry(wide: Row, default: Row, versions: Mapping[str, str | None]) -> Entry:
-    """Return the faster of a search's choice and the default."""
     times_us = {id(r): round(median(r.samples_us), 3) for r in (wide, default) if r.samples_us}
     untuned_us = times_us.get(id(default))
     best = default if untuned_us is not None and untuned_us < times_us[id(wide)] else wide

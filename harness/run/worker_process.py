@@ -146,10 +146,8 @@ class Worker:
             log.add(line)
             self._words = [*self._words, line][-LINES_KEPT:]
 
-        self._readers = [
-            _reader(self._child.stdout, self._answers.put),
-            _reader(self._child.stderr, hear),
-        ]
+        pipes = (self._child.stdout, self._answers.put), (self._child.stderr, hear)
+        self._readers = [_reader(*pipe) for pipe in pipes]
         self._end = threading.Thread(target=self._reap, daemon=True)
         self._end.start()
         self.about: dict[str, Any] = {}
@@ -161,30 +159,27 @@ class Worker:
 
     def wait_imported(self) -> None:
         """Wait until a spare child has imported everything and is idle. Raises WorkerError."""
-        self._first_answer()
+        self._answer("the worker did not start")
 
     def begin(self) -> None:
         self._send(self._arguments)
 
     def wait_ready(self) -> None:
-        """Wait until the child has its device. Raises WorkerError."""
-        self.about = self._first_answer()
-
-    def _first_answer(self) -> dict[str, Any]:
-        answer = self._next(START_TIMEOUT_S)
-        if isinstance(answer, WorkerLoss):
-            raise WorkerError(f"the worker did not start: {answer.detail}")
-        return answer
+        self.about = self._answer("the worker did not start")
 
     def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Measure the device's ceilings now. Raises WorkerError."""
-        loss = self._send({"ceilings": sorted(dtypes)})
+        failed = "the ceilings were not measured"
+        answer = self._answer(failed, self._send({"ceilings": sorted(dtypes)}))
+        if not isinstance(ceilings := answer.get("ceilings"), dict):
+            raise WorkerError(f"{failed}: found {str(answer)[:80]}")
+        return ceilings
+
+    def _answer(self, failed: str, loss: WorkerLoss | None = None) -> dict[str, Any]:
         answer = loss or self._next(START_TIMEOUT_S)
         if isinstance(answer, WorkerLoss):
-            raise WorkerError(f"the ceilings were not measured: {answer.detail}")
-        if not isinstance(ceilings := answer.get("ceilings"), dict):
-            raise WorkerError(f"the ceilings were not measured: found {str(answer)[:80]}")
-        return ceilings
+            raise WorkerError(f"{failed}: {answer.detail}")
+        return answer
 
     def measure(
         self, contest: Contest, options: Mapping[str, Any], timeout_s: float
@@ -271,8 +266,7 @@ class Worker:
     def _send(self, message: Mapping[str, Any] | list[str]) -> WorkerLoss | None:
         assert self._child.stdin
         try:
-            self._child.stdin.write(json.dumps(message) + "\n")
-            self._child.stdin.flush()
+            print(json.dumps(message), file=self._child.stdin, flush=True)
         except (OSError, ValueError):  # ValueError: the pipe was closed when the child was ended
             return WorkerLoss("", Status.FAILED, self._last_words(self.close()))
         return None
@@ -319,7 +313,6 @@ def _kill_group(leader: int) -> None:
 def _require_all(
     contest: Contest, answer: Mapping[str, Any], rows: Sequence[Row], measures: Iterable[Any]
 ) -> None:
-    """Raise ValueError unless these are the rows of this contest, each case once a measure."""
     if answer["contest"] != contest.problem.id:
         raise ValueError(f"expected contest {contest.problem.id}, found {answer['contest']!r}")
     cases = [Case(contest.problem, contender).id for contender in contest.contenders]

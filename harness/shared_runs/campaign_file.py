@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import SuiteError
-from sparsebench.harness.plan.duration import seconds
+from sparsebench.harness.plan.limits import seconds
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Suite, document, parse, read
 
@@ -53,7 +53,6 @@ class Entry(BaseModel):
 
     @property
     def kind(self) -> str:
-        """Return which of KINDS it is."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
@@ -105,7 +104,6 @@ class Campaign:
         return [entry.name for entry in self.entries]
 
     def named(self, names: Sequence[str]) -> list[Entry]:
-        """Return the entries of these names in the campaign's order, or all without any."""
         for name in names:
             if name not in self.names:
                 message = unknown("the name of an entry", name, self.names)
@@ -113,7 +111,6 @@ class Campaign:
         return [entry for entry in self.entries if not names or entry.name in names]
 
     def above(self, entry: Entry) -> list[Entry]:
-        """Return the entries that have to be whole before an entry can begin."""
         if entry.kind == "claims":
             return [*self.entries[: self.names.index(entry.name)]]
         return [other for other in self.entries if other.name in (entry.of, entry.apart)]
@@ -128,8 +125,8 @@ def campaign(name: str) -> Campaign:
         place = f"{where}: entries[{number}]"
         kinds = [kind for kind in KINDS if getattr(entry, kind) is not None]
         if len(kinds) != 1:
-            message = " and ".join(kinds) or "none"
-            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {message}")
+            actual = " and ".join(kinds) or "none"
+            raise SuiteError(f"{place}: expected one of {', '.join(KINDS)}; found {actual}")
         confirmed = f"{entry.of}-{'confirmed' if entry.confirm else 'again'}"
         of_kind = {"claims": "claims", "suite": Path(str(entry.suite)).stem}
         name = entry.name or of_kind.get(entry.kind, confirmed)

@@ -25,7 +25,7 @@ from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.part_work import Begun, split
+from sparsebench.harness.shared_runs.shared_folder import Begun, split
 from sparsebench.results import bundle, files, store
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row

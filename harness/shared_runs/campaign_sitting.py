@@ -22,10 +22,10 @@ from time import monotonic
 
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.claims.checking import check
-from sparsebench.harness.claims.claim_catalog import chosen
+from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
-from sparsebench.harness.run.repeat import confirm, reproduce
+from sparsebench.harness.run.repeat import Where, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
@@ -64,16 +64,17 @@ def state(out: Path, entry: Entry) -> State:
     for run in runs:
         _require_match(run, entry)
     if whole:
-        read = store.read(path)
-        counts, cards = read.state["contests"], len(read.environment.get("devices", [])) or 1
-        manifest = bundle.identity(path)
+        cards = len(files.from_json(path / "environment.json").get("devices", [])) or 1
+        done, manifest = (
+            files.from_json(path / "run.json")["contests"]["done"],
+            bundle.identity(path),
+        )
     else:
-        written = [files.from_json(run / "run.json")["contests"]["of"] for run in runs]
+        cards, manifest = len(runs), ""
         done = len(contests_in(row for run in runs for row in store.rows(run)))
-        counts, cards, manifest = {"done": done, "of": max(written, default=0)}, len(runs), ""
+    of = max((files.from_json(run / "run.json")["contests"]["of"] for run in runs), default=0)
     status = "whole" if whole else "begun" if runs else "open"
-    seconds = _seconds(runs)
-    return State(entry.name, status, counts["done"], counts["of"], cards, seconds, manifest)
+    return State(entry.name, status, done, of, cards, _seconds(runs), manifest)
 
 
 def _seconds(runs: Sequence[Path]) -> float:
@@ -124,10 +125,7 @@ class Sitting:
             return
         cards = [self._card(device) for device in devices]
         self._here = frozenset(cards)
-
-        def serve(index: int) -> None:
-            self._serve(devices[index], cards[index], progress)
-
+        serve = lambda i: self._serve(devices[i], cards[i], progress)  # noqa: E731
         on_each_device(devices, serve, self._parts, self.out, self._stop)
 
     def _card(self, device: str) -> str:
@@ -198,11 +196,11 @@ class Sitting:
 
     def _ready(self, entry: Entry, card: str) -> bool:
         """Return whether the runs that an entry needs exist, and note the reason if not."""
-        missing = [
-            e.name
+        needs = {
+            e.name: VERDICTS if e.kind == "claims" else "run.json"
             for e in self.campaign.above(entry)
-            if not (self.out / e.name / (VERDICTS if e.kind == "claims" else "run.json")).exists()
-        ]
+        }
+        missing = [name for name, file in needs.items() if not (self.out / name / file).exists()]
         reason = f"waits for {', '.join(missing)}" if missing else ""
         if not missing and entry.elsewhere:
             run = store.read(self.out / entry.elsewhere)
@@ -213,22 +211,18 @@ class Sitting:
         return not reason
 
     def _measure(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
-        """Measure an entry completely, or raise Unfinished."""
         engine = Pieces(card, self.until, self._parts.append, self.on_message).measure
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)
+        where = Where(device, data, out, options, engine)
         match entry.kind:
             case "suite":
                 engine(entry.read(self.data), flags, out, None, options)
             case "confirm":
-                confirm(
-                    self.out / entry.of, device, data, out, options,
-                    cases=entry.cases, replicates=entry.replicates, condition=entry.only,
-                    engine=engine,
-                )  # fmt: skip
+                confirm(self.out / entry.of, where, entry.cases, entry.replicates, entry.only)
             case "reproduce":
-                reproduce(self.out / entry.of, device, data, out, options, engine)
+                reproduce(self.out / entry.of, where)
             case _:
                 runs = [self.out / e.name for e in self.campaign.above(entry)]
                 check(chosen(entry.claims or []), flags, runs, out, options, engine)

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
-from sparsebench.harness.shared_runs.part_work import work
-from sparsebench.harness.shared_runs.shared_folder import Plan, Progress
+from sparsebench.harness.shared_runs.shared_folder import Plan, Progress, work
 from sparsebench.results import files, store
 
 POLL_S = {"slurm": 10.0, "local": 1.0}
@@ -113,11 +112,8 @@ def send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:
     numbers = list(numbers)
     tasks = [Task(folder.absolute(), number) for number in numbers]
     try:
-        if len(tasks) == 1:
-            sent = [sender.submit(tasks[0])]
-        else:
-            with sender.batch():
-                sent = [sender.submit(task) for task in tasks]
+        with sender.batch() if len(tasks) > 1 else nullcontext():
+            sent = [sender.submit(task) for task in tasks]
     except Exception as error:  # submitit raises what sbatch printed, in several classes
         line = " ".join(str(error).split())[-300:]
         expected = f"expected a cluster that takes jobs; {line}"
@@ -144,10 +140,8 @@ def _executor(plan: Plan, folder: Path) -> Any:
                 parameters = {"gres": "gpu:1"} | parameters
             executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **parameters})
         else:
-            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-            setup = "unset CUDA_VISIBLE_DEVICES"
-            if seen is not None:
-                setup = f"export CUDA_VISIBLE_DEVICES={shlex.quote(seen)}"
+            seen, name = os.environ.get("CUDA_VISIBLE_DEVICES"), "CUDA_VISIBLE_DEVICES"
+            setup = f"unset {name}" if seen is None else f"export {name}={shlex.quote(seen)}"
             executor.update_parameters(timeout_min=MINUTES, setup=[setup], **parameters)
     except (RuntimeError, ValueError, TypeError) as error:
         line = " ".join(str(error).split())
@@ -169,23 +163,16 @@ def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
         return {number: "RUNNING" for number, job in ids if b"submitit" in _command_line(job)}
     command = ["squeue", "--noheader", "--array", "--format=%i %T %r", f"--name={plan.job}"]
     try:
-        reply = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=SQUEUE_S,
-            check=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        reply = subprocess.run(command, capture_output=True, timeout=SQUEUE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = [line.split(maxsplit=2) for line in reply.stdout.splitlines() if line.strip()]
+    text = reply.stdout.decode("utf-8", "replace")
+    lines = [line.split(maxsplit=2) for line in text.splitlines() if line.strip()]
     states = {job: state for job, state, *reason in lines if FAILED not in "".join(reason)}
     return {number: states[job] for number, job in ids if job in states}
 
 
 def _command_line(job: str) -> bytes:
-    """Return the command line of a local job's process; b"" once it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{job}/cmdline").read_bytes()
     return b""
@@ -194,12 +181,8 @@ def _command_line(job: str) -> bytes:
 def statuses(folder: Path, plan: Plan, parts: Iterable[Progress]) -> dict[int, str]:
     """Return a word for each part: its own status, or lost if its job ended before it was done."""
     alive = None if plan.by == "devices" else _alive(folder, plan)
-    return {
-        part.number: LOST
-        if alive is not None and not part.complete and part.number not in alive
-        else part.status
-        for part in parts
-    }
+    ended = lambda part: alive is not None and part.number not in alive  # noqa: E731
+    return {p.number: LOST if ended(p) and not p.complete else p.status for p in parts}
 
 
 def _describe(alive: Mapping[int, str] | None, lost: int) -> str:

@@ -10,10 +10,10 @@ from one GPU. If processes of a problem ran on two GPUs, the report says so (rep
     run.json           `shards`: GPU, host and SHA-256 of the manifest of each run
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from sparsebench.results import bundle, files, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
+from sparsebench.results.record import ROWS_SCHEMA
 from sparsebench.results.store import Run
 
 COMMON = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all runs
@@ -49,18 +50,7 @@ def merge(
     missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
     was changed, its suite, code or kind of GPU differs, or a contest is missing or there twice.
     """
-    runs, seen = list[Run](), dict[str, Path]()
-    for path in paths:
-        if (identity := bundle.identity(path)) in seen:  # even under another name
-            raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
-        seen[identity] = path
-    for path in paths:
-        bundle.verify(path)
-        runs.append(store.read(path))
-        if runs[-1].state.get("shards"):
-            raise ResultError(f"{path}: expected a run of one GPU, found a merged one")
-    if not runs:
-        raise ResultError("merge: expected runs, found none")
+    runs = _read(paths)
     if not store.is_new(out):
         raise ResultError(f"{out}: expected a new directory, found one")
     for run in runs[1:]:
@@ -82,30 +72,38 @@ def merge(
     if missing and whole:
         raise ResultError(_lacking(runs, missing, len(counts.done)))
     if not missing:
-        for _ in check_consistency(joined):
-            pass
-    status = "interrupted" if missing else "finished"
+        deque(check_consistency(joined), 0)
     done = {"done": len(counts.done), "of": len(counts.done) + len(missing)}
+    status = {"status": "interrupted" if missing else "finished", "contests": done}
+    state = {**joined.state, **status, "cases": dict(counts.cases)}
     with store.new_directory(out) as fresh:
-        store.write_run(
-            fresh,
-            joined.suite_text,
-            joined.environment,
-            {**joined.state, "status": status, "contests": done, "cases": dict(counts.cases)},
-            [*joined.reference, *joined.rows],
-        )
+        every_row = [*joined.reference, *joined.rows]
+        store.write_run(fresh, joined.suite_text, joined.environment, state, every_row)
         write_file(fresh / bundle.LOCK, bundle.content(paths[0], bundle.LOCK))
         for name in LOGS:
-            logs = [run / name for run in paths if (run / name).exists()]
-            if logs:
-                text = "".join(log.read_text("utf-8", "replace") for log in logs)
-                write_file(fresh / name, text)
+            if logs := [run / name for run in paths if (run / name).exists()]:
+                write_file(fresh / name, "".join(log.read_text("utf-8", "replace") for log in logs))
         bundle.seal_files(fresh, sorted(bundle.REQUIRED))
     return out
 
 
+def _read(paths: Sequence[Path]) -> list[Run]:
+    """Read runs of one GPU each. Raises ResultError if one was changed, or is there twice."""
+    runs, seen = list[Run](), dict[str, Path]()
+    for path in paths:
+        if (other := seen.setdefault(bundle.identity(path), path)) is not path:
+            raise ResultError(f"{path}: expected each run once, found {other} too")
+    for path in paths:
+        bundle.verify(path)
+        runs.append(store.read(path))
+        if runs[-1].state.get("shards"):
+            raise ResultError(f"{path}: expected a run of one GPU, found a merged one")
+    if not runs:
+        raise ResultError("merge: expected runs, found none")
+    return runs
+
+
 def _of_one_plan(first: Run, other: Run) -> None:
-    """Raise ResultError with the first difference of runs that are not of one plan."""
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
         raise ResultError(f"{other.path}: expected the suite of {first.path}, found another")
     require_equal_facts(
@@ -116,9 +114,8 @@ def _of_one_plan(first: Run, other: Run) -> None:
         if name == "flags":
             both = [{k: v for k, v in flags.items() if k not in PER_PART} for flags in both]
         if both[0] != both[1]:
-            raise ResultError(
-                f"{other.path}: expected {name} {both[0]} as in {first.path}, found {both[1]}"
-            )
+            expected = f"expected {name} {both[0]} as in {first.path}"
+            raise ResultError(f"{other.path}: {expected}, found {both[1]}")
     locks = [(run.path / bundle.LOCK).read_text("utf-8") for run in (first, other)]
     if locks[0] != locks[1]:
         lines = zip(*(lock.splitlines() for lock in locks), strict=False)
@@ -143,23 +140,17 @@ def _joined(runs: Sequence[Run], out: Path) -> Run:
     devices: dict[str, dict[str, Any]] = {}
     shards = []
     for run in runs:
-        device = device_id(run.environment)
-        host = hosts[_host(run)]
-        devices.setdefault(
-            device, {"uuid": device, "host": host, **_without(run.environment, common)}
-        )
+        device, host = device_id(run.environment), hosts[_host(run)]
+        rest = _without(run.environment, common)
+        devices.setdefault(device, {"uuid": device, "host": host, **rest})
         manifest = bundle.identity(run.path)
         shards.append({"device": device, "host": host, "manifest_sha256": manifest})
-    environment = {
-        **common,
-        "ceilings": _highest([run.environment["ceilings"] for run in runs]),
-        "devices": list(devices.values()),
-    }
-    return Run(
+    ceilings = _highest([run.environment["ceilings"] for run in runs])
+    return replace(
+        runs[0],
         path=out,
-        suite=runs[0].suite,
-        suite_text=runs[0].suite_text,
-        environment=environment,
+        schema=ROWS_SCHEMA,
+        environment={**common, "ceilings": ceilings, "devices": list(devices.values())},
         state=_state(runs) | {"shards": shards},
         rows=[row for run in runs for row in run.rows],
         reference=[row for run in runs for row in run.reference],
@@ -209,7 +200,6 @@ def _host(run: Run) -> str:
 
 
 def _shared(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the facts that all environments have in common, at every depth."""
     first, *others = environments
     common: dict[str, Any] = {}
     for name, value in first.items():
@@ -222,7 +212,6 @@ def _shared(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _without(facts: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that are not common to all."""
     rest = {}
     for name, value in facts.items():
         if name not in common:

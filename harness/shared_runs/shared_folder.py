@@ -11,23 +11,34 @@
 The folder is on a file system that all hosts share, and it is the whole state: any process that
 sees it can tell how far the plan is, resume it, and merge it. It holds paths of this machine, which
 the merged run does not.
+
+`work` measures a part in this process. It resumes a run directory that was begun on this GPU; of
+one that was begun on another GPU it keeps the whole contests, and measures the rest in a new
+directory. A process that was killed leaves its run directory as it was; the next process cuts it
+back to whole contests and seals it.
 """
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run.plan_part import owners
-from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.plan_part import Part, owners
+from sparsebench.harness.run.recorded_plan import completed_rows
+from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.runner import Pinned
-from sparsebench.results import files, store
+from sparsebench.harness.run.worker_process import about_device
+from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import device_id_at
+from sparsebench.results.record import Row
 
 SCHEMA = "sparsebench/shards@1"
 
@@ -55,11 +66,9 @@ class Plan:
         return range(1, len(self.devices) + 1)
 
     def flags_of(self, number: int) -> Flags:
-        """Return the flags of a part, on its own device."""
         return replace(self.flags, device=self.devices[number - 1])
 
     def contests(self, suite: Suite) -> list[Contest]:
-        """Return the contests that are shared out, with those of the noise floor."""
         return planned(suite, self.flags.device, self.flags.only, self.flags.shard)
 
 
@@ -176,3 +185,79 @@ def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
 def unclaimed(folder: Path, contests: Sequence[Contest]) -> int:
     """Return how many problems no part has claimed yet."""
     return len({contest.problem.id for contest in contests} - owners(folder).keys())
+
+
+Begun = Callable[[Part], None]
+"""Called with a part before it is measured, so that another thread can stop it."""
+
+
+def work(
+    folder: Path,
+    plan: Plan,
+    suite: Suite,
+    number: int,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
+    *,
+    begun: Begun = lambda part: None,
+) -> None:
+    """Measure a part until nothing is left to claim.
+
+    Raises ResultError if another process measures it.
+    """
+    flags = plan.flags_of(number)
+    with store.locked(folder / str(number)):
+        runs = runs_of(folder, number)
+        device_id = str(about_device(flags.device, flags.data)["identity"]) if runs else ""
+        ours, earlier = split(runs, device_id, suite, flags)
+        part = Part(folder, number, boot(), earlier)
+        if not part.reserve(planned(suite, flags.device, flags.only, flags.shard)):
+            return
+        begun(part)
+        # Contests with many contenders first, so that the last ones of a plan are short.
+        rank = options.rank or (lambda contest: -len(contest.contenders))
+        options = replace(options, rank=rank, part=part, pinned=pinned(folder), origin=plan.origin)
+        places = (folder / str(number) / str(count) for count in itertools.count(1))
+        out = None if ours else next(place for place in places if not place.exists())
+        measure(suite, flags, out, ours, options)
+
+
+def split(
+    runs: Sequence[Path], device_id: str, suite: Suite, flags: Flags
+) -> tuple[Path | None, list[Row]]:
+    """Return the last run of this device, to be resumed, and the rows of other devices' runs."""
+    ours = [run for run in runs if device_id_at(run) == device_id]
+    others = [run for run in runs if run not in ours]
+    rows = [row for run in others for row in seal_completed(run, suite, flags)]
+    return (ours[-1] if ours else None), rows
+
+
+def seal_completed(run: Path, suite: Suite, flags: Flags) -> list[Row]:
+    """Return the rows of whole contests; seal a run that was killed with these alone."""
+    rows = completed_rows(run, suite, flags, planned(suite, flags.device, flags.only, flags.shard))
+    if not (run / bundle.MANIFEST).exists() or len(rows) != len(store.rows(run)):
+        with store.locked(run):
+            state = dict(store.read(run).state)
+            state.pop("schema")
+            counts = Counts(rows)
+            contests = {"done": len(counts.done), "of": state["contests"]["of"]}
+            status = "finished" if contests["done"] == contests["of"] else "interrupted"
+            store.replace_rows(run, rows)
+            ended = {"status": status, "contests": contests, "cases": dict(counts.cases)}
+            store.set_state(run, state | ended)
+            bundle.seal(run)
+    return rows
+
+
+def seal_all(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
+    """Return the run directories of all parts, sealed.
+
+    Raises ResultError if a process still measures a part, or no contest was measured.
+    """
+    sealed = list[Path]()
+    for number in plan.numbers:
+        with store.locked(folder / str(number)):
+            runs = runs_of(folder, number)
+            sealed += [run for run in runs if seal_completed(run, suite, plan.flags_of(number))]
+    if not sealed:
+        raise ResultError(f"{folder}: expected a contest that was measured, found none")
+    return sealed

@@ -24,8 +24,7 @@ from sparsebench.harness.run.measure import RunOptions, Stopped, require_new
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.part_work import seal_all, work
-from sparsebench.harness.shared_runs.shared_folder import Plan, merged_at
+from sparsebench.harness.shared_runs.shared_folder import Plan, merged_at, seal_all, work
 
 STOP_S = 0.5  # between two checks of threads that are to end
 
@@ -68,9 +67,9 @@ def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008
 
 
 def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
-    twice = [name for name, count in Counter(plan.devices).items() if count > 1]
-    if plan.by == "devices" and twice:
-        raise SuiteError(f"--devices: expected each device once, found {twice[0]} twice")
+    (device, count), *_ = Counter(plan.devices).most_common(1)
+    if plan.by == "devices" and count > 1:
+        raise SuiteError(f"--devices: expected each device once, found {device} twice")
     require_new(out)
     count, parts = len(plan.contests(suite)), len(plan.devices)
     if parts > count:
@@ -79,7 +78,6 @@ def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
 
 
 def _measure_on_this_host(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -> None:
-    """Measure the rest of a plan on the devices of this host."""
     done: Counter[int] = Counter()  # contests, by part
     total = len(plan.contests(suite)) * plan.flags.replicates
     parts: list[Part] = []
@@ -128,7 +126,6 @@ def on_each_device(
 
 
 def _end(parts: Sequence[Part], running: Sequence[Future[None]]) -> None:
-    """Stop all parts, and wait until their threads have ended."""
     left: set[Future[None]] = set(running)
     while left:
         for part in parts:

@@ -134,7 +134,6 @@ class Spec(_Model):
 
     @property
     def identity(self) -> str:
-        """Name the device, as a UUID names a GPU."""
         return f"sim-{self.seed}"
 
 
@@ -219,7 +218,6 @@ def _efficiency(spec: Spec, contender: Contender) -> float:
 
 
 def _time_line(spec: Spec, draw: np.random.Generator, processes: int, length: int) -> Array:
-    """Return drift and step [processes, length], which all contenders share."""
     decay = float(np.exp(-1 / spec.drift_samples))
     line = draw.normal(0, spec.drift, (length, processes))
     line[1:] *= np.sqrt(1 - decay**2)
@@ -233,7 +231,6 @@ def _time_line(spec: Spec, draw: np.random.Generator, processes: int, length: in
 
 
 def _noise(spec: Spec, times_us: Array) -> Array:
-    """Return the standard deviation of a sample's logarithm, by the time of a call."""
     points = sorted(spec.noise.items())
     iqr = np.interp(np.log(times_us), np.log([us for us, _ in points]), [iqr for _, iqr in points])
     return np.asarray(iqr / IQR_OF_SD)

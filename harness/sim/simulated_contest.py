@@ -93,7 +93,7 @@ def run(
     problem: Problem,
     contenders: Sequence[Contender],
     options: ContestOptions,
-    announce: Callable[[str, str], None],
+    announce: Callable[[str, str], None] = lambda case, stage: None,
 ) -> list[Row]:
     """Return the rows of every contender, unless a planned crash or hang comes first."""
     work = _work(problem)
@@ -144,11 +144,8 @@ def _work(problem: Problem) -> Work:
     nonzeros = {name: round(part.get(name, 1) * count) for name, count in full.items()}
     nnz = sum(nonzeros[name] for name in op.weights)
     return Work(
+        **op.work(problem, nonzeros),
         sparsity=1 - nnz / sum(full[name] for name in op.weights),
-        nnz=nnz,
-        flops=op.flops(problem, nonzeros),
-        dense_flops=op.flops(op.dense(problem), full),
-        fewest_bytes=op.fewest_bytes(problem, nonzeros, itemsize),
         dense_bytes=itemsize * sum(size[name] for name in op.weights),
         sparse_bytes=itemsize * sum(round(part[name] * size[name]) for name in op.weights),
         output_bytes=op.output_bytes(problem, nonzeros),
@@ -156,7 +153,6 @@ def _work(problem: Problem) -> Work:
 
 
 def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
-    """Return a case's row without times."""
     choice, candidates = _search(spec, case, options)
     facts = asdict(work)
     held = facts.pop("output_bytes") + _stored(case, work)
@@ -197,7 +193,7 @@ def _search(
     """
     if pinned := options.pinned.get(case.id):
         return dict(pinned), []
-    original = Case(case.problem, replace(case.contender, twin=False)).id
+    original = case.original.id
     if not spec.regret:
         return {"simulated": True, "regret": 0.0}, []
     every = ways(spec, _draw(f"ways {spec.seed} {case.problem.id}"))
@@ -216,7 +212,6 @@ def _draw(seed: str) -> np.random.Generator:
 
 
 def _stored(case: Case, work: Work) -> int:
-    """Return the bytes of a contender's weights, indices left out."""
     stored = work.dense_bytes if _dense_weights(case.contender) else work.sparse_bytes
     fewer = case.contender.format in QUANTISED
     return round(_quantised(case.problem) * stored) if fewer else stored
@@ -267,8 +262,8 @@ def _time(
 
 def _effects(spec: Spec, row: Row) -> float:
     """Return the log of how much longer a contender takes, by its choice and on this card."""
-    original = replace(row.case.contender, twin=False).label
-    draw = _draw(f"card {spec.seed} {row.case.problem.id} {original}")
+    case = row.case
+    draw = _draw(f"card {spec.seed} {case.problem.id} {case.original.contender.label}")
     return float(row.choice.get("regret", 0)) + float(card_effects(spec, draw))
 
 
@@ -289,11 +284,7 @@ def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Ro
         joule = COOL["power_w"] * typical_us / 1e6
         row = replace(row, energy_j=joule, energy_window_s=ENERGY_WINDOW_S)
     if options.ceilings:
-        dtype = row.case.problem["dtype"]
-        bound_us, by = options.ceilings.bound(
-            dtype, work.flops, work.fewest_bytes, work.output_bytes, row.cache, layers_of(row.scope)
-        ) or (None, None)
-        row = check_bound(replace(row, bound_us=bound_us, bound_by=by), typical_us)
+        row = check_bound(options.bounded(row, work.output_bytes), typical_us)
         if row.status is not Status.OK:
             return row
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)

@@ -65,7 +65,6 @@ def require_plan(device: str, contests: Sequence[Contest]) -> None:
 
 
 def _environment(device: str, spec: Spec) -> dict[str, Any]:
-    """Return environment.json: this machine, the simulated GPU, and its spec."""
     written = spec.model_dump_json(by_alias=True)
     gpu = {
         "name": f"simulated {spec.gpu}",

@@ -91,7 +91,6 @@ class ContestNode(pytest.Collector):
                 )
 
     def setup(self) -> None:
-        """Measure the selected cases together."""
         items = [i for i in self.session.items if isinstance(i, CaseItem) and i.parent is self]
         problem, cases = self.contest.problem, {item.case.id for item in items}
         contenders = [c for c in self.contest.contenders if Case(problem, c).id in cases]

@@ -1,14 +1,27 @@
-"""The contracts of suites and claims: they can be read, and every part of them is measured."""
+"""The contracts of suites, claims and figures.
 
-from collections.abc import Callable
-from functools import partial
+A suite and a claim can be read, and every part of them is measured. A figure draws a sweep, and a
+run in which nothing has a time. That run is simulated: a dense and two sparse contenders at four
+levels, in two processes.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
-from sparsebench.harness.claims.claim_catalog import load
-from sparsebench.harness.claims.claim_plan import parts
-from sparsebench.harness.plan.preview import uncontested
-from sparsebench.harness.plan.suite import read
+from markupsafe import Markup
+
+from sparsebench.harness.bench.contest_state import ContestOptions
+from sparsebench.harness.claims.claim_plan import load, parts
+from sparsebench.harness.plan.selection import uncontested
+from sparsebench.harness.plan.suite import expand, read
+from sparsebench.harness.sim import simulated_contest
+from sparsebench.harness.sim.gpu_model import Spec
 from sparsebench.harness.testing.contract import Check, checker, expect
+from sparsebench.reports.build import frames_of, load_figure
+from sparsebench.reports.figures._figure import Frames
+from sparsebench.results.record import Row, Status
+from sparsebench.results.store import Run
 
 
 def suite_checks(name: str, *, device: str | None = None, data: Path | None = None) -> list[Check]:
@@ -17,22 +30,20 @@ def suite_checks(name: str, *, device: str | None = None, data: Path | None = No
     With a `device`, such as cpu, at least one contender that is no baseline must run there. `data`
     is the folder of its source files.
     """
-    about: list[tuple[str, Callable[[], None]]] = [
-        ("compares contenders at every problem", partial(_compares, name, data)),
-        ("has a title of one line", partial(_titled, name, data)),
+    checks = [
+        Check(f"{name} compares contenders at every problem", partial(_compares, name, data)),
+        Check(f"{name} has a title of one line", partial(_titled, name, data)),
     ]
-    if device:
-        about.append((f"runs on {device}", partial(_runs, name, data, device)))
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
+    runs = [Check(f"{name} runs on {device}", partial(_runs, name, data, device))] if device else []
+    return checks + runs
 
 
 def claim_checks(name: str, *, data: Path | None = None) -> list[Check]:
     """Return the contract of a claim, sentence by sentence, for its name or file."""
-    about: list[tuple[str, Callable[[], object]]] = [
-        ("follows the schema", partial(load, name)),
-        ("has cells for each of its tests", partial(_planned, name, data)),
+    return [
+        Check(f"{name} follows the schema", partial(load, name)),
+        Check(f"{name} has cells for each of its tests", partial(_planned, name, data)),
     ]
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
 
 
 check_suite = checker(suite_checks)
@@ -60,3 +71,52 @@ def _planned(name: str, data: Path | None) -> None:
     for part in parts(load(name), data):
         known = part.contests or (part.written.claim.measure and part.written.claim.measure.data)
         expect(known, f"{part.test.name}: expected a problem that it tests, found none")
+
+
+SUITE = """
+schema: sparsebench/suite@1
+title: Simulated
+problems:
+  - {op: linear, m: [16, 64], n: 512, k: 512, dtype: bf16, pattern: blocks, block: 16,
+     sparsity: [0.5, 0.75, 0.875, 0.9375]}
+contenders:
+  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
+  - {format: csr, kernel: cusparse_csr}
+baselines:
+  - {format: dense, kernel: cublas}
+"""
+
+
+def figure_checks(name: str) -> list[Check]:
+    """Return the contract of a figure, sentence by sentence. `name` is its entry point's."""
+    return [
+        Check(f"{name} has a title, a place and a drawing function", partial(load_figure, name)),
+        Check(f"{name} draws a sweep", partial(_draws, name, False)),
+        Check(f"{name} draws a run in which nothing has a time", partial(_draws, name, True)),
+    ]
+
+
+check_figure = checker(figure_checks)
+
+
+def _draws(name: str, refused: bool) -> None:
+    drawn = load_figure(name).draw(_frames(refused))
+    message = f"expected Markup, found {type(drawn).__name__}"
+    expect(isinstance(drawn, Markup), f"{message}: text of a run must never become HTML")
+    expect("<script" not in drawn, "expected no script: a report must run none")
+
+
+@cache
+def _frames(refused: bool) -> Frames:
+    suite, spec = expand("simulated", SUITE), Spec()
+    rows: list[Row] = []
+    for options in (ContestOptions(replicate=number) for number in range(2)):
+        for c in suite.contests:
+            rows += simulated_contest.run(spec, c.problem, c.contenders, options)
+    if refused:
+        none = partial(replace, status=Status.UNSUPPORTED, detail="not here", samples_us=())
+        rows = [none(row) for row in rows]
+    gpu = {"name": "simulated", "uuid": spec.identity, "l2_bytes": spec.l2_bytes}
+    text = {"title": "Simulated"}
+    run = Run(Path("simulated"), text, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
+    return frames_of(run)

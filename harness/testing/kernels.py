@@ -6,7 +6,7 @@ choice of the first.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,15 +40,12 @@ def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
     `sparsebench try`, such as `m=16 n=64 k=64 sparsity=0.9`, and the kernel must run every one, in
     at least one of DTYPES. Without words it must run one of PROBLEMS.
     """
-    about: list[tuple[str, Callable[[], None]]] = [
-        ("has an op and a format that exist", partial(_names, name)),
-        ("prepares from operands, with keyword-only options", partial(_signature, name)),
+    problems = {f"is right: {w}": [w] for w in words} or {"is right wherever it runs": PROBLEMS}
+    return [
+        Check(f"{name} has an op and a format that exist", partial(_names, name)),
+        Check(f"{name} takes operands, and options by keyword", partial(_signature, name)),
+        *(Check(f"{name} {s}", partial(_right, name, p, device)) for s, p in problems.items()),
     ]
-    if words:
-        about += [(f"is right: {w}", partial(_right, name, [w], device)) for w in words]
-    else:
-        about += [("is right wherever it runs", partial(_right, name, PROBLEMS, device))]
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
 
 
 check_kernel = checker(kernel_checks)
@@ -105,7 +102,6 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
 def _row(
     name: str, words: str, dtype: str, device: str, pinned: Mapping[str, Any] | None = None
 ) -> Row:
-    """Return the kernel's row of a contest without other contenders. Raises SuiteError."""
     chosen, op = dict(word.split("=", 1) for word in words.split()), load_kernel(name).op
     loaded = load_op(chosen.get("op", "linear" if op == "any" else op))
     names, example = loaded.fields.model_fields, loaded.example or SIZES

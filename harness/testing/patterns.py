@@ -30,7 +30,6 @@ def pattern_checks(name: str, **fields: Any) -> list[Check]:
     levels = [problem["sparsity"]] if "sparsity" in problem else LEVELS
 
     def possible() -> list[dict[str, Any]]:
-        """Return the fields of each level that the pattern has."""
         fields_at, refused = [], ""
         for sparsity in levels:
             at = {**problem, "sparsity": sparsity}

@@ -36,7 +36,7 @@ from sparsebench.kernels.dense._gemm import Product, fastest_way
 from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.results.record import Problem
 
-EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/_attention.py
+EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/decoder.py
 SPARE = 1 << 30  # bytes beside weights: working memory of products and attention, at most
 LAYER = "wqkv", "wo", "wg", "wu", "wd"
 MLP_IN = "wg", "wu"

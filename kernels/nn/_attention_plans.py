@@ -7,7 +7,8 @@
       forward    attention_triton
       backward   attention_triton_backward
     any of these, up to 16 queries of a sequence
-      forward    attention_split, attention_wgmma (Hopper), attention_triton
+      forward    attention_split, attention_triton; not attention_wgmma, because binding it takes
+                 the host 100 us, which is longer than the call
     CPU          torch, with every element of the mask: a reference for small masks
 
 selection.py chooses the fastest in a search, or else the first one in this list. All of them give
@@ -122,12 +123,14 @@ def operator_of(mask: BlockMask) -> Operator:
 
 def engines_of(call: Call, device: torch.device) -> list[str]:
     """Return the kernels that may run a call, the likeliest first."""
+    few = call.shape.q_tokens <= attention_split.MOST_QUERIES
+    if call.op == "attention" and few:
+        return ["attention_split", "attention_triton"]
     backward = "_backward" if call.op == "attention_backward" else ""
     names = [f"attention_wgmma{backward}", f"attention_triton{backward}"]
     if KERNELS[names[0]].unsupported(call.problem, device):
-        names = names[1:]
-    few = call.shape.q_tokens <= attention_split.MOST_QUERIES
-    return ["attention_split", *names] if few and not backward else names
+        return names[1:]
+    return names
 
 
 def _offered(

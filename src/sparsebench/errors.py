@@ -15,7 +15,7 @@ Three exceptions are of the machine, not of what was given, and stand outside th
 
     Fatal         the device no longer answers; the worker ends    harness/bench/contest_state.py
     WorkerError   no worker process could be started; exit code 4
-    NoNvml        NVML is not here; readings are left out          harness/machine/_nvml.py
+    NoNvml        NVML is not here; readings are left out          harness/machine/nvml.py
 """
 
 

@@ -20,11 +20,12 @@ pytest is not needed.
 from sparsebench.harness.testing.contract import Check
 from sparsebench.harness.testing.documents import (
     check_claim,
+    check_figure,
     check_suite,
     claim_checks,
+    figure_checks,
     suite_checks,
 )
-from sparsebench.harness.testing.figures import check_figure, figure_checks
 from sparsebench.harness.testing.formats import check_format, format_checks
 from sparsebench.harness.testing.kernels import check_kernel, kernel_checks
 from sparsebench.harness.testing.ops import check_op, op_checks

@@ -3,7 +3,7 @@
 import torch
 from declare import kernel, weight_and_input
 
-from sparsebench.harness.bench import sealed_clocks
+from sparsebench.harness.bench import process_state
 from sparsebench.kernels._kernel import Launch, Operands
 
 
@@ -12,7 +12,7 @@ def detours_elapsed_time(operands: Operands) -> Launch:
     """Be right, but let cudaEventElapsedTime write a microsecond and return."""
     w, x = weight_and_input(operands)
     code = bytes.fromhex("c707 6f12833a 31c0 c3")  # mov dword [rdi], 0.001f; xor eax, eax; ret
-    sealed_clocks.write(sealed_clocks.addresses()["cudaEventElapsedTime"], code)
+    process_state.write(process_state.addresses()["cudaEventElapsedTime"], code)
     return Launch(lambda: x @ w.T)
 
 

@@ -55,7 +55,7 @@ def right(operands: Operands) -> Launch:
 
 def started(problem: Problem = PROBLEM, options: ContestOptions = OPTIONS) -> RunningContest:
     row = Row(Case(problem, DENSE), Status.OK)
-    result = contest.start(problem, [Entry(row)], CPU, None, options, lambda case, stage: None)
+    result = contest.start(contest.prepared(problem, [Entry(row)], CPU, None, options))
     for measure_ in options.measures:
         contest._time(result, *measure_)
     output_checks.check_all(result, "after timing")
@@ -187,7 +187,7 @@ def test_a_reference_layer_raises_the_ceilings(prepared: Prepared) -> None:
     assert cached.bound("fp32", 0, bytes_, bytes_, "cold", LAYERS) == (0.875, "memory")
     options = ContestOptions(measures=OPTIONS.measures, ceilings=ceilings, reference=True)
     row = Row(Case(PROBLEM, DENSE), Status.OK, reference=True)
-    result = contest.start(PROBLEM, [Entry(row)], CPU, None, options, lambda case, stage: None)
+    result = contest.start(contest.prepared(PROBLEM, [Entry(row)], CPU, None, options))
     contest._time(result, *CHAIN)
     assert rows(result)["chain"].raises is not None
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.claims import checking, claim_catalog, claim_plan
+from sparsebench.harness.claims import checking, claim_plan
 from sparsebench.harness.claims.checking import Evidence, check, evidence
 from sparsebench.harness.costs.estimates import left_out
 from sparsebench.harness.models.pruning import files
@@ -262,8 +262,8 @@ def test_lint_names_file_and_line_and_checks_the_other_claims(tmp_path: Path) ->
 
 def test_every_claim_of_the_package_can_be_planned() -> None:
     names = {path.stem for path in (ROOT / "suites" / "claims").glob("*.yaml")}
-    assert set(claim_catalog.claims()) == names
-    result = evidence(claim_catalog.chosen([]))
+    assert set(claim_plan.claims()) == names
+    result = evidence(claim_plan.chosen([]))
     for each in result.written:
         planned = [test for test in each.claim.tests if not test.of_file]
         assert [part.test for part in result.parts[each.name]] == planned
@@ -272,9 +272,9 @@ def test_every_claim_of_the_package_can_be_planned() -> None:
 
 def test_a_wrong_or_repeated_claim_name_is_an_error() -> None:
     with pytest.raises(SuiteError, match="did you mean openai-2017-cublas"):
-        claim_catalog.load("openai-2017-cubla")
+        claim_plan.load("openai-2017-cubla")
     with pytest.raises(SuiteError, match="expected each claim once"):
-        claim_catalog.chosen(["blast-2025", "blast-2025"])
+        claim_plan.chosen(["blast-2025", "blast-2025"])
 
 
 def test_the_bound_of_a_problem_needs_no_gpu() -> None:
@@ -326,7 +326,7 @@ def test_a_claim_that_cannot_run_here_is_judged_by_given_runs(fast: Path, tmp_pa
 
 
 def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
-    (claim,) = (claim_catalog.load(name) for name in ["cusparse-slower"])
+    (claim,) = (claim_plan.load(name) for name in ["cusparse-slower"])
     result = evidence([claim])
     files, *others = result.parts["cusparse-slower"]
     assert not files.contests

@@ -13,7 +13,7 @@ import torch
 from sparsebench.harness.doctor import examination, findings, host_checks, other_work, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level, unfit
 from sparsebench.harness.doctor.other_work import Spent, before, host, read_spent
-from sparsebench.harness.machine._nvml import NoNvml, board
+from sparsebench.harness.machine.nvml import NoNvml, board
 from tests.emulation.fake_nvml import pynvml
 from tests.tools.command_line import sparsebench
 
@@ -135,7 +135,7 @@ def test_a_healthy_gpu_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch) -> 
     fake(monkeypatch)
     with board("GPU-fake") as gpu:
         result = [*examination._shown(gpu, LOAD, gpu.reasons()), *examination._set(gpu)]
-        result.append(findings.others(examination._others(gpu), examination._busy_percent(gpu)))
+        result.append(findings.others(examination._others(gpu), other_work.busy_percent(gpu)))
     assert len(result) == 10
     assert {finding.level for finding in result} == {OK}, result
 
@@ -181,7 +181,7 @@ def test_processes_that_the_driver_does_not_report_are_unknown(monkeypatch) -> N
 def test_this_machine_can_be_read() -> None:
 
     assert 0 < host_checks.read_tick_ns() < 1e6
-    assert host_checks.read_versions()["torch"] == torch.__version__.partition("+")[0]
+    assert host_checks.read_version("torch") == torch.__version__.partition("+")[0]
     assert "torch" in host_checks.read_pins()
 
 

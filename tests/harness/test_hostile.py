@@ -23,13 +23,12 @@ from sparsebench.harness.bench import (
     contest,
     correctness,
     process_state,
-    sealed_clocks,
     spot_checks,
     timing,
 )
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
 from sparsebench.harness.bench.process_state import ProcessState
-from sparsebench.harness.bench.sealed_clocks import addresses as real_addresses
+from sparsebench.harness.bench.process_state import addresses as real_addresses
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError, checksum
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.worker_process import Log, Worker, WorkerLoss
@@ -153,10 +152,10 @@ def test_a_clock_whose_machine_code_was_rewritten_is_put_back(monkeypatch) -> No
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(bytes(range(64)))
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    monkeypatch.setattr(sealed_clocks, "addresses", lambda: {"clock": address})
+    monkeypatch.setattr(process_state, "addresses", lambda: {"clock": address})
     seal = Seal()
     seal.check()
-    sealed_clocks.write(address + 3, b"\xc3")
+    process_state.write(address + 3, b"\xc3")
     with pytest.raises(TamperingError, match="machine code of clock"):
         seal.check()
     seal.check()

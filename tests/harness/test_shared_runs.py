@@ -23,8 +23,7 @@ from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import cluster_jobs
 from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.part_work import seal_all, work
-from sparsebench.harness.shared_runs.shared_folder import Plan
+from sparsebench.harness.shared_runs.shared_folder import Plan, seal_all, work
 from sparsebench.harness.shared_runs.sharing import resume, share
 from sparsebench.reports.build import figures
 from sparsebench.results import bundle, files, store

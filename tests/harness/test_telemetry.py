@@ -9,9 +9,17 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from sparsebench.harness.machine._nvml import BEFORE, SINCE, Board, NoNvml, board
 from sparsebench.harness.machine.device import identity
-from sparsebench.harness.machine.telemetry import Window, summary, telemetry
+from sparsebench.harness.machine.nvml import (
+    BEFORE,
+    SINCE,
+    Board,
+    NoNvml,
+    Window,
+    board,
+    summary,
+    telemetry,
+)
 from tests.emulation.fake_nvml import pynvml
 
 COUNTERS = {"power_capped_us", "thermal_us", "hardware_us", "sync_boost_us", "energy_j"}
@@ -115,7 +123,7 @@ def test_a_gpu_that_nvml_does_not_know_is_one_line(start: Start) -> None:
 
 
 def test_an_nvml_that_hangs_ends_the_telemetry(start, monkeypatch) -> None:
-    monkeypatch.setattr("sparsebench.harness.machine.telemetry.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("sparsebench.harness.machine.nvml.TIMEOUT_S", 0.1)
     monkeypatch.setattr(Board, "reading", lambda board: time.sleep(1.0))
     window, log = start()
     assert [window(), window()] == [{}, {}]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sparsebench.harness.claims.checking import evidence
-from sparsebench.harness.claims.claim_catalog import chosen
+from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries
 from sparsebench.reports.site import run_folder

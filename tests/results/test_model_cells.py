@@ -9,7 +9,7 @@ import yaml
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims.checking import evidence
-from sparsebench.harness.claims.claim_catalog import load
+from sparsebench.harness.claims.claim_plan import load
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.model_cells import model_cells, read_model_file, trained
 from sparsebench.results.claims.schema import Claim, ClaimFile, parse

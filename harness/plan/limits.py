@@ -3,8 +3,11 @@
 PROBLEMS   points of all sweeps of `problems`     an entry has the product of its lists
 CASES      problems times contenders              a contender has the product of its lists
 SIZE       a field, a block's side, a seed        what a kernel's 32-bit index can hold
+
+Durations of budgets are written as 90s, 10m or 1.5h (`seconds`).
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, prod
 from typing import Any
@@ -25,11 +28,13 @@ def require_few(
     """
     count = sum(points(entry) for entry in problems)
     cases = count * sum(prod(points(part) for part in parts) for parts in contenders)
-    problems_limit, cases_limit = f"{PROBLEMS} problems (PROBLEMS)", f"{CASES} cases (CASES)"
-    if count > PROBLEMS:
-        raise SuiteError(f"problems: expected at most {problems_limit}, found {_count(count)}")
-    if cases > CASES:
-        raise SuiteError(f"contenders: expected at most {cases_limit}, found {_count(cases)}")
+    for where, actual, most, limit in (
+        ("problems", count, PROBLEMS, f"{PROBLEMS} problems (PROBLEMS)"),
+        ("contenders", cases, CASES, f"{CASES} cases (CASES)"),
+    ):
+        if actual > most:
+            number = actual if actual < 10**18 else "more than 10^18"
+            raise SuiteError(f"{where}: expected at most {limit}, found {number}")
 
 
 def points(entry: Mapping[str, Any]) -> int:
@@ -63,5 +68,14 @@ def require_values(where: str, point: Mapping[str, Any]) -> None:
             raise SuiteError(f"{where}.{name}: expected {expected}; found {str(value)[:60]!r}")
 
 
-def _count(count: int) -> str:
-    return str(count) if count < 10**18 else "more than 10^18"
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def seconds(where: str, text: str, least: float = 0.0) -> float:
+    """Return the seconds of a duration. Raises SuiteError below `least` seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    value = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not match or value < least:
+        expected = f"expected {least:g}s or more, such as 90s, 10m or 2h"
+        raise SuiteError(f"{where}: {expected}; found {text!r}")
+    return value

@@ -1,4 +1,4 @@
-"""NVML, the driver's own library: find one GPU by its UUID, and read its state.
+"""NVML, the driver's own library: find one GPU by its UUID, and read its state; telemetry of runs.
 
     gauges      present clocks, power and temperature
     counters    energy, and how long the SM clock was limited, by reason; they only grow, and the
@@ -6,10 +6,24 @@
 
 A value that a GPU does not report is absent, never 0. A slice of a GPU (MIG) has a UUID of its own,
 which NVML knows as MIG-..., and reports little. Needs nvidia-ml-py (the `gpu` extra), but no torch.
+
+A thread reads NVML while contests run in other processes, so reading costs them nothing:
+
+    sm_mhz, memory_mhz                     median while something ran; sm_mhz_min is the least
+    power_w, temperature_c                 mean power; highest temperature
+    power_capped_us, thermal_us            how long NVML reports that the SM clock was limited: by
+    hardware_us, sync_boost_us             the power limit, by heat, by the hardware itself (heat or
+                                           power brake: half the clock or less), by its sync group
+    energy_j                               of the whole board
+
+A window has the readings since the last one; counters say little about one of less than 100 ms.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from statistics import fmean, median
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 
@@ -54,7 +68,6 @@ class Board:
             return None
 
     def fields(self, ids: tuple[int, ...]) -> Mapping[int, float]:
-        """Return the reported values of fields by their ids, in NVML's units."""
         fields = self.ask("FieldValues", ids) or ()
         return {
             field.fieldId: float(getattr(field.value, MEMBERS[field.valueType]))
@@ -63,7 +76,6 @@ class Board:
         }
 
     def energy_j(self) -> float | None:
-        """Return the energy that the board has used since the driver was loaded."""
         energy_mj = self.ask("TotalEnergyConsumption")
         return None if energy_mj is None else energy_mj / 1e3
 
@@ -73,7 +85,7 @@ class Board:
         return bits
 
     def reading(self) -> dict[str, float]:
-        """Return the time in s, and the reported gauges and counters (telemetry.py).
+        """Return the time in s, and the reported gauges and counters.
 
         Clocks are left out while nothing runs, because they drop then.
         """
@@ -123,3 +135,84 @@ def _version(driver: str) -> tuple[int, ...]:
 
 def _thousandth(value: float | None) -> float | None:
     return None if value is None else value / 1e3
+
+
+INTERVAL_S = 0.1  # about as often as the driver reads the sensors (arXiv:2312.02741)
+TIMEOUT_S = 30.0  # a driver without persistence takes seconds to start
+GAUGES: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "sm_mhz": ("sm_mhz", median),
+    "sm_mhz_min": ("sm_mhz", min),
+    "memory_mhz": ("memory_mhz", median),
+    "power_w": ("power_w", fmean),
+    "temperature_c": ("temperature_c", max),
+}
+COUNTERS = "power_capped_us", "thermal_us", "hardware_us", "sync_boost_us", "energy_j"
+DIGITS = 6
+
+Window = Callable[[], dict[str, float]]
+"""Returns the telemetry since its last call."""
+
+
+@contextmanager
+def telemetry(identity: str, log: Callable[[str], None]) -> Iterator[Window]:
+    """Watch a GPU while the block runs; any other device gives {}.
+
+    If NVML fails or does not answer, `log` gets a line, and further windows are {}.
+    """
+    readings: list[dict[str, float]] = []
+    requests, alive = SimpleQueue[Callable[[], None] | None](), identity.startswith("GPU-")
+
+    def read() -> None:
+        nonlocal alive
+        answer: Callable[[], None] | None = None
+        try:
+            with board(identity) as gpu:
+                while alive:
+                    readings.append(gpu.reading())
+                    if answer:
+                        answer()
+                    answer = None
+                    with suppress(Empty):
+                        answer = requests.get(timeout=INTERVAL_S)
+        except NoNvml as error:
+            log(f"telemetry: {error}; no row has it\n")
+            alive = False
+            while answer := requests.get():
+                answer()
+
+    def window() -> dict[str, float]:
+        nonlocal alive
+        if not alive:
+            return {}
+        answered = Event()
+        requests.put(answered.set)
+        if not answered.wait(TIMEOUT_S):
+            alive = False
+            log("telemetry: NVML did not answer; no more rows have it\n")
+        count = len(readings)  # the thread may add others meanwhile
+        result = summary(readings[:count]) if alive else {}
+        del readings[: count - 1]
+        return result
+
+    if alive:
+        Thread(target=read, daemon=True).start()
+    try:
+        yield window
+    finally:
+        alive = False
+        requests.put(None)
+
+
+def summary(readings: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Summarize the readings (Board.reading) of a window, which starts where the last one ended.
+
+    A counter gives the difference of the ends, and must be in both.
+    """
+    first, last = readings[0], readings[-1]
+    window = {"seconds": last["at_s"] - first["at_s"]}
+    for name, (source, how) in GAUGES.items():
+        values = [reading[source] for reading in readings if source in reading]
+        if values:
+            window[name] = how(values)
+    window |= {n: last[n] - first[n] for n in COUNTERS if n in first and n in last}
+    return {name: round(value, DIGITS) for name, value in window.items()}
