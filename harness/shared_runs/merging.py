@@ -91,8 +91,9 @@ def _read(paths: Sequence[Path]) -> list[Run]:
     """Read runs of one GPU each. Raises ResultError if one was changed, or is there twice."""
     runs, seen = list[Run](), dict[str, Path]()
     for path in paths:
-        if (other := seen.setdefault(bundle.identity(path), path)) is not path:
-            raise ResultError(f"{path}: expected each run once, found {other} too")
+        if (identity := bundle.identity(path)) in seen:  # even under another name
+            raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
+        seen[identity] = path
     for path in paths:
         bundle.verify(path)
         runs.append(store.read(path))
