@@ -181,7 +181,7 @@ def _command_line(job: str) -> bytes:
 def statuses(folder: Path, plan: Plan, parts: Iterable[Progress]) -> dict[int, str]:
     """Return a word for each part: its own status, or lost if its job ended before it was done."""
     alive = None if plan.by == "devices" else _alive(folder, plan)
-    running = {part.number for part in (parts := [*parts])} if alive is None else alive.keys()
+    running = plan.numbers if alive is None else alive
     return {p.number: p.status if p.complete or p.number in running else LOST for p in parts}
 
 
