@@ -181,10 +181,10 @@ class Operator:
             selected = _search(offered, timed, self.device, problem)
             choice_lists.append(file, problem, selected.choice)
             return selected
-        near = choice_lists.nearest(
+        nearest = choice_lists.nearest(
             problem, chain.from_iterable(each.items() for each in lists.values())
         )
-        if close := self._matching(call, near):
+        if close := self._matching(call, nearest):
             with suppress(Unsupported):
                 return _planned([close], "nearest", problem)
         return _planned(self.offer(call, None), "model", problem)
