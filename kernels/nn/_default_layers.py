@@ -29,7 +29,7 @@ from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_triton
 from sparsebench.kernels.dense import _decoder
-from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
+from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copy_of, dense_part, is_pruned
 from sparsebench.kernels.nn._spense_op import planned_product
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
@@ -171,7 +171,7 @@ def _part(
         gated = build("gate_up", joined(gate, up), inputs, activation)
     else:
         gated = _gated(build("gate", gate, inputs), build("up", up, inputs), activation)
-    return _decoder.joined(gated, build("down", w["wd"], _decoder.ran(gated).outs))
+    return _decoder.join(gated, build("down", w["wd"], _decoder.run_once(gated).outs))
 
 
 def _gated(gate: Part, up: Part, activation: str) -> Part:
@@ -217,7 +217,7 @@ def _product(
     else:
         expected = "expected weights in blocks, in 2:4 or as a bitmap"
         raise Unsupported(f"{expected}, found {type(w).__name__}")
-    bound = [_bound(selected, x, w), *(_bound(selected, other, copied(w)) for other in inputs[1:])]
+    bound = [_bound(selected, x, w), *(_bound(selected, other, copy_of(w)) for other in inputs[1:])]
     choice = {name: selected.row}
     lines = [{"of": name, **line} for line in selected.lines]
     return Part(bound, [part.out for part in bound], choice, lines, selected.product.code)
