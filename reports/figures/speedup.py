@@ -81,7 +81,7 @@ def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
 
 def _break_evens(drawn: pd.DataFrame) -> Markup:
     """List the sparsity at which each contender overtakes the baseline."""
-    swept_levels = drawn[drawn.groupby("label").level.transform("nunique") > 1]
+    swept_levels = drawn[drawn.groupby("label")["level"].transform("nunique") > 1]
     if swept_levels.empty:
         return NOTHING
     crossings = break_even(swept_levels)
