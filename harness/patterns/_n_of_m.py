@@ -11,6 +11,6 @@ def n_of_m(name: str, kept: int, group: int) -> Pattern:
         if weight.k % group:
             expected = f"expected k to be a multiple of {group}"
             raise SuiteError(f"pattern {name}: {expected}, found {weight.k}")
-        return Rule(weight.elements, group=group, kept=(kept,))
+        return Rule(weight.elements, group=group, counts=(kept,))
 
     return Pattern(rule, lambda fields: {"kept": kept, "group": group})

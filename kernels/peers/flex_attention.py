@@ -76,7 +76,6 @@ def is_tile(side: int) -> bool:
 
 
 def exact_mask(mask: BlockMask, heads: int) -> FlexMask:
-    """Return the blocks of the mask as they are."""
     if mask.q_blocks == 1:  # it may be declared longer: decoding takes tiles of 16 queries
         mask = replace(mask, block=(max(mask.block[0], COARSE), mask.block[1]))
     return to_flex(mask, heads)
@@ -256,7 +255,6 @@ def _compiled(problem: Problem, way: Way) -> Callable[..., Any]:
 def _fastest(
     runs: Sequence[Callable[[], Tensor]], ways: Sequence[Way], operands: Operands
 ) -> Launch:
-    """Return the fastest launch, or the pinned one."""
     choices = [way.choice for way in ways]
     if not runs:
         sides, expected = list(mask_of(operands).block), f"a power of two from {SMALLEST}"

@@ -25,14 +25,14 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.layer import (
+    GatedMLP,
     Recipe,
     linear_errors,
     mlp_errors,
     prune_linear,
     prune_mlp,
 )
-from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedLinear, PrunedMLP
-from sparsebench.harness.models.reporting import require_folder, save_tensors, sheet
+from sparsebench.harness.models.reporting import numbers, require_folder, save_tensors, sheet
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
@@ -54,11 +54,8 @@ def parse_recipes(
     methods: str, fractions: str, regions: str, patterns: str = "2:4"
 ) -> list[Recipe]:
     """Return all combinations of lists such as `wanda,spensegpt`, `0,0.5` and `last`."""
-    try:
-        numbers = [float(fraction) for fraction in fractions.split(",")]
-    except ValueError as error:
-        raise SuiteError(f"dense: expected fractions such as 0,0.5; found {fractions!r}") from error
-    lists = methods.split(","), numbers, regions.split(","), patterns.split(",")
+    shares = numbers("dense", fractions, lambda n: 0 <= n <= 1)
+    lists = methods.split(","), shares, regions.split(","), patterns.split(",")
     return [Recipe(*values) for values in product(*lists)]
 
 
@@ -109,15 +106,13 @@ def prune_file(
     mlp = GatedMLP(first, rest[0], rest[1], activation) if rest else None
 
     def make(recipe: Recipe) -> _Result:
-        pruned: PrunedMLP | PrunedLinear
-        weights: tuple[Tensor, ...]
         if mlp:
             pruned = prune_mlp(mlp, seen, recipe)
-            weights, errors = pruned.mlp.weights, mlp_errors(mlp, pruned, unseen)
+            errors = mlp_errors(mlp, pruned, unseen)
         else:
             pruned = prune_linear(first, seen, recipe, split)
-            weights, errors = (pruned.weight,), linear_errors(first, pruned, unseen)
-        tensors = dict(zip(names, weights, strict=True)) | {PERMUTATION: pruned.permutation}
+            errors = linear_errors(first, pruned, unseen, split)
+        tensors = dict(zip(names, pruned.weights, strict=True)) | {PERMUTATION: pruned.permutation}
         return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
 
     def write(result: _Result, recipe: Recipe, to: Path) -> None:
