@@ -46,10 +46,10 @@ DENSE = 4, 4
 
 @dataclass(frozen=True)
 class Slide(Format):
-    """The lifted matrix, and how many elements of each group are kept."""
+    """The lifted matrix, and the most elements of each group that are not zero."""
 
     shape: tuple[int, int]
-    kept: int
+    nonzeros: int
     group: int
     lifted: Spense
 
@@ -83,18 +83,17 @@ class Slide(Format):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the elements."""
         return self.lifted.dtype
 
     @property
     def columns(self) -> Tensor:
         """Return the column of X that each column of X' copies, int64 [k']; k and beyond are 0."""
-        return columns_of(self.shape[1], self.kept, self.group, self.dtype.itemsize)
+        return columns_of(self.shape[1], self.nonzeros, self.group, self.dtype.itemsize)
 
     def to_dense(self) -> Tensor:
         """Return the matrix; every element is in one window."""
         n, k = self.shape
-        size, starts = self.dtype.itemsize, starts_of(self.kept, self.group)
+        size, starts = self.dtype.itemsize, starts_of(self.nonzeros, self.group)
         width = padded(k, self.group, size)
         bits = self.lifted.to_dense().view(BITS[size])
         dense = bits.new_zeros(n, width // self.group, self.group)
@@ -104,7 +103,6 @@ class Slide(Format):
         return dense.flatten(1)[:, :k].contiguous().view(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the tiles of the lifted matrix."""
         return {"sparse": self.lifted.sparse}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.cases import CONTEST
+from sparsebench.results.cases import CONTEST, turning
 from sparsebench.results.contests import ANY, View, ordered
 from sparsebench.results.formatting import (
     FORMATS,
@@ -247,10 +247,9 @@ def _shared(view: View, name: str) -> str:
 
 
 def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
-    below = cells.x <= cells.x[cells.gain < 1].max()  # all False if it is slower nowhere (NaN)
-    near = [cells[below].tail(1), cells[~below].head(1)]
-    slower, faster = (float(side.x.max()) for side in near)
-    return BreakEven(kind, row, slower, faster, all(bool(side.decided.all()) for side in near))
+    slower, faster = turning(cells.x, cells.gain)
+    decided = cells.decided[cells.x.isin([slower, faster])].all()
+    return BreakEven(kind, row, slower, faster, bool(decided))
 
 
 def _crossings(view: View) -> list[str]:

@@ -19,7 +19,6 @@ out equal, so its cases have none either.
 
 from collections import Counter
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -54,18 +53,8 @@ SUMMARY = [
     "speedups",
     "blocks",
 ]
+ENDS = ["slower", "faster"]  # of a break-even
 OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
-
-
-class NoCrossing(StrEnum):
-    """The reason why a contender has no break-even between the measured levels.
-
-    BELOW  it is faster at every level, so it breaks even below the first one
-    ABOVE  it is slower at the last level, so it breaks even above it, if at all
-    """
-
-    BELOW = "below the first level"
-    ABOVE = "not reached"
 
 
 def summary(
@@ -192,12 +181,9 @@ def _tied(lead: Ratio | None, least: float) -> bool:
 
 
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the sparsity from which each contender stays faster than the baseline.
+    """Return the measured levels between which each contender overtakes the baseline (`turning`).
 
-    `break_even` is interpolated between two measured levels, with log speedup linear in log
-    density, which is exact if the time is proportional to the non-zeros. If it is NaN, `note` is a
-    NoCrossing. A contender is not faster at a level where a portfolio chose a dense kernel; if that
-    is the last such level, `break_even` is the next one.
+    A contender is not faster at a level where a portfolio chose a dense kernel.
     """
     keys = ["op", *(name for name in fields(cases) if name != "sparsity"), "scope", "cache"]
     keys += ["format", "kernel", "label", "baseline_label"]
@@ -205,27 +191,19 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     timed = timed[timed.label != timed.baseline_label]
     lines = []
     for key, group in timed.groupby(keys, sort=False, dropna=False):
-        logs = np.log(group.speedup).mask(chose_dense(group), -np.inf)
-        logs = logs.groupby(group.level.round(6)).mean()
-        lines.append(dict(zip(keys, key, strict=True)) | crossing(logs))
-    return pd.DataFrame(lines, columns=[*keys, "break_even", "note", "first_level", "last_level"])
+        speedups = group.speedup.mask(chose_dense(group), 0.0)
+        ends = turning(group.level.round(6), speedups)
+        lines.append(dict(zip(keys, key, strict=True)) | dict(zip(ENDS, ends, strict=True)))
+    return pd.DataFrame(lines, columns=[*keys, *ENDS])
 
 
-def crossing(logs: pd.Series) -> dict[str, Any]:
-    """Return where log speedup, indexed by level in ascending order, last becomes positive."""
-    levels, values = logs.index.to_numpy(dtype=float), logs.to_numpy(dtype=float)
-    slower = np.flatnonzero(values < 0)
-    result = {"break_even": np.nan, "note": "", "first_level": levels[0], "last_level": levels[-1]}
-    if not slower.size:
-        return result | {"note": str(NoCrossing.BELOW)}
-    i = slower[-1]
-    if i == len(values) - 1:
-        return result | {"note": str(NoCrossing.ABOVE)}
-    if np.isneginf(values[i]):
-        return result | {"break_even": levels[i + 1]}
-    densities = np.log(np.maximum(1 - levels[i : i + 2], 1e-9))
-    density = np.exp(np.interp(0, values[i : i + 2], densities))
-    return result | {"break_even": 1 - float(density)}
+def turning(levels: pd.Series, gains: pd.Series) -> tuple[float, float]:
+    """Return the last level with a gain below 1, and the first from which all gains are above it.
+
+    Either is NaN if there is none. Nothing is claimed between the two.
+    """
+    below = levels <= levels[gains < 1].max()  # all False if none is below 1 (NaN)
+    return float(levels[below].max()), float(levels[~below].min())
 
 
 def chose_dense(cases: pd.DataFrame) -> pd.Series:

@@ -13,7 +13,6 @@ contender may be due to a bad choice of configuration.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -27,7 +26,7 @@ from sparsebench.results.store import Run
 
 SLOWER = 1.05  # ratio to the default's time; most A/A pairs within a process differ by less
 APART = 1.10  # ratio to the other run's time
-SEARCHES = "tuned", "search"  # options that turn tuning on or off
+SEARCHES = r"\b(?:tuned|search)=(\S+)"  # options that turn tuning on or off
 KEY = ["case_id", "scope", "cache"]
 
 
@@ -50,38 +49,18 @@ class Doubt:
         return f"{run}{self.case}: expected {self.expected}, found {self.found}"
 
 
-@dataclass(frozen=True)
-class Line:
-    """A case in one scope and cache state, with its median time over the processes in µs.
-
-    case     its description: op, fields, contender, scope and cache state
-    contest  what it shares with its rivals
-    recipe   what it shares with the same contender under other options
-    """
-
-    key: tuple[str, ...]
-    contest: tuple[str, ...]
-    recipe: tuple[str, ...]
-    options: str
-    label: str
-    case: str
-    median_us: float
-
-
 def doubts(table: pd.DataFrame, run: str = "") -> list[Doubt]:
     """Return the tuned contenders of a frame that are slower than their defaults."""
-    variants: dict[Any, dict[str, Line]] = {}
-    for line in _lines(table):
-        search, rest = _split(line.options)
-        variants.setdefault((line.contest, line.recipe, rest), {})[search] = line
     doubtful = []
-    for by_search in variants.values():
+    recipe = ["problem_id", "scope", "cache", "format", "kernel", "params", "rest"]
+    for _, group in _cases(table).groupby(recipe, sort=False, dropna=False):
+        by_search = {line["search"]: line for line in group.to_dict("records")}
         # A contender without the option is tuned if a rival has False, and not if one has True.
         tuned = by_search.get("True", by_search.get(""))
         default = by_search.get("False", by_search.get(""))
-        if tuned and default and tuned.median_us > SLOWER * default.median_us:
-            expected = f"at most {default.median_us:.1f} µs, as {default.label}"
-            doubtful.append(Doubt(run, tuned.case, expected, f"{tuned.median_us:.1f} µs"))
+        if tuned and default and tuned["us"] > SLOWER * default["us"]:
+            expected = f"at most {default['us']:.1f} µs, as {default['label']}"
+            doubtful.append(Doubt(run, tuned["text"], expected, f"{tuned['us']:.1f} µs"))
     return doubtful
 
 
@@ -90,16 +69,13 @@ def slower_than_elsewhere(tables: Mapping[str, pd.DataFrame]) -> list[Doubt]:
 
     `tables` are the frames of runs on one kind of GPU, by the runs' names.
     """
-    times: dict[tuple[str, ...], list[tuple[float, str, str]]] = {}
-    for run, table in tables.items():
-        for line in _lines(table):
-            times.setdefault(line.key, []).append((line.median_us, run, line.case))
     doubtful = []
-    for same in times.values():
-        (best, other, _), (worst, run, case) = min(same), max(same)
-        if worst > APART * best:
-            expected = f"about {best:.1f} µs, as in {other}"
-            doubtful.append(Doubt(run, case, expected, f"{worst:.1f} µs", other))
+    every = pd.concat([_cases(table).assign(run=run) for run, table in tables.items()])
+    for _, same in every.sort_values("us").groupby(KEY, sort=False):
+        best, worst = same.iloc[0], same.iloc[-1]
+        if worst.us > APART * best.us:
+            expected = f"about {best.us:.1f} µs, as in {best.run}"
+            doubtful.append(Doubt(worst.run, worst.text, expected, f"{worst.us:.1f} µs", best.run))
     return doubtful
 
 
@@ -131,35 +107,22 @@ def siblings(path: Path) -> list[Path]:
     return sorted(run for run in runs if run != path.resolve())
 
 
-def _lines(table: pd.DataFrame) -> list[Line]:
-    """Return a line per ok case, scope and cache state, without twins."""
-    names = [*fields(table), "op", "label", "format", "kernel", "params", "options"]
-    columns = [*KEY, "problem_id", *names, "median_us"]
-    right = table[(table.status == Status.OK) & ~table.twin.astype(bool)][columns]
-    cases: dict[tuple[str, ...], list[dict[Any, Any]]] = {}
-    for row in right.to_dict("records"):
-        cases.setdefault(tuple(row[name] for name in KEY), []).append(row)
-    lines = []
-    for key, rows in cases.items():
-        row = rows[0]
-        values = " ".join(f"{name}={row[name]}" for name in fields(table) if not pd.isna(row[name]))
-        lines.append(
-            Line(
-                key=key,
-                contest=(row["problem_id"], row["scope"], row["cache"]),
-                recipe=(row["format"], row["kernel"], row["params"]),
-                options=row["options"],
-                label=row["label"],
-                case=f"{row['op']} {values} {row['label']} ({row['scope']}, {row['cache']})",
-                median_us=median(row["median_us"] for row in rows),
-            )
-        )
-    return lines
+def _cases(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the ok cases of a frame in each scope and cache state, without twins.
+
+    us      the median over the processes
+    search  the value of one of SEARCHES ("" if there is none), and `rest` the other options
+    text    op, fields, contender, scope and cache state
+    """
+    right = table[(table.status == Status.OK) & ~table.twin.astype(bool)]
+    us = right.groupby(KEY).median_us.transform("median")
+    cases = right.assign(us=us).drop_duplicates(KEY)
+    texts = [_text(line, fields(table)) for line in cases.to_dict("records")]
+    search = cases.options.str.extract(SEARCHES)[0].fillna("")
+    rest = cases.options.str.replace(SEARCHES, "", regex=True).str.split().str.join(" ")
+    return cases.assign(text=texts, search=search, rest=rest)
 
 
-def _split(options: str) -> tuple[str, str]:
-    """Split options: the value of one of SEARCHES ("" if there is none), and the others."""
-    words = options.split()
-    search = [word for word in words if word.partition("=")[0] in SEARCHES]
-    rest = " ".join(word for word in words if word not in search)
-    return (search[0].partition("=")[2] if search else ""), rest
+def _text(line: Mapping[Any, Any], names: Iterable[str]) -> str:
+    values = " ".join(f"{name}={line[name]}" for name in names if not pd.isna(line[name]))
+    return f"{line['op']} {values} {line['label']} ({line['scope']}, {line['cache']})"

@@ -76,8 +76,7 @@ def pieces(
     call: Callable[[], Any], device: torch.device, window_s: float, count: int
 ) -> list[Energy]:
     """Return the energies of a call in `count` consecutive pieces of a window."""
-    name = identity(device) if device.type == "cuda" else str(device)
-    with _meter(name) as meter_j:
+    with _meter(identity(device)) as meter_j:
         return counted(call, partial(synchronize, device), meter_j, window_s, count)
 
 

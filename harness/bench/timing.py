@@ -11,7 +11,7 @@
                      host's time for the launch is included
              chain   device time of a layer inside a chain: LAYERS layers of one shape, one after
                      the other in one CUDA graph; its time is divided by LAYERS
-    cache    cold    the L2 cache is flushed before each sample (kernels/_common/l2_flush.py)
+    cache    cold    the L2 cache is flushed before each sample (kernels/_common/gpu_clock.py)
              hot     the call itself runs before each sample
 
 The layers of a chain differ only in their seed. Each has weights, activations and an output of its
@@ -43,8 +43,7 @@ import torch
 from sparsebench.harness.bench.sampling import BLOCKS, budgeted
 from sparsebench.harness.bench.spot_checks import Outputs, Spots
 from sparsebench.kernels._common.capture import capturing
-from sparsebench.kernels._common.gpu_clock import GpuClock
-from sparsebench.kernels._common.l2_flush import flusher
+from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Output
 
 REPEATS, MOST_REPEATS = 2, 24  # of a block, of all blocks

@@ -20,7 +20,6 @@ from pkgutil import iter_modules
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from sparsebench.harness.commands._console import (
     BAD_INPUT,
@@ -109,7 +108,7 @@ def main() -> int:
         with suppress(OSError):  # the terminal may have been closed
             if message:
                 line = " ".join(message.encode(errors="backslashreplace").decode().split())
-                stderr.print(f"[red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
+                stderr.flag("error", "red", line)
         return code
     finally:
         early_start.end()

@@ -54,6 +54,11 @@ class Output(Console):
         """Print text without wrapping, highlighting or markup."""
         self.print(text, soft_wrap=True, highlight=False, markup=False)
 
+    def flag(self, label: str, style: str, text: str) -> None:
+        """Print `label: text` with a styled label."""
+        line = f"[{style}]{label}:[/] {escape(text)}"
+        self.print(line, soft_wrap=True, highlight=False)
+
 
 stdout, stderr = Output(), Output(stderr=True)
 
@@ -75,15 +80,13 @@ def show_page(page: Path) -> None:
 def warn(finding: "Finding") -> None:
     """Print a finding about the machine on stderr, unless its level is "ok"."""
     if finding.level != "ok":
-        level = f"[{LEVELS[finding.level]}]{finding.level}:[/]"
         text = f"{finding.check}: {finding.found}. {finding.means} {finding.do}".rstrip()
-        stderr.print(f"{level} {escape(text)}", soft_wrap=True, highlight=False)
+        stderr.flag(finding.level, LEVELS[finding.level], text)
 
 
 def show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Print a Python warning as one line on stderr, in place of warnings.showwarning."""
-    line = " ".join(str(message).split())
-    stderr.print(f"[bold red]warning:[/] {escape(line)}", soft_wrap=True, highlight=False)
+    stderr.flag("warning", LEVELS["warning"], " ".join(str(message).split()))
 
 
 def message_printer(debug: bool = False) -> "Callable[[Finding], None]":
@@ -107,7 +110,7 @@ def message_printer(debug: bool = False) -> "Callable[[Finding], None]":
         if debug or failed == 1:
             rest = f"\n{finding.means}" if debug else f" {finding.do} --debug prints all."
             text = f"{finding.check}: {finding.found}.{rest}"
-            stderr.print(f"[bold red]warning:[/] {escape(text)}", soft_wrap=True, highlight=False)
+            stderr.flag("warning", LEVELS["warning"], text)
 
     return on_message
 

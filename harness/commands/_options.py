@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Collection
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,12 +18,22 @@ def _set_peers(folder: Path | None) -> Path | None:
     return folder
 
 
+def out_file(text: str) -> Any:
+    """Return the option --out of a command, with its help."""
+    return typer.Option("--out", help=text)
+
+
+def new_run(name: str) -> Path:
+    """Return the folder of a run that starts now."""
+    return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+
+
 SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="A suite's name, or a file.yaml.")]
 RunPath = Annotated[Path, typer.Argument(help="A run directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Run directory to write. Default: runs/…")]
+Out = Annotated[Path | None, out_file("Run directory to write. Default: runs/…")]
 Device = Annotated[
     str | None,
     typer.Option(

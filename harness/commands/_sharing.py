@@ -1,13 +1,13 @@
 """The options that share a plan out over several GPUs: --devices, --slurm, --submit, --shards."""
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparsebench.errors import SuiteError
+from sparsebench.harness.commands._options import new_run
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
@@ -85,8 +85,8 @@ class Sharing:
             raise SuiteError(f"--resume {resume}: expected a run that is shared out, found another")
         devices = self.device_names if self.devices else [flags.device] * self.shards
         if not out:
-            name = f"{suite.name}-{len(devices)}-{'devices' if self.devices else 'jobs'}"
-            out = Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+            kind = "devices" if self.devices else "jobs"
+            out = new_run(f"{suite.name}-{len(devices)}-{kind}")
         if self.submit and flags.device.startswith("cuda") and len(devices) > 1:
             expected = f"expected --devices for {len(devices)} GPUs of this host"
             raise SuiteError(f"--submit local: {expected}")

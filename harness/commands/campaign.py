@@ -5,7 +5,7 @@ from datetime import timedelta
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -23,6 +23,9 @@ from sparsebench.harness.commands._console import (
     wide,
 )
 from sparsebench.harness.commands._sharing import Devices, Sharing
+
+if TYPE_CHECKING:
+    from sparsebench.harness.shared_runs.campaign_file import Campaign
 
 campaign = typer.Typer(
     help="Run many suites in a fixed order, over several sessions.",
@@ -48,11 +51,10 @@ def plan(
 ) -> None:
     """Estimate the GPU time of each entry and the total, and compare it with the budget."""
     from sparsebench.harness.costs.estimates import campaign_estimates
-    from sparsebench.harness.shared_runs.campaign_file import campaign as read
 
     if gpu is None and not GPU.is_dir():
         raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
-    requested = read(file)
+    requested = _read(file)
     selected = {entry.name for entry in requested.named(names or [])}
     estimates = campaign_estimates(requested, gpu or GPU, data)
     entries = [each for each in estimates if each.entry.name in selected]
@@ -89,11 +91,10 @@ def run(
     peers: opt.Peers = None,
 ) -> None:
     """Measure the rest of a campaign until the budget ends; the same command resumes it."""
-    from sparsebench.harness.shared_runs.campaign_file import campaign as read
     from sparsebench.harness.shared_runs.campaign_sitting import Sitting
 
     until = monotonic() + opt.budget_s(budget) if budget else inf
-    requested, sharing = read(file), Sharing(devices)
+    requested, sharing = _read(file), Sharing(devices)
     first = sharing.first(device)
     entries = requested.named(names or [])
     sitting = Sitting(requested, entries, out, data, until, timeout, message_printer())
@@ -112,12 +113,11 @@ def status(
     out: Folder, file: File = "published", names: Names = None, as_json: opt.Json = False
 ) -> None:
     """Show how far each entry of a campaign is, without a GPU."""
-    from sparsebench.harness.shared_runs.campaign_file import campaign as read
     from sparsebench.harness.shared_runs.campaign_publication import published
     from sparsebench.harness.shared_runs.campaign_sitting import state
     from sparsebench.results.formatting import are
 
-    requested = read(file)
+    requested = _read(file)
     states = [state(out, entry) for entry in requested.named(names or [])]
     if as_json:
         print_json([asdict(each) for each in states])
@@ -147,11 +147,16 @@ def publish(
 
     With --entry, replace only the runs of those entries, each of which must be whole.
     """
-    from sparsebench.harness.shared_runs.campaign_file import campaign as read
     from sparsebench.harness.shared_runs.campaign_publication import publish as replace
 
-    for page in replace(read(file), out, into, names or []):
+    for page in replace(_read(file), out, into, names or []):
         stdout.say(f"{page}: written")
+
+
+def _read(file: str) -> "Campaign":
+    from sparsebench.harness.shared_runs.campaign_file import campaign
+
+    return campaign(file)
 
 
 def _time(seconds: float) -> str:

@@ -1,6 +1,5 @@
 """`sparsebench claims`: judge published claims about sparse formats."""
 
-from datetime import UTC, datetime
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -95,11 +94,9 @@ def bound(
     as_json: opt.Json = False,
 ) -> None:
     """Compute the best possible result of each claim, and which tests no kernel can meet."""
-    from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.reports.claims.sheets import bounded
 
-    planned = evidence(chosen(names or []), data=data).planned(_ceilings(gpu))
+    planned = _evidence(names, None, data).planned(_ceilings(gpu))
     if not as_json:
         wide().print(bounded(planned))
         return
@@ -138,7 +135,7 @@ def check(
     ends the check early, the same command with --out resumes it.
     """
     from sparsebench.harness.claims.checking import check as measure
-    from sparsebench.harness.claims.checking import evidence, to_json
+    from sparsebench.harness.claims.checking import to_json
     from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.harness.costs.estimates import left_out, looks
     from sparsebench.harness.costs.measured_times import times_on
@@ -148,7 +145,6 @@ def check(
     from sparsebench.results.formatting import amount
 
     until = monotonic() + opt.budget_s(budget) if budget else inf
-    selected = chosen(names or [])
     times = times_on(gpu) if gpu else None
     picked = (device or "cuda:0") if plan else named(device)  # --plan needs no device here
 
@@ -161,13 +157,13 @@ def check(
         stderr.say(f"{amount(len(left), 'run')} of {amount(replicates, 'process')}{total}")
 
     if plan:
-        print_plan(evidence(selected, _runs(runs), data))
+        print_plan(_evidence(names, runs, data))
         return
     flags = Flags(picked, data, timeout, replicates)
-    out = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-claims"
+    out = out or opt.new_run("claims")
     with measuring("claims check --out") as show:
         options = RunOptions(progress=show, until=until)
-        result = measure(selected, flags, _runs(runs), out, options, planned=print_plan)
+        result = measure(chosen(names or []), flags, _runs(runs), out, options, planned=print_plan)
     if result.left:
         rest = f"`sparsebench claims check --out {out}` measures the rest"
         stderr.say(f"not completely measured: {', '.join(result.left)}; {rest}")
@@ -181,7 +177,7 @@ def check(
 def report(
     names: Names = None,
     runs: Runs = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for pages and badges.")] = None,
+    out: Annotated[Path | None, opt.out_file("Folder for pages and badges.")] = None,
     data: opt.Data = None,
     losses: Losses = None,
     tables: Annotated[
@@ -190,10 +186,9 @@ def report(
     as_json: opt.Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
-    from sparsebench.harness.claims.checking import evidence, to_json
-    from sparsebench.harness.claims.claim_plan import chosen
+    from sparsebench.harness.claims.checking import to_json
 
-    result = evidence(chosen(names or []), _runs(runs), data)
+    result = _evidence(names, runs, data)
     if as_json:
         print_json(to_json(result))
     else:
@@ -203,13 +198,18 @@ def report(
 @claims.command()
 def sentences(runs: Runs = None, data: opt.Data = None) -> None:
     """Print each sentence of the three announcements with its claims and verdicts, as Markdown."""
-    from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_plan import chosen
     from sparsebench.reports.claims.announcements import markdown
     from sparsebench.results.claims.announcements import CLAIMS
 
-    verdicts = evidence(chosen(list(CLAIMS)), _runs(runs), data).verdicts()
-    stdout.write(markdown(verdicts) + "\n")
+    stdout.write(markdown(_evidence([*CLAIMS], runs, data).verdicts()) + "\n")
+
+
+def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | None) -> "Evidence":
+    """Return claims, all by default, with the runs to judge them by."""
+    from sparsebench.harness.claims.checking import evidence
+    from sparsebench.harness.claims.claim_plan import chosen
+
+    return evidence(chosen(names or []), _runs(runs), data)
 
 
 def _show(

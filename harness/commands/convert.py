@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_json, stdout
-from sparsebench.harness.commands._options import Device, Json
+from sparsebench.harness.commands._options import Device, Json, out_file
 
 
 def convert(
@@ -15,7 +15,7 @@ def convert(
         Path,
         typer.Argument(help="A local Hugging Face directory, from compressed-tensors or with 2:4."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Directory to write.")],
+    out: Annotated[Path, out_file("Directory to write.")],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -38,4 +38,4 @@ def convert(
         print_json(asdict(conversion))
     else:
         for line in lines(out, conversion):
-            stdout.print(line, soft_wrap=True, highlight=False, markup=False)
+            stdout.say(line)

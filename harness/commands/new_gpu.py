@@ -1,7 +1,6 @@
 """`sparsebench new-gpu`: survey a GPU that has no published runs."""
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ import typer
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.commands._console import measuring, stdout, wide
-from sparsebench.harness.commands._options import Device, budget_s
+from sparsebench.harness.commands._options import Device, budget_s, new_run, out_file
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
 RESUME = "new-gpu --resume"
@@ -30,9 +29,7 @@ def new_gpu(
             f"Default: {PUBLISHED}."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Output directory for the survey. Default: runs/…")
-    ] = None,
+    out: Annotated[Path | None, out_file("Output directory. Default: runs/…")] = None,
     resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
     devices: Devices = "",
 ) -> None:
@@ -58,7 +55,7 @@ def new_gpu(
             name = sharing.first(device)
             shared = sharing.device_names if sharing else []
             kind = "sim" if simulated(name) else slug(pick(name))
-            path = out or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-new-gpu-{kind}"
+            path = out or new_run(f"new-gpu-{kind}")
             survey = surveys.survey(name, seconds or BUDGET_S, path, of_step, shared)
         summary = write(survey.path, others)
     wide().print(summary)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_json, wide
-from sparsebench.harness.commands._options import Device, Json
+from sparsebench.harness.commands._options import Device, Json, out_file
 
 
 def prune(
@@ -30,9 +30,7 @@ def prune(
     split: Annotated[str, typer.Option(help="rows or columns, for a linear layer.")] = "columns",
     tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.", min=1024)] = 8192,
     device: Device = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="A .safetensors file, or a model's new folder.")
-    ] = None,
+    out: Annotated[Path | None, out_file("A .safetensors file, or a model's new folder.")] = None,
     as_json: Json = False,
 ) -> None:
     """Prune weights, keeping one region dense. An option with a list "a,b" tries each value."""

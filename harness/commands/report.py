@@ -4,17 +4,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from sparsebench.harness.commands._console import show_page, stderr, stdout, wide
-from sparsebench.harness.commands._options import Markdown, Open, RunPath
+from sparsebench.harness.commands._options import Markdown, Open, RunPath, out_file
 
 
 def report(
     path: RunPath,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="HTML file to write. Default: in the run.")
-    ] = None,
+    out: Annotated[Path | None, out_file("HTML file to write. Default: in the run.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
     errors: Annotated[
@@ -33,8 +30,7 @@ def report(
 
     measured = store.read(path)
     if changed := bundle.changed(path, measured.state):
-        text = f"[yellow]warning:[/] {escape(changed)}; the report shows the files as they are now"
-        stderr.print(text, soft_wrap=True, highlight=False)
+        stderr.flag("warning", "yellow", f"{changed}; the report shows the files as they are now")
     out = out or path / "report.html"
     others = (file for file in path.rglob("*") if file.name != "report.html")
     require_apart([out, csv, parquet], [*others, errors])

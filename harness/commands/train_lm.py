@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsebench.harness.commands._console import print_json, progress_bar, wide
-from sparsebench.harness.commands._options import Device, Json
+from sparsebench.harness.commands._options import Device, Json, out_file
 
 L1 = "0,1e-4,1e-3,1e-2,3e-2"  # from no penalty to one that turns most units off
 
@@ -34,10 +34,9 @@ def train_lm(
     device: Device = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            help="A .safetensors file for an MLP and its inputs, or a new folder for the model "
-            "(one --l1); JSON with --pattern.",
+        out_file(
+            "A .safetensors file for an MLP and its inputs, or a new folder for the model "
+            "(one --l1); JSON with --pattern."
         ),
     ] = None,
     as_json: Json = False,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import SOME_FAILED, measuring, stdout
-from sparsebench.harness.commands._options import Data, Device, Only, SuiteName
+from sparsebench.harness.commands._options import Data, Device, Only, SuiteName, out_file
 
 
 def tune(
@@ -16,9 +16,7 @@ def tune(
         float, typer.Option(help="Approximate time limit in minutes.", min=0.1, max=1440)
     ] = 10.0,
     only: Only = "",
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Table to write. Default: yours, for this GPU.")
-    ] = None,
+    out: Annotated[Path | None, out_file("Table to write. Default: yours, for this GPU.")] = None,
     data: Data = None,
 ) -> None:
     """Search for the fastest configurations for this GPU.

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_json, progress_bar, wide
-from sparsebench.harness.commands._options import Device, Json, Peers
+from sparsebench.harness.commands._options import Device, Json, Peers, out_file
 
 VOCAB = 49152
 
@@ -30,7 +30,7 @@ def whole(
     energy: Annotated[float, typer.Option(help="Seconds of energy; 0 for none.", min=0)] = 0.0,
     peers: Peers = None,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file to write.")] = None,
+    out: Annotated[Path | None, out_file("JSON file to write.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a whole model with few active hidden units.

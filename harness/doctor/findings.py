@@ -210,7 +210,7 @@ def persistence(enabled: bool | None) -> Finding:
 
 
 def l2(size: int) -> Finding:
-    """Judge the L2 cache: a flush is a multiple of its size (kernels/_common/l2_flush.py)."""
+    """Judge the L2 cache: a flush is a multiple of its size (kernels/_common/gpu_clock.py)."""
     if size > 0:
         return ok("L2 cache", f"{size / 2**20:g} MiB")
     means = "The cache is not flushed, so cold samples are in fact hot."

@@ -1,8 +1,11 @@
-"""What the commands about models share: output files, tables, and the memory of a device."""
+"""What the commands about models share: options, files, tables, and the memory of a device."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Column, Table
@@ -12,6 +15,26 @@ from torch import Tensor
 
 from sparsebench._writing import replacing
 from sparsebench.errors import SuiteError
+
+
+def transformers_for(path: Path) -> Any:
+    """Import transformers. Raises SuiteError with the path if it is missing."""
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        expected = "the package transformers (pip install 'sparsebench[models]')"
+        raise SuiteError(f"{path}: expected {expected}; found none") from error
+
+
+def numbers(option: str, text: str, fits: Callable[[float], bool]) -> list[float]:
+    """Parse a list such as `0.8,0.9`. Raises SuiteError unless all numbers fit."""
+    try:
+        parsed = [float(part) for part in text.split(",")]
+    except ValueError:
+        parsed = [nan]
+    if not all(map(fits, parsed)):
+        raise SuiteError(f"{option}: expected a list of numbers such as 0.8,0.9; found {text!r}")
+    return parsed
 
 
 def require_folder(path: Path | None) -> None:

@@ -311,24 +311,29 @@ def _planned(
 class _Pace:
     """Chooses before each process the contests that all processes left have time for.
 
-    ranks  of problems, the first one decides most; references have none and are always kept
+    A problem that one process left out cannot get a verdict, so later processes leave it out too.
+
+    ranks      of problems, the first one decides most; references have none and are always kept
+    remaining  the ids of the problems that the last process measured
     """
 
     end: float
     processes: int
     ranks: Mapping[str, int]
     began: float = 0.0
-    count: int = 0
+    remaining: frozenset[str] = frozenset()
 
     def __call__(self, process: int, contests: list[Contest]) -> list[Contest]:
         now = monotonic()
-        if self.count:
-            each_s = (now - self.began) / self.count
+        if self.remaining:
+            each_s = (now - self.began) / len(self.remaining)
             fitting = int((self.end - now) / (self.processes - process) / max(each_s, 1e-9))
-            ranked = sorted(contests, key=lambda contest: self.ranks.get(contest.problem.id, -1))
+            left = [contest for contest in contests if contest.problem.id in self.remaining]
+            ranked = sorted(left, key=lambda contest: self.ranks.get(contest.problem.id, -1))
             first = {contest.problem.id for contest in ranked[:fitting]}
             contests = [contest for contest in contests if contest.problem.id in first]
-        self.began, self.count = now, len(contests)
+        self.began = now
+        self.remaining = frozenset(contest.problem.id for contest in contests)
         return contests
 
 

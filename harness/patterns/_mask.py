@@ -95,11 +95,11 @@ def _pattern(name: str) -> Pattern:
 
 def _count(rule: Rule, sparsity: float) -> int:
     requested = (rule.of or rule.group) * (1 - sparsity)
-    if rule.kept is None:
+    if rule.counts is None:
         return max(1, round(requested))
-    if isinstance(rule.kept, range):
-        return min(max(round(requested), rule.kept.start), rule.kept.stop - 1)
-    return min(rule.kept, key=lambda count: abs(count - requested))
+    if isinstance(rule.counts, range):
+        return min(max(round(requested), rule.counts.start), rule.counts.stop - 1)
+    return min(rule.counts, key=lambda count: abs(count - requested))
 
 
 def _pruned(rule: Rule, sparsity: float) -> tuple[int, int]:

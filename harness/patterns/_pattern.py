@@ -55,7 +55,7 @@ class Weight:
 class Rule:
     """Keep the best of every `group` cells, as many as the sparsity requires, at least one.
 
-    kept   the numbers of cells that can be kept; the nearest is used. Default: any number
+    counts the numbers of cells that can be kept; the nearest is used. Default: any number
     score  maps (grid, number kept, the weight's score) to a replacement for that score: a
            non-negative integer for each cell. Default: the weight's score
     of     the cells of a group that the sparsity counts; the others score 0. Default: all
@@ -65,7 +65,7 @@ class Rule:
 
     grid: Grid
     group: int
-    kept: Sequence[int] | None = None
+    counts: Sequence[int] | None = None
     score: Callable[[Grid, int, Score], Tensor] | None = None
     front: Callable[[float], tuple[int, int]] | None = None
     of: int | None = None
@@ -96,6 +96,6 @@ def n_of_m(name: str, kept: int, group: int) -> Pattern:
         if weight.k % group:
             expected = f"expected k to be a multiple of {group}"
             raise SuiteError(f"pattern {name}: {expected}, found {weight.k}")
-        return Rule(weight.elements, group=group, kept=(kept,))
+        return Rule(weight.elements, group=group, counts=(kept,))
 
     return Pattern(rule, lambda fields: {"kept": kept, "group": group})

@@ -38,14 +38,7 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.cuda import (
-    Arguments,
-    ByTorch,
-    Loaded,
-    MatrixProduct,
-    Tape,
-    taping,
-)
+from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixProduct, Tape, taping
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
 from sparsebench.kernels._common.front_in_python import Repeats
 from sparsebench.kernels._common.machine_code import cache_folder

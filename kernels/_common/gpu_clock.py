@@ -1,4 +1,4 @@
-"""Time calls on a GPU that does not wait for the host.
+"""Time calls on a GPU that does not wait for the host, and flush its L2 cache before them.
 
     host   hold  flush begin call end  flush begin call end ...  release
     GPU    -------------------- waits -------------------------> flush begin call end  flush ...
@@ -45,6 +45,7 @@ TRIALS, TRIAL_S = 3, 0.1  # number and limit of the holds that find out whether 
 SAMPLES = 16  # of about 6 entries each
 EXPIRED = 3
 REPEATS = 2  # of late samples
+FLUSHES = 2  # bytes that a flush reads, over the size of the L2 cache
 WHAT = "the kernel that holds a stream"
 
 # hold(flag, number, limit_ns): wait until *flag >= number, or for limit_ns.
@@ -179,3 +180,22 @@ def _kernel(index: int) -> ctypes.c_void_p:
     require_success(driver().cuModuleLoadData(ctypes.byref(module), PTX), WHAT)
     require_success(driver().cuModuleGetFunction(ctypes.byref(kernel), module, b"hold"), WHAT)
     return kernel
+
+
+def flusher(device: torch.device) -> Callable[[], None]:
+    """Return a function that enqueues a read of FLUSHES times the L2 cache.
+
+    A flush that writes leaves dirty lines, which are written back while the next kernel runs. On an
+    H200 cuBLAS then takes 17.6 instead of 14.5 µs at m = 64, n = k = 4096, bf16, and 42.1 instead
+    of 34.7 µs at n = 14336. To write first and then read gives the same times as to read (14.3 and
+    34.5 µs).
+    """
+    l2_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    ballast = torch.ones(FLUSHES * l2_bytes // 4, device=device)
+    total = torch.empty((), device=device)
+
+    def flush() -> None:
+        torch.sum(ballast, 0, out=total)
+
+    flush()  # loads its kernel and takes its workspace, which may wait for the stream
+    return flush

@@ -22,7 +22,7 @@ OF_PAIRS = {1: torch.int16, 2: torch.int32}  # by the bytes of an element
 def lifting(x: Tensor, w: Slide) -> BoundKernel:
     """Return the kernel that writes X' of X [m, k]; k is even, and rows start at even elements."""
     (m, k), out = x.shape, x.new_empty(x.shape[0], w.lifted.shape[1])
-    starts = starts_of(w.kept, w.group)
+    starts = starts_of(w.nonzeros, w.group)
     kind = OF_PAIRS[x.itemsize]
     pairs, written = x.view(kind), out.view(kind)
     tokens = min(TOKENS, triton.next_power_of_2(m))

@@ -14,13 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.capture import (
-    captured_into,
-    is_capturing,
-    keep,
-    lasting,
-    sweep,
-)
+from sparsebench.kernels._common.capture import captured_into, is_capturing, keep, lasting, sweep
 
 SLOTS, COUNTERS = 256, 2048  # graphs and streams at a time; int32 of each: 2 MB
 

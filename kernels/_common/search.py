@@ -29,8 +29,7 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import capturing
-from sparsebench.kernels._common.gpu_clock import Call, GpuClock, Sample
-from sparsebench.kernels._common.l2_flush import flusher
+from sparsebench.kernels._common.gpu_clock import Call, GpuClock, Sample, flusher
 from sparsebench.kernels._kernel import Launch, Operands, Output
 
 if TYPE_CHECKING:
@@ -210,7 +209,7 @@ def pinned_or(
     choices: Sequence[Mapping[str, Any]], operands: Operands
 ) -> Sequence[Mapping[str, Any]]:
     """Return the choice that an earlier process made (Operands.pinned), or all to time."""
-    if (pinned := operands.pinned) is None:
+    if not (pinned := operands.pinned):
         return choices
     names = {name for choice in choices for name in choice}
     return [{name: value for name, value in pinned.items() if name in names}]

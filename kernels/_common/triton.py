@@ -72,10 +72,7 @@ class Template:
     """
 
     def __init__(
-        self,
-        programs: Sequence[BoundKernel],
-        operands: Sequence[Tensor],
-        results: Sequence[Tensor],
+        self, programs: Sequence[BoundKernel], operands: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         flat = [one for each in programs for one in (each.before, each) if one]
         bases = [*results, *(tensor_of(arg) for each in flat for arg in each.args)]

@@ -113,17 +113,6 @@ class Table:
     entries: list[Entry]
 
 
-def lookup(
-    kernel: str, sizes: Sizes, device: torch.device, **fixed: Any
-) -> Mapping[str, Any] | None:
-    """Return the fields of the configuration in a table for these sizes, or None.
-
-    Only entries with the values in `fixed`, such as path="tma", count. Raises TableError.
-    """
-    match = _find(kernel, sizes, device, fixed)
-    return match[1].choice if match else None
-
-
 def choose(
     kernel: str,
     config: Callable[..., C],

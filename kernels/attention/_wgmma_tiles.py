@@ -14,7 +14,7 @@ than LONG times the mean of blocks come before all sections; else they might pro
 """
 
 import ctypes
-from functools import reduce
+from functools import lru_cache, reduce
 from math import ceil
 from typing import NamedTuple
 
@@ -145,15 +145,21 @@ def tensor_map(x: Tensor, batch: int, rows: int) -> bytes:
             f"found strides {list(x.stride())} at {x.data_ptr() % cuda.TMA_ALIGNMENT}"
         )
     height, width = x.shape
-    tokens, row = height // batch, width * x.element_size()
+    return _encoded(x.data_ptr(), x.dtype, (width, height // batch, batch), rows)
+
+
+@lru_cache(4096)  # the allocator reuses addresses
+def _encoded(address: int, dtype: torch.dtype, shape: tuple[int, int, int], rows: int) -> bytes:
+    width, tokens, _ = shape
+    row = width * dtype.itemsize
     space = ctypes.create_string_buffer(cuda.MAP_BYTES + cuda.MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // cuda.MAP_ALIGNMENT) * cuda.MAP_ALIGNMENT
-    sizes, steps = (ctypes.c_uint64 * 3)(width, tokens, batch), (ctypes.c_uint64 * 2)
+    sizes, steps = (ctypes.c_uint64 * 3)(*shape), (ctypes.c_uint64 * 2)
     box, every = (ctypes.c_uint32 * 3)(INNER, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
     result = driver().cuTensorMapEncodeTiled(
-        *(ctypes.c_void_p(place), cuda.MAP_TYPES[x.dtype], 3, ctypes.c_void_p(x.data_ptr())),
+        *(ctypes.c_void_p(place), cuda.MAP_TYPES[dtype], 3, ctypes.c_void_p(address)),
         *(sizes, steps(row, row * tokens), box, every),
         *(0, cuda.SWIZZLES[128], cuda.L2_PROMOTION_128B, 0),
     )
-    require_success(result, f"cuTensorMapEncodeTiled, {[batch, tokens, width]} by {rows}")
+    require_success(result, f"cuTensorMapEncodeTiled, {list(shape)} by {rows}")
     return ctypes.string_at(place, cuda.MAP_BYTES)

@@ -18,7 +18,7 @@ from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.kernels.dense import _decoder
-from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
+from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copy_of, dense_part, is_pruned
 from sparsebench.results.record import Problem
 
 
@@ -35,17 +35,17 @@ def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor])
     both = bsr_ffn.stacked(bsr_ffn.weight_of(operands, "wg"), bsr_ffn.weight_of(operands, "wu"))
     products = _product(operands, "gate_up", both, inputs, tuned)
     between = [hidden(y, operands.problem["activation"]) for y in products.outs]
-    gated = _decoder.followed(products, between)
-    wd, inputs = bsr_ffn.weight_of(operands, "wd"), _decoder.ran(gated).outs
+    gated = _decoder.append_kernels(products, between)
+    wd, inputs = bsr_ffn.weight_of(operands, "wd"), _decoder.run_once(gated).outs
     down = _product(operands, "down", wd, inputs, tuned)
-    return _decoder.joined(gated, down)
+    return _decoder.join(gated, down)
 
 
 def _product(operands: Operands, name: str, w: Bsr, inputs: Sequence[Tensor], tuned: Tuned) -> Part:
     """Search for the first layer; the others take its choice, each with a copy of the weights."""
     first = bsr_ffn.fastest(operands, name, w, inputs[0], tuned)
     known = replace(operands, pinned={name: first.choice})
-    rest = [bsr_ffn.fastest(known, name, copied(w), x, tuned) for x in inputs[1:]]
+    rest = [bsr_ffn.fastest(known, name, copy_of(w), x, tuned) for x in inputs[1:]]
     outs = [bsr_ffn.output_of(launch) for launch in (first, *rest)]
     return Part([first, *rest], outs, {name: first.choice}, first.candidates, first.code)
 

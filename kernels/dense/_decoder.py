@@ -78,10 +78,10 @@ def prepare(operands: Operands, build: Build) -> Launch:
 
     first = norm(0, None)
     first()
-    qkv = ran(build("qkv", [rounded] * layers))
+    qkv = run_once(build("qkv", [rounded] * layers))
     attention, config, timed = _attention(operands, qkv.outs)
-    o = ran(build("o", [attention[0].out] * layers))
-    mlp = ran(build("mlp", [rounded] * layers))
+    o = run_once(build("o", [attention[0].out] * layers))
+    mlp = run_once(build("mlp", [rounded] * layers))
     norm(2 * layers, mlp.outs[-1])()
     head = build("head", [last])
     calls: list[Callable[[], object]] = [first]
@@ -148,7 +148,7 @@ def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
     if name != "mlp":
         return _dense_product(operands, name, operands.weights[WEIGHTS[name]].to_dense(), inputs)
     gated = _dense_gated(operands, inputs)
-    return joined(gated, dense_part(operands, "down", ran(gated).outs))
+    return join(gated, dense_part(operands, "down", run_once(gated).outs))
 
 
 def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Tensor]) -> Part:
@@ -173,30 +173,30 @@ def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> Part:
     part = _dense_product(operands, "gate_up", torch.cat((gate, up)), inputs)
     scale = scale_of(problem, gate.shape[1])
     between = hidden(part.outs[0], problem["activation"], inputs[0].dtype, scale)
-    return followed(part, [between] * len(inputs))
+    return append_kernels(part, [between] * len(inputs))
 
 
-def ran(part: Part) -> Part:
+def run_once(part: Part) -> Part:
     """Run each layer's call of a part: the next part is timed on their outputs."""
     for call in part.calls:
         call()
     return part
 
 
-def followed(part: Part, after: Sequence[BoundKernel]) -> Part:
+def append_kernels(part: Part, after: Sequence[BoundKernel]) -> Part:
     """Return a part with one more kernel in each layer, which reads the part's output."""
     calls = [in_turn(*both) for both in zip(part.calls, after, strict=True)]
     outs, code = [each.out for each in after], part.code or after[0].code
     return replace(part, calls=calls, outs=outs, code=code)
 
 
-def joined(gated: Part, down: Part) -> Part:
+def join(gated: Part, down: Part) -> Part:
     calls = [in_turn(*both) for both in zip(gated.calls, down.calls, strict=True)]
     choice = {**gated.choice, **down.choice}
     return Part(calls, down.outs, choice, [*gated.candidates, *down.candidates], gated.code)
 
 
-def copied(weight: Stored) -> Stored:
+def copy_of(weight: Stored) -> Stored:
     return replace(weight, **{name: a.clone() for name, a in weight.arrays().items()})  # type: ignore[type-var]
 
 

@@ -30,8 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.gpu_clock import GpuClock
-from sparsebench.kernels._common.l2_flush import flusher
+from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._common.search import Search, finalists, near, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch
 from sparsebench.kernels.dense import _cublaslt

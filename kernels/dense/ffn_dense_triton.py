@@ -43,12 +43,7 @@ BAND = 8
 
 # Timed in `prepare`: (tokens, features, depth in 16 bits, stages, warps). A program has two tiles
 # of accumulators, for gate and up.
-MANY_TOKENS = (
-    (128, 128, 64, 4, 8),
-    (128, 64, 64, 3, 4),
-    (128, 64, 64, 4, 8),
-    (256, 64, 64, 4, 8),
-)
+MANY_TOKENS = ((128, 128, 64, 4, 8), (128, 64, 64, 3, 4), (128, 64, 64, 4, 8), (256, 64, 64, 4, 8))
 SOME_TOKENS = ((64, 32, 64, 4, 4), (64, 64, 64, 4, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 8))
 FEW_TOKENS = ((16, 64, 6, 4), (16, 128, 4, 4), (32, 64, 4, 4), (32, 128, 3, 4))  # without tokens
 BY_POINTERS = ((32, 32, 32, 3, 4), (64, 32, 32, 3, 4), (64, 64, 32, 3, 8))

@@ -9,7 +9,7 @@
 X has a gradient, from the dense copy. X has the dtype of W, which cannot change.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -23,20 +23,18 @@ from sparsebench.kernels._common.transforms import batched, watched
 from sparsebench.kernels.nn import _bitmap_op
 from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.kernels.nn._packed import (
+    PackedLinear,
     dense_linear,
     frozen,
     frozen_bias,
-    load_layout_first,
     require_dtype,
-    require_layout,
 )
-from sparsebench.kernels.nn._weight import PackedWeight
 from sparsebench.kernels.nn.matmul import of_layer
 
 BUFFERS = "records", "offsets"
 
 
-class BitmapLinear(nn.Linear):
+class BitmapLinear(PackedLinear):
     """nn.Linear with W [out_features, in_features] as a bitmap: the same call and bias.
 
     stored  bytes of `records`, a multiple of 16; a state dict fills them
@@ -44,9 +42,9 @@ class BitmapLinear(nn.Linear):
     Raises FormatError.
     """
 
+    LAYOUT = f"n, k, position in {', '.join(NAMES.values())}"
     records: Tensor
     offsets: Tensor
-    bias: nn.Parameter | None  # type: ignore[assignment]
     _front: Any = None  # calls without Python (front.py)
 
     def __init__(
@@ -83,12 +81,12 @@ class BitmapLinear(nn.Linear):
         return layer
 
     @property
-    def weight(self) -> PackedWeight:  # type: ignore[override]
-        """Return dtype, device and sizes of W, without values."""
-        return PackedWeight.of(self, self.dtype, self.records)
+    def packed(self) -> Tensor:
+        return self.records
 
-    def reset_parameters(self) -> None:
-        """Leave the packed weights as they are."""
+    @property
+    def outside(self) -> torch.dtype:
+        return self.dtype
 
     @property
     def bitmap(self) -> Bitmap:
@@ -114,12 +112,6 @@ class BitmapLinear(nn.Linear):
     def get_extra_state(self) -> Tensor:
         """Return int64 [3]: n, k, position of the dtype in NAMES."""
         return torch.tensor([self.out_features, self.in_features, [*NAMES].index(self.dtype)])
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Raise FormatError for another layout, so that fp16 bytes are never read as bf16."""
-        require_layout(self, f"n, k, position in {', '.join(NAMES.values())}", state)
-
-    _load_from_state_dict = load_layout_first
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Raises Unsupported for another dtype, and then leaves it as it was."""
@@ -149,20 +141,6 @@ class BitmapLinear(nn.Linear):
             raise Unsupported(f"{expected}, found {x.dtype} {list(x.shape)}")
         flat = x if x.dim() == 2 else x.reshape(-1, k)
         return batched(_bitmap_op.linear(flat, self.records, self.offsets, n, k), x)
-
-    def freeze(self) -> Self:
-        """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""
-        return self
-
-    def plan(self, tokens: Iterable[int]) -> Self:
-        """Plan, and search, the product of these numbers of tokens now instead of at a first call.
-
-        Where a dense copy is faster than the bitmap, it is made, and takes n k elements.
-        """
-        for m in tokens:
-            with torch.no_grad():
-                self(self.records.new_zeros(m, self.in_features, dtype=self.dtype))
-        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, and the bytes as a fraction of dense."""

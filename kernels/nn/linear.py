@@ -24,18 +24,25 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import offsets_of, require, rows_of, sides_of
+from sparsebench.formats._format import require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.front import Guard
 from sparsebench.kernels.nn import _bsr_autograd
+from sparsebench.kernels.nn._bsr_index import (
+    Index,
+    copy_of,
+    drawn_pattern,
+    grid_of,
+    index_of,
+    source_of,
+    stored_of,
+)
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._bsr_plans import require_index
 from sparsebench.kernels.nn._moves import repacked, require_same_moves, state_moves
 from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
 from sparsebench.kernels.nn._weight import PackedWeight
 
-Index = tuple[Tensor, Tensor]
-"""Offsets and columns of a BSR matrix, int32."""
 FIXED = "the number of blocks cannot change under"
 
 
@@ -76,11 +83,11 @@ class BlockSparseLinear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.block = sides_of(block)
         self._shape = out_features, in_features
-        self._grid = grid = _grid(self._shape, self.block)
+        self._grid = grid = grid_of(self._shape, self.block)
         require((sparsity is None) != (pattern is None), "expected either sparsity or pattern")
         if pattern is None:
             assert sparsity is not None
-            pattern = _draw_pattern(grid, sparsity)
+            pattern = drawn_pattern(grid, sparsity)
         layout = f"{pattern.dtype} {list(pattern.shape)}"
         require(pattern.shape == grid, f"pattern: expected bool {list(grid)}, found {layout}")
         require(not pattern.is_meta, "pattern: expected values, found a tensor on meta")
@@ -125,13 +132,13 @@ class BlockSparseLinear(nn.Linear):
         """
         r, c = sides_of(block)
         n, k = linear.weight.shape
-        rows, columns = _grid((n, k), (r, c))
+        rows, columns = grid_of((n, k), (r, c))
         weight = linear.weight.detach()
         padded = nn.functional.pad(weight.float(), (0, columns * c - k, 0, rows * r - n))
         if padded.numel():  # the squares of 1e-30 would be zero
             padded = padded.ldexp(-padded.abs().max().frexp().exponent)
         norms = padded.square().view(rows, r, columns, c).sum((1, 3)).flatten()
-        largest = norms.argsort(descending=True, stable=True)[: _count(sparsity, rows * columns)]
+        largest = norms.argsort(descending=True, stable=True)[: stored_of(sparsity, rows * columns)]
         pattern = torch.zeros_like(norms, dtype=torch.bool)
         pattern[largest] = True
         layer = cls(
@@ -181,9 +188,9 @@ class BlockSparseLinear(nn.Linear):
         old = self._unwritten or (self.offsets, self.columns)
         on_meta = offsets.is_meta or columns.is_meta
         require(not on_meta, "offsets, columns: expected values, found a tensor on meta")
-        new = _copy(offsets, columns, old[0].device)
+        new = copy_of(offsets, columns, old[0].device)
         require_index(*new, self._shape, self.block)
-        source = _source(old, new, self._grid[1])
+        source = source_of(old, new, self._grid[1])
         move_state = state_moves(self.values, source)
         require_same_moves(self, *new, values)
         if values is not None:
@@ -203,9 +210,9 @@ class BlockSparseLinear(nn.Linear):
 
     def _write(self, index: Index, device: torch.device) -> None:
         """Set the buffers on this device; if it is "meta", also keep the index on the CPU."""
-        self.offsets, self.columns = _copy(*index, device)
+        self.offsets, self.columns = copy_of(*index, device)
         keep = device.type == "meta" and not index[0].is_meta
-        self._unwritten = _copy(*index, torch.device("cpu")) if keep else None
+        self._unwritten = copy_of(*index, torch.device("cpu")) if keep else None
 
     def _store(self, index: Index, values: Tensor) -> None:
         """Replace index and values. Raises FormatError, and then leaves the layer as it was."""
@@ -336,38 +343,6 @@ class BlockSparseLinear(nn.Linear):
         return f"{sizes}, block={r}x{c}, {stored}, bias={self.bias is not None}"
 
 
-def index_of(pattern: Tensor) -> Index:
-    """Return offsets and columns of a pattern, bool [block rows, block columns]."""
-    require(
-        pattern.dim() == 2 and pattern.dtype == torch.bool,
-        f"pattern: expected a bool matrix, found {pattern.dtype} {list(pattern.shape)}",
-    )
-    rows, columns = pattern.nonzero(as_tuple=True)
-    return offsets_of(rows, len(pattern)), columns.to(torch.int32)
-
-
-def _copy(offsets: Tensor, columns: Tensor, device: torch.device) -> Index:
-    with torch.inference_mode(False):  # torch does not count writes into inference tensors
-        return offsets.detach().to(device, copy=True), columns.detach().to(device, copy=True)
-
-
-def _source(old: Index, new: Index, width: int) -> Tensor:
-    """Return int64 [new blocks]: the position of each block in the old index, or -1."""
-    before, after = (rows_of(offsets) * width + columns for offsets, columns in (old, new))
-    if not len(before):
-        return torch.full_like(after, -1)
-    at = torch.searchsorted(before, after).clamp(max=len(before) - 1)
-    return at.where(before[at] == after, -1)
-
-
-def _draw_pattern(grid: tuple[int, int], sparsity: float) -> Tensor:
-    """Draw a pattern whose block rows all store the same number of blocks, or one more."""
-    rows, columns = grid
-    least, remainder = divmod(_count(sparsity, rows * columns), rows)
-    counts = least + (torch.randperm(rows, device="cpu") < remainder).long()
-    return torch.rand(grid, device="cpu").argsort(1).argsort(1) < counts[:, None]
-
-
 def _forget_shape(parameter: nn.Parameter) -> None:
     """Let a parameter take data of another shape. Raises FormatError if DDP forbids it.
 
@@ -389,14 +364,3 @@ def _forget_shape(parameter: nn.Parameter) -> None:
         require(_forget_shape not in node().metadata, f"{FIXED} {owner}: wrap the module again")
     other = torch.float64 if parameter.dtype == torch.float32 else torch.float32
     parameter.data = parameter.new_empty(0, dtype=other)  # data of another dtype has another node
-
-
-def _count(sparsity: float, blocks: int) -> int:
-    """Return the number of blocks to store."""
-    require(0 <= sparsity <= 1, f"sparsity: expected 0 to 1, found {sparsity}")
-    return round((1 - sparsity) * blocks)
-
-
-def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    (n, k), (r, c) = shape, block
-    return -(-n // r), -(-k // c)

@@ -41,12 +41,11 @@ from sparsebench.formats.spense import (
 from sparsebench.kernels._common.front import Fronts, Guard
 from sparsebench.kernels._common.transforms import batched, rows_of
 from sparsebench.kernels.nn._packed import (
+    PackedLinear,
     dense_linear,
     frozen,
     frozen_bias,
-    load_layout_first,
     require_dtype,
-    require_layout,
 )
 from sparsebench.kernels.nn._spense_op import (
     ACTIVATIONS,
@@ -60,7 +59,7 @@ from sparsebench.kernels.nn._spense_op import (
 )
 from sparsebench.kernels.nn._spense_plans import NAMES
 from sparsebench.kernels.nn._spense_weights import DTYPES, packed, rounded, with_name
-from sparsebench.kernels.nn._weight import FusedPart, PackedWeight
+from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
 CODE_BYTES = 2048  # a sparse tile has this many bytes of metadata / bytes of an element
@@ -72,7 +71,7 @@ ADAPT = (
 FIRST_TWO = 0x44  # metadata of two groups of 4 that both store elements 0 and 1
 
 
-class SpenseLinear(nn.Linear):
+class SpenseLinear(PackedLinear):
     """nn.Linear with W [out_features, in_features] as in formats/spense.py: the same call and bias.
 
     dense_fraction  fraction of the rows or columns (`split`) that is dense: the last ones
@@ -83,10 +82,10 @@ class SpenseLinear(nn.Linear):
     the layout, and loads only into a layer with the same one. Raises FormatError.
     """
 
+    LAYOUT = f"n, k, sparse rows, sparse columns, position in {', '.join(NAMES.values())}"
     sparse: Tensor
     dense: Tensor
     scale: Tensor | None
-    bias: nn.Parameter | None  # type: ignore[assignment]
     _fronts: "Fronts"
 
     def __init__(
@@ -119,16 +118,11 @@ class SpenseLinear(nn.Linear):
         self.bias = frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
 
     @property
-    def weight(self) -> PackedWeight:  # type: ignore[override]
-        """Return dtype, device and sizes of W, without values."""
-        return PackedWeight.of(self, self.outside, self.sparse)
-
-    def reset_parameters(self) -> None:
-        """Leave the packed weights as they are."""
+    def packed(self) -> Tensor:
+        return self.sparse
 
     @property
     def outside(self) -> torch.dtype:
-        """Return the dtype of X, Y and the bias."""
         return BF16 if self.dtype == E4M3 else self.dtype
 
     @classmethod
@@ -188,13 +182,6 @@ class SpenseLinear(nn.Linear):
         kind = [*NAMES].index(self.dtype)
         return torch.tensor([self.out_features, self.in_features, *self.sparse_shape, kind])
 
-    def set_extra_state(self, state: Tensor) -> None:
-        """Raise FormatError for another layout, so that fp16 bytes are never read as bf16."""
-        names = f"n, k, sparse rows, sparse columns, position in {', '.join(NAMES.values())}"
-        require_layout(self, names, state)
-
-    _load_from_state_dict = load_layout_first
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Raises Unsupported for another dtype, and then leaves it as it was."""
         for dtype in (torch.uint8, self.outside):
@@ -250,20 +237,6 @@ class SpenseLinear(nn.Linear):
         if front is not None:
             self._fronts[activation] = front
         return y
-
-    def freeze(self) -> Self:
-        """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""
-        return self
-
-    def plan(self, tokens: Iterable[int]) -> Self:
-        """Plan, and search, the product of these numbers of tokens now instead of at a first call.
-
-        The gate and up of a SpenseGatedMLP are planned by its own `plan`.
-        """
-        for m in tokens:
-            with torch.no_grad():
-                self(self.sparse.new_zeros(m, self.in_features, dtype=self.outside))
-        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, the sparse part and the dtype."""

@@ -1,8 +1,10 @@
-"""Shared by the cuSPARSE peers: Y.T[n, m] = W[n, k] @ X.T[k, m] by cusparseSpMM.
+"""Shared by the cuSPARSE peers: cusparseSpMM, and cusparseSDDMM for gradients of weights.
 
 The library reads and writes dense matrices by rows or by columns, and the slower layout may take 10
 times as long (CSR on an H200, 4096³, bf16, a tenth stored: 1.9 ms by rows, 21.6 ms by columns). So
-every layout is timed with every algorithm of the format. A launch includes the transpositions:
+every layout is timed. A launch includes the transpositions:
+
+    Y.T[n, m] = W[n, k] @ X.T[k, m]     cusparseSpMM, with every algorithm of the format
 
     X.T  columns     X in place: column-major, leading dimension k
          transposed  X in place: op(B) = transpose of row-major X
@@ -10,13 +12,22 @@ every layout is timed with every algorithm of the format. A launch includes the 
     Y.T  columns     Y in its final layout: column-major, leading dimension n
          rows        Y.T row-major, transposed back by the launch
 
+    dW[n, k] = dY.T[n, m] @ X[m, k]     cusparseSDDMM, which has one algorithm
+
+    dY.T  columns     dY in place: column-major, leading dimension n
+          transposed  dY in place: op(A) = transpose of row-major dY
+          rows        dY.T row-major, copied by the launch
+    X     rows        X in place: row-major, leading dimension k
+          transposed  X in place: op(B) = transpose of column-major X.T
+          columns     X column-major, copied by the launch
+
 A first search with few tokens drops settings that are much slower; the rest is timed at full size.
 Accumulation is in fp32.
-Source: docs.nvidia.com/cuda/cusparse, cusparseSpMM; called through nvmath-python's bindings.
+Source: docs.nvidia.com/cuda/cusparse; called through nvmath-python's bindings.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -26,15 +37,19 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.requirements import GPU_EXTRA, unsupported_without
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Launch, Operands, Output
+from sparsebench.kernels.peers._padding import multiple_of
 from sparsebench.results.record import Problem
 
 CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # library_types.h
-X_LAYOUTS = "columns", "transposed", "rows"
-Y_LAYOUTS = "columns", "rows"
-SETTING = "algorithm", "x_layout", "y_layout"
+TRANSPOSED = "transposed"
+SPMM, SDDMM = ("algorithm", "x_layout", "y_layout"), ("dy_layout", "x_layout")  # settings
+SPMM_LAYOUTS = ("columns", TRANSPOSED, "rows"), ("columns", "rows")
+SDDMM_LAYOUTS = ("columns", TRANSPOSED, "rows"), ("rows", TRANSPOSED, "columns")
 FEW_TOKENS = 128
 HOPELESS = 3.0  # times the fastest with few tokens: not timed at full size
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -56,6 +71,22 @@ class Weight:
     describe: Callable[[], int]
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """The sparsity pattern of the gradient, in a form that cuSPARSE can describe.
+
+    packed    the pattern in our format; keeps its arrays alive
+    shape     rows and columns, padded to whole blocks
+    describe  returns a new descriptor
+    tokens    the number of tokens must be a multiple of this; the launch pads them
+    """
+
+    packed: Bsr | Csr
+    shape: tuple[int, int]
+    describe: Callable[[], int]
+    tokens: int = 1
+
+
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] == "fp8":
         return "cuSPARSE's sparse products expected 16 or 32 bits, found fp8"
@@ -65,38 +96,57 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(w: Weight, operands: Operands) -> Launch:
-    """Return the fastest accepted layouts and algorithm. Raises Unsupported if there are none."""
+    """Return the fastest way to compute Y. Raises Unsupported if the library accepts none."""
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
-    pinned = operands.pinned
-    lines: list[dict[str, Any]] = []
-    if pinned:
-        settings = [tuple(pinned[name] for name in SETTING)]
-    else:
-        every = product(w.algorithms, X_LAYOUTS, Y_LAYOUTS)
-        settings, lines = screened(every, partial(plan, w, x[:FEW_TOKENS], n), x.device)
-    plans = [plan(w, x, n, *setting) for setting in settings]
-    return fastest_plan(plans, lines, x.device)
+
+    def plan(tokens: int | None, *setting: str) -> Plan:
+        return spmm(w, x[:tokens], n, *setting)
+
+    return _fastest(plan, SPMM, product(w.algorithms, *SPMM_LAYOUTS), operands)
 
 
-def fastest_plan(
-    plans: Sequence[Plan], screening: list[dict[str, Any]], device: torch.device
+def prepare_wgrad(pattern: Pattern, operands: Operands) -> Launch:
+    """Return the fastest way to compute dW. Raises Unsupported if the library accepts none."""
+    dy, x = operands.activations["dy"], operands.activations["x"]
+
+    def plan(tokens: int | None, *setting: str) -> Plan:
+        return sddmm(pattern, dy[:tokens], x[:tokens], *setting)
+
+    return _fastest(plan, SDDMM, product(*SDDMM_LAYOUTS), operands)
+
+
+def _fastest(
+    plan: Callable[..., Plan],
+    names: tuple[str, ...],
+    every: Iterable[tuple[str, ...]],
+    operands: Operands,
 ) -> Launch:
-    """Return the launch of the fastest plan, with the candidates of both searches."""
+    """Return the fastest setting, or the pinned one.
+
+    plan   plans a number of tokens, or all for None, with a setting
+    names  of the values of a setting
+    """
     from nvmath.bindings import cusparse
 
-    result = search([call for _, call in plans], device)
+    lines: list[dict[str, Any]] = []
+    if operands.pinned:
+        settings = [tuple(operands.pinned[name] for name in names)]
+    else:
+        settings, lines = screened(every, partial(plan, FEW_TOKENS), operands.device)
+    plans = [plan(None, *setting) for setting in settings]
+    result = search([call for _, call in plans], operands.device)
     choice, call = plans[result.best]
     timed = result.lines([choice for choice, _ in plans], of="all tokens")
     version = cusparse.get_version(library_handle())
-    return Launch(call, {**choice, "cusparse": version}, candidates=screening + timed)
+    return Launch(call, {**choice, "cusparse": version}, candidates=lines + timed)
 
 
-def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
+def spmm(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
     """Describe, preprocess and allocate the product of one setting. Raises cuSPARSEError."""
     from nvmath.bindings import cusparse
 
     handle, stage = library_handle(), stage_for(x, w.shape[1], turned=x_layout == "rows")
-    transposed = x_layout == "transposed"  # cusparseOperation_t: 1 is transpose, 0 is not
+    transposed = x_layout == TRANSPOSED  # cusparseOperation_t: 1 is transpose, 0 is not
 
     def new_y() -> Tensor:  # the closure keeps w, and so the arrays of W, alive
         if y_layout == "columns":
@@ -126,8 +176,43 @@ def plan(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
         cusparse.sp_mm(*arguments, workspace.data_ptr())
         return y[:, :n].contiguous()
 
-    choice = dict(zip(SETTING, (algorithm, x_layout, y_layout), strict=True))
+    choice = dict(zip(SPMM, (algorithm, x_layout, y_layout), strict=True))
     return {**choice, "workspace_bytes": size}, run
+
+
+def sddmm(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:
+    """Describe, preprocess and allocate the product of one setting. Raises cuSPARSEError."""
+    from nvmath.bindings import cusparse
+
+    handle, descriptor = library_handle(), pattern.describe()
+    rows = multiple_of(pattern.tokens, len(x))
+    staged_dy = stage_for(dy, pattern.shape[0], turned=dy_layout == "rows", rows=rows)
+    staged_x = stage_for(x, pattern.shape[1], turned=x_layout == "columns", rows=rows)
+    flips = dy_layout == TRANSPOSED, x_layout == TRANSPOSED
+    a, b = staged_dy if flips[0] else staged_dy.t(), staged_x.t() if flips[1] else staged_x
+    arguments = (
+        *(handle, *map(int, flips), ONE.ctypes.data, describe_dense(a), describe_dense(b)),
+        *(ZERO.ctypes.data, descriptor, CUDA_TYPES[torch.float32]),
+        cusparse.SDDMMAlg.DEFAULT,
+    )
+    size = np.zeros(1, np.uint64)
+    cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
+    cusparse.sddmm_buffer_size(*arguments, size.ctypes.data)
+    workspace = torch.empty(max(int(size[0]), 1), dtype=torch.uint8, device=x.device)
+    cusparse.sddmm_preprocess(*arguments, workspace.data_ptr())
+
+    def run() -> Bsr | Csr:
+        for source, staged in ((dy, staged_dy), (x, staged_x)):
+            if staged is not source:
+                staged[: len(source), : source.shape[1]].copy_(source)
+        values = torch.empty_like(pattern.packed.values)
+        cusparse.sp_mat_set_values(descriptor, values.data_ptr())
+        cusparse.set_stream(handle, torch.cuda.current_stream(x.device).cuda_stream)
+        cusparse.sddmm(*arguments, workspace.data_ptr())
+        return replace(pattern.packed, values=values)
+
+    layouts = {"dy_layout": dy_layout, "x_layout": x_layout, "workspace_bytes": int(size[0])}
+    return {**layouts, **({"tokens": rows} if rows != len(x) else {})}, run
 
 
 def stage_for(x: Tensor, columns: int, *, turned: bool, rows: int | None = None) -> Tensor:

@@ -94,7 +94,7 @@ class Library:
 class Algorithm:
     """One of the library's algorithms for a product; None leaves a setting to the library."""
 
-    number: int | None = None
+    algorithm: int | None = None
     split_k: int | None = None
     split_k_mode: int | None = None
 
@@ -244,7 +244,7 @@ class Plan:
         lt("MatmulAlgSelectionInit", handle, self.selection, self.product, DEFAULT)
         structures.append(("MatmulAlgSelectionDestroy", self.selection))
         for attribute, value in (
-            (CONFIG, algorithm.number),
+            (CONFIG, algorithm.algorithm),
             (SPLIT_K, algorithm.split_k),
             (SPLIT_K_MODE, algorithm.split_k_mode),
         ):

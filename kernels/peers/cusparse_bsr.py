@@ -13,7 +13,7 @@ from functools import partial
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _cusparse, _cusparse_sddmm
+from sparsebench.kernels.peers import _cusparse
 
 
 def prepare(operands: Operands) -> Launch:
@@ -46,8 +46,8 @@ def describe(w: Bsr) -> int:
 def prepare_wgrad(operands: Operands) -> Launch:
     w = operands.pattern
     assert isinstance(w, Bsr)
-    pattern = _cusparse_sddmm.Pattern(w, padded(w), partial(describe, w), w.block[0])
-    return _cusparse_sddmm.prepare(pattern, operands)
+    pattern = _cusparse.Pattern(w, padded(w), partial(describe, w), w.block[0])
+    return _cusparse.prepare_wgrad(pattern, operands)
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, _cusparse.unsupported)

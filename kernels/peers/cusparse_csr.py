@@ -9,7 +9,7 @@ from functools import partial
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _cusparse, _cusparse_sddmm
+from sparsebench.kernels.peers import _cusparse
 
 ALGORITHMS = "CSR_ALG1", "CSR_ALG2", "CSR_ALG3"
 
@@ -33,8 +33,8 @@ def describe(w: Csr) -> int:
 def prepare_wgrad(operands: Operands) -> Launch:
     w = operands.pattern
     assert isinstance(w, Csr)
-    pattern = _cusparse_sddmm.Pattern(w, w.shape, partial(describe, w))
-    return _cusparse_sddmm.prepare(pattern, operands)
+    pattern = _cusparse.Pattern(w, w.shape, partial(describe, w))
+    return _cusparse.prepare_wgrad(pattern, operands)
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, _cusparse.unsupported)

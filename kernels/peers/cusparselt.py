@@ -69,24 +69,13 @@ SPLITS = tuple(product((2, 3, 4, 6, 8), (1, 2)))  # parts of k, and one kernel o
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(Algorithm):
     """One way to call the library, by default as the library does; `tokens` is for padding."""
 
     w_layout: Order = "rows"
     x_layout: Order = "columns"
     y_layout: Order = "columns"
-    algorithm: int | None = None
-    split_k: int | None = None
-    split_k_mode: int | None = None
     tokens: int | None = None
-
-    @property
-    def requested(self) -> Algorithm:
-        return Algorithm(self.algorithm, self.split_k, self.split_k_mode)
-
-    def with_algorithm(self, actual: Algorithm) -> "Way":
-        number, split_k, mode = actual.number, actual.split_k, actual.split_k_mode
-        return replace(self, algorithm=number, split_k=split_k, split_k_mode=mode)
 
 
 @dataclass(frozen=True)
@@ -158,7 +147,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
         raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {split}")
     n = w.shape[0]
     target = Call(compressed(w.to_dense()), x, n)
-    fastest, choice, candidates = chosen(target, n, search, operands.pinned, operands.timed)
+    fastest, choice, candidates = choose(target, n, search, operands.pinned, operands.timed)
 
     def run() -> Tensor:
         y = x.new_empty(fastest.rows, n, dtype=target.output)
@@ -178,7 +167,7 @@ def compressed(w: Tensor) -> Callable[[Order], _cusparselt.Weight]:
     return of
 
 
-def chosen(
+def choose(
     target: Call,
     n: int,
     searching: bool,
@@ -198,7 +187,7 @@ def chosen(
     repeated = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
     if repeated:
         products, _ = accepted(target, dict.fromkeys(repeated))
-        best, result = timed(target, n, products)
+        best, result = time_products(target, n, products)
         return best, asdict(best.way) | version, lines_of("finalists", products, result)
     every = [
         replace(way, tokens=target.fewest_tokens)
@@ -210,17 +199,17 @@ def chosen(
     if not searching:
         return products[0], asdict(products[0].way) | version, []
     products += searched_by_the_library(target, products)
-    best, first = timed(target, n, products)
+    best, first = time_products(target, n, products)
     lines = lines_of(STAGES[0], products, first)
     few = fastest_few(products, first, FEW_LAYOUTS.get(target.x.dtype, len(every)), numbers=False)
     ways = numbers(target, few)
     numbered = [best, *accepted(target, [*ways, *with_more_tokens(target, ways, few)])[0]]
-    best, second = timed(target, n, numbered)
+    best, second = time_products(target, n, numbered)
     lines += lines_of(STAGES[1], numbered, second)
     few = fastest_few(numbered, second, BEST, numbers=True)
     split = [replace(way, split_k=k, split_k_mode=mode) for way in few for k, mode in SPLITS]
     products = [best, *accepted(target, split)[0]]
-    best, third = timed(target, n, products)
+    best, third = time_products(target, n, products)
     lines += lines_of(STAGES[2], products, third)
     return best, asdict(best.way) | version, lines
 
@@ -229,7 +218,7 @@ def layouts(dtype: torch.dtype) -> list[Way]:
     """Return every combination of layouts, those of the default first."""
     if dtype == DTYPES["fp8"]:
         return [Way(), Way(y_layout="rows")]
-    every = [Way(*at) for at in product(LAYOUTS, LAYOUTS, LAYOUTS)]
+    every = [Way(w_layout=w, x_layout=x, y_layout=y) for w, x, y in product(*[LAYOUTS] * 3)]
     return [Way(), *(way for way in every if way != Way())]
 
 
@@ -248,7 +237,7 @@ def planned(target: Call, way: Way) -> Product:
     """Plan one way. Raises CusparseLtError if the library refuses it."""
     plan = plan_of(target, way)
     rows = way.tokens or len(target.x)
-    return Product(way.with_algorithm(plan.actual), rows, call_of(target, way, plan))
+    return Product(replace(way, **asdict(plan.actual)), rows, call_of(target, way, plan))
 
 
 def plan_of(target: Call, way: Way) -> Plan:
@@ -257,7 +246,7 @@ def plan_of(target: Call, way: Way) -> Plan:
     b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
     y_stride = target.y_stride if way.y_layout == "columns" else m
     d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, target.output)
-    return Plan(weight, b, d, way.requested, target.beta)
+    return Plan(weight, b, d, way, target.beta)
 
 
 def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
@@ -277,7 +266,6 @@ def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
 
 
 def searched_by_the_library(target: Call, products: Sequence[Product]) -> list[Product]:
-    """Return the results of the library's own search for each of these layouts."""
     results: list[Way] = []
     for one in products:
         if (target.x.dtype, one.way.y_layout) in TRAPS:
@@ -289,7 +277,7 @@ def searched_by_the_library(target: Call, products: Sequence[Product]) -> list[P
             plan(b, y, search=True)
         except CusparseLtError:
             continue
-        results.append(one.way.with_algorithm(plan.actual))
+        results.append(replace(one.way, **asdict(plan.actual)))
     before = {one.way for one in products}
     return accepted(target, [way for way in dict.fromkeys(results) if way not in before])[0]
 
@@ -309,10 +297,10 @@ def with_more_tokens(target: Call, ways: Sequence[Way], few: Sequence[Way]) -> l
     """Return the ways of the fastest layouts, `few`, with X padded to more tokens."""
     fewest = target.fewest_tokens or len(target.x)
     more = [tokens for tokens in MORE_TOKENS if tokens > fewest]
-    chosen = {layout_of(way) for way in few[:PADDED_LAYOUTS]}
+    layouts = {layout_of(way) for way in few[:PADDED_LAYOUTS]}
     if target.x.dtype in FEW_LAYOUTS:
         return [replace(way, tokens=tokens) for way in few for tokens in more]
-    return [replace(w, tokens=tokens) for w in ways if layout_of(w) in chosen for tokens in more]
+    return [replace(w, tokens=tokens) for w in ways if layout_of(w) in layouts for tokens in more]
 
 
 def layout_of(way: Way) -> tuple[Order, Order, Order]:
@@ -333,7 +321,7 @@ def fastest_few(
     return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
 
 
-def timed(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
+def time_products(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
     def calling(one: Product) -> Callable[[], object]:
         def call() -> None:
             rows = target.x.new_empty(one.rows, target.y_stride, dtype=target.output)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.search import search as timed
+from sparsebench.kernels._common.search import search as search_calls
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense._gemm import LIBRARIES, preferred, scaled_product
 from sparsebench.kernels.peers import cusparselt
@@ -76,13 +76,13 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     back = back.clone(memory_format=torch.contiguous_format)  # frees the rest of W
     target = cusparselt.Call(cusparselt.compressed(front), x[:, :columns], w.shape[0])
     of_sparse = pinned and pinned["sparse"], operands.timed
-    sparse, choice, candidates = cusparselt.chosen(target, rows, search, *of_sparse)
+    sparse, choice, candidates = cusparselt.choose(target, rows, search, *of_sparse)
     adding = None if by_rows else _adding(target, sparse)
     x_back = x if by_rows else x[:, columns:]
     parts = Parts(sparse, adding, back, x_back, w.shape[0], rows)
     every = [Way(**pinned["dense"])] if pinned else ways(parts)
     calls = [partial(multiply, parts, way) for way in every]
-    result = timed(calls, x.device)
+    result = search_calls(calls, x.device)
     dense = result.lines([asdict(way) for way in every], of="dense part")
     choice = {"sparse": choice, "dense": asdict(every[result.best])}
     return Launch(calls[result.best], choice, candidates=[*candidates, *dense])

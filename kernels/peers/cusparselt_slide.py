@@ -35,7 +35,7 @@ def lifted_launch(operands: Operands, w: Slide, search: bool) -> Launch:
     lift()
     target = cusparselt.Call(cusparselt.compressed(w.lifted.to_dense()), lift.out, n)
     before = operands.pinned, operands.timed
-    fastest, choice, candidates = cusparselt.chosen(target, n, search, *before)
+    fastest, choice, candidates = cusparselt.choose(target, n, search, *before)
 
     def run() -> Tensor:
         lift()

@@ -10,7 +10,7 @@ from scipy import sparse
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _scipy
+from sparsebench.kernels.peers import scipy_csr
 
 
 def prepare(operands: Operands) -> Launch:
@@ -19,10 +19,10 @@ def prepare(operands: Operands) -> Launch:
     (n, k), (r, c) = w.shape, w.block
     arrays = w.values.numpy(), w.columns.numpy(), w.offsets.numpy()
     padded = n + -n % r, k + -k % c
-    return _scipy.launch(sparse.bsr_array(arrays, shape=padded), operands)
+    return scipy_csr.launch(sparse.bsr_array(arrays, shape=padded), operands)
 
 
-KERNEL = Kernel("linear", "bsr", "cpu", prepare, _scipy.unsupported)
+KERNEL = Kernel("linear", "bsr", "cpu", prepare, scipy_csr.unsupported)
 
 DGRAD = dgrad_of(KERNEL)
 """Input gradient from BSR on the CPU by scipy.sparse."""

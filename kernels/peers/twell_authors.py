@@ -35,11 +35,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.requirements import (
-    HOPPER,
-    unsupported_device,
-    unsupported_without,
-)
+from sparsebench.kernels._common.requirements import HOPPER, unsupported_device, unsupported_without
 from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors

@@ -23,7 +23,8 @@ varying rows; the count assumes the shortest ones.
     no graph     the backward pass waits for the host twice, so rows are timed with events
 
 The launch copies their five results into one tensor, 2 % of the bytes of a step. Their L1 gradient
-is 0. `tails_bytes` in the choice is the memory of the six tails.
+is 0. `tails_bytes` in the choice is the memory of the tails: three of the gate by token, and three
+by unit.
 Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/hybrid_modules.
 """
 
@@ -80,38 +81,20 @@ CONFIGS = [Config(*values) for values in product(WIDTHS, UNIT_WIDTHS, TAILS, TAI
 
 def prepare(operands: Operands) -> Launch:
     """Choose the widths and tails among those that lose nothing. Raises Unsupported."""
-    digest = loaded()
-    step = Step(operands)
-    if operands.pinned:
-        configs = [Config(**{name: operands.pinned[name] for name in asdict(CONFIGS[0])})]
-    else:
-        active = step.active()
-        configs = [config for config in CONFIGS if not config.count_lost(active)]
-        if not configs:
-            least = min(config.count_lost(active) for config in CONFIGS)
-            raise Unsupported(f"the authors' formats have no room for {least} values of the gate")
-    calls, choices = [partial(step.run, config) for config in configs], [*map(asdict, configs)]
-    launch = fastest_call(calls, choices, operands.device, **step.x.choice, digest=digest)
-    best = Config(**{name: launch.choice[name] for name in choices[0]})
-    choice = {**launch.choice, "tails_bytes": step.tails_bytes(best)}
-    return replace(launch, choice=choice, lost=lambda: best.count_lost(step.active()))
+    digest, (wg, wu, wd) = loaded(), (operands.weights[w].to_dense() for w in ("wg", "wu", "wd"))
+    wd_t, n = wd.t().contiguous(), len(wg)  # they read its rows
+    rows = multiple_of(TILE, len(operands.activations["x"]))
+    x, dy = (padded(operands.activations[name], rows) for name in ("x", "dy"))
+    no_l1, m = torch.zeros((), device=operands.device), len(x.x)
 
+    def active() -> Tensor:
+        """Return which units are active for the current activations, bool [m, n]."""
+        return torch.mm(x.x, wg.t()) > 0
 
-class Step:
-    """The operands of the authors' operators: padded tokens, and Wd.T."""
-
-    def __init__(self, operands: Operands) -> None:
-        self._wg, self._wu, wd = (operands.weights[w].to_dense() for w in ("wg", "wu", "wd"))
-        self._wd_t = wd.t().contiguous()
-        x, dy = operands.activations["x"], operands.activations["dy"]
-        rows = multiple_of(TILE, len(x))
-        self.x, self._dy = padded(x, rows), padded(dy, rows)
-        self._no_l1 = torch.zeros((), device=x.device)
-
-    def run(self, config: Config) -> Tensor:
+    def run(config: Config) -> Tensor:
         """Enqueue both passes, and return the five results. Raises RuntimeError in a capture."""
-        x, dy = self.x.filled(), self._dy.filled()
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        whole, whole_dy = x.filled(), dy.filled()
+        if whole.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the authors' backward pass waits for the host")
         ops, settings = torch.ops.sparse_ops, torch.ops.sparse_ops_config
         settings.set_ell_width_regular(config.width)
@@ -119,21 +102,26 @@ class Step:
         settings.set_tail_rows_regular(config.tail)
         settings.set_tail_rows_transpose(config.tail_by_unit)
         settings.set_discard_overflow(KEEP_OVERFLOW)
-        layer = x[None], self._wg, self._wu, self._wd_t
+        layer = whole[None], wg, wu, wd_t
         with torch.inference_mode():  # otherwise autograd's operator returns empty P, R and T
             y, _, _, *saved = ops.ff_forward_gated(*layer)
-            dx, *weights = ops.ff_backward_gated(*layer, *saved, dy[None], self._no_l1, self._no_l1)
-        m = len(self.x.x)
+            dx, *weights = ops.ff_backward_gated(*layer, *saved, whole_dy[None], no_l1, no_l1)
         return torch.cat((y[0, :m], dx[0, :m], *weights))
 
-    def active(self) -> Tensor:
-        """Return which units are active for the current activations, bool [m, n]."""
-        return torch.mm(self.x.x, self._wg.t()) > 0
-
-    def tails_bytes(self, config: Config) -> int:
-        """Return the bytes of the tails: three of the gate by token, and three by unit."""
-        n, m = len(self._wg), len(self.x.whole)
-        return 3 * self._wg.element_size() * (config.tail * n + config.tail_by_unit * m)
+    if operands.pinned:
+        configs = [Config(**{name: operands.pinned[name] for name in asdict(CONFIGS[0])})]
+    else:
+        units = active()
+        configs = [config for config in CONFIGS if not config.count_lost(units)]
+        if not configs:
+            least = min(config.count_lost(units) for config in CONFIGS)
+            raise Unsupported(f"the authors' formats have no room for {least} values of the gate")
+    calls, choices = [partial(run, config) for config in configs], [*map(asdict, configs)]
+    launch = fastest_call(calls, choices, operands.device, **x.choice, digest=digest)
+    best = Config(**{name: launch.choice[name] for name in choices[0]})
+    tails = 3 * wg.element_size() * (best.tail * n + best.tail_by_unit * len(x.whole))
+    choice = {**launch.choice, "tails_bytes": tails}
+    return replace(launch, choice=choice, lost=lambda: best.count_lost(active()))
 
 
 @cache

@@ -20,7 +20,7 @@ from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
-from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copied, dense_part, is_pruned
+from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copy_of, dense_part, is_pruned
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.kernels.spense._operands import weight_of
 from sparsebench.kernels.spense.spense_wgmma import Config
@@ -42,8 +42,8 @@ def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor])
     both = spense_ffn.joined(wg, wu)
     activation = operands.problem["activation"]
     gated = _product(operands, "gate_up", both, inputs, activation, tuned)
-    down = _product(operands, "down", wd, _decoder.ran(gated).outs, None, tuned)
-    return _decoder.joined(gated, down)
+    down = _product(operands, "down", wd, _decoder.run_once(gated).outs, None, tuned)
+    return _decoder.join(gated, down)
 
 
 def _product(
@@ -70,7 +70,7 @@ def _product(
         **{f.name: first.choice[f.name] for f in fields(Config) if f.name in first.choice}
     )
     plan = spense_wgmma.plan(w, len(x), config, activation=activation)
-    rest = [spense_wgmma.bind(plan, x, copied(w), Scales(of_y)) for x in inputs[1:]]
+    rest = [spense_wgmma.bind(plan, x, copy_of(w), Scales(of_y)) for x in inputs[1:]]
     y = first()
     assert isinstance(y, Tensor)
     outs = [y, *(launch.out for launch in rest)]

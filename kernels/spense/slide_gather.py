@@ -65,7 +65,7 @@ def slide_of(operands: Operands) -> Slide:
 
 
 def sizes_of(x: Tensor, w: Slide, dtype: str) -> Sizes:
-    return Sizes(len(x), *w.shape, dtype, None, w.kept / w.group)
+    return Sizes(len(x), *w.shape, dtype, None, w.nonzeros / w.group)
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:

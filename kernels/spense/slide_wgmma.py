@@ -42,8 +42,8 @@ def launch(x: Tensor, w: Slide, config: Config, *, watchdog: bool = False) -> Bo
 
 
 def unsupported_operands(x: Tensor, w: Slide) -> str | None:
-    if (w.kept, w.group) != (KEPT, GROUP):
-        return f"expected {KEPT} of {GROUP} elements, found {w.kept} of {w.group}"
+    if (w.nonzeros, w.group) != (KEPT, GROUP):
+        return f"expected {KEPT} of {GROUP} elements, found {w.nonzeros} of {w.group}"
     return slide_gather.unsupported_operands(x, w)
 
 

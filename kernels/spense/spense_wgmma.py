@@ -34,13 +34,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import (
-    DTYPES,
-    ROW_BYTES,
-    ROWS,
-    VALUE_BYTES,
-    Spense,
-)
+from sparsebench.formats.spense import DTYPES, ROW_BYTES, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
@@ -65,7 +59,6 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.spense import _clusters, _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
-from sparsebench.results.record import Problem
 
 TOKENS = 16, 32, 48, 64, 80, 96, 112, 128, 256
 POWERS = 16, 32, 64, 128, 256
@@ -302,18 +295,9 @@ class Product:
         plan, m = self.plan, x.shape[0]
         y = x.new_empty((m, plan.y[1]), dtype=plan.kind)
         sums, counts = workspace(x, plan.workspace), counters(x, plan.counters)
-        args = self.arguments(
-            m,
-            (x.data_ptr(), x.stride(0)),
-            y.data_ptr(),
-            sparse.data_ptr(),
-            dense.data_ptr(),
-            0 if features is None else features.data_ptr(),
-            0 if tokens is None else tokens.data_ptr(),
-            0 if sums is None else sums.data_ptr(),
-            0 if counts is None else counts.data_ptr(),
-        )
-        plan.loaded.enqueue(args)
+        tensors = y, sparse, dense, features, tokens, sums, counts
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        plan.loaded.enqueue(self.arguments(m, (x.data_ptr(), x.stride(0)), *addresses))
         on_tape(y, owners=(plan, sums, counts))
         if is_capturing(x):
             keep(plan)
@@ -355,11 +339,7 @@ def _map_of(
 
 
 def constants_of(
-    config: Config,
-    dtype: torch.dtype,
-    activation: str | None = None,
-    *,
-    windows: bool = False,
+    config: Config, dtype: torch.dtype, activation: str | None = None, *, windows: bool = False
 ) -> Constants:
     """Return the macros of spense_wgmma.cu; with `windows`, the kernel lifts X."""
     return (
@@ -414,8 +394,6 @@ def prepare(
     return fastest_launch(configs, candidates, by, x.device)
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
-
+unsupported = partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
 
 KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported, tunes=True)

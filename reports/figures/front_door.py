@@ -36,26 +36,28 @@ def _draw(raced: pd.DataFrame) -> Markup:
     pairs = [pair for _, contest in contests for pair in _pairs(records(contest))]
     if not pairs:
         return NOTHING
+    users = pd.DataFrame([users for users, _ in pairs])
     names = ["op", *(name for name in fields(raced) if name not in ("seed", "sparsity")), "level"]
+    differ = [name for name in names if users[name].nunique(dropna=False) > 1] or ["op"]
+    same = named(users.iloc[0], [name for name in names if name not in differ])
     inside = sum(_is_within(*pair) for pair in pairs)
     head = (
         f"{inside} of {len(pairs)} cases take at most {percent(SHARE)} and {SPARE_US} µs longer "
         "than the fastest kernel of the format. The kernel is chosen by a short search or a list, "
-        "as in a layer."
+        f"as in a layer. {same}"
     )
     pairs.sort(key=lambda pair: -pair[0]["median_us"] / pair[1]["median_us"])
-    return note(head) + html_table(HEADS, [_line(*pair, names) for pair in pairs])
+    return note(head) + html_table(HEADS, [_line(*pair, differ) for pair in pairs])
 
 
 def _pairs(contest: list[dict[str, Any]]) -> Iterator[tuple[Case, Case]]:
     """Yield what users get of each format, and its fastest rival."""
-    sparse = [case for case in contest if case["format"] != "dense"]
-    for users in sparse:
-        if users["kernel"] == DEFAULT:
-            same = [case for case in sparse if _kind(case) == _kind(users)]
-            rivals = [case for case in same if case["kernel"] != DEFAULT]
-            if rivals:
-                yield users, min(rivals, key=lambda case: float(case["median_us"]))
+    named_kernels = [case for case in contest if case["kernel"] != DEFAULT]
+    sparse = [case for case in named_kernels if case["side"] != "dense"]  # also of a portfolio
+    for users in contest:
+        rivals = [case for case in sparse if _kind(case) == _kind(users)]
+        if users["kernel"] == DEFAULT and users["format"] != "dense" and rivals:
+            yield users, min(rivals, key=lambda case: float(case["median_us"]))
 
 
 def _kind(case: Case) -> str:

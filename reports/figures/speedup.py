@@ -21,7 +21,7 @@ from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
 from sparsebench.reports.tables import html_table
-from sparsebench.results.cases import NoCrossing, break_even
+from sparsebench.results.cases import break_even
 from sparsebench.results.formatting import amount, percent, significant
 from sparsebench.results.frame import fields
 
@@ -55,9 +55,10 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     words = f"{same}. The horizontal line is the baseline.{left_out(groups, axis.name)}"
     if axis.name == "level":
         words += " The dotted line is 1 / (1 − sparsity): time proportional to the non-zeros."
+    hollow = f"hollow: {meaning(frames.raced)[1]}"
     return (
         note(words)
-        + legend(frames.series_of(drawn), "baseline", f"hollow: {meaning(frames.raced)[1]}", True)
+        + legend(frames.series_of(drawn), "baseline", hollow, drawn.side)
         + draw_panels(frames, groups, axis, SPEEDUP, dress)
         + _break_evens(drawn)
         + download("speedup", drawn[DATA])
@@ -81,43 +82,22 @@ def _baseline(group: pd.DataFrame, raced: pd.DataFrame) -> Markup:
 
 def _break_evens(drawn: pd.DataFrame) -> Markup:
     """List the sparsity at which each contender overtakes the baseline."""
-    crossings = break_even(drawn)
-    crossings = crossings[crossings.last_level > crossings.first_level]
-    if crossings.empty:
+    swept_levels = drawn[drawn.groupby("label")["level"].transform("nunique") > 1]
+    if swept_levels.empty:
         return NOTHING
+    crossings = break_even(swept_levels)
     first = ("op", "m", "n", "k", "dtype", "pattern", "block")
     more = [n for n in fields(drawn) if n not in (*first, "sparsity")]
     names = [n for n in first if n in crossings]
     names += [n for n in more if crossings[n].nunique(dropna=False) > 1]
-    crossings = crossings.merge(_measured(crossings, drawn), left_index=True, right_index=True)
     lines = [[named(line, names), line.label, _crossing(line)] for _, line in crossings.iterrows()]
     title = f"Break-even of each contender ({amount(len(lines), 'line')})"
     return folded(title, html_table(["problem", "contender", "faster than the baseline"], lines))
 
 
-def _measured(crossings: pd.DataFrame, drawn: pd.DataFrame) -> pd.DataFrame:
-    """Return the measured levels on both sides of each break-even: `slower` and `faster`."""
-    keys = list(crossings.columns[: list(crossings.columns).index("break_even")])
-    groups = drawn.groupby(keys, dropna=False)["level"]
-    levels = {tuple(map(_key, key)): group.round(6) for key, group in groups}
-    ends = []
-    for line in crossings.to_dict("records"):
-        measured = levels[tuple(_key(line[key]) for key in keys)]
-        below = measured < line["break_even"]
-        ends.append((measured[below].max(), measured[~below].min()))
-    return pd.DataFrame(ends, crossings.index, ["slower", "faster"])
-
-
-def _key(value: Any) -> str:
-    """Write a value so that equal ones compare equal: NaN never does, and 8 may be 8.0."""
-    if isinstance(value, str):
-        return value
-    return "" if pd.isna(value) else f"{value:.12g}"
-
-
 def _crossing(line: "pd.Series[Any]") -> str:
-    if line.note == NoCrossing.ABOVE:
-        return f"not up to {percent(line.last_level)}"
-    if line.note:
-        return f"at {percent(line.first_level)} already"
+    if pd.isna(line.faster):
+        return f"not up to {percent(line.slower)}"
+    if pd.isna(line.slower):
+        return f"at {percent(line.faster)} already"
     return f"from between {percent(line.slower)} and {percent(line.faster)} on"

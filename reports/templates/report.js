@@ -150,18 +150,23 @@ const showCards = (run, rows, texts, names) => {
     box.children[2].className = "scroll";
     return box;
   };
+  const reveal = (row, pair) => {
+    document.querySelector("aside.card")?.remove();
+    const box = card(row);
+    pair.before(box);
+    box.focus({ preventScroll: true });
+    box.scrollIntoView({ block: "nearest" });
+  };
   for (const cell of document.querySelectorAll("a[data-cell]")) {
     cell.addEventListener("click", (event) => {
       const row = document.getElementById(cell.hash.slice(1));
       if (!row) return;
       event.preventDefault();
-      document.querySelector("aside.card")?.remove();
-      const box = card(row);
-      cell.closest(".pair").before(box);
-      box.focus({ preventScroll: true });
-      box.scrollIntoView({ block: "nearest" });
+      reveal(row, cell.closest(".pair"));
     });
   }
+  const linked = rows.find((row) => row.id && `#${row.id}` === location.hash), pair = document.querySelector(".view:not([hidden]) .pair");
+  if (linked && pair) reveal(linked, pair);
 };
 for (const table of document.querySelectorAll("table.sortable")) {
   const form = table.closest("section").querySelector("form.filter"), find = form.elements.q;
@@ -244,3 +249,5 @@ for (const table of document.querySelectorAll("table.sortable")) {
 
 reachable();
 open();
+// A link to a case shows its card, after the browser has scrolled to the line of the case.
+addEventListener("load", () => setTimeout(() => document.querySelector("aside.card")?.scrollIntoView({ block: "center" }), 50));

@@ -95,6 +95,7 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(
     assert "make bench" in doors
     view.locator("a.cell").first.click()
     page.locator("tr:target").wait_for()  # visible, once the page has opened the parts around it
+    assert "sparsebench try" in page.locator("aside.card").inner_text()
 
 
 def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(
@@ -203,7 +204,7 @@ def test_on_a_narrow_screen_every_value_of_a_line_is_visible(
     heads = page.locator("#winners td").first.evaluate(
         "(td) => getComputedStyle(td, '::before').content"
     )
-    assert "at " in heads
+    assert "problem" in heads
 
 
 def test_a_choice_is_kept_in_the_address_and_restored_from_it(

@@ -40,16 +40,20 @@ def device_code(name: str, *replaced: str) -> str:
     return without_ptx(code, *replaced)
 
 
-def built(
-    source: str, constants: Iterable[tuple[str, int]], folder: Path, name: str = "kernel"
-) -> Any:
+@cache
+def library_of(source: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Compile C++ with its constants as macros; return the library, loaded."""
-    file, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    file.write_text(source)
     macros = [f"-D{macro}={value}" for macro, value in constants]
     headers = ["-I", str(HERE), "-include", f"{_precompiled().name}/std.h"]
-    _compile("-shared", *macros, *headers, "-o", str(library), str(file))
-    return ctypes.CDLL(str(library))
+    with TemporaryDirectory() as folder:
+        file, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        file.write_text(source)
+        _compile("-shared", *macros, *headers, "-o", str(library), str(file))
+        return ctypes.CDLL(str(library))
+
+
+def built(source: str, constants: Iterable[tuple[str, int]], *_: Any) -> ctypes.CDLL:
+    return library_of(source, tuple(constants))
 
 
 @cache

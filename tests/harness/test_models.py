@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from sparsebench.errors import FormatError, SuiteError
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated
-from sparsebench.harness.models.pruning.layer import METHODS, Recipe
+from sparsebench.harness.models.pruning.layer import Recipe
+from sparsebench.harness.models.pruning.methods import METHODS
 from sparsebench.harness.models.train_lm.model import Sizes
 from sparsebench.harness.models.train_lm.text import standard_library
 from sparsebench.harness.models.train_lm.train import train_all

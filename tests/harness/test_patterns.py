@@ -310,8 +310,8 @@ def test_the_patterns_of_sparse_transformers_are_counted_as_they_are_drawn(patte
     weight = Weight(40, 64, 1, 1, ("n", "k"), Stack(1, (640, 512), (16, 8), causal))
     rule = load_pattern(pattern).rule(weight)
     assert rule.score
-    assert rule.kept
-    for count in rule.kept:
+    assert rule.counts
+    for count in rule.counts:
         assert int(rule.score(weight.blocks, count, hashed).sum()) == count
 
 

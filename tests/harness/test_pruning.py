@@ -14,17 +14,19 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.commands import _console
-from sparsebench.harness.models.pruning import pattern, region, spensegpt
+from sparsebench.harness.models.pruning import methods
 from sparsebench.harness.models.pruning.files import prune_file
 from sparsebench.harness.models.pruning.layer import (
-    METHODS,
+    GatedMLP,
+    Pruned,
     Recipe,
+    dense_count,
     linear_errors,
     mlp_errors,
     prune_linear,
     prune_mlp,
 )
-from sparsebench.harness.models.pruning.mlp import GatedMLP, PrunedMLP
+from sparsebench.harness.models.pruning.methods import METHODS
 from sparsebench.harness.models.pruning.model import python_reference
 from sparsebench.results.model_files import read_pruning
 from tests.tools.command_line import sparsebench
@@ -70,7 +72,7 @@ def best_two(scores: list[float]) -> set[int]:
 def test_masks_match_brute_force(method: str, x: Tensor) -> None:
     weight = torch.randn(6, K, generator=torch.Generator().manual_seed(3))
     weight[0, :4] = 1.0  # among equal scores, the first are kept
-    pruned = METHODS[method](weight, x, 32, pattern.TWO_FOUR)
+    pruned = METHODS[method](weight, x, 32, methods.TWO_FOUR)
     norms = x.norm(dim=0) if method == "wanda" else torch.ones(K)
     for row in range(6):
         for start in range(0, 32, 4):
@@ -94,7 +96,7 @@ def by_definition(weight: Tensor, x: Tensor, columns: int) -> Tensor:
                 sizes.append(ahead[j, j].clone())
                 ahead -= torch.outer(ahead[:, j], ahead[j]) / ahead[j, j]
             saliency = weight[:, i : i + 4].square() / torch.stack(sizes)
-            mask[:, i : i + 4] = ~pattern.TWO_FOUR.mask(saliency)
+            mask[:, i : i + 4] = ~methods.TWO_FOUR.mask(saliency)
         error = weight[:, i].where(mask[:, i], 0) / inverse[i, i]
         weight = weight - torch.outer(error, inverse[i])
         inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
@@ -107,7 +109,7 @@ def test_spensegpt_in_blocks_matches_its_definition(columns: int) -> None:
     mixed = torch.randn(160, 160, generator=draw) / 8 + torch.eye(160)
     inputs = torch.randn(400, 160, generator=draw) @ mixed
     weight = torch.randn(24, 160, generator=draw)
-    pruned = spensegpt.prune(weight, inputs, columns)
+    pruned = methods.spensegpt(weight, inputs, columns)
     expected = by_definition(weight, inputs, columns).float()
     assert torch.equal(pruned == 0, expected == 0)
     torch.testing.assert_close(pruned, expected, rtol=1e-3, atol=1e-4)
@@ -117,7 +119,7 @@ def test_spensegpt_in_blocks_matches_its_definition(columns: int) -> None:
 @pytest.mark.parametrize("sparsity", [0.5, 0.7])
 def test_unstructured_pruning_reaches_the_requested_sparsity(method, sparsity, mlp, x) -> None:
     pruned = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", str(sparsity)))
-    for weight in (pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down):
+    for weight in pruned.weights:
         assert float((weight == 0).float().mean()) == pytest.approx(sparsity, abs=0.01)
         assert not is_two_four(weight)
         if method != "spensegpt":
@@ -138,7 +140,7 @@ def test_unstructured_spensegpt_masks_all_rows_of_a_block_together() -> None:
     """Uncorrelated inputs of equal scale need no compensation, so the largest weights stay."""
     inputs = torch.linalg.qr(torch.randn(512, 128, generator=torch.Generator().manual_seed(7)))[0]
     weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(8))
-    pruned = spensegpt.prune(weight, inputs, 128, pattern.Pattern.of("0.75"))
+    pruned = methods.spensegpt(weight, inputs, 128, methods.Pattern.of("0.75"))
     largest = weight.abs().flatten().argsort(descending=True)[: 8 * 128 // 4]
     expected = torch.zeros(8 * 128, dtype=torch.bool).index_fill_(0, largest, True).view(8, 128)
     assert torch.equal(pruned != 0, expected)
@@ -149,7 +151,7 @@ def test_unstructured_spensegpt_masks_all_rows_of_a_block_together() -> None:
 @pytest.mark.parametrize(("text", "sparsity"), [("6:8", 0.25), ("16x16:0.75", 0.75)])
 def test_groups_and_blocks_are_pruned_whole(method, text, sparsity, mlp, x) -> None:
     pruned = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", text))
-    for weight in (torch.cat((pruned.mlp.gate, pruned.mlp.up)), pruned.mlp.down):
+    for weight in (torch.cat(pruned.weights[:2]), pruned.weights[2]):
         kept = weight != 0
         assert float(kept.float().mean()) == pytest.approx(1 - sparsity)
         if text == "6:8":
@@ -163,7 +165,7 @@ def test_blocks_of_largest_norm_stay() -> None:
     weight = torch.ones(4, 4)
     weight[:2, 2:] = 3
     weight[2, 0] = 2
-    pruned = METHODS["magnitude"](weight, weight, 4, pattern.Pattern.of("2x2:0.5"))
+    pruned = METHODS["magnitude"](weight, weight, 4, methods.Pattern.of("2x2:0.5"))
     assert torch.equal(pruned != 0, torch.tensor([[0, 0, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2).bool())
 
 
@@ -179,7 +181,7 @@ def test_unknown_pattern_is_refused(text: str) -> None:
 def test_a_pattern_that_does_not_divide_the_weight_is_refused(text: str, sizes: str) -> None:
     weight = torch.randn(24, 68 if text == "6:8" else 64)
     with pytest.raises(SuiteError, match=sizes):
-        METHODS["magnitude"](weight, weight, weight.shape[1], pattern.Pattern.of(text))
+        METHODS["magnitude"](weight, weight, weight.shape[1], methods.Pattern.of(text))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -188,15 +190,15 @@ def test_sparse_region_is_2_4_and_the_dense_region_last(recipe, mlp, x) -> None:
     sparse = H - pruned.dense
     assert pruned.dense == recipe.dense * H
     assert torch.equal(pruned.permutation.sort().values, torch.arange(H))
-    assert is_two_four(pruned.mlp.gate[:sparse])
-    assert is_two_four(pruned.mlp.up[:sparse])
-    assert is_two_four(pruned.mlp.down[:, :sparse])
+    assert is_two_four(pruned.weights[0][:sparse])
+    assert is_two_four(pruned.weights[1][:sparse])
+    assert is_two_four(pruned.weights[2][:, :sparse])
     order = pruned.permutation[sparse:]
-    assert torch.equal(pruned.mlp.gate[sparse:], mlp.gate[order])
-    assert torch.equal(pruned.mlp.up[sparse:], mlp.up[order])
+    assert torch.equal(pruned.weights[0][sparse:], mlp.gate[order])
+    assert torch.equal(pruned.weights[1][sparse:], mlp.up[order])
     compensated = recipe.method == "spensegpt" and pruned.dense > 0
-    assert torch.equal(pruned.mlp.down[:, sparse:], mlp.down[:, order]) == (not compensated)
-    for weight in (pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down):
+    assert torch.equal(pruned.weights[2][:, sparse:], mlp.down[:, order]) == (not compensated)
+    for weight in pruned.weights:
         assert torch.equal(bits(weight) == 0, weight == 0)  # no -0.0
 
 
@@ -237,10 +239,10 @@ def test_fully_dense_result_is_the_same_function(mlp: GatedMLP, x: Tensor) -> No
     draw = torch.Generator().manual_seed(5)
     order = torch.randperm(H, generator=draw)
     torch.testing.assert_close(mlp.permuted(order)(x), mlp(x), rtol=1e-4, atol=1e-4)
-    errors = mlp_errors(mlp, PrunedMLP(mlp.permuted(order), order, H), x)
+    errors = mlp_errors(mlp, Pruned(mlp.permuted(order).weights, order, H), x)
     assert max(errors.values()) < 1e-5
     pruned = prune_mlp(mlp, x, Recipe("spensegpt", 1.0, "scored"))
-    assert torch.equal(pruned.mlp.down, mlp.down[:, pruned.permutation])
+    assert torch.equal(pruned.weights[2], mlp.down[:, pruned.permutation])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -252,9 +254,10 @@ def test_linear_layer_is_split_by_rows_or_columns(split, recipe, mlp, x) -> None
     sparse = features - pruned.dense
     assert pruned.dense == recipe.dense * features
     assert sorted(pruned.permutation.tolist()) == list(range(features))
-    region = pruned.weight[:sparse] if split == "rows" else pruned.weight[:, :sparse]
+    (w,) = pruned.weights
+    region = w[:sparse] if split == "rows" else w[:, :sparse]
     assert is_two_four(region)
-    assert 0 < linear_errors(weight, pruned, x[TOKENS:])["output"] < 1
+    assert 0 < linear_errors(weight, pruned, x[TOKENS:], split)["output"] < 1
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,7 @@ def test_linear_layer_is_split_by_rows_or_columns(split, recipe, mlp, x) -> None
     ],
 )
 def test_dense_count_is_a_multiple_of_a_tile(features: int, fraction: float, dense: int) -> None:
-    assert region.dense_count(features, fraction) == dense
+    assert dense_count(features, fraction) == dense
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -281,7 +284,7 @@ def test_bf16_is_kept_and_minus_zero_becomes_zero(method: str, mlp: GatedMLP, x:
     gate = mlp.gate.clone()
     gate[:, 0] = -0.0
     pruned = prune_mlp(replace(mlp, gate=gate).to(torch.bfloat16), x.bfloat16(), Recipe(method))
-    for weight in (pruned.mlp.gate, pruned.mlp.up, pruned.mlp.down):
+    for weight in pruned.weights:
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight.view(torch.int16) == 0, weight == 0)
 
@@ -293,8 +296,8 @@ def test_gpu_prunes_like_the_cpu(method: str, mlp: GatedMLP, x: Tensor) -> None:
     weights = (weight.cuda() for weight in (mlp.gate, mlp.up, mlp.down))
     moved, x = GatedMLP(*weights), x.cuda()
     pruned = prune_mlp(moved, x[:TOKENS], Recipe(method))
-    assert pruned.mlp.gate.is_cuda
-    assert is_two_four(pruned.mlp.down[:, : H - pruned.dense])
+    assert pruned.weights[0].is_cuda
+    assert is_two_four(pruned.weights[2][:, : H - pruned.dense])
     errors = mlp_errors(moved, pruned, x[TOKENS:])
     assert errors == pytest.approx(on_cpu, rel=0.01)
 
@@ -302,7 +305,7 @@ def test_gpu_prunes_like_the_cpu(method: str, mlp: GatedMLP, x: Tensor) -> None:
 def test_inputs_that_are_always_zero_are_pruned_first(x: Tensor) -> None:
     dead = x.clone()
     dead[:, 1] = 0
-    pruned = spensegpt.prune(torch.ones(8, K), dead, K)
+    pruned = methods.spensegpt(torch.ones(8, K), dead, K)
     assert pruned.isfinite().all()
     assert (pruned[:, 1] == 0).all()
 
@@ -371,8 +374,8 @@ def test_command_prunes_an_mlp_of_a_file(files, tmp_path, mlp, x) -> None:
     with safe_open(out, framework="pt") as file:
         metadata = {"method": "spensegpt", "pattern": "2:4", "region": "scored", "dense": "128"}
         assert file.metadata() == metadata
-        assert torch.equal(file.get_tensor("g"), expected.mlp.gate)
-        assert torch.equal(file.get_tensor("d"), expected.mlp.down)
+        assert torch.equal(file.get_tensor("g"), expected.weights[0])
+        assert torch.equal(file.get_tensor("d"), expected.weights[2])
         assert torch.equal(file.get_tensor("permutation"), expected.permutation)
     lists = "--method", "magnitude,wanda", "--dense", "0,0.5"
     done = sparsebench("prune", *options, *lists)
@@ -409,7 +412,7 @@ def test_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path)
     [
         (["--tensors", "g,u"], "expected three tensors"),
         (["--tensors", "g,u,e"], "expected a tensor 'e'"),
-        (["--tensors", "g,u,d", "--dense", "half"], "expected fractions such as 0,0.5"),
+        (["--tensors", "g,u,d", "--dense", "half"], "dense: expected"),
         (["--tensors", "g,u,d", "--dense", "0,1", "--out", "y"], "expected one recipe"),
         (["--tensors", "g,u,d", "--method", "wand"], "did you mean wanda?"),
         (["--tensors", "g,u,d", "--out", "/nowhere/y"], "expected a folder to write into"),
@@ -434,10 +437,12 @@ def test_tiny_and_huge_values_are_pruned_like_others(method: str, size: float, x
         prune_linear(weight * power, x, recipe, "rows"),
         prune_linear(weight, x * power, recipe, "rows"),
     ):
-        assert torch.equal(scaled.weight != 0, usual.weight != 0)
-    right = linear_errors(weight, usual, x)["output"]
+        assert torch.equal(scaled.weights[0] != 0, usual.weights[0] != 0)
+    right = linear_errors(weight, usual, x, "rows")["output"]
     tiny = prune_linear(weight * power, x, recipe, "rows")
-    assert linear_errors(weight * power, tiny, x)["output"] == pytest.approx(right, rel=1e-4)
+    assert linear_errors(weight * power, tiny, x, "rows")["output"] == pytest.approx(
+        right, rel=1e-4
+    )
 
 
 def test_a_tensor_named_permutation_is_refused_before_work(tmp_path: Path) -> None:
@@ -477,5 +482,5 @@ def test_hidden_units_that_pruning_turned_off_are_no_error_of_down() -> None:
     gate, x = -torch.ones(8, 8), torch.ones(4, 8)
     mlp = GatedMLP(gate, torch.ones(8, 8), torch.ones(8, 8), "relu")
     live = GatedMLP(gate.abs(), mlp.up, mlp.down, "relu")
-    errors = mlp_errors(live, PrunedMLP(mlp, torch.arange(8), 0), x)
+    errors = mlp_errors(live, Pruned(mlp.weights, torch.arange(8), 0), x)
     assert (errors["down"], errors["output"]) == (0, 1)

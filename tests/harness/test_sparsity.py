@@ -190,7 +190,7 @@ def test_suite_reads_the_output_of_the_command(tmp_path: Path) -> None:
         ("--l1 -1", "found '-1'"),
         ("--l1 nan", "found 'nan'"),
         ("--l1 1e-3,0.001", "found '1e-3,0.001'"),
-        ("--l1 1e-3,1.0000001e-3", "each once"),
+        ("--l1 1e-3,1.0000001e-3", "once"),
         ("--width 36 --heads 4", "found 36"),
         ("--out nowhere/x.safetensors", "nowhere"),
     ],

@@ -121,8 +121,8 @@ PATTERN = Pattern({rule})
 @pytest.mark.parametrize(
     ("rule", "reason"),
     [
-        ("lambda w: Rule(w.elements, group=4, kept=(1,))", None),
-        ("lambda w: Rule(w.elements, group=w.k, kept=(0,))", "expected a level that it has"),
+        ("lambda w: Rule(w.elements, group=4, counts=(1,))", None),
+        ("lambda w: Rule(w.elements, group=w.k, counts=(0,))", "expected a level that it has"),
         (
             "lambda w: Rule(w.elements, 4, score=lambda g, *_: torch.randint(9, (g.cells,)))",
             "expected one mask, found two",

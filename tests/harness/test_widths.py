@@ -14,10 +14,10 @@ from sparsebench.harness.models.train_lm import blocks, widths
 from sparsebench.harness.models.train_lm.blocks import (
     Blocks,
     decoder,
+    elements_of,
     fan_in,
     links,
     pattern,
-    stored,
 )
 from sparsebench.harness.models.train_lm.model import Sizes
 from sparsebench.harness.models.train_lm.text import samples
@@ -76,7 +76,7 @@ def test_deviation_and_learning_rate_follow_the_fan_in() -> None:
     assert fan_in(layer.wg) == 128 * 3 / 16
     assert fan_in(layer.wd) == 256 * 3 / 16
     expected = 0.02 * (512 / 24) ** 0.5
-    assert float(stored(layer.wg).detach().std()) == pytest.approx(expected, rel=0.05)
+    assert float(elements_of(layer.wg).detach().std()) == pytest.approx(expected, rel=0.05)
     groups = adamw(model, Settings(SIZES), blocks.fan_ins(model)).param_groups
     rates = sorted({group["lr"] for group in groups})
     assert rates == pytest.approx([1e-3, 1e-3 * 512 / 48, 1e-3 * 512 / 24])

@@ -73,6 +73,6 @@ def assert_right_twice(operands: Operands, prepare: Callable[[Operands], Launch]
     launch = prepare(operands)
     assert_right(launch, operands)
     again = prepare(replace(operands, pinned=json.loads(json.dumps(launch.choice))))
-    assert again.choice == launch.choice
+    assert (again.choice, again.code) == (launch.choice, launch.code)
     assert_right(again, operands)
     return launch

@@ -55,7 +55,8 @@ def put(folder: Path, *entries: Entry) -> Path:
 
 
 def tokens_of(sizes: Sizes, kernel: str = "bsr_wgmma", **fixed: Any) -> int | None:
-    choice = tuned_table.lookup(kernel, sizes, GPU, **fixed)
+    match = tuned_table._find(kernel, sizes, GPU, fixed)
+    choice = match and match[1].choice
     return choice["tokens"] if choice else None
 
 
@@ -110,7 +111,7 @@ def test_other_code_another_kernel_and_another_path_are_not_used(folders: dict[s
     assert tokens_of(AT) is None
     assert tokens_of(AT, "bsr_triton", path="pointers") is None
     assert tokens_of(AT, "bsr_triton", path="tma") == 256
-    assert tuned_table.lookup("bsr_triton", AT, torch.device("cpu")) is None
+    assert tuned_table._find("bsr_triton", AT, torch.device("cpu"), {}) is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_a_malformed_table_is_one_line_that_names_the_file(text, said, folders) 
     file = folders["user"] / "sm90_132.json"
     file.write_text(text)
     with pytest.raises(TableError) as error:
-        tuned_table.lookup("bsr_wgmma", AT, GPU)
+        tuned_table._find("bsr_wgmma", AT, GPU, {})
     assert str(error.value).startswith(f"{file}: ")
     assert said in str(error.value)
     assert "\n" not in str(error.value)

@@ -309,21 +309,20 @@ def sweep(speedups: dict[float, float]) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("speedups", "level", "note"),
+    ("speedups", "slower", "faster"),
     [
-        ({0.96: 2.0, 0.84: 0.5}, 0.92, ""),  # density 8 %, half-way between 16 % and 4 %
-        ({0.5: 2.0, 0.84: 0.5, 0.96: 2.0}, 0.92, ""),  # stays faster only from there on
-        ({0.5: 1.1, 0.9: 2.0}, np.nan, "below the first level"),
-        ({0.5: 0.2, 0.9: 0.9}, np.nan, "not reached"),
+        ({0.96: 2.0, 0.84: 0.5}, 0.84, 0.96),
+        ({0.5: 2.0, 0.84: 0.5, 0.96: 2.0}, 0.84, 0.96),  # stays faster only from there on
+        ({0.5: 1.1, 0.9: 2.0}, np.nan, 0.5),
+        ({0.5: 0.2, 0.9: 0.9}, 0.9, np.nan),
     ],
 )
-def test_break_even_is_where_the_last_crossing_is(
-    speedups: dict[float, float], level: float, note: str
+def test_a_break_even_is_two_measured_levels(
+    speedups: dict[float, float], slower: float, faster: float
 ) -> None:
-    found = sweep(speedups)
-    assert list(found.label) == ["bsr/bsr_triton"]
-    assert found.break_even[0] == pytest.approx(level, nan_ok=True)
-    assert found.note[0] == note
+    (line,) = sweep(speedups).itertuples()
+    assert line.label == "bsr/bsr_triton"
+    assert (line.slower, line.faster) == pytest.approx((slower, faster), nan_ok=True)
 
 
 def test_csv_comes_back_with_the_same_numbers(tmp_path: Path) -> None:
@@ -385,10 +384,10 @@ def test_a_level_where_a_portfolio_chose_a_dense_kernel_is_not_faster() -> None:
             rows += [row(DENSE, (10.0,), level), row(BEST, (5.0,), level, choice=choice)]
         return break_even(summary(frame(rows))).iloc[0]
 
-    assert crossing(False, False, False).note == "below the first level"
-    assert crossing(True, False, False).break_even == 0.8
-    assert crossing(False, True, False).break_even == 0.9
-    assert crossing(False, False, True).note == "not reached"
+    assert crossing(False, False, False).faster == 0.5
+    assert crossing(True, False, False).faster == 0.8
+    assert crossing(False, True, False).faster == 0.9
+    assert np.isnan(crossing(False, False, True).faster)
 
 
 def test_a_cell_of_a_csv_is_text_and_no_formula(tmp_path: Path) -> None:

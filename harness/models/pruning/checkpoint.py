@@ -23,7 +23,7 @@ from torch import nn
 
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import require
-from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated, named
+from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated, outermost, with_name
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseLinear,
@@ -94,40 +94,30 @@ KINDS: dict[str, Any] = {
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return a description of each outermost sparse layer of a model, by name."""
-    descriptions: dict[str, dict[str, Any]] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
-        if type(module) in KINDS.values():
-            descriptions[name] = {"layer": type(module).__name__, **_fields(module)}
-            return
-        for part, child in module.named_children():
-            visit(child, f"{name}.{part}" if name else part)
-
-    visit(model, "")
-    return descriptions
+    sparse = outermost(model, lambda module, _: type(module) in KINDS.values())
+    return {name: {"layer": type(layer).__name__, **_fields(layer)} for name, layer in sparse}
 
 
-def _fields(module: nn.Module) -> dict[str, Any]:
+def _fields(layer: Any) -> dict[str, Any]:
     fields: dict[str, Any]
-    match module:
+    match layer:
         case BlockSparseLinear():
-            fields = {"block": module.block, "stored": len(module.columns)}
-            dtype = module.values.dtype
+            fields = {"block": layer.block, "stored": len(layer.columns)}
+            dtype = layer.values.dtype
         case SpenseLinear():
-            fields, dtype = {"sparse_shape": module.sparse_shape}, module.dtype
+            fields, dtype = {"sparse_shape": layer.sparse_shape}, layer.dtype
         case BitmapLinear():
-            fields, dtype = {"stored": len(module.records)}, module.dtype
+            fields, dtype = {"stored": len(layer.records)}, layer.dtype
         case SpenseGatedMLP():
-            first, units = module.gate_up, module.hidden_features
-            fields, dtype = {"dense": units - first.sparse_shape[0] // 2}, first.dtype
-            fields["in_features"] = first.in_features
+            first = layer.gate_up
+            fields = {"dense": layer.hidden_features - first.sparse_shape[0] // 2}
+            fields["in_features"], dtype = first.in_features, first.dtype
         case SparseGatedMLP():
-            fields, dtype = {"slots": module.slots}, module.gate.weight.dtype
-    for name in ("in_features", "out_features", "hidden_features", "activation"):
-        if hasattr(module, name):
-            fields[name] = getattr(module, name)
+            fields, dtype = {"slots": layer.slots}, layer.gate.weight.dtype
+    names = "in_features", "out_features", "hidden_features", "activation"
+    fields |= {name: getattr(layer, name) for name in names if hasattr(layer, name)}
     if "out_features" in fields:
-        fields["bias"] = module.bias is not None
+        fields["bias"] = layer.bias is not None
     return {**fields, "dtype": _name(dtype)}
 
 
@@ -166,7 +156,7 @@ def place(
         expected_sizes = [*_sizes(layer)]
         message = f"{name}: expected a layer of {expected_sizes} features, found {sizes}"
         require(sizes == expected_sizes, message)
-        replacements[name] = named(name, _on_meta, named(name, cast, layer, dtype))
+        replacements[name] = with_name(name, _on_meta, with_name(name, cast, layer, dtype))
     shapes: dict[str, torch.Size] = {}
     for name, module in replacements.items():
         model.set_submodule(name, module)
@@ -210,7 +200,6 @@ def _sizes(layer: Description) -> tuple[int, int]:
 
 
 def _on_meta(layer: Description) -> nn.Module:
-    """Return an empty layer on the meta device."""
     k, n = _sizes(layer)
     kind = KINDS[layer["layer"]]
     names = {"bias", "stored", "dense", "activation", "slots"} & layer.keys()
@@ -249,9 +238,9 @@ def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
     for name, part in model.named_modules():
         if isinstance(part, BlockSparseLinear):
             size = part.out_features, part.in_features
-            named(name, require_index, part.offsets, part.columns, size, part.block)
+            with_name(name, require_index, part.offsets, part.columns, size, part.block)
         if isinstance(part, BitmapLinear):
-            named(name, part.require_index)
+            with_name(name, part.require_index)
         if isinstance(part, SpenseLinear | BitmapLinear) and part.bias is not None:
             part.bias.requires_grad_(False)  # from_pretrained resets it
         if isinstance(part, SparseGatedMLP):
@@ -261,17 +250,16 @@ def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
 def to_dense(model: nn.Module) -> None:
     """Replace every sparse layer by dense ones, in place."""
     for name in describe(model):
-        module = model.get_submodule(name)
-        dense: nn.Module
-        if isinstance(module, SpenseGatedMLP):
-            dense = DenseGatedMLP(*module.to_dense(), module.activation)
-        elif isinstance(module, SparseGatedMLP):
-            weights = module.gate.weight, module.up.weight, module.down.weight
-            dense = DenseGatedMLP(*weights, module.activation)
-        else:
-            assert isinstance(module, BlockSparseLinear | SpenseLinear | BitmapLinear)
-            dense = module.to_dense()
-        model.set_submodule(name, dense.train(module.training))
+        layer: Any = model.get_submodule(name)
+        match layer:
+            case SpenseGatedMLP():
+                dense: nn.Module = DenseGatedMLP(*layer.to_dense(), layer.activation)
+            case SparseGatedMLP():
+                gate, up, down = (part.weight for part in (layer.gate, layer.up, layer.down))
+                dense = DenseGatedMLP(gate, up, down, layer.activation)
+            case _:
+                dense = layer.to_dense()
+        model.set_submodule(name, dense.train(layer.training))
 
 
 # ---- transformers ----

@@ -26,10 +26,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import BITS, has_value, require
 from sparsebench.harness.inputs.sources import require_regular
+from sparsebench.harness.models.pruning.layer import require_one_of
 
 TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
 SPARSE = TWO_FOUR, BITMASK, "dense"
@@ -74,10 +74,8 @@ class Checkpoint:
         self.modules, self.others, self.unused = _modules([*self.places])
         bitmask = next((name for name, m in self.modules.items() if len(m.packed) > 1), None)
         if bitmask and self.sparse == "dense":
-            expected = (
-                f"sparsity_config.format {TWO_FOUR} or {BITMASK} for the bitmask of {bitmask}"
-            )
-            raise SuiteError(f"{folder}: expected {expected}, found dense or none")
+            expected = f"{TWO_FOUR} or {BITMASK} for the bitmask of {bitmask}"
+            raise SuiteError(f"{folder}: sparsity_config.format: expected {expected}, found dense")
 
     @cached_property
     def places(self) -> dict[str, Path]:
@@ -89,9 +87,7 @@ class Checkpoint:
                 raise SuiteError(f"{index}: expected a weight_map, found {places!r:.60}")
             names = {str(name) for name in places.values()}
             if outside := [name for name in names if Path(name).name != name]:
-                raise SuiteError(
-                    f"{index}: expected names of files beside it, found {outside[0]!r}"
-                )
+                raise SuiteError(f"{index}: expected files beside it, found {outside[0]!r}")
         else:
             names = {"model.safetensors"}
         return {
@@ -134,11 +130,8 @@ class Checkpoint:
 
 def unpacked(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the weight of a bitmask and its values. Raises FormatError unless they fit."""
-    shape, values, bitmask = (
-        parts["shape"].flatten().tolist(),
-        parts["compressed"],
-        parts["bitmask"],
-    )
+    shape, values = parts["shape"].flatten().tolist(), parts["compressed"]
+    bitmask = parts["bitmask"]
     sizes = all(isinstance(size, int) and 0 < size <= MOST for size in shape)
     require(sizes and len(shape) in (1, 2), f"shape: expected n and k, found {shape}")
     expected = [*shape[:-1], -(-shape[-1] // 8)]
@@ -164,9 +157,8 @@ def _modules(names: list[str]) -> tuple[dict[str, Module], list[str], list[str]]
     """Group tensors by module; return modules, the other tensors, and those that are not used."""
     modules: dict[str, Module] = {}
     others, unused = [], []
-    compressed_names = {
-        n.rpartition(".")[0] for n in names if n.endswith((".bitmask", ".compressed"))
-    }
+    of_bitmasks = (name for name in names if name.endswith((".bitmask", ".compressed")))
+    compressed_names = {name.rpartition(".")[0] for name in of_bitmasks}
     for name in names:
         prefix, _, part = name.rpartition(".")
         owner = prefix.removesuffix(".weight") if prefix in compressed_names else prefix
@@ -220,10 +212,8 @@ def _sparse_format(folder: Path, compression: Any) -> str:
 
 
 def _require_one_of(where: str, name: object, names: tuple[str, ...]) -> str:
-    if not isinstance(name, str) or name not in names:
-        hint = did_you_mean(name, names) if isinstance(name, str) else ""
-        raise SuiteError(f"{where}: expected {' or '.join(names)}, found {name!r:.60}{hint}")
-    return name
+    require_one_of(where, str(name)[:60], [*names])
+    return str(name)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -235,11 +225,6 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SuiteError(f"{path}: expected an object, found {type(content).__name__}")
     return content
-
-
-def bytes_of(checkpoint: Checkpoint) -> int:
-    """Return the size of a checkpoint's files of tensors."""
-    return sum(path.stat().st_size for path in {*checkpoint.places.values()})
 
 
 def is_two_four(weight: Tensor) -> bool:

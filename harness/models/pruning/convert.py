@@ -11,11 +11,10 @@ memory holds the largest gated MLP and one shard. The output loads by `from_pret
 `save_pretrained` writes of a sparse model does (checkpoint.py).
 """
 
-import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +24,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsebench._writing import write_file
 from sparsebench.errors import FormatError, SuiteError
 from sparsebench.formats._format import require
 from sparsebench.harness.models.pruning import checkpoint
-from sparsebench.harness.models.pruning.compressed import (
-    BITMASK,
-    Checkpoint,
-    bytes_of,
-    is_two_four,
+from sparsebench.harness.models.pruning.compressed import BITMASK, Checkpoint, is_two_four
+from sparsebench.harness.models.pruning.gated import (
+    STEP,
+    Gated,
+    head_of,
+    is_dense,
+    require_gated,
+    with_name,
 )
-from sparsebench.harness.models.pruning.gated import STEP, Gated, is_dense, named, require_gated
-from sparsebench.harness.models.pruning.mlp import ACTIVATIONS
-from sparsebench.harness.models.pruning.model import quiet, transformers_for, usable
+from sparsebench.harness.models.pruning.layer import ACTIVATIONS
+from sparsebench.harness.models.pruning.model import quiet, usable
 from sparsebench.harness.models.pruning.surroundings import require_unread
+from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn._frozen_op import NAMES
+from sparsebench.results.store import write_json
 
 E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)
 SHARD_BYTES = 4 * 10**9
@@ -116,7 +118,7 @@ class _Weight:
     scale: Tensor | None
 
     @classmethod
-    def read(cls, stored: Checkpoint, name: str, dtype: torch.dtype | None) -> Self:
+    def read(cls, name: str, stored: Checkpoint, dtype: torch.dtype | None) -> Self:
         """Read the weight of a module, rounded to `dtype` if there is one. Raises FormatError."""
         module = stored.modules[name]
         values, scale = stored.weight(module), stored.scale(module)
@@ -130,18 +132,15 @@ class _Weight:
         weight = cls(stored.sparse if is_compressed else "dense", values, scale)
         if dtype is not None:
             return cls(weight.format, weight.scaled(dtype), None)
-        require(
-            values.is_floating_point(),
-            f"weight: expected floating-point values, found {values.dtype}: {TO_16_BITS}",
-        )
+        expected = "weight: expected floating-point values"
+        require(values.is_floating_point(), f"{expected}, found {values.dtype}: {TO_16_BITS}")
         return weight
 
     def scaled(self, dtype: torch.dtype) -> Tensor:
         if self.scale is None:
             return self.values.to(dtype)
-        return (self.values.float() * self.scale.view(-1, *(1,) * (self.values.dim() - 1))).to(
-            dtype
-        )
+        scale = self.scale.view(-1, *(1,) * (self.values.dim() - 1))
+        return (self.values.float() * scale).to(dtype)
 
 
 class _Converter:
@@ -152,7 +151,7 @@ class _Converter:
     ) -> None:
         self.stored, self.folder, self.dtype, self.device = stored, folder, dtype, device
         self.model = _on_meta(stored, folder)
-        self.head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        self.head = head_of(self.model)
         self.users = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
         self.outside = dtype  # of the model: that of its 16-bit weights, and bf16 beside fp8
         self.sparse: dict[str, str] = {}
@@ -173,16 +172,15 @@ class _Converter:
                 rounds = self.dtype is not None and tensor.is_floating_point()
                 self.shards.add(name, tensor.to(self.dtype) if rounds else tensor)
         after, dtype = self.shards.close(), str(self.outside).removeprefix("torch.")
-        layers = checkpoint.describe(self.model)
-        method = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION}
+        method: dict[str, Any] = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION}
+        method["layers"] = checkpoint.describe(self.model)
         config = {key: value for key, value in self.stored.config.items() if key != "torch_dtype"}
-        config |= {"dtype": dtype, "quantization_config": {**method, "layers": layers}}
-        _write_json(self.folder / CONFIG, config)
+        config |= {"dtype": dtype, "quantization_config": method}
+        write_json(self.folder / CONFIG, config)
         unused = Counter(name.rpartition(".")[2] for name in self.stored.unused)
-        sizes = bytes_of(self.stored), after
-        return Conversion(
-            {**Counter(self.sparse.values())}, {**self.dense}, {**unused}, dtype, *sizes
-        )
+        before = sum(path.stat().st_size for path in {*self.stored.places.values()})
+        layers = Counter(self.sparse.values())
+        return Conversion({**layers}, {**self.dense}, {**unused}, dtype, before, after)
 
     def _units(self) -> Iterator[tuple[str, list[str]]]:
         """Yield gated MLPs with the names of their layers, then all other modules alone."""
@@ -196,18 +194,19 @@ class _Converter:
         yield from ((name, [name]) for name in self.stored.modules if name not in done)
 
     def _convert(self, owner: str, names: list[str]) -> None:
-        weights = {name: named(name, _Weight.read, self.stored, name, self.dtype) for name in names}
+        read = self.stored, self.dtype
+        weights = {name: with_name(name, _Weight.read, name, *read) for name in names}
         reasons = {name: self._dense_reason(name, weight) for name, weight in weights.items()}
         whole = len(names) > 1 and not any(reason is not None for reason in reasons.values())
         if whole and all(self._fits_mlp(name, weight) for name, weight in weights.items()):
-            mlp = named(owner, self._gated_mlp, owner, [w.values for w in weights.values()])
+            mlp = with_name(owner, self._gated_mlp, owner, [w.values for w in weights.values()])
             if mlp is not None:
                 self._place(owner, mlp)
                 return
         for name, weight in weights.items():
             reason = reasons[name]
             if reason is None:
-                self._place(name, named(name, self._linear, weight, self._bias(name)))
+                self._place(name, with_name(name, self._linear, weight, self._bias(name)))
                 continue
             if reason:
                 self.dense[reason] += 1
@@ -220,13 +219,12 @@ class _Converter:
 
         Raises FormatError for a linear layer whose weight has a dtype that no sparse layer has.
         """
-        module = _submodule(self.model, name)
+        module = dict(self.model.named_modules()).get(name)
         bitmask, compressed = weight.format == BITMASK, weight.format != "dense"
         values = weight.values
         if not bitmask and not is_two_four(values):
-            return (
-                "linear layers without 2:4" if is_dense(module) and module is not self.head else ""
-            )
+            linear = is_dense(module) and module is not self.head
+            return "linear layers without 2:4" if linear else ""
         if not is_dense(module):
             kind = "2:4 or compressed weights outside of linear layers"
             return kind if compressed or values.dim() == 2 else ""
@@ -314,7 +312,7 @@ class _Shards:
         if len(files) > 1:
             places = {name: files[number] for name, number in self.places.items()}
             index = {"metadata": {"total_size": self.total}, "weight_map": places}
-            _write_json(self.folder / "model.safetensors.index.json", index)
+            write_json(self.folder / "model.safetensors.index.json", index)
         return self.total
 
     def _flush(self) -> None:
@@ -324,7 +322,7 @@ class _Shards:
 
 def _on_meta(stored: Checkpoint, folder: Path) -> nn.Module:
     """Return the model of a configuration on the meta device. Raises SuiteError."""
-    _write_json(folder / CONFIG, stored.config)
+    write_json(folder / CONFIG, stored.config)
     transformers = transformers_for(stored.folder)
     with usable(stored.folder), quiet(transformers):
         options = {"local_files_only": True, "trust_remote_code": False}
@@ -341,17 +339,6 @@ def _on_meta(stored: Checkpoint, folder: Path) -> nn.Module:
                     return model
     actual = f"{stored.config.get('architectures')!r:.80}"
     raise SuiteError(f"{stored.folder}: expected architectures of transformers, found {actual}")
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def lines(out: Path, conversion: Conversion) -> Iterator[str]:

@@ -6,7 +6,7 @@ The names are those of Hugging Face. A module with these names is run on two tok
 it computes anything else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self, TypeGuard, TypeVar
 
@@ -16,11 +16,11 @@ from torch.nn.functional import linear, relu
 
 from sparsebench.errors import FormatError, SparsebenchError
 from sparsebench.formats._format import require
-from sparsebench.harness.models.pruning import mlp
+from sparsebench.harness.models.pruning import layer as layers
 from sparsebench.kernels.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
 
 PARTS = "gate_proj", "up_proj", "down_proj"
-ACTIVATIONS = mlp.ACTIVATIONS | {"relu2": lambda x: relu(x).square()}
+ACTIVATIONS = layers.ACTIVATIONS | {"relu2": lambda x: relu(x).square()}
 STEP = 8  # the kernels need sizes that are multiples of it
 Activation = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -75,10 +75,28 @@ class DenseGatedMLP(nn.Module):
         return y
 
 
+def outermost(
+    model: nn.Module, takes: Callable[[nn.Module, str], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that `takes` accepts, by name, and none of those inside them."""
+    last: str | None = None
+    for name, module in model.named_modules():
+        inside = last is not None and (not last or name.startswith(f"{last}."))
+        if not inside and takes(module, name):
+            last = name
+            yield name, module
+
+
 def is_dense(module: object) -> TypeGuard[nn.Linear]:
     """Return whether this is an nn.Linear that is not one of the sparse layers."""
     sparse = BlockSparseLinear | SpenseLinear | BitmapLinear
     return isinstance(module, nn.Linear) and not isinstance(module, sparse)
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return the head of a Hugging Face model, or None."""
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return head
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
@@ -100,8 +118,8 @@ def require_gated(module: nn.Module, activations: tuple[str, ...]) -> tuple[Gate
     if parts is None:
         raise FormatError(f"expected {', '.join(PARTS)} and act_fn, found {kind}")
     for name, layer in parts.layers.items():
-        named(name, require_plain, layer)
-        named(name, require_steps, layer)
+        with_name(name, require_plain, layer)
+        with_name(name, require_steps, layer)
         require(layer.bias is None, f"{name}: expected no bias, found one")
     others = {name for name, _ in module.named_children()} - {*PARTS, "act_fn"}
     require(not others, f"expected only the parts of a gated MLP, found {', '.join(others)}")
@@ -136,7 +154,7 @@ def require_steps(layer: nn.Linear) -> None:
     require(fits, f"expected multiples of {STEP}, found a weight {n}x{k}")
 
 
-def named(name: str, function: Callable[..., T], *args: object) -> T:
+def with_name(name: str, function: Callable[..., T], *args: object) -> T:
     """Call a function, and prefix its errors with the layer's name."""
     try:
         return function(*args)

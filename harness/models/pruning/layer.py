@@ -1,35 +1,95 @@
 """Prune a gated MLP or a linear layer beside a dense region, and measure the error.
 
-    region     chooses the dense features and moves them to the end
-    gate, up   sparse rows are pruned together from X, as one matrix
-    down       is pruned from the activations of the pruned gate and up, so that it can compensate
-               their errors
+    a = act(X Wg^T) * (X Wu^T)     Y = a Wd^T        X [tokens, k], a [tokens, h], Y [tokens, k]
 
-Weights are pruned in fp32 and returned with their dtype and device. Every -0.0 becomes +0.0.
+    gate, up [h, k]          down [k, h]
+    s s s s s s s s          s s s s | d d           s  sparse: pruned along the row, from X
+    s s s s s s s s          s s s s | d d              and, for down, from a of the pruned gate
+    ---------------          s s s s | d d              and up, whose errors it can compensate
+    d d d d d d d d          s s s s | d d           d  dense
+
+Row i of gate and up and column i of down belong to one feature of a. Their order is arbitrary, so
+one permutation of all three moves the dense features to the end: the last ones, or the best.
+
+    scores       3 9 1 7        dense 2, scored:  permutation 0 2 | 1 3      (the rest | the best)
+    features     0 1 2 3                last:     permutation 0 1 | 2 3
+
+A score is the mean of Wanda's |w_ij| ||x_j|| over one feature's weights. A feature of a gated MLP
+has three scores: of its row of gate, its row of up, and its column of down. Each is divided by its
+mean over all features, then the three are added. Weights are pruned in fp32 and returned with their
+dtype and device. Every -0.0 becomes +0.0.
+Source: Lee et al., arXiv 2606.10445, section 3.3.3 (last: SpenseGPT; scored: SpenseGPT+).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, relu, silu
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
-from sparsebench.harness.models.pruning import region, spensegpt
-from sparsebench.harness.models.pruning.mlp import (
-    GatedMLP,
-    PrunedLinear,
-    PrunedMLP,
-    require_inputs,
-    require_one_of,
-    require_weight,
-)
-from sparsebench.harness.models.pruning.pattern import Pattern, input_norms, magnitude, wanda
+from sparsebench.harness.models.pruning.methods import METHODS, Pattern, input_norms
 
-Prune = Callable[[Tensor, Tensor, int, Pattern], Tensor]
-METHODS: dict[str, Prune] = {"magnitude": magnitude, "wanda": wanda, "spensegpt": spensegpt.prune}
-SPLITS = "rows", "columns"
+REGIONS, SPLITS = ["last", "scored"], ["rows", "columns"]
+TILE = 128  # a GEMM's tile: neither region should end inside one
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """gate and up [h, k], and down [k, h]. Raises SuiteError unless they fit and are finite."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    activation: str = "silu"
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.gate, self.up, self.down
+
+    def __post_init__(self) -> None:
+        require_weight("gate", self.gate)
+        require_weight("up", self.up, tuple(self.gate.shape))
+        require_weight("down", self.down, tuple(self.gate.T.shape))
+        require_one_of("activation", self.activation, [*ACTIVATIONS])
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return the intermediate activations [tokens, h] of inputs [tokens, k]."""
+        return ACTIVATIONS[self.activation](linear(x, self.gate)) * linear(x, self.up)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the outputs [tokens, k] of inputs [tokens, k]."""
+        return linear(self.hidden(x), self.down)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        gate, up, down = (weight.to(dtype) for weight in self.weights)
+        return type(self)(gate, up, down, self.activation)
+
+    def permuted(self, order: Tensor) -> Self:
+        """Return the same function with its features in the order of int64 [h]."""
+        return type(self)(self.gate[order], self.up[order], self.down[:, order], self.activation)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Pruned weights; the last `dense` features are dense, and feature i was permutation[i].
+
+    A linear layer that is split by columns takes its inputs in that order; one that is split by
+    rows gives its outputs in that order.
+    """
+
+    weights: tuple[Tensor, ...]
+    permutation: Tensor
+    dense: int
 
 
 @dataclass(frozen=True)
@@ -38,8 +98,8 @@ class Recipe:
 
     method   one of METHODS
     dense    fraction of the features that stays dense; 0 prunes all
-    region   how dense features are chosen: one of region.REGIONS
-    pattern  of the other features: N:M, a fraction to prune anywhere, or blocks (pattern.py)
+    region   how dense features are chosen: one of REGIONS
+    pattern  of the other features: N:M, a fraction to prune anywhere, or blocks (methods.py)
     """
 
     method: str = "spensegpt"
@@ -48,8 +108,8 @@ class Recipe:
     pattern: str = "2:4"
 
     def __post_init__(self) -> None:
-        require_one_of("method", self.method, list(METHODS))
-        require_one_of("region", self.region, list(region.REGIONS))
+        require_one_of("method", self.method, [*METHODS])
+        require_one_of("region", self.region, REGIONS)
         if not 0 <= self.dense <= 1:
             raise SuiteError(f"dense: expected a fraction of 0 to 1, found {self.dense:g}")
         Pattern.of(self.pattern)
@@ -64,15 +124,18 @@ class Recipe:
 
 
 @torch.no_grad()
-def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> PrunedMLP:
+def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> Pruned:
     """Prune from calibration inputs x [tokens, k]. Raises SuiteError for unfit sizes or values."""
     h, k = mlp.gate.shape
     require_inputs(x, k)
     _require_groups("gate and up", k)
-    dense = region.dense_count(h, recipe.dense)
+    dense = dense_count(h, recipe.dense)
     sparse = h - dense
     x, full = x.float(), mlp.to(torch.float32)
-    order = region.permutation(recipe.region, _scores(full, x), dense)
+    norms = input_norms(x)
+    scores = _scores(full.gate, norms, by_row=True) + _scores(full.up, norms, by_row=True)
+    scores += _scores(full.down, input_norms(full.hidden(x)), by_row=False)
+    order = permutation(recipe.region, scores, dense)
     full = full.permuted(order)
     both = recipe.prune(torch.cat((full.gate[:sparse], full.up[:sparse])), x, k)
     gate, up = (
@@ -81,32 +144,31 @@ def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> PrunedMLP:
     )
     seen = GatedMLP(gate.float(), up.float(), full.down, mlp.activation).hidden(x)
     down = _stored(recipe.prune(full.down, seen, sparse), mlp.down.dtype)
-    return PrunedMLP(GatedMLP(gate, up, down, mlp.activation), order, dense)
+    return Pruned((gate, up, down), order, dense)
 
 
 @torch.no_grad()
-def prune_linear(weight: Tensor, x: Tensor, recipe: Recipe, split: str) -> PrunedLinear:
+def prune_linear(weight: Tensor, x: Tensor, recipe: Recipe, split: str) -> Pruned:
     """Prune a weight [n, k], split by `rows` or `columns`, from inputs x [tokens, k]."""
     require_weight("weight", weight)
     n, k = weight.shape
     require_inputs(x, k)
     _require_groups("weight", k)
-    require_one_of("split", split, list(SPLITS))
+    require_one_of("split", split, SPLITS)
     x, full = x.float(), weight.float()
     by_row = split == "rows"
-    dense = region.dense_count(n if by_row else k, recipe.dense)
-    score = region.scores_by_row if by_row else region.scores_by_column
-    order = region.permutation(recipe.region, score(full, input_norms(x)), dense)
+    dense = dense_count(n if by_row else k, recipe.dense)
+    order = permutation(recipe.region, _scores(full, input_norms(x), by_row), dense)
     if by_row:
         top, rest = full[order].split((n - dense, dense))
         pruned = torch.cat((recipe.prune(top, x, k), rest))
     else:
         pruned = recipe.prune(full[:, order], x[:, order], k - dense)
-    return PrunedLinear(_stored(pruned, weight.dtype), order, dense, split)
+    return Pruned((_stored(pruned, weight.dtype),), order, dense)
 
 
 @torch.no_grad()
-def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
+def mlp_errors(mlp: GatedMLP, pruned: Pruned, x: Tensor) -> dict[str, float]:
     """Return ||XW^T - XW'^T|| / ||XW^T|| of gate, up and down, and the error of the whole output.
 
     x [tokens, k] should be tokens that pruning did not see. In both products of down, the inputs
@@ -114,7 +176,8 @@ def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
     """
     require_inputs(x, mlp.gate.shape[1])
     x, before = x.float(), mlp.to(torch.float32).permuted(pruned.permutation)
-    after = pruned.mlp.to(torch.float32)
+    gate, up, down = (weight.float() for weight in pruned.weights)
+    after = GatedMLP(gate, up, down, mlp.activation)
     seen = after.hidden(x)
     return {
         "gate": _error(linear(x, after.gate), linear(x, before.gate)),
@@ -125,21 +188,21 @@ def mlp_errors(mlp: GatedMLP, pruned: PrunedMLP, x: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def linear_errors(weight: Tensor, pruned: PrunedLinear, x: Tensor) -> dict[str, float]:
+def linear_errors(weight: Tensor, pruned: Pruned, x: Tensor, split: str) -> dict[str, float]:
     """Return ||XW^T - XW'^T|| / ||XW^T|| of a layer for inputs x [tokens, k]."""
     require_inputs(x, weight.shape[1])
-    x, before, after = x.float(), weight.float(), pruned.weight.float()
+    x, before, after = x.float(), weight.float(), pruned.weights[0].float()
     order = pruned.permutation
-    if pruned.split == "rows":
+    if split == "rows":
         return {"output": _error(linear(x, after), linear(x, before[order]))}
     return {"output": _error(linear(x[:, order], after), linear(x, before))}
 
 
-def _scores(mlp: GatedMLP, x: Tensor) -> Tensor:
-    """Return the scores [h] of the intermediate features, SpenseGPT+'s sum of three."""
-    norms = input_norms(x)
-    by_row = region.scores_by_row(mlp.gate, norms) + region.scores_by_row(mlp.up, norms)
-    return by_row + region.scores_by_column(mlp.down, input_norms(mlp.hidden(x)))
+def _scores(weight: Tensor, norms: Tensor, by_row: bool) -> Tensor:
+    """Return the score of each row or column of a weight [n, k], from its inputs' norms [k]."""
+    scores = (weight.abs() * norms).mean(dim=1 if by_row else 0)
+    mean = scores.mean()
+    return scores / mean if mean > 0 else scores
 
 
 def _stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,3 +221,54 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     if not size:
         raise SuiteError("weights: expected an output to compare with, found only zeros")
     return distance / size
+
+
+def dense_count(features: int, fraction: float) -> int:
+    """Return the number of dense features: the nearest multiple of a tile, rounded half up.
+
+    The tile is TILE, or the largest smaller power of two that divides the features. It is at most a
+    quarter of the features, so that rounding changes the fraction by 1/8 at most, and at least 4,
+    because a group of 4 must not straddle the regions. Raises SuiteError if 4 does not divide the
+    features.
+    """
+    if features % 4:
+        raise SuiteError(f"split: expected a multiple of 4 features, found {features}")
+    sizes = (TILE, 64, 32, 16, 8)
+    tile = next((size for size in sizes if features % size == 0 and 4 * size <= features), 4)
+    return int(fraction * features / tile + 0.5) * tile
+
+
+def permutation(region: str, scores: Tensor, dense: int) -> Tensor:
+    """Return the new order of the features, int64 [features]; it is stable within each region."""
+    features = torch.arange(len(scores), device=scores.device)
+    if region == "last":
+        return features
+    is_dense = torch.zeros_like(features, dtype=torch.bool)
+    is_dense[scores.argsort(descending=True, stable=True)[:dense]] = True
+    return torch.cat((features[~is_dense], features[is_dense]))
+
+
+def require_one_of(field: str, name: str, choices: list[str]) -> None:
+    """Raise SuiteError unless the name is one of the choices."""
+    if name not in choices:
+        hint = did_you_mean(name, choices)
+        raise SuiteError(f"{field}: expected one of {', '.join(choices)}; found {name!r}{hint}")
+
+
+def require_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """Raise SuiteError unless this is a finite matrix, of the given shape if there is one."""
+    actual = f"found {weight.dtype} {list(weight.shape)}"
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise SuiteError(f"{name}: expected a floating-point matrix, {actual}")
+    if shape is not None and tuple(weight.shape) != shape:
+        raise SuiteError(f"{name}: expected {list(shape)}, {actual}")
+    bad = int((~weight.isfinite()).sum())
+    if bad:
+        raise SuiteError(f"{name}: expected finite values, found {bad} that are not")
+
+
+def require_inputs(x: Tensor, inputs: int) -> None:
+    """Raise SuiteError unless x is finite and [tokens, inputs], with at least one token."""
+    require_weight("activations", x)
+    if len(x) < 1 or x.shape[1] != inputs:
+        raise SuiteError(f"activations: expected [tokens, {inputs}], found {list(x.shape)}")

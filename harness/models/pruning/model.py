@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -30,11 +29,17 @@ from torch.nn.functional import cross_entropy
 
 from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.harness.inputs.sources import require_regular, sha256
-from sparsebench.harness.models.pruning.gated import Gated, named, require_gated
-from sparsebench.harness.models.pruning.layer import Recipe, mlp_errors, prune_mlp
-from sparsebench.harness.models.pruning.mlp import ACTIVATIONS, GatedMLP
-from sparsebench.harness.models.pruning.pattern import TWO_FOUR
+from sparsebench.harness.models.pruning.gated import Gated, require_gated, with_name
+from sparsebench.harness.models.pruning.layer import (
+    ACTIVATIONS,
+    GatedMLP,
+    Recipe,
+    mlp_errors,
+    prune_mlp,
+)
+from sparsebench.harness.models.pruning.methods import TWO_FOUR
 from sparsebench.harness.models.pruning.sparsify import TwoFour, sparsify_
+from sparsebench.harness.models.reporting import transformers_for
 
 CONTEXT = 1024
 
@@ -110,7 +115,7 @@ def prune_model(
     """
     results: dict[str, tuple[int, int, dict[str, float]]] = {}
     count, names = calibration.numel(), tuple(ACTIVATIONS)
-    mlps = {name: named(name, require_gated, mlp, names) for name, mlp in loaded.mlps.items()}
+    mlps = {name: with_name(name, require_gated, mlp, names) for name, mlp in loaded.mlps.items()}
 
     def prune(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         parts, activation = mlps[name]
@@ -121,7 +126,7 @@ def prune_model(
         except SuiteError as error:
             raise SuiteError(f"{name}: {error}") from error
         results[name] = pruned.dense, len(pruned.permutation), mlp_errors(mlp, pruned, x[count:])
-        for layer, weight in zip(parts.layers.values(), pruned.mlp.weights, strict=True):
+        for layer, weight in zip(parts.layers.values(), pruned.weights, strict=True):
             layer.weight.copy_(weight)
 
     with ExitStack() as hooks:
@@ -247,12 +252,3 @@ def quiet(transformers: Any) -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-
-
-def transformers_for(path: Path) -> Any:
-    """Import transformers. Raises SuiteError with the path if it is missing."""
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        expected = "the package transformers (pip install 'sparsebench[models]')"
-        raise SuiteError(f"{path}: expected {expected}; found none") from error

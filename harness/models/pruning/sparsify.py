@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,16 @@ from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
 from sparsebench.harness.models.pruning.gated import (
     Gated,
+    head_of,
     is_dense,
-    named,
+    outermost,
     require_gated,
     require_plain,
     require_steps,
+    with_name,
 )
-from sparsebench.harness.models.pruning.pattern import Pattern, keep
-from sparsebench.harness.models.pruning.region import dense_count
+from sparsebench.harness.models.pruning.layer import dense_count
+from sparsebench.harness.models.pruning.methods import Pattern, keep
 from sparsebench.harness.models.pruning.surroundings import (
     exception,
     others,
@@ -48,20 +50,8 @@ from sparsebench.kernels.nn import (
 )
 
 Filter = Callable[[nn.Module, str], bool]
+Make = Callable[[], nn.Module]
 M = TypeVar("M", bound=nn.Module)
-
-
-class Recipe(Protocol):
-    """The kinds of layers to make sparse, and how."""
-
-    def takes(self, module: nn.Module) -> bool:
-        """Return whether this recipe replaces a module of this kind."""
-
-    def check(self, module: nn.Module) -> None:
-        """Raise SparsebenchError if `make` cannot replace this module. Changes nothing."""
-
-    def make(self, module: nn.Module) -> nn.Module:
-        """Return the layer that replaces the module."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +68,22 @@ class BlockSparse:
     def takes(self, module: nn.Module) -> bool:
         return is_dense(module)
 
-    def check(self, module: nn.Module) -> None:
+    def plan(self, module: nn.Module) -> Make:
         assert isinstance(module, nn.Linear)
         require_plain(module)
-        r, c = sides_of(self.block)
+        (r, c), (n, k) = sides_of(self.block), module.weight.shape
         require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
-        n, k = module.weight.shape
         blocks = -(-n // r) * -(-k // c)
         weight = f"a weight {n}x{k} of {blocks} blocks of {r}x{c}"
         message = f"expected a block to remain at sparsity {self.sparsity:g}, found {weight}"
         require(round((1 - self.sparsity) * blocks) > 0, message)
 
-    def make(self, module: nn.Module) -> nn.Module:
-        assert isinstance(module, nn.Linear)
-        layer = BlockSparseLinear.from_dense(module, self.block, self.sparsity)
-        layer.values.requires_grad_(module.weight.requires_grad)
-        return layer
+        def make() -> nn.Module:
+            layer = BlockSparseLinear.from_dense(module, self.block, self.sparsity)
+            layer.values.requires_grad_(module.weight.requires_grad)
+            return layer
+
+        return make
 
 
 @dataclass(frozen=True)
@@ -109,35 +99,39 @@ class TwoFour:
     def takes(self, module: nn.Module) -> bool:
         return Gated.of(module) is not None or is_dense(module)
 
-    def check(self, module: nn.Module) -> None:
-        """Raise SparsebenchError for unsupported sizes, dtypes or activations."""
+    def plan(self, module: nn.Module) -> Make:
         require(0 <= self.dense < 1, f"dense: expected 0 to below 1, found {self.dense:g}")
         if isinstance(module, nn.Linear):
-            require_plain(module)
-            require_steps(module)
-            n, k = module.weight.shape
-            layer = SpenseLinear(k, n, dense_fraction=self.dense, **_on_meta(module))
-        else:
-            parts, activation = require_gated(module, ("silu", "gelu_tanh", "relu"))
-            h, k = parts.gate.weight.shape
-            options = _on_meta(parts.gate) | {"activation": activation}
-            layer = SpenseGatedMLP(k, h, dense=dense_count(h, self.dense), **options).gate_up
-        message = f"expected at least one sparse tile of 128, found none at dense {self.dense:g}"
-        require(layer.sparse_shape[0] > 0, message)
+            return self._linear(module)
+        parts, activation = require_gated(module, ("silu", "gelu_tanh", "relu"))
+        h, k = parts.gate.weight.shape
+        dense = dense_count(h, self.dense)
+        options = _on_meta(parts.gate) | {"activation": activation}
+        self._require_sparse(SpenseGatedMLP(k, h, dense=dense, **options).gate_up)
 
-    def make(self, module: nn.Module) -> nn.Module:
-        if isinstance(module, nn.Linear):
-            w = module.weight.detach()
-            n, k = w.shape
+        def make() -> nn.Module:
+            (gate, up, down), sparse = parts.weights, h - dense
+            pruned = _above(gate, sparse), _above(up, sparse), keep(down, down.abs(), sparse)
+            return SpenseGatedMLP.from_dense(*pruned, dense=dense, activation=activation)
+
+        return make
+
+    def _linear(self, module: nn.Linear) -> Make:
+        require_plain(module)
+        require_steps(module)
+        w, (n, k) = module.weight.detach(), module.weight.shape
+        self._require_sparse(SpenseLinear(k, n, dense_fraction=self.dense, **_on_meta(module)))
+
+        def make() -> nn.Module:
             rows, _ = sparse_shape_of(n, k, w.itemsize, self.dense, "rows")
             bias = None if module.bias is None else module.bias.detach()
             return SpenseLinear.from_dense(_above(w, rows), dense_fraction=self.dense, bias=bias)
-        parts, activation = require_gated(module, ("silu", "gelu_tanh", "relu"))
-        gate, up, down = parts.weights
-        dense = dense_count(len(gate), self.dense)
-        sparse = len(gate) - dense
-        pruned = _above(gate, sparse), _above(up, sparse), keep(down, down.abs(), sparse)
-        return SpenseGatedMLP.from_dense(*pruned, dense=dense, activation=activation)
+
+        return make
+
+    def _require_sparse(self, layer: SpenseLinear) -> None:
+        message = f"expected at least one sparse tile of 128, found none at dense {self.dense:g}"
+        require(layer.sparse_shape[0] > 0, message)
 
 
 @dataclass(frozen=True)
@@ -152,23 +146,17 @@ class Unstructured:
     def takes(self, module: nn.Module) -> bool:
         return is_dense(module)
 
-    def check(self, module: nn.Module) -> None:
-        """Raise FormatError for a dtype that matmul does not support, or an invalid sparsity."""
+    def plan(self, module: nn.Module) -> Make:
         assert isinstance(module, nn.Linear)
         require_plain(module)
         between = 0 < self.sparsity < 1
         require(between, f"sparsity: expected above 0 and below 1, found {self.sparsity:g}")
-        n, k = module.weight.shape
-        stay = k - round(self.sparsity * k)
+        w, (n, k) = module.weight.detach(), module.weight.shape
         message = f"expected a weight of each row to stay at sparsity {self.sparsity:g}"
-        require(stay > 0, f"{message}, found rows of {k}")
-        BitmapLinear(k, n, stored=0, **_on_meta(module))
-
-    def make(self, module: nn.Module) -> nn.Module:
-        assert isinstance(module, nn.Linear)
-        w = module.weight.detach()
-        pruned = keep(w, w.abs(), w.shape[1], Pattern("unstructured", self.sparsity, 0))
-        return BitmapLinear.from_dense(pruned, module.bias)
+        require(k - round(self.sparsity * k) > 0, f"{message}, found rows of {k}")
+        BitmapLinear(k, n, stored=0, **_on_meta(module))  # raises for a dtype without a kernel
+        pattern = Pattern("unstructured", self.sparsity, 0)
+        return lambda: BitmapLinear.from_dense(keep(w, w.abs(), k, pattern), module.bias)
 
 
 @dataclass(frozen=True)
@@ -183,27 +171,31 @@ class SparseActivations:
     def takes(self, module: nn.Module) -> bool:
         return Gated.of(module) is not None
 
-    def check(self, module: nn.Module) -> None:
-        """Raise SparsebenchError for another activation, or an invalid number of slots."""
+    def plan(self, module: nn.Module) -> Make:
         parts, activation = require_gated(module, ("relu", "relu2"))
         h, k = parts.gate.weight.shape
-        options = _on_meta(parts.gate) | {"activation": activation}
-        SparseGatedMLP(k, h, slots=self.slots, **options)
+        options: dict[str, Any] = {"activation": activation, "slots": self.slots}
+        SparseGatedMLP(k, h, **_on_meta(parts.gate), **options)  # raises for invalid slots
 
-    def make(self, module: nn.Module) -> nn.Module:
-        parts, activation = require_gated(module, ("relu", "relu2"))
-        mlp = SparseGatedMLP.from_dense(*parts.weights, activation=activation, slots=self.slots)
-        for new, old in zip(mlp.parameters(), parts.layers.values(), strict=True):
-            new.requires_grad_(old.weight.requires_grad)
-        return mlp
+        def make() -> nn.Module:
+            mlp = SparseGatedMLP.from_dense(*parts.weights, **options)
+            for new, old in zip(mlp.parameters(), parts.layers.values(), strict=True):
+                new.requires_grad_(old.weight.requires_grad)
+            return mlp
+
+        return make
+
+
+Recipe = BlockSparse | TwoFour | Unstructured | SparseActivations
+"""The kinds of layers to make sparse (`takes`), and how.
+
+`plan` returns a function that makes the layer, and changes nothing. It raises SparsebenchError if
+the module cannot be replaced.
+"""
 
 
 def sparsify_(
-    model: M,
-    recipe: Recipe,
-    filter_fn: Filter | None = None,
-    *,
-    tokens: Iterable[int] = (),
+    model: M, recipe: Recipe, filter_fn: Filter | None = None, *, tokens: Iterable[int] = ()
 ) -> M:
     """Replace layers of a model by sparse ones in place; return the model.
 
@@ -220,23 +212,22 @@ def sparsify_(
     the name of the first layer that does not fit, or with whose weight other code computes.
     """
     recipes = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
-    fits = all(callable(getattr(recipe, name, None)) for name in ("takes", "check", "make"))
-    require(fits and not isinstance(recipe, type), f"recipe: expected {recipes}; found {recipe!r}")
+    require(isinstance(recipe, Recipe), f"recipe: expected {recipes}; found {recipe!r}")
     names, left_out = _select(model, recipe, filter_fn)
+    plans: dict[str, Make] = {}
     for name in names:
         module = model.get_submodule(name)
-        named(name, _require_unshared, model, module)
-        named(name, recipe.check, module)
+        with_name(name, _require_unshared, model, module)
+        plans[name] = with_name(name, recipe.plan, module)
     require_unread(model, names)
     record = checkpoint.recorder(model)
     if left_out:
         warnings.warn(f"sparsify_ leaves dense: {summary(left_out)}", stacklevel=2)
     for name in names:
-        module = model.get_submodule(name)
+        training = model.get_submodule(name).training
         with torch.no_grad():
-            layer = named(name, recipe.make, module)
-        model.set_submodule(name, layer.train(module.training))
-        del module  # frees its weights before the next ones are packed
+            layer = with_name(name, plans.pop(name))
+        model.set_submodule(name, layer.train(training))  # frees weights before the next are packed
     record()
     planned = [*tokens]
     for name in names:
@@ -252,38 +243,28 @@ def _select(
 
     Raises FormatError if there is nothing to replace.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head_of(model)
     selects = filter_fn or (lambda module, _: module is not head)
     names: list[str] = []
     left_out: list[tuple[str, str, int]] = []
 
-    def visit(module: nn.Module, name: str) -> None:
-        if recipe.takes(module) and selects(module, name):
-            if (reason := exception(model, module, name)) is None:
-                names.append(name)
-            else:
-                left_out.append((reason, name, sum(p.numel() for p in module.parameters())))
+    for name, module in outermost(model, lambda m, n: recipe.takes(m) and selects(m, n)):
+        if (reason := exception(model, module, name)) is None:
+            names.append(name)
         else:
-            for part, child in module.named_children():
-                visit(child, f"{name}.{part}" if name else part)
-
-    visit(model, "")
+            left_out.append((reason, name, sum(p.numel() for p in module.parameters())))
     left_out += others(model, names, only_experts=filter_fn is not None)
     kind, model_kind = type(recipe).__name__, type(model).__name__
     require("" not in names, f"expected a model that contains layers, found a layer: {model_kind}")
     alternative = summary(left_out) or "none"
-    message = f"expected a layer for {kind} in {model_kind}, found {alternative}"
-    require(bool(names), message)
+    require(bool(names), f"expected a layer for {kind} in {model_kind}, found {alternative}")
     return names, left_out
 
 
 def _require_unshared(model: nn.Module, module: nn.Module) -> None:
     """Raise FormatError if the module or one of its weights occurs twice in the model."""
     places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    require(
-        places[id(module)] == 1,
-        "expected an unshared layer, found it in several places",
-    )
+    require(places[id(module)] == 1, "expected an unshared layer, found it in several places")
     users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     tied = ", ".join(name for name, p in module.named_parameters() if users[id(p)] > 1)
     require(not tied, f"expected unshared weights, found {tied} shared with another layer")

@@ -70,10 +70,10 @@ def _draw(model: Decoder, draw: torch.Generator) -> None:
             weight = getattr(layer, name)
             deviation = DEVIATION * math.sqrt(BASE_WIDTH / fan_in(weight))
             deviation /= math.sqrt(2 * len(model.layers)) if name in RESIDUAL else 1
-            stored(weight).normal_(0, deviation, generator=draw)
+            elements_of(weight).normal_(0, deviation, generator=draw)
 
 
-def stored(weight: nn.Module | nn.Parameter) -> nn.Parameter:
+def elements_of(weight: nn.Module | nn.Parameter) -> nn.Parameter:
     values = weight.values if isinstance(weight, BlockSparseLinear) else weight
     assert isinstance(values, nn.Parameter)
     return values
@@ -81,14 +81,14 @@ def stored(weight: nn.Module | nn.Parameter) -> nn.Parameter:
 
 def fan_in(weight: nn.Module | nn.Parameter) -> float:
     """Return the mean number of stored elements per row."""
-    rows = weight.out_features if isinstance(weight, BlockSparseLinear) else len(stored(weight))
-    return stored(weight).numel() / rows
+    elements = elements_of(weight)
+    rows = weight.out_features if isinstance(weight, BlockSparseLinear) else len(elements)
+    return elements.numel() / rows
 
 
 def fan_ins(model: Decoder) -> dict[nn.Parameter, float]:
-    """Return the fan-in of each weight of all layers."""
     weights = [getattr(layer, name) for layer in model.layers for name in WEIGHTS]
-    return {stored(weight): fan_in(weight) for weight in weights}
+    return {elements_of(weight): fan_in(weight) for weight in weights}
 
 
 def sparsity_of(model: Decoder, sizes: Sizes) -> float:

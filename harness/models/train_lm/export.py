@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsebench._writing import write_file
 from sparsebench.errors import SuiteError
+from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.harness.models.train_lm.model import BASE, BYTES, EPSILON, Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text
 
@@ -41,16 +42,12 @@ def require(to: Path, models: int) -> None:
         raise SuiteError(f"{to}: expected one coefficient for a folder, found {models}")
     if to.exists():
         raise SuiteError(f"{to}: expected a new folder to write, found an existing one")
-    try:
-        import_module("transformers")
-    except ImportError as error:
-        expected = "the package transformers (pip install 'sparsebench[models]')"
-        raise SuiteError(f"{to}: expected {expected}; found none") from error
+    transformers_for(to)
 
 
 def save(model: Decoder, sizes: Sizes, text: Text, to: Path) -> None:
     """Write the model, its tokenizer and the held-out text. Raises SuiteError."""
-    transformers = import_module("transformers")
+    transformers = transformers_for(to)
     config = transformers.LlamaConfig(
         vocab_size=BYTES,
         hidden_size=sizes.width,

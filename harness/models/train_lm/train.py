@@ -14,6 +14,7 @@ coefficient, the model itself can be written (export.py).
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -22,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.models.reporting import require_folder, save_tensors, sheet
+from sparsebench.harness.models.reporting import numbers, require_folder, save_tensors, sheet
 from sparsebench.harness.models.train_lm import export
 from sparsebench.harness.models.train_lm.model import Decoder
 from sparsebench.harness.models.train_lm.text import Text, standard_library
@@ -35,15 +36,10 @@ SAMPLE = 4096  # tokens of x in the file, at most
 
 def parse_coefficients(text: str) -> list[float]:
     """Parse a list such as `0,1e-4`; raises SuiteError if it is invalid."""
-    message = f"l1: expected coefficients of 0 or more, each once, such as 0,1e-4; found {text!r}"
-    try:
-        numbers = [float(number) for number in text.split(",")]
-    except ValueError as error:
-        raise SuiteError(message) from error
-    names = {f"{number:g}" for number in numbers}  # as tensors are called (train_all)
-    if len(names) != len(numbers) or not all(0 <= n < float("inf") for n in numbers):
-        raise SuiteError(message)
-    return numbers
+    coefficients = numbers("l1", text, lambda n: 0 <= n < inf)
+    if len({f"{n:g}" for n in coefficients}) != len(coefficients):  # as tensors are called
+        raise SuiteError(f"l1: expected each coefficient once; found {text!r}")
+    return coefficients
 
 
 def train_all(

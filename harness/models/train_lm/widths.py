@@ -11,9 +11,8 @@ WINDOW steps, with a synchronization after each window. The file is written afte
 that a failure keeps earlier results.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.models.reporting import allocated_bytes, require_folder, sheet
+from sparsebench.harness.models.reporting import allocated_bytes, numbers, require_folder, sheet
 from sparsebench.harness.models.train_lm.blocks import (
     PATTERNS,
     Blocks,
@@ -83,26 +82,19 @@ def parse(patterns: str, blocks: str, sparsities: str) -> list[Blocks]:
     names = patterns.split(",")
     if unknown := [name for name in names if name not in PATTERNS]:
         raise SuiteError(f"pattern: expected some of {', '.join(PATTERNS)}; found {unknown[0]!r}")
-    sides = [*_numbers("block", blocks, lambda n: n >= 1 and n == int(n))]
-    parts = [*_numbers("sparsity", sparsities, lambda n: 0 < n < 1)]
-    combinations = product(names, map(int, sides), parts)
+    sides = map(int, numbers("block", blocks, _is_size))
+    parts = numbers("sparsity", sparsities, lambda n: 0 < n < 1)
+    combinations = product(names, sides, parts)
     return [Blocks(*combination) for combination in combinations]  # type: ignore[arg-type]
-
-
-def _numbers(name: str, text: str, fits: Callable[[float], bool]) -> Iterator[float]:
-    for part in text.split(",") if text else ():
-        try:
-            number = float(part)
-        except ValueError:
-            number = math.nan
-        if not fits(number):
-            raise SuiteError(f"{name}: expected a list of numbers such as 0.8,0.9; found {text!r}")
-        yield number
 
 
 def parse_widths(text: str) -> list[int]:
     """Return the numbers of a comma-separated list, which may be empty. Raises SuiteError."""
-    return [int(width) for width in _numbers("dense", text, lambda n: n >= 1 and n == int(n))]
+    return [int(width) for width in numbers("dense", text, _is_size)] if text else []
+
+
+def _is_size(number: float) -> bool:
+    return number >= 1 and number.is_integer()
 
 
 def train_widths(

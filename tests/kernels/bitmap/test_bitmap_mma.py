@@ -5,7 +5,6 @@ mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 """
 
 import ctypes
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.emulation.cuda_on_cpu import built, device_code
+from tests.emulation.cuda_on_cpu import device_code, library_of
 from tests.kernels.contract import assert_device_refusal, refusal
 from tests.tools.marks import needs_gxx, sampled
 
@@ -70,7 +69,7 @@ STAND_INS = """
 
 
 @cache
-def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
+def on_cpu(config: Config, dtype: torch.dtype, late: bool) -> Any:
     """Build the kernel's source for this machine."""
     source = STAND_INS + device_code("bitmap_mma.cu")
     source += """
@@ -84,24 +83,18 @@ def on_cpu(config: Config, dtype: torch.dtype, late: bool, folder: Path) -> Any:
         launch(grid, THREADS, SPLIT, bytes, run);
       }
     """
-    name = f"{config}_{dtype}_{late}".replace("torch.", "")
     constants = (*bitmap_mma.constants_of(config, dtype), ("LATE", int(late)))
-    return built(source, constants, folder, re.sub(r"\W+", "_", name))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("on_cpu")
+    return library_of(source, constants)
 
 
 def emulated(
-    x: Tensor, w: Bitmap, config: Config, workers: int, folder: Path, patch: pytest.MonkeyPatch
+    x: Tensor, w: Bitmap, config: Config, workers: int, patch: pytest.MonkeyPatch
 ) -> Tensor:
     """Run the launch."""
     patch.setattr(bitmap_mma, "load", lambda *given: (None, "code"))
     patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * config.split)
     program = bitmap_mma.launch(x, w, config)
-    kernel = on_cpu(config, x.dtype, workers % 2 == 0, folder)
+    kernel = on_cpu(config, x.dtype, workers % 2 == 0)
     program.out.fill_(float("nan"))
     shared = ctypes.c_size_t(config.shared_bytes(w.room, len(x), x.itemsize))
     kernel.call(program.args[0], program.loaded.grid, shared)
@@ -143,32 +136,32 @@ CASES += [
     ids=str,
 )
 def test_its_threads_give_the_product_on_a_cpu(
-    config, workers, m, n, k, sparsity, dtype, folder, monkeypatch
+    config, workers, m, n, k, sparsity, dtype, monkeypatch
 ) -> None:
     x, w = example(m, n, k, sparsity, dtype)
-    y = emulated(x, w, config, workers, folder, monkeypatch)
+    y = emulated(x, w, config, workers, monkeypatch)
     right = (x.float() @ w.to_dense().float().T).to(y.dtype)
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
 
 @needs_gxx
-def test_nan_and_infinity_are_where_the_definition_has_them(folder, monkeypatch) -> None:
+def test_nan_and_infinity_are_where_the_definition_has_them(monkeypatch) -> None:
     x, w = example(3, 40, 520, 0.5, BF16)
     dense = w.to_dense()
     dense[3, 5], dense[7, 519], dense[9] = float("nan"), float("inf"), -0.0
     w, config = Bitmap.from_dense(dense), CASES[0][0]
-    y = emulated(x, w, config, 2, folder, monkeypatch)
+    y = emulated(x, w, config, 2, monkeypatch)
     right = (x.float() @ dense.float().T).to(y.dtype)
     torch.testing.assert_close(y, right, rtol=0, atol=0, equal_nan=True)
     assert right[:, 3].isnan().all()
 
 
 @needs_gxx
-def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_x_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(3, 40, 520, 0.5, BF16)
     wide = torch.full((3, 544), float("nan"), dtype=BF16)[:, :520]
     wide.copy_(x)
-    y = emulated(wide, w, CASES[0][0], 2, folder, monkeypatch)
+    y = emulated(wide, w, CASES[0][0], 2, monkeypatch)
     torch.testing.assert_close(y, (x.float() @ w.to_dense().float().T).to(BF16), rtol=0, atol=0)
 
 

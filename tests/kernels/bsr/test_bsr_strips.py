@@ -1,16 +1,13 @@
-"""bsr_strips: its tiles and its work lists, emulated in NumPy."""
+"""bsr_strips: its tiles, its work lists and what it refuses; its threads have a file."""
 
 from dataclasses import replace
-from itertools import pairwise, product
 
-import numpy as np
 import pytest
 import torch
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import _launch, bsr_strips
-from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, worked
 from sparsebench.kernels.bsr._strip_tiles import (
     Config,
     boxes_of,
@@ -18,79 +15,9 @@ from sparsebench.kernels.bsr._strip_tiles import (
     strips_of,
     tiles_of,
 )
-from sparsebench.kernels.bsr.bsr_strips import costs_of
-from tests.kernels.bsr.cases import SHAPES, STRIPS
+from tests.kernels.bsr.cases import STRIPS
 from tests.kernels.bsr.examples import example
 from tests.kernels.contract import refusal
-from tests.tools.marks import crossed
-
-
-def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.ndarray:
-    """Emulate the device with the lists; assert that no element is written twice."""
-    tiles = tiles_of(w, transposed, config.across)
-    height, depth, lists = tiles.height, tiles.depth, tiles.lists(config, len(x), 5)
-    steps, bounds = worked(lists, costs_of(lists, tiles, config), len(x), config.tokens, workers=5)
-    values = w.values.half()
-    values = values.transpose(1, 2).contiguous() if transposed else values
-    packed = _launch.packed(values, packed_order(tiles, lists), tiles.piece).float()
-    packed = packed.reshape(-1, 8)
-    size = len(tiles.row), depth // 8, height, 8
-    blocks = packed[: len(tiles.row) * height * depth // 8].view(size).transpose(1, 2)
-    blocks = blocks.reshape(-1, height, depth).numpy() if size[0] else ()
-    padded = np.pad(x.half().float().numpy(), ((0, config.tokens), (0, 64)))  # zero outside of X
-    y = np.full((len(x), w.shape[1] if transposed else w.shape[0]), np.nan, np.float32)
-    for (start, end), group in product(pairwise(bounds.tolist()), range(config.warpgroups)):
-        sums = np.zeros((config.rows, config.tokens, height), np.float32)
-        for step in steps[start:end]:
-            count, token, item, first = step[0].tolist()
-            strips = step[1].view(np.uint16).tolist()
-            counts, what = step[2 + group, :2].tolist()
-            places = int(step[2 + group, 2:].view(np.uint64)[0])
-            at = first + (what & 0xFF)
-            assert count * height * depth * 2 <= lists.room * 1024
-            for row in range(config.rows):
-                for _ in range(counts >> 4 * row & 15):
-                    place = places & 7
-                    slot, late = divmod(place, 2) if depth % 16 else (place, 0)
-                    slot, beside = divmod(slot, config.across)
-                    assert slot < strips_of(depth, config.tokens, config.across)
-                    assert strips[slot] != NO_STRIP
-                    column = (
-                        strips[slot] * depth * config.across // 16 * 16 + 8 * late + 16 * beside
-                    )
-                    assert late * 8 + depth <= sum(boxes_of(depth, config.across))
-                    tile = padded[token : token + config.tokens, column : column + depth]
-                    sums[row] += tile @ blocks[at].T
-                    places, at = places >> 3, at + 1
-            assert at <= first + count
-            if what & LAST:
-                own = lists.units[item].reshape(config.warpgroups, -1)[group]
-                for row, unit in enumerate(own.tolist()):
-                    column = unit * height
-                    part = y[
-                        token : token + config.tokens, max(0, column) : max(0, column + height)
-                    ]
-                    assert np.isnan(part).all()
-                    part[:] = sums[row, : part.shape[0], : part.shape[1]]
-                sums[:] = 0
-        assert what & END
-    return y
-
-
-@pytest.mark.parametrize(
-    ("shape", "transposed", "config"),
-    crossed(SHAPES["bsr_strips"], [False, True], STRIPS),
-    ids=str,
-)
-def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
-    w, x, dy = example(shape)
-    if not tiles_of(w, transposed, config.across).possible(config):
-        return  # refused, below
-    w, (x, dy) = replace(w, values=w.values.half().float()), (a.half().float() for a in (x, dy))
-    dense = w.to_dense()
-    found = emulated(w, dy if transposed else x, config, transposed)
-    expected = dy @ dense if transposed else x @ dense.T
-    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(

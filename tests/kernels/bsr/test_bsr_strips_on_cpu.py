@@ -15,7 +15,7 @@ from sparsebench.kernels.bsr._launch import packed as packed_pieces
 from sparsebench.kernels.bsr._small_steps import worked
 from sparsebench.kernels.bsr._strip_tiles import Config, boxes_of, packed_order, tiles_of
 from sparsebench.kernels.bsr.bsr_strips import costs_of
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import library_of
 from tests.kernels.bsr.examples import example
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
@@ -82,13 +82,17 @@ CASES = [
     (Config(64, 3, 2, 2), (70, 72, 72, (24, 24), 0.0), False),
     (Config(64, 2, 2), (65, 120, 104, (24, 24), 0.5), False),
     (Config(64, 1, 2), (65, 160, 160, (40, 80), 0.5), True),
+    (Config(64, 2, 2, 2), (100, 200, 144, (12, 12), 0.3), True),
+    (Config(128, 2, 2, 2), (65, 112, 320, (10, 28), 0.4), False),
+    (Config(64, 3, 2, 2), (33, 120, 96, (52, 26), 0.5), True),
+    (Config(256, 1, 2), (1, 640, 640, (64, 16), 0.05), False),
 ]
 
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize(("config", "shape", "transposed"), sampled(CASES, 0, 5), ids=str)
-def test_the_threads_multiply_tiles_on_a_cpu(config, shape, transposed, late, tmp_path) -> None:
+def test_the_threads_multiply_tiles_on_a_cpu(config, shape, transposed, late) -> None:
     w, x, dy = example(shape)
     dtype, workers = DTYPES["fp16"], 2
     a = (dy if transposed else x).to(dtype)
@@ -101,13 +105,13 @@ def test_the_threads_multiply_tiles_on_a_cpu(config, shape, transposed, late, tm
     starts[: len(bounds)] = bounds
     values = w.values.to(dtype)
     values = values.transpose(1, 2).contiguous() if transposed else values
-    order = packed_order(tiles, lists)
-    packed = packed_pieces(values.view(-1, 1, 8), order.clamp(0))
-    packed[: len(order)][order < 0] = 0
+    units = lists.units.flatten()
+    assert len(np.unique(units[units >= 0])) == (units >= 0).sum()  # none is written twice
+    packed = packed_pieces(values, packed_order(tiles, lists), tiles.piece)
     width = w.shape[1] if transposed else w.shape[0]
     y = torch.full((len(a), width), float("nan"), dtype=dtype)
     constants = bsr_strips.constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
-    run = built(on_cpu(), (*constants, ("LATE", late)), tmp_path).call
+    run = library_of(on_cpu(), (*constants, ("LATE", late))).call
     boxes = (*boxes_of(tiles.depth, tiles.across), 0)[:2]
     pitches = [pitch(2 * box) for box in boxes]
     pointers = packed.data_ptr(), steps.ctypes.data, lists.units.ctypes.data, y.data_ptr()

@@ -1,6 +1,7 @@
 """Products of the block-sparse Triton kernels, in Triton's interpreter."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ WIDE = [
     (20, 72, 188, [16, 64], "fp32"),
 ]
 STRIPS = [(700, 40, 90, [8, 8], "fp16"), (600, 70, 260, [16, 16], "fp16"), *ODD, *WHOLE, *WIDE]
+PRODUCTS = bsr_triton, bsr_triton_dgrad
 CORES = 4  # multiprocessors: few enough that hundreds of tokens are split
 
 
@@ -77,30 +79,29 @@ def run_twice(launch: Launch) -> Tensor:
     return launch()
 
 
-def bsr_runs(x: Tensor, w: Tensor, block: list[int], path: str) -> list[Launch]:
-    stored = Bsr.from_dense(w, block=block)
-    configs = bsr_triton.configurations(len(x), stored.block, w.element_size(), path)
-    return [Launch(bsr_triton.launch(x, stored, config)) for config in configs]
+def product_runs(of: ModuleType, a: Tensor, w: Bsr, path: str) -> list[Launch]:
+    """Return the launches of Y = X W^T, or of dX = dY W, in every configuration."""
+    configs = of.configurations(len(a), w.block, w.values.element_size(), path)
+    return [Launch(of.launch(a, w, config)) for config in configs]
 
 
+def wgrad_runs(dy: Tensor, x: Tensor, pattern: Bsr, path: str) -> list[Launch]:
+    sizes = len(x), pattern.block, len(pattern.columns), x.element_size(), path, CORES
+    configs = bsr_triton_wgrad.configurations(*sizes)
+    return [Launch(bsr_triton_wgrad.launch(dy, x, pattern, config)) for config in configs]
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "block", "dtype", "path"),
     sampled([(*odd, "pointers") for odd in ODD] + PATHS, *SAMPLE),
 )
-def test_bsr_products_are_right_in_every_configuration(m, n, k, block, dtype, path):
-    w, x = weights(n, k, block, dtype), torch.randn(m, k).to(DTYPES[dtype])
-    for launch in bsr_runs(x, w, block, path):
-        assert_exact(run_twice(launch), x, w)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "block", "dtype", "path"),
-    sampled([(*odd, "pointers") for odd in ODD] + PATHS, *SAMPLE),
-)
-def test_input_gradients_are_right_in_every_configuration(m, n, k, block, dtype, path):
-    w, dy = weights(n, k, block, dtype), torch.randn(m, n).to(DTYPES[dtype])
-    for launch in dgrad_runs(dy, w, block, path):
-        assert_exact(run_twice(launch), dy, w.T)
+def test_products_are_right_in_every_configuration(m, n, k, block, dtype, path, kernel):
+    w = weights(n, k, block, dtype)
+    right = w if kernel is bsr_triton else w.T
+    a = torch.randn(m, right.shape[1]).to(DTYPES[dtype])
+    for launch in product_runs(kernel, a, Bsr.from_dense(w, block=block), path):
+        assert_exact(run_twice(launch), a, right)
 
 
 @pytest.mark.parametrize(
@@ -116,40 +117,18 @@ def test_weight_gradients_are_right_in_every_configuration(m, n, k, block, dtype
         assert_right_gradient(run_twice(launch), dy, x, pattern)
 
 
-def dgrad_runs(dy: Tensor, w: Tensor, block: list[int], path: str) -> list[Launch]:
-    stored = Bsr.from_dense(w, block=block)
-    size = len(dy), stored.block, w.element_size(), path
-    configs = bsr_triton_dgrad.configurations(*size)
-    return [Launch(bsr_triton_dgrad.launch(dy, stored, config)) for config in configs]
-
-
-def wgrad_runs(dy: Tensor, x: Tensor, pattern: Bsr, path: str) -> list[Launch]:
-    sizes = len(x), pattern.block, len(pattern.columns), x.element_size(), path, CORES
-    configs = bsr_triton_wgrad.configurations(*sizes)
-    return [Launch(bsr_triton_wgrad.launch(dy, x, pattern, config)) for config in configs]
-
-
-@pytest.mark.parametrize(
-    ("block", "path"), [([10, 10], "pointers"), ([16, 16], "pointers"), ([16, 16], "tma")]
-)
-def test_nan_in_a_column_that_no_block_touches_does_not_reach_y(block, path):
-    w, x = weights(40, 96, block, "fp32"), torch.randn(3, 96)
-    touched = Bsr.from_dense(w, block=block).to_dense().ne(0).any(0)
-    poisoned = torch.where(touched, x, float("nan"))
-    assert not touched.all()
-    for launch in bsr_runs(poisoned, w, block, path):
-        assert_exact(launch(), x, w)
-
-
+@pytest.mark.parametrize("kernel", PRODUCTS)
 @pytest.mark.parametrize(
     ("block", "path"), [([10, 10], "pointers"), ([8, 32], "pointers"), ([16, 16], "tma")]
 )
-def test_nan_in_a_row_without_blocks_does_not_reach_dx(block, path):
-    w, dy = weights(40, 96, block, "fp32"), torch.randn(3, 40)
-    poisoned = torch.where(w.ne(0).any(1), dy, float("nan"))
+def test_nan_that_no_block_touches_does_not_reach_the_product(block, path, kernel):
+    w = weights(40, 96, block, "fp32")
+    right = w if kernel is bsr_triton else w.T
+    a, stored = torch.randn(3, right.shape[1]), Bsr.from_dense(w, block=block)
+    poisoned = torch.where(right.ne(0).any(0), a, float("nan"))
     assert poisoned.isnan().any()
-    for launch in dgrad_runs(poisoned, w, block, path):
-        assert_exact(launch(), dy, w.T)
+    for launch in product_runs(kernel, poisoned, stored, path):
+        assert_exact(launch(), a, right)
 
 
 @pytest.mark.parametrize(("block", "path"), [(10, "pointers"), (16, "pointers"), (64, "tma")])
@@ -170,9 +149,9 @@ def test_the_part_of_a_block_outside_w_is_zero_for_any_operands(block, path):
     pattern = Bsr.from_dense(torch.ones(block + 4, block + 8), block=block)
     dy, x = torch.full((3, block + 4), float("nan")), torch.ones(3, block + 8)
     for launch in wgrad_runs(dy, x, pattern, path):
-        found = replace(pattern, values=run_twice(launch))
-        assert found.to_dense().isnan().all()
-        assert found.values.nan_to_num(1.0).sum() == (block + 4) * (block + 8)
+        gradient = replace(pattern, values=run_twice(launch))
+        assert gradient.to_dense().isnan().all()
+        assert gradient.values.nan_to_num(1.0).sum() == (block + 4) * (block + 8)
 
 
 def test_split_tokens_give_the_same_bits_at_every_call():
@@ -185,67 +164,44 @@ def test_split_tokens_give_the_same_bits_at_every_call():
 
 
 @pytest.mark.parametrize("path", ["tma", "pointers"])
-def test_gradients_without_blocks_are_zero_or_empty(path):
+def test_without_a_block_products_are_zero_and_weight_gradients_empty(path):
     w = torch.zeros(128, 64).half()
     dy, x, pattern = torch.randn(3, 128).half(), torch.randn(3, 64).half(), Bsr.from_dense(w)
     pattern = replace(pattern, values=w.new_zeros(0, 64, 64), offsets=pattern.offsets[:3])
-    for launch in dgrad_runs(dy, w, [64, 64], path):
-        assert run_twice(launch).eq(0).all()
+    for kernel, a in ((bsr_triton, x), (bsr_triton_dgrad, dy)):
+        for launch in product_runs(kernel, a, pattern, path):
+            assert run_twice(launch).eq(0).all()
     for launch in wgrad_runs(dy, x, pattern, path):
         assert launch().shape == (0, 64, 64)
 
 
-@pytest.mark.parametrize("path", ["tma", "pointers"])
-def test_weights_without_a_block_give_zeros(path):
-    for launch in bsr_runs(torch.randn(3, 32).half(), torch.zeros(48, 32).half(), [16, 16], path):
-        assert run_twice(launch).eq(0).all()
-
-
-@pytest.mark.parametrize("path", ["tma", None])
-def test_activations_may_change_after_preparing(path):
-    w, x = weights(48, 64, [16, 16], "fp16"), torch.zeros(3, 64).half()
-    problem = Problem("linear", {"dtype": "fp16"})
-    weight = {"w": Bsr.from_dense(w, block=16)}
-    launch = bsr_triton.prepare(Operands(problem, weight, {"x": x}, torch.mm), path=path)
-    x.copy_(torch.randn(3, 64))
-    assert launch.choice["path"] == (path or "pointers")
-    assert_exact(launch(), x, w)
-
-
 def operands_of(op: str, dtype: str) -> Operands:
     w, dy, x = weights(64, 128, [64, 64], dtype), torch.zeros(3, 64), torch.zeros(3, 128)
-    given = {"dy": dy.to(w.dtype), "x": x.to(w.dtype)}
-    if op == "linear_dgrad":
-        del given["x"]
+    activations = {"dy": dy.to(w.dtype), "x": x.to(w.dtype)}
+    names = {"linear": ["x"], "linear_dgrad": ["dy"]}.get(op, ["dy", "x"])
     stored, problem = Bsr.from_dense(w, block=64), Problem(op, {"dtype": dtype})
-    return Operands(problem, {"w": stored}, given, torch.mm, pattern=stored)
+    inputs = {name: activations[name] for name in names}
+    return Operands(problem, {"w": stored}, inputs, torch.mm, pattern=stored)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "tf32"])
 @pytest.mark.parametrize("path", ["tma", None])
-@pytest.mark.parametrize("kernel", [bsr_triton_dgrad, bsr_triton_wgrad])
-def test_prepared_gradients_use_later_activations_and_can_be_pinned(kernel: Any, path, dtype):
+@pytest.mark.parametrize("kernel", [*PRODUCTS, bsr_triton_wgrad])
+def test_prepared_kernels_use_later_activations_and_can_be_pinned(kernel: Any, path, dtype):
     operands = operands_of(kernel.KERNEL.op, dtype)
     launch = kernel.prepare(operands, path=path)
     for activation in operands.activations.values():
         activation.copy_(torch.randn(activation.shape))
-    w, dy = operands.weights["w"], operands.activations["dy"]
+    w, of = operands.weights["w"], operands.activations
     out = launch()
-    if kernel is bsr_triton_dgrad:
-        assert_exact(out, dy, w.to_dense().T)
-    else:
-        assert_right_gradient(out.values, dy, operands.activations["x"], w)
+    match kernel.KERNEL.op:  # the interpreter multiplies exactly, in tf32 too
+        case "linear":
+            assert_exact(out, of["x"], w.to_dense())
+        case "linear_dgrad":
+            assert_exact(out, of["dy"], w.to_dense().T)
+        case _:
+            assert_right_gradient(out.values, of["dy"], of["x"], w)
     assert launch.choice["path"] == (path or "pointers")
     assert launch.choice["precision"] == ("tf32" if dtype == "tf32" else "ieee")
     pinned = kernel.prepare(replace(operands, pinned=launch.choice), path=path)
     assert pinned.choice == launch.choice
-
-
-@pytest.mark.parametrize("path", ["tma", None])
-def test_tf32_problems_multiply_in_tf32(path):
-    w, x = weights(48, 64, [16, 16], "tf32"), torch.randn(3, 64)
-    problem = Problem("linear", {"dtype": "tf32"})
-    weight = {"w": Bsr.from_dense(w, block=16)}
-    launch = bsr_triton.prepare(Operands(problem, weight, {"x": x}, torch.mm), path=path)
-    assert launch.choice["precision"] == "tf32"
-    assert_exact(launch(), x, w)  # the interpreter multiplies exactly

@@ -23,7 +23,7 @@ from sparsebench.kernels.csr._panels import Shape, bounds_of, parts_of, work_of
 from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import library_of
 from tests.kernels.contract import assert_device_refusal
 from tests.kernels.csr.examples import (
     BF16,
@@ -40,7 +40,7 @@ from tests.tools.marks import needs_gxx, sampled
 
 
 @cache
-def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
+def on_cpu(config: Config, dtype: torch.dtype, aligned: bool) -> Any:
     """Build the kernel's source for this machine."""
     source = on_this_machine("csr_cuda.cu", dtype)
     source += """
@@ -56,23 +56,15 @@ def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> A
       }
     """
     constants = (*csr_cuda.constants_of(config, dtype, aligned), ("LATE", 0))
-    name = f"{config}{dtype}{aligned}".replace("torch.", "").replace(" ", "")
-    return built(source, constants, folder, re.sub(r"\W", "_", name))
+    return library_of(source, constants)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("on_cpu")
-
-
-def emulated(
-    x: Tensor, w: Csr, config: Config, room: int, folder: Path, patch: pytest.MonkeyPatch
-) -> Tensor:
+def emulated(x: Tensor, w: Csr, config: Config, room: int, patch: pytest.MonkeyPatch) -> Tensor:
     """Run the launch on a GPU of two SMs."""
     calls = on_two_sms(csr_cuda, config, room, patch)
     program = csr_cuda.launch(x, w, config)
     constants = dict(calls[0][2])
-    kernel = on_cpu(config, x.dtype, bool(constants["ALIGNED"]), folder)
+    kernel = on_cpu(config, x.dtype, bool(constants["ALIGNED"]))
     program.out.fill_(float("nan"))
     assert program.loaded.shared_bytes <= room
     kernel.call(program.args[0], program.loaded.grid, ctypes.c_size_t(program.loaded.shared_bytes))
@@ -87,23 +79,23 @@ EVERY += [(16, BF16), (64, BF16), (32, FP16), (128, FP16)]
 @pytest.mark.parametrize("room", [8000, 40000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tokens", "dtype"), sampled(EVERY, 0, 5))
-def test_its_threads_give_the_product_on_a_cpu(shape, tokens, dtype, room, folder, monkeypatch):
+def test_its_threads_give_the_product_on_a_cpu(shape, tokens, dtype, room, monkeypatch):
     x, w = example(shape, dtype)
-    y = emulated(x, w, Config(tokens, 64, 1), room, folder, monkeypatch)
+    y = emulated(x, w, Config(tokens, 64, 1), room, monkeypatch)
     right = (x.float() @ w.to_dense().float().T).to(dtype)
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
 
 @needs_gxx
 @pytest.mark.parametrize("tokens", [8, 32])
-def test_a_matrix_of_zeros_gives_zeros(tokens, folder, monkeypatch) -> None:
+def test_a_matrix_of_zeros_gives_zeros(tokens, monkeypatch) -> None:
     x, w = torch.ones(9, 6), Csr.from_dense(torch.zeros(1, 6))
-    y = emulated(x, w, Config(tokens, 64, 1), 8000, folder, monkeypatch)
+    y = emulated(x, w, Config(tokens, 64, 1), 8000, monkeypatch)
     assert torch.equal(y, torch.zeros(9, 1))
 
 
 @needs_gxx
-def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding of steps multiplies zeros by zeros, and no token of X."""
     x, w = example(SHAPES[1], FP32)
     x[3], x[7, 5], x[9, 0] = float("nan"), float("inf"), float("nan")
@@ -111,7 +103,7 @@ def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.Mo
     wide.copy_(x)  # rows apart: columns are read one by one
     stored = w.to_dense().ne(0).float()
     touched = (~x.isfinite()).float() @ stored.T > 0
-    y = emulated(wide, w, Config(8, 64, 1), 8000, folder, monkeypatch)
+    y = emulated(wide, w, Config(8, 64, 1), 8000, monkeypatch)
     assert torch.equal(~y.isfinite(), touched)
     right = x.nan_to_num(0, 0, 0) @ w.to_dense().T
     torch.testing.assert_close(y[~touched], right[~touched], rtol=0, atol=0)

@@ -16,7 +16,7 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.csr import csr_cuda_wgrad
 from sparsebench.kernels.csr.csr_cuda_wgrad import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import library_of
 from tests.kernels.csr.examples import (
     BF16,
     FP16,
@@ -32,7 +32,7 @@ from tests.tools.marks import needs_gxx, sampled
 
 
 @cache
-def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> Any:
+def on_cpu(config: Config, dtype: torch.dtype, aligned: bool) -> Any:
     """Build the source of both kernels for this machine."""
     source = on_this_machine("csr_cuda_wgrad.cu", dtype)
     source += """
@@ -53,21 +53,14 @@ def on_cpu(config: Config, dtype: torch.dtype, aligned: bool, folder: Path) -> A
       }
     """
     constants = (*csr_cuda_wgrad.constants_of(config, dtype, aligned), ("LATE", 0))
-    return built(source, constants, folder, f"{config.vectors}{dtype}{aligned}"[:99])
+    return library_of(source, constants)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("on_cpu")
-
-
-def emulated(
-    dy: Tensor, x: Tensor, w: Csr, config: Config, room: int, folder: Path, patch: Any
-) -> Tensor:
+def emulated(dy: Tensor, x: Tensor, w: Csr, config: Config, room: int, patch: Any) -> Tensor:
     """Run the launch on a GPU of two SMs."""
     calls = on_two_sms(csr_cuda_wgrad, config, room, patch)
     program = csr_cuda_wgrad.launch(dy, x, w, config)
-    kernel = on_cpu(config, x.dtype, bool(dict(calls[0][2])["ALIGNED"]), folder)
+    kernel = on_cpu(config, x.dtype, bool(dict(calls[0][2])["ALIGNED"]))
     first, then = program.products, program.addition
     size = ctypes.c_size_t(first.loaded.shared_bytes)
     second = (then.args[0], then.loaded.grid) if then else (None, 0)
@@ -83,11 +76,11 @@ def emulated(
 @pytest.mark.parametrize(
     ("vectors", "dtype"), sampled([(1, FP32), (2, FP32), (1, BF16), (1, FP16)], 0, 2)
 )
-def test_its_threads_give_the_gradient_on_a_cpu(shape, vectors, dtype, room, folder, monkeypatch):
+def test_its_threads_give_the_gradient_on_a_cpu(shape, vectors, dtype, room, monkeypatch):
     x, w = example(shape, dtype)
     dy = torch.randint(-3, 4, (len(x), w.shape[0]), generator=torch.Generator().manual_seed(1))
     dy = dy.to(dtype)
-    values = emulated(dy, x, w, Config(vectors, 64, 1), room, folder, monkeypatch)
+    values = emulated(dy, x, w, Config(vectors, 64, 1), room, monkeypatch)
     right = w.sample((dy.float().T @ x.float()).to(dtype))
     torch.testing.assert_close(values, right.values, rtol=0, atol=0)
 

@@ -116,7 +116,7 @@ def test_attention_compiles_without_a_spill(capability, tmp_path, monkeypatch) -
 
 def test_copies_have_separate_memory() -> None:
     weight = Dense.from_dense(torch.randn(4, 8))
-    copy = _decoder.copied(weight)
+    copy = _decoder.copy_of(weight)
     assert torch.equal(copy.values, weight.values)
     assert copy.values.data_ptr() != weight.values.data_ptr()
 

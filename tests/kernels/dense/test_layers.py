@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import _layers, cublas
@@ -38,19 +35,6 @@ def test_a_choice_of_one_library_is_the_definition_by_that_library() -> None:
     launch = cublas.prepare(replace(operands, pinned={"library": "cublaslt"}))
     assert launch.choice == {"library": "cublaslt"}
     assert_right(launch, operands)
-
-
-def test_the_kernel_between_products_reads_and_writes_16_bytes_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = _layers._backward
-    constants = {"TOKENS": _layers.TOKENS, "FEATURES": _layers.FEATURES, "SQUARED": False}
-    kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    kinds |= dict.fromkeys(("products", "dh", "h", "gradients"), "*bf16")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 5)}  # all but m
-    source = ASTSource(function, kinds, constants, aligned)
-    ptx = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert ptx.count("ld.global.v4") == ptx.count("ld.global") > 0
-    assert ptx.count("st.global.v4") == ptx.count("st.global") > 0
 
 
 @pytest.mark.interpreted

@@ -105,14 +105,19 @@ def layers() -> dict[str, Any]:
     }
 
 
+@pytest.fixture(params=["1", "0"], ids=["extension", "Python"])
+def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Repeat calls by front.cpp, and then without it."""
+    monkeypatch.setenv("SPARSEBENCH_FRONT", request.param)
+    return str(request.param)
+
+
 LAYERS = "blocks of 64", "blocks of 16", "frozen", "2:4", "half 2:4", "half 2:4 by columns"
 
 
 @hopper
-@pytest.mark.parametrize("extension", ["1", "0"])
 @pytest.mark.parametrize("name", [*LAYERS, "bitmap"])
 def test_repeated_calls_equal_first_ones_on_a_gpu(name, extension, monkeypatch) -> None:
-    monkeypatch.setenv("SPARSEBENCH_FRONT", extension)
     layer = layers()[name]
     for shape in ((1,), (40,), (2, 3), (300,)):
         x = torch.randn(*shape, 512, device="cuda").bfloat16()
@@ -148,6 +153,7 @@ def test_a_first_call_by_reduce_overhead_leaves_nothing_in_the_pool_of_its_graph
 
 
 @hopper
+@pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("name", [*LAYERS, "bitmap"])
 def test_a_planned_layer_that_is_moved_cast_written_or_shared_is_right_on_a_gpu(name: str) -> None:
     layer, other = layers()[name], layers()[name]
@@ -198,6 +204,7 @@ def test_a_capture_before_the_first_call_is_an_error_on_a_gpu(name: str) -> None
 
 
 @hopper
+@pytest.mark.usefixtures("extension")
 def test_a_recorded_layer_sees_writes_swaps_modes_and_gradients_on_a_gpu() -> None:
     layer = layers()["blocks of 16"]
     x = torch.randn(8, 512, device="cuda").bfloat16()
@@ -226,6 +233,7 @@ def test_a_recorded_layer_sees_writes_swaps_modes_and_gradients_on_a_gpu() -> No
 
 
 @hopper
+@pytest.mark.usefixtures("extension")
 def test_a_written_weight_is_packed_again_by_matmul_on_a_gpu() -> None:
     dense = torch.randn(256, 512, device="cuda").bfloat16()
     w, x = Bsr.from_dense(dense, block=16), torch.randn(8, 512, device="cuda").bfloat16()

@@ -14,7 +14,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common import requirements
 from sparsebench.kernels._common.triton import BoundKernel, box
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_pattern, _bsr_plans
-from sparsebench.kernels.nn.linear import index_of
+from sparsebench.kernels.nn._bsr_index import index_of
 
 # n, k, block, sparsity, shape of X before k: edge blocks that extend beyond W, rows and columns
 # without blocks, no blocks, a vector, no tokens.

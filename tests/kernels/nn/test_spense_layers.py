@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.models.pruning.mlp import GatedMLP
+from sparsebench.harness.models.pruning.layer import GatedMLP
 from sparsebench.kernels._common.selection import Operator, bucket
 from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear, _spense_plans
 from sparsebench.kernels.nn import _spense_op as layers

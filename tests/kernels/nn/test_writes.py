@@ -20,7 +20,7 @@ from sparsebench.kernels.nn import (
     _bsr_pattern,
     _bsr_plans,
 )
-from sparsebench.kernels.nn.linear import index_of
+from sparsebench.kernels.nn._bsr_index import index_of
 
 N, K = 64, 48
 

@@ -41,7 +41,7 @@ from sparsebench.kernels.nn import (
     SpenseLinear,
     _moves,
 )
-from sparsebench.kernels.nn.linear import index_of
+from sparsebench.kernels.nn._bsr_index import index_of
 
 RANKS = 2
 WAIT = timedelta(seconds=60)

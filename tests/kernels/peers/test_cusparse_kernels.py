@@ -20,7 +20,6 @@ from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import (
     _cusparse,
-    _cusparse_sddmm,
     cusparse_bell,
     cusparse_bsr,
     cusparse_csr,
@@ -182,14 +181,13 @@ def wgrad_of(m: int, n: int, k: int, block: int | None) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(5, 9, 14), (1, 8, 8), (130, 7, 3)])
-@pytest.mark.parametrize("y_layout", _cusparse.Y_LAYOUTS)
-@pytest.mark.parametrize("x_layout", _cusparse.X_LAYOUTS)
+@pytest.mark.parametrize("y_layout", _cusparse.SPMM_LAYOUTS[1])
+@pytest.mark.parametrize("x_layout", _cusparse.SPMM_LAYOUTS[0])
 @pytest.mark.parametrize(("peer", "block"), PEERS)
 def test_every_layout_describes_the_same_product(
     library, monkeypatch, peer, block, x_layout, y_layout, shape
 ) -> None:
-    monkeypatch.setattr(_cusparse, "X_LAYOUTS", (x_layout,))
-    monkeypatch.setattr(_cusparse, "Y_LAYOUTS", (y_layout,))
+    monkeypatch.setattr(_cusparse, "SPMM_LAYOUTS", ((x_layout,), (y_layout,)))
     operands = operands_of(*shape, block)
     launch = peer.KERNEL.prepare(operands)
     assert (launch.choice["x_layout"], launch.choice["y_layout"]) == (x_layout, y_layout)
@@ -200,14 +198,13 @@ def test_every_layout_describes_the_same_product(
 
 
 @pytest.mark.parametrize("shape", [(5, 9, 14), (1, 8, 8), (130, 7, 3)])
-@pytest.mark.parametrize("x_layout", _cusparse_sddmm.X_LAYOUTS)
-@pytest.mark.parametrize("dy_layout", _cusparse_sddmm.DY_LAYOUTS)
+@pytest.mark.parametrize("x_layout", _cusparse.SDDMM_LAYOUTS[1])
+@pytest.mark.parametrize("dy_layout", _cusparse.SDDMM_LAYOUTS[0])
 @pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
 def test_every_layout_describes_the_same_weight_gradient(
     library, monkeypatch, peer, block, dy_layout, x_layout, shape
 ) -> None:
-    monkeypatch.setattr(_cusparse_sddmm, "X_LAYOUTS", (x_layout,))
-    monkeypatch.setattr(_cusparse_sddmm, "DY_LAYOUTS", (dy_layout,))
+    monkeypatch.setattr(_cusparse, "SDDMM_LAYOUTS", ((dy_layout,), (x_layout,)))
     operands = wgrad_of(*shape, block)
     launch = peer.WGRAD.prepare(operands)
     assert (launch.choice["x_layout"], launch.choice["dy_layout"]) == (x_layout, dy_layout)

@@ -6,11 +6,10 @@ for a TMA store reads shared memory as late as it may.
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from sparsebench.kernels.spense.spense_wgmma import Config
-from tests.emulation.cuda_on_cpu import built, without_ptx
+from tests.emulation.cuda_on_cpu import library_of, without_ptx
 from tests.tools.paths import cuda_source
 
 KERNEL = "// the kernel's own text\n"  # the place of the kernel in the code of a test
@@ -67,6 +66,27 @@ static void tma_store_commit() { mine_pending().emplace_back(); }
 template <int LEFT> static void tma_store_wait_read();
 static void fence_proxy_async() {}
 """
+AFTER_KERNEL = """
+template <int BYTES> static void land_stores(int left) {  // rows of so many bytes, swizzled
+  auto& groups = mine_pending();
+  for (; (int)groups.size() > left + 1; groups.erase(groups.begin()))
+    for (const Store& s : groups[0])
+      for (int r = 0; r < STORE_TOKENS; r++)
+        for (int b = 0; b < BYTES; b++) {
+          const u32 at = s.from + r * BYTES + b;
+          const long row = s.row + r, byte = 2l * s.column + b;
+          if (row < s.map->rows && byte < s.map->bytes)
+            s.map->to[row * s.map->bytes + byte] =
+                dynamic_shared()[at ^ (at >> 7 & (BYTES / 16 - 1)) << 4];
+        }
+}
+static void load_sums(float (&d)[TOKENS / 2], const float* of) {  // a thread's of [64][TOKENS]
+  const int thread = threadIdx.x % 128;
+  for (int j = 0; j < TOKENS / 2; j++)
+    d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
+              j / 4 * 8 + thread % 4 * 2 + j % 2];
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -92,8 +112,8 @@ def section(source: str, start: str, end: str) -> str:
 
 
 @cache
-def on_cpu(own: str, constants: Any, folder: Path) -> Any:
-    """Build the code after the products, and `own`; IN_CPP and cuda_on_cpu.h replace PTX."""
+def on_cpu(test: str, constants: Any) -> Any:
+    """Build the code after the products, and `test`; IN_CPP and cuda_on_cpu.h replace PTX."""
     kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
     parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
     parts += "using Accumulators = float[TOKENS / 2];\n"
@@ -101,4 +121,4 @@ def on_cpu(own: str, constants: Any, folder: Path) -> Any:
     parts += cuda_source("scales.cuh").replace("#pragma once", "")
     parts += section(kernel, *EPILOGUE)
     source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
-    return built(source + own.replace(KERNEL, without_ptx(parts)), constants, folder)
+    return library_of(source + test.replace(KERNEL, without_ptx(parts) + AFTER_KERNEL), constants)

@@ -22,7 +22,7 @@ from sparsebench.kernels.spense._stream_k import schedule
 from sparsebench.kernels.spense.spense_wgmma import UNIT, Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc, hopper
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import library_of
 from tests.kernels.contract import refusal
 from tests.kernels.spense.examples import CUOBJDUMP
 from tests.kernels.spense.test_spense_wgmma import assert_metadata_stays
@@ -85,12 +85,12 @@ def swizzled(rows: Tensor) -> Tensor:
 @needs_gxx
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(48, 1, 4, 1, 2)], ids=str)
-def test_the_idle_warps_write_the_columns_of_odd_windows(config, dtype, tmp_path) -> None:
+def test_the_idle_warps_write_the_columns_of_odd_windows(config, dtype) -> None:
     columns = 2 * 128 // dtype.itemsize
     x = torch.randn(config.tokens, columns).to(dtype)
     boxes = [swizzled(half.contiguous().view(torch.uint8)) for half in x.chunk(2, 1)]
     shared = torch.cat([*boxes, torch.zeros_like(boxes[0])]).contiguous()
-    library = built(EXPANDERS, spense_wgmma.constants_of(config, dtype, windows=True), tmp_path)
+    library = library_of(EXPANDERS, spense_wgmma.constants_of(config, dtype, windows=True))
     library.run(ctypes.c_void_p(shared.data_ptr()))
     lifted_columns = columns_of(columns, 6, 8, dtype.itemsize)[columns : columns * 3 // 2]
     expected = x.view(BITS[dtype.itemsize])[:, lifted_columns].contiguous().view(torch.uint8)

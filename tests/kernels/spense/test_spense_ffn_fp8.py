@@ -1,4 +1,4 @@
-"""Gated feed-forward layers in fp8, and the dense peer of two products, in every dtype."""
+"""Gated feed-forward layers in fp8; hybrid ones, and the dense peer, in every dtype."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
 from sparsebench.errors import SuiteError
@@ -29,7 +26,7 @@ from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.compiling.nvcc import hopper
-from tests.kernels.layers import assert_right, expected_of, given
+from tests.kernels.layers import assert_right, assert_right_twice, expected_of, given
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -297,62 +294,40 @@ def test_interpreted_layers_of_two_gemms_are_right(activation, dtype, sizes) -> 
 def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
     """Replace `spense_wgmma.prepare`."""
     w, x = operands.weights["w"], operands.activations["x"]
-    assert x.dtype == w.to_dense().dtype == E4M3
-    dense = w.to_dense().float()
-    y = torch.empty(len(x), w.shape[0], dtype=BF16)
-    h = torch.empty(len(x), w.shape[0] // 2, dtype=E4M3)
+    assert x.dtype == w.to_dense().dtype
+    dense, fp8 = w.to_dense().float(), x.dtype == E4M3
+    y = torch.empty(len(x), w.shape[0], dtype=BF16 if fp8 else x.dtype)
+    h = torch.empty(len(x), w.shape[0] // 2, dtype=x.dtype)
 
     def run() -> Tensor:
-        sums = x.float() @ dense.T * scales.features
+        sums = x.float() @ dense.T
+        if fp8:
+            sums = sums * scales.features
         if activation is None:
             return y.copy_(sums)
         gate, up = spense_ffn.parted(sums.T)
         units = (cublas.ACTIVATIONS[activation](gate) * up).T
-        return h.copy_(units.clamp(-448, 448))
+        return h.copy_(units.clamp(-448, 448) if fp8 else units)
 
-    return Launch(run, {"tuned": tuned})
+    return Launch(run, {"tuned": tuned, "by": operands.pinned or list(w.shape)}, "code")
 
 
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("casts")
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_interpreted_hybrid_layers_are_right(fraction: float, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("dtype", "activation"), [("fp8", "silu"), ("fp16", "relu2")])
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+def test_hybrid_layers_join_gate_and_up_and_can_be_pinned(
+    fraction, dtype, activation, monkeypatch
+) -> None:
     monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
-    pattern = {"pattern": "two_four", "sparsity": 0.5}
-    asked = problem(m=19, n=400, k=144, **pattern)
-    these = packed(asked, fraction=fraction)
+    sizes = {"m": 19, "n": 400, "k": 144, "activation": activation}
+    these = packed(problem(dtype, **sizes, pattern="two_four", sparsity=0.5), fraction=fraction)
     launch = spense_ffn.prepare(these, tuned=False)
-    assert launch.choice == {"gate_up": {"tuned": False}, "down": {"tuned": False}}
+    shapes = {"gate_up": [2 * 400, 144], "down": [144, 400]}
+    assert launch.choice == {name: {"tuned": False, "by": shape} for name, shape in shapes.items()}
     assert_right(launch, these)
-
-
-SCALED = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"}
-
-
-def ptx(function: Any, pointers: dict[str, str], constants: dict[str, Any]) -> str:
-    kinds = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    names = [name for name in function.arg_names if name not in (*constants, "m")]
-    aligned = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in names}
-    source = ASTSource(function, kinds | pointers, constants, aligned)
-    text: str = triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
-    return text
-
-
-def test_casts_saturate_and_memory_is_read_in_16_bytes(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    tiles = {"TOKENS": elementwise.TOKENS, "FEATURES": elementwise.FEATURES}
-    how = {"ACTIVATION": "silu", "SCALE": 2.0**-6}
-    codes = [
-        ptx(elementwise._activate, {"products": "*bf16", "h": "*fp8e4nv"}, tiles | how),
-        ptx(elementwise._quantise, {"x": "*bf16", "out": "*fp8e4nv"}, tiles),
-        ptx(elementwise._scale, SCALED, {"COLUMNS": 8192}),
-    ]
-    for code in codes:
-        assert code.count("cvt.rn.satfinite.e4m3x2.f32") == code.count("e4m3x2") > 0
-        assert code.count("ld.global.v4") == code.count("ld.global") > 0
-        words = code.count("st.global.b32")  # a scale
-        assert code.count("st.global.v") == code.count("st.global") - words > 0
-        assert words <= (code is codes[2])
+    again = spense_ffn.prepare(replace(these, pinned=launch.choice), tuned=False)
+    assert {name: of["by"] for name, of in again.choice.items()} == launch.choice
 
 
 # ---- on a GPU ----
@@ -443,14 +418,11 @@ def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16"])
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
-def test_hybrid_layers_are_right_on_a_gpu(activation: str) -> None:
+def test_hybrid_layers_are_right_on_a_gpu(activation: str, dtype: str) -> None:
     for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
         pattern = {"pattern": "two_four", "sparsity": 0.5}
-        asked = problem(m=m, n=1360, k=528, activation=activation, **pattern)
-        these = packed(asked, CUDA, fraction)
-        launch = spense_ffn.prepare(these)
-        assert_right(launch, these)
-        again = spense_ffn.prepare(replace(these, pinned=launch.choice))
-        assert (again.choice, again.code) == (launch.choice, launch.code)
-        assert_right(again, these)
+        these = problem(dtype, m=m, n=1360, k=528, activation=activation, **pattern)
+        launch = assert_right_twice(packed(these, CUDA, fraction), spense_ffn.prepare)
+        assert launch.code

@@ -28,20 +28,8 @@ ACTIVATIONS = [name for name in spense_wgmma.ACTIVATIONS if name]
 NAMES = "bf16", "fp16", "fp8"
 
 TMA = """
-template <int LEFT> static void tma_store_wait_read() {
-  auto& groups = mine_pending();
-  for (; (int)groups.size() > LEFT + 1; groups.erase(groups.begin()))
-    for (const Store& s : groups[0])
-      for (int r = 0; r < STORE_TOKENS; r++)
-        for (int b = 0; b < EPI_ROW_BYTES; b++) {
-          const u32 at = s.from + r * EPI_ROW_BYTES + b;
-          const long row = s.row + r, byte = 2l * s.column + b;
-          if (row < s.map->rows && byte < s.map->bytes)
-            s.map->to[row * s.map->bytes + byte] =
-                dynamic_shared()[at ^ (at >> 7 & (EPI_ROW_BYTES / 16 - 1)) << 4];
-        }
-}
-static struct { const float* given; const WorkItem* items; const int* starts; float4* workspace;
+template <int LEFT> static void tma_store_wait_read() { land_stores<EPI_ROW_BYTES>(LEFT); }
+static struct { const float* sums; const WorkItem* items; const int* starts; float4* workspace;
                 int* counters; const float *features, *tokens; char* out; } p;
 static struct { int rows, sparse_rows, n, m, bytes; } q;
 static void run() {
@@ -49,16 +37,13 @@ static void run() {
   const Scales scales{p.features, p.tokens, q.n, q.m};
   const Weights w{nullptr, nullptr, q.rows, q.sparse_rows, 0, 0, 0, 0};
   const int worker = cta_number() / CLUSTER, warpgroup = threadIdx.x / 128;
-  const int consumer = cta_number() % CLUSTER * 2 + warpgroup, thread = threadIdx.x % 128;
+  const int consumer = cta_number() % CLUSTER * 2 + warpgroup;
   const u32 out = warpgroup * EPI_STAGES * EPI_BYTES;
   mine_pending().resize(1);
   const int begin = p.starts[worker], end = p.starts[worker + 1];
   for (int i = begin; i < end; i++) {
     float d[TOKENS / 2];
-    const float* of = p.given + (size_t)(i * TILE_ROWS + consumer) * 64 * TOKENS;
-    for (int j = 0; j < TOKENS / 2; j++)
-      d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
-                j / 4 * 8 + thread % 4 * 2 + j % 2];
+    load_sums(d, p.sums + (size_t)(i * TILE_ROWS + consumer) * 64 * TOKENS);
     const WorkItem& item = p.items[i];
     const int feature = tile_row_of(w, item.tile, consumer) * ROWS;
     if (item.fixup.parts > 1) {
@@ -75,7 +60,7 @@ static void run() {
                  p.counters + item.fixup.counter * TILE_ROWS + consumer, scales, &map, out,
                  tile_row_of(w, item.tile, consumer) * ROWS, warpgroup);
   }
-  if (thread == 0) tma_store_wait_read<0>();
+  if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
 }
 extern "C" void call(void** pointers, int* sizes, int grid) {
   memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
@@ -115,7 +100,7 @@ def layout(case: Case, dtype: torch.dtype) -> Spense:
 @needs_gxx
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 @pytest.mark.parametrize(("name", "activation"), sampled(KINDS, 0, 2))
-def test_its_threads_write_the_hidden_units_on_a_cpu(name, activation, case, tmp_path) -> None:
+def test_its_threads_write_the_hidden_units_on_a_cpu(name, activation, case) -> None:
     dtype, config, share = DTYPES[name], case.config, 2 * case.config.cluster
     w, m = layout(case, dtype), case.m
     n = w.shape[0]
@@ -126,11 +111,11 @@ def test_its_threads_write_the_hidden_units_on_a_cpu(name, activation, case, tmp
     of_steps = rng.integers(-2, 3, (case.steps, rows * 64, wide)).astype(np.float32)
     of_steps[0, 3, 1] = np.nan  # of gate
     order = interleaved_rows(rows, w.sparse.shape[0])
-    given = np.zeros((len(items), share, 64, config.tokens), np.float32)
+    sums_of = np.zeros((len(items), share, 64, config.tokens), np.float32)
     for i, (group, token, first, count, *_) in enumerate(items):
         for j, row in enumerate(order[np.minimum(group * share + np.arange(share), rows - 1)]):
             part = of_steps[first : first + count, row * 64 : row * 64 + 64]
-            given[i, j] = part[..., token : token + config.tokens].sum(0)
+            sums_of[i, j] = part[..., token : token + config.tokens].sum(0)
     fp8 = name == "fp8"
     features = (2.0 ** torch.randint(-2, 2, (n,))).float()
     tokens = (2.0 ** torch.randint(-2, 2, (m,))).float()
@@ -139,11 +124,11 @@ def test_its_threads_write_the_hidden_units_on_a_cpu(name, activation, case, tmp
     kind = torch.bfloat16 if fp8 and not activation else dtype
     out = torch.zeros(m, n // 2 if activation else n).add(7).to(kind)
 
-    kept = given, work.items, work.starts, partial, counters, features, tokens, out
-    address = [t.ctypes.data if isinstance(t, np.ndarray) else t.data_ptr() for t in kept]
+    arrays = sums_of, work.items, work.starts, partial, counters, features, tokens, out
+    address = [t.ctypes.data if isinstance(t, np.ndarray) else t.data_ptr() for t in arrays]
     sizes = rows, w.sparse.shape[0], n, m, out.shape[1] * out.itemsize
     constants = spense_wgmma.constants_of(config, dtype, activation)
-    run = on_cpu(KERNEL + TMA, constants, tmp_path).call
+    run = on_cpu(KERNEL + TMA, constants).call
     for _ in range(2):  # counters must be reset
         run((ctypes.c_void_p * 8)(*address), (ctypes.c_int * 5)(*sizes), case.ctas)
     assert not counters.any()
@@ -199,11 +184,11 @@ def test_outputs_that_the_kernel_cannot_write_are_unsupported_before_it_is_compi
     assert "expected one of silu, relu, relu2, gelu_tanh; found 'gelu'" in refused(
         x, packed, "gelu"
     )
-    found = refused(x, packed, "silu")
-    assert found == "expected a multiple of 16 rows of gate and up, found 24"
+    reason = refused(x, packed, "silu")
+    assert reason == "expected a multiple of 16 rows of gate and up, found 24"
     of_bytes = Spense.from_dense(torch.zeros(2 * 24, 64).to(torch.float8_e4m3fn))
-    found = refused(x.to(torch.float8_e4m3fn), of_bytes, "silu")
-    assert found == "expected a multiple of 32 rows of gate and up, found 48"
+    reason = refused(x.to(torch.float8_e4m3fn), of_bytes, "silu")
+    assert reason == "expected a multiple of 32 rows of gate and up, found 48"
 
 
 # ---- on a Hopper GPU ----
@@ -245,8 +230,8 @@ def drawn(shape: tuple[int, int, int, float], name: str) -> Drawn:
     gate, up = torch.randint(-3, 4, (2, units, k), **of) / 4
     sparse = int(units * (1 - fraction))
     for w in (gate, up):
-        kept = torch.rand(units, k // 4, 4, device="cuda").argsort(-1) < 2
-        w[:sparse] = torch.where(kept.flatten(1), w, 0)[:sparse]
+        two = torch.rand(units, k // 4, 4, device="cuda").argsort(-1) < 2
+        w[:sparse] = torch.where(two.flatten(1), w, 0)[:sparse]
     gate[0, :4] = torch.tensor([float("nan"), 0, 0, 0])
     packed = [Spense.from_dense((w + 0.0).to(dtype), dense_fraction=fraction) for w in (gate, up)]
     sums, scales = interleaved(gate, up).double() @ x.double().T, Scales()

@@ -22,7 +22,7 @@ from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import CLEAN, by_nvcc, known_by_nvcc
-from tests.emulation.cuda_on_cpu import built, device_code
+from tests.emulation.cuda_on_cpu import device_code, library_of
 from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, example
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import KERNELS
@@ -57,7 +57,7 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 
 
 @cache
-def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool, folder: Path) -> Any:
+def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool) -> Any:
     """Build the kernel's source for this machine."""
     source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu")
     source += """
@@ -73,15 +73,8 @@ def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool, folder: 
         launch(grid, THREADS, 1, bytes, run);
       }
     """
-    shape = config.tokens, config.rows, config.kib, config.ahead
-    name = "_".join(map(str, (*shape, dtype, dense, late))).replace("torch.", "")
     constants = (*spense_mma.constants_of(config, dtype, dense), ("LATE", int(late)))
-    return built(source, constants, folder, name)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("on_cpu")
+    return library_of(source, constants)
 
 
 def emulated(
@@ -89,7 +82,6 @@ def emulated(
     w: Spense,
     config: Config,
     workers: int,
-    folder: Path,
     patch: pytest.MonkeyPatch,
     late: bool = True,
 ) -> Tensor:
@@ -99,7 +91,7 @@ def emulated(
     patch.setattr(spense_mma, "target_of", lambda device: "cpu")
     program = spense_mma.launch(x, w, config)
     dense = w.dense.numel() > 0
-    kernel = on_cpu(config, x.dtype, dense, late, folder)
+    kernel = on_cpu(config, x.dtype, dense, late)
     shared = ctypes.c_size_t(config.shared_bytes(dense))
     seen = []
     for _ in range(2):
@@ -124,25 +116,25 @@ def emulated(
     ),
     ids=str,
 )
-def test_its_threads_give_the_product_on_a_cpu(shape, config, workers, late, folder, monkeypatch):
+def test_its_threads_give_the_product_on_a_cpu(shape, config, workers, late, monkeypatch):
     dtype = torch.float16 if config.tokens in (16, 128) else torch.bfloat16
     x, w = example(shape, dtype)
     right = (x.float() @ w.to_dense().float().T).to(dtype)
-    y = emulated(x, w, config, workers, folder, monkeypatch, late)
+    y = emulated(x, w, config, workers, monkeypatch, late)
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
 
 @needs_gxx
-def test_rows_of_x_may_have_any_stride(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_x_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(SHAPES[1], torch.float16)
     wide = torch.full((x.shape[0], x.shape[1] + 24), float("nan")).half()[:, : x.shape[1]]
     wide.copy_(x)
-    y = emulated(wide, w, Config(32), 3, folder, monkeypatch)
+    y = emulated(wide, w, Config(32), 3, monkeypatch)
     torch.testing.assert_close(y, (x.float() @ w.to_dense().float().T).half(), rtol=0, atol=0)
 
 
 @needs_gxx
-def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example((20, 136, 528, 0.25, "columns"), torch.float16)
     dense = w.to_dense()
     dense[1, 0:4] = torch.tensor([float("nan"), 0.0, -0.0, 0.0])
@@ -151,19 +143,19 @@ def test_nan_is_where_the_definition_has_it(folder: Path, monkeypatch: pytest.Mo
     dense[3, :384].view(-1, 4)[:, 2:] = 0
     x[4, 520] = float("inf")  # every feature reads it in the dense part
     w = Spense.from_dense(dense, dense_fraction=0.25, split="columns")
-    y = emulated(x, w, Config(16), 7, folder, monkeypatch)
+    y = emulated(x, w, Config(16), 7, monkeypatch)
     right = (x.float() @ dense.float().T).half()
     torch.testing.assert_close(y, right, rtol=0, atol=0, equal_nan=True)
     assert right.isnan().any(0)[:4].tolist() == [False, True, True, True]
 
 
 @needs_gxx
-def test_a_wrong_byte_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_byte_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = example(SHAPES[1], torch.float16)
     right = (x.float() @ w.to_dense().float().T).half()
     byte = w.sparse[1, 2, VALUE_BYTES + 700]
     w.sparse[1, 2, VALUE_BYTES + 700] = 0b0100_0100 if byte != 0b0100_0100 else 0b1110_1110
-    assert not torch.equal(emulated(x, w, Config(32), 3, folder, monkeypatch), right)
+    assert not torch.equal(emulated(x, w, Config(32), 3, monkeypatch), right)
 
 
 # ---- configurations and machine code ----

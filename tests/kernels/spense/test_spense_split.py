@@ -32,34 +32,20 @@ static float4 ld_shared_float4(u32 at) {
 }
 """
 AFTER = """
-template <int LEFT> static void tma_store_wait_read() {
-  auto& groups = mine_pending();
-  for (; (int)groups.size() > LEFT + 1; groups.erase(groups.begin()))
-    for (const Store& s : groups[0])
-      for (int r = 0; r < STORE_TOKENS; r++)
-        for (int b = 0; b < ROW_BYTES; b++) {
-          const u32 at = s.from + r * ROW_BYTES + b;
-          const long row = s.row + r, byte = 2l * s.column + b;
-          if (row < s.map->rows && byte < s.map->bytes)
-            s.map->to[row * s.map->bytes + byte] = dynamic_shared()[at ^ (at >> 7 & 7) << 4];
-        }
-}
-static struct { const float* given; char* out; } p;  // [parts][tile rows][64][tokens]
+template <int LEFT> static void tma_store_wait_read() { land_stores<ROW_BYTES>(LEFT); }
+static struct { const float* sums; char* out; } p;  // [parts][tile rows][64][tokens]
 static struct { int n, m, token; } q;
 static void run() {
   const TensorMap map{p.out, 2l * q.n, q.m};
-  const int part = now->cta, role = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int part = now->cta, role = threadIdx.x / 128;
   mine_pending().resize(1);
   float d[TOKENS / 2];
-  const float* of = p.given + (size_t)(part * WARPGROUPS + role) * 64 * TOKENS;
-  for (int j = 0; j < TOKENS / 2; j++)
-    d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
-              j / 4 * 8 + thread % 4 * 2 + j % 2];
+  load_sums(d, p.sums + (size_t)(part * WARPGROUPS + role) * 64 * TOKENS);
   const u32 sums = role * SUMS_BYTES, out = WARPGROUPS * SUMS_BYTES + role * SHARE * STORE_BYTES;
-  float own[8 * SHARE];
-  exchange(d, own, sums, role, part);
+  float share[8 * SHARE];
+  exchange(d, share, sums, role, part);
   while (got[part][role] < bytes_for(part)) others_first();
-  write_share(own, Scales{}, &map, out, sums, part, role * ROWS, q.token, role);
+  write_share(share, Scales{}, &map, out, sums, part, role * ROWS, q.token, role);
 }
 extern "C" void call(void** pointers, int* sizes) {
   memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q), memset(got, 0, sizeof got);
@@ -70,31 +56,22 @@ extern "C" void call(void** pointers, int* sizes) {
       if (got[cta][role] != bytes_for(cta)) std::abort();
 }
 """
-CASES = [  # tokens, warpgroups, split
-    *(
-        (48, 1, 4),
-        (112, 2, 2),
-        (112, 3, 3),
-        (16, 2, 4),
-        (128, 3, 2),
-        (112, 1, 8),
-        (80, 2, 1),
-        (64, 3, 1),
-    )
-]
+# tokens, warpgroups, split
+CASES = [(48, 1, 4), (112, 2, 2), (112, 3, 3), (16, 2, 4)]
+CASES += [(128, 3, 2), (112, 1, 8), (80, 2, 1), (64, 3, 1)]
 
 
 @needs_gxx
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(case, tmp_path) -> None:
+def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(case) -> None:
     tokens, warpgroups, split = case
     config, n = Config(tokens, 1, 4, warpgroups, split), 64 * warpgroups - 8
-    given = np.random.default_rng(0).integers(-2, 3, (split, warpgroups, 64, tokens))
-    right = given.sum(0).reshape(-1, tokens)[:n].T
+    parts = np.random.default_rng(0).integers(-2, 3, (split, warpgroups, 64, tokens))
+    right = parts.sum(0).reshape(-1, tokens)[:n].T
     for m, token in ((tokens, 0), (tokens + 5, tokens), (2 * tokens + 1, tokens)):
-        sums, out = given.astype(np.float32), torch.full((m, n), 7, dtype=torch.bfloat16)
+        sums, out = parts.astype(np.float32), torch.full((m, n), 7, dtype=torch.bfloat16)
         constants = spense_wgmma.constants_of(config, DTYPES["bf16"])
-        call = on_cpu(BEFORE + KERNEL + AFTER, constants, tmp_path).call
+        call = on_cpu(BEFORE + KERNEL + AFTER, constants).call
         pointers = (ctypes.c_void_p * 2)(sums.ctypes.data, out.data_ptr())
         call(pointers, (ctypes.c_int * 3)(n, m, token))
         left = min(m - token, tokens)

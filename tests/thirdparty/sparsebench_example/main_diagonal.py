@@ -8,7 +8,7 @@ from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
 def rule(weight: Weight) -> Rule:
-    return Rule(weight.elements, group=weight.k, kept=(1,), score=_on_diagonal)
+    return Rule(weight.elements, group=weight.k, counts=(1,), score=_on_diagonal)
 
 
 def _on_diagonal(grid: Grid, kept: int, own: Score) -> Tensor:
