@@ -96,7 +96,6 @@ def run(
 def _resumed(
     run: Path, device: str | None, data: Path | None, timeout_s: float, debug: bool
 ) -> Path:
-    """Resume a run with its own suite and flags, on `device` if one is named."""
     from sparsebench.errors import SuiteError
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.recorded_plan import own_suite

@@ -2,13 +2,16 @@
 
     order   of each shape the problem at DECIDED sparsity first, then from its least sparse one on;
             so a survey that is cut short has looked at every shape
-    cases   the winner and the runner-up of the screening; the baseline is in every contest anyway
+    cases   the winner of the screening, and the runner-up if another kernel ran there: `default`
+            and the kernel that it chose are one; the baseline is in every contest anyway
 
 One process chooses; another run measures the chosen cases again, so that a lucky result of the
 first is in no number.
 """
 
+import json
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 import pandas as pd
@@ -22,11 +25,12 @@ DECIDED = 0.9  # the sparsity that block-sparse papers and this project's headli
 def deciding(cases: pd.DataFrame, problems: Iterable[Problem]) -> dict[str, list[str]]:
     """Return the ids of problems with a time, in order, with the cases to measure again."""
     raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    raced = raced.sort_values("median_us").drop_duplicates("case_id")
-    first_two = raced.groupby("problem_id").case_id.apply(list)
+    raced = raced.sort_values("median_us").groupby("problem_id").head(2)
+    ran = [json.loads(row.choice).get("kernel", row.kernel) for row in raced.itertuples()]
+    raced = raced.assign(ran=ran).drop_duplicates(["problem_id", "ran"])
+    ids = raced.groupby("problem_id").case_id.apply(list)
     ranks = coarse(problems)
-    ordered = sorted(first_two.index, key=lambda problem: ranks.get(problem, len(ranks)))
-    return {problem: first_two[problem][:2] for problem in ordered}
+    return {problem: ids[problem] for problem in sorted(ids.index, key=lambda p: ranks.get(p, inf))}
 
 
 def coarse(problems: Iterable[Problem]) -> dict[str, int]:

@@ -51,7 +51,7 @@ from sparsebench.harness.shared_runs import shared_folder
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.kernels._common import tuned_table
-from sparsebench.results import store
+from sparsebench.results import files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
@@ -130,13 +130,9 @@ def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progres
 
 def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
-    file = path / "survey.json"
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{file}: expected a survey, found {error}") from error
+    data = files.from_json(path / "survey.json")
     if data.pop("schema", None) != SCHEMA:
-        raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
+        raise ResultError(f"{path / 'survey.json'}: expected schema {SCHEMA}, found another")
     return Survey(path, **data)
 
 
@@ -315,24 +311,29 @@ def _planned(
 class _Pace:
     """Chooses before each process the contests that all processes left have time for.
 
-    ranks  of problems, the first one decides most; references have none and are always kept
+    A problem that one process left out cannot get a verdict, so later processes leave it out too.
+
+    ranks      of problems, the first one decides most; references have none and are always kept
+    remaining  the ids of the problems that the last process measured
     """
 
     end: float
     processes: int
     ranks: Mapping[str, int]
     began: float = 0.0
-    count: int = 0
+    remaining: frozenset[str] = frozenset()
 
     def __call__(self, process: int, contests: list[Contest]) -> list[Contest]:
         now = monotonic()
-        if self.count:
-            each_s = (now - self.began) / self.count
+        if self.remaining:
+            each_s = (now - self.began) / len(self.remaining)
             fitting = int((self.end - now) / (self.processes - process) / max(each_s, 1e-9))
-            ranked = sorted(contests, key=lambda contest: self.ranks.get(contest.problem.id, -1))
+            left = [contest for contest in contests if contest.problem.id in self.remaining]
+            ranked = sorted(left, key=lambda contest: self.ranks.get(contest.problem.id, -1))
             first = {contest.problem.id for contest in ranked[:fitting]}
             contests = [contest for contest in contests if contest.problem.id in first]
-        self.began, self.count = now, len(contests)
+        self.began = now
+        self.remaining = frozenset(contest.problem.id for contest in contests)
         return contests
 
 

@@ -31,7 +31,6 @@ SIZES = "m", "n", "k", "density"
 
 
 def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
-    """Return the file of this GPU and of the code of these engines."""
     folder = cache_folder("choices", "SPARSEBENCH_CHOICES")
     gpu = torch.cuda.get_device_properties(device).name
     name = "".join(c if c.isalnum() else "_" for c in gpu)

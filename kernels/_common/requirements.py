@@ -45,23 +45,39 @@ def unsupported_without(module: str, package: str) -> str | None:
     return None if find_spec(module) else f"needs {module}: pip install {package}"
 
 
+def unmet(
+    problem: Problem,
+    device: torch.device,
+    capability: tuple[int, int],
+    *dtypes: str,
+    newer: bool = False,
+    package: tuple[str, str] | None = None,
+    **multiples: int,
+) -> str | None:
+    """Return which of these requirements is not met, or None: see the functions above.
+
+    package    arguments of `unsupported_without`
+    multiples  those of `unsupported_sizes`
+    """
+    return (
+        (unsupported_without(*package) if package else None)
+        or unsupported_device(device, capability, newer=newer)
+        or unsupported_dtype(problem, *dtypes)
+        or unsupported_sizes(problem, **multiples)
+    )
+
+
 def unsupported_on_hopper(
     problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
 ) -> str | None:
     """Require what a CUDA kernel with Hopper's instructions needs."""
-    return (
-        unsupported_device(device, HOPPER)
-        or unsupported_dtype(problem, *dtypes)
-        or unsupported_without("cupy", GPU_EXTRA)
-    )
+    reason = unmet(problem, device, HOPPER, *dtypes)
+    return reason or unsupported_without("cupy", GPU_EXTRA)
 
 
 def unsupported_before_ampere(
     problem: Problem, device: torch.device, dtypes: tuple[str, ...] = ("fp16", "bf16")
 ) -> str | None:
     """Require what a CUDA kernel for compute capability 8.0 or newer needs."""
-    return (
-        unsupported_device(device, AMPERE, newer=True)
-        or unsupported_dtype(problem, *dtypes)
-        or unsupported_without("cupy", GPU_EXTRA)
-    )
+    reason = unmet(problem, device, AMPERE, *dtypes, newer=True)
+    return reason or unsupported_without("cupy", GPU_EXTRA)

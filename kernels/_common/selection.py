@@ -161,8 +161,8 @@ class Operator:
             by = str(pinned.get("by", "pinned"))
             return _planned([self._matching(call, pinned)], by, problem)
         file = choice_lists.user_file(self.device, self.engines)
-        kept = choice_lists.read(file) if earlier is None else choice_lists.made(file)
-        lists = {"cache": kept, "package": choice_lists.package(self.device)}
+        cached = choice_lists.read(file) if earlier is None else choice_lists.made(file)
+        lists = {"cache": cached, "package": choice_lists.package(self.device)}
         for by, choices in lists.items():
             choice = choices.get(choice_lists.key(problem))
             if same := self._matching(call, choice):
@@ -175,8 +175,8 @@ class Operator:
                 problem, chain.from_iterable(each.items() for each in lists.values())
             )
             more = [c for choice in larger for c in self._matching(call, choice)]
-            choices = finalists(earlier.lines) if earlier else []
-            again = [c for choice in choices for c in self._matching(call, choice)]
+            near = finalists(earlier.lines) if earlier else []
+            again = [c for choice in near for c in self._matching(call, choice)]
             offered = [more, again] if again else [more, *self.offer(call, None)]
             selected = _search(offered, timed, self.device, problem)
             choice_lists.append(file, problem, selected.choice)

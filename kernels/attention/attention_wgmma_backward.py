@@ -86,7 +86,7 @@ class Gradients:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the one configuration, which was the fastest everywhere. Raises Unsupported.
+    """Return the one configuration, the fastest in every search (NOTES.md). Raises Unsupported.
 
     shared  query heads that share a list and a KV head
     """

@@ -56,7 +56,6 @@ def stacked(gate: Bsr, up: Bsr) -> Bsr:
 
 
 def fastest(operands: Operands, name: str, w: Bsr, x: Tensor, tuned: Tuned) -> Launch:
-    """Return X @ W.T by the fastest kernel, or by the pinned one."""
     pinned = operands.pinned and operands.pinned[name]
     operands_of_product = replace(operands, weights={"w": w}, activations={"x": x}, pinned=pinned)
     launches: list[Launch] = []

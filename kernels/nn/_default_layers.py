@@ -24,12 +24,13 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.selection import Earlier, Selected, bucket, configured
+from sparsebench.kernels._common.selection import Earlier, Selected, configured
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_triton
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copy_of, dense_part, is_pruned
+from sparsebench.kernels.nn._sparse_mlp_op import plan_of
 from sparsebench.kernels.nn._spense_op import planned_product
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
@@ -66,10 +67,9 @@ def layer(operands: Operands, select: Select, earlier: Earlier | None) -> Launch
     call = _frozen(mlp, x)
     if not x.is_cuda:
         return Launch(call, {"kernel": "torch"})
-    operator, m = mlp.operator, bucket(len(x))
-    ws = [mlp.gate.weight, mlp.up.weight, mlp.down.weight_t]
-    selected = operator.select(m, lambda product: partial(product.run, x, *ws), earlier)
-    return Launch(call, selected.row, selected.product.code, selected.lines)
+    tensors: list[Tensor] = [x, mlp.gate.weight, mlp.up.weight, mlp.down.weight_t]
+    plan = plan_of(tensors, mlp.activation == "relu2", mlp.slots, earlier)
+    return Launch(call, plan.row, plan.product.code, plan.lines)
 
 
 def _frozen(mlp: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
@@ -110,10 +110,10 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
     ):
         if x.is_cuda:
             known = earlier and earlier.part(name)
-            h, selected = planned_product(h, part.spense, activation, part.scale, known)
-            choice[name] = selected.row
-            lines += [{"of": name, **line} for line in selected.lines]
-            code = code or selected.product.code
+            h, plan = planned_product(h, part.spense, activation, part.scale, known)
+            choice[name] = plan.row
+            lines += [{"of": name, **line} for line in plan.lines]
+            code = code or plan.product.code
     return Launch(_frozen(mlp, x), choice or {"kernel": "torch"}, code, lines)
 
 

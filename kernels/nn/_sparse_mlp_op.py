@@ -8,11 +8,14 @@
     dense            three products in torch
 
 A plan reads the weights as they are, so writes to them need no new plan. It depends on the number
-of active units, which a search learns from X; `slots` stands for it in the lists of choices.
+of active units per token, which the first call of a layer counts in its X, rounded to a power of 2.
+With 4096 tokens of 5632 units, sparse products are 2.2 times as fast as dense ones if 8 units are
+active, and slower if 113 are, so layers of one size do not share plans if their counts differ.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from math import log2
 from typing import Any
 
 import torch
@@ -20,13 +23,22 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket
+from sparsebench.kernels._common.selection import (
+    Candidate,
+    Earlier,
+    NoConfig,
+    Operator,
+    Selected,
+    bucket,
+)
 from sparsebench.kernels.twell import _grouped, _layer, ffn_few
 from sparsebench.kernels.twell._autograd import NAMES, gated_mlp, require_kernels
 from sparsebench.kernels.twell._twell_gate import configurations
 from sparsebench.results.record import Problem
 
+ACTIVE = "_sparsebench_active"  # attribute of Wg: active units per token, a power of two
 ENGINES = "ffn_few", "ffn_sparse", "ffn_twell", "ffn_step_sparse", "dense"
 
 
@@ -50,12 +62,28 @@ def eager(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots:
     if not x.shape[0]:
         return x.new_empty(x.shape)
     operands = x, wg, wu, wd_t
-    operator, m = operator_of(*wg.shape, x.dtype, squared, slots, x.device), bucket(x.shape[0])
     with torch.cuda.device_of(x):
-        selected = operator.plans.get(m)
-        if selected is None:
-            selected = operator.select(m, lambda product: partial(product.run, *operands))
-        return selected.product.run(*operands)
+        return plan_of(operands, squared, slots).product.run(*operands)
+
+
+def plan_of(
+    operands: Sequence[Tensor], squared: bool, slots: int, earlier: Earlier | None = None
+) -> Selected:
+    """Return the plan of a call by its operands, which the first call makes. Raises Unsupported."""
+    (x, wg, *_), m = operands, bucket(operands[0].shape[0])
+    plan = operator_for(wg, squared, slots).plans.get(m)
+    if plan is not None:
+        return plan
+    if not hasattr(wg, ACTIVE) and not is_capturing(x):
+        active = (x @ wg.T > 0).sum() / x.shape[0]
+        setattr(wg, ACTIVE, 2 ** round(log2(max(float(active), 1))))
+    operator = operator_for(wg, squared, slots)
+    return operator.select(m, lambda product: partial(product.run, *operands), earlier)
+
+
+def operator_for(wg: Tensor, squared: bool, slots: int) -> Operator:
+    """Return the plans of a layer, by its gate; they are empty before its first call."""
+    return operator_of(*wg.shape, wg.dtype, squared, slots, getattr(wg, ACTIVE, 0), wg.device)
 
 
 inference = torch.library.custom_op(
@@ -70,7 +98,13 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 @lru_cache(256)
 def operator_of(
-    n: int, k: int, dtype: torch.dtype, squared: bool, slots: int, device: torch.device
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    squared: bool,
+    slots: int,
+    active: int,
+    device: torch.device,
 ) -> Operator:
     """Return the plans of all layers of these sizes, by number of tokens (selection.bucket)."""
     activation = "relu2" if squared else "relu"
@@ -124,7 +158,7 @@ def operator_of(
         return [Candidate("dense", NoConfig(), partial(InTorch, run))]
 
     def problem(m: int) -> dict[str, Any]:
-        density = float(f"{slots / n:.2g}")
+        density = float(f"{active / n:.2g}")
         fields = {"op": "twell.ffn", "dtype": NAMES[dtype], "activation": activation}
         return {**fields, "m": m, "n": n, "k": k, "density": density}
 

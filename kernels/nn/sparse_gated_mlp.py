@@ -44,7 +44,7 @@ from sparsebench.formats._format import require
 from sparsebench.kernels._common.front import Fronts, Guard, ModuleGuard, recorded
 from sparsebench.kernels._common.selection import Operator, bucket
 from sparsebench.kernels._common.transforms import batched, transformed, watched
-from sparsebench.kernels.nn._sparse_mlp_op import eager, inference, operator_of
+from sparsebench.kernels.nn._sparse_mlp_op import eager, inference, operator_for
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.twell._autograd import (
     SHARE,
@@ -228,8 +228,7 @@ class SparseGatedMLP(nn.Module):
     @property
     def operator(self) -> Operator:
         """Return the plans of calls without gradients."""
-        weight, squared = self.gate.weight, self.activation == "relu2"
-        return operator_of(*weight.shape, weight.dtype, squared, self.slots, weight.device)
+        return operator_for(self.gate.weight, self.activation == "relu2", self.slots)
 
     def adapt(self) -> bool:
         """Set `sparse` to what is faster for the number of active units of the last call.

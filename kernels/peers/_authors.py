@@ -188,7 +188,6 @@ def pointer(array: torch.Tensor) -> ctypes.c_void_p:
 
 
 def stream_of(device: torch.device) -> ctypes.c_void_p:
-    """Return the current stream for C code."""
     return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
 
 

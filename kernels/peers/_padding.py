@@ -35,10 +35,8 @@ class Tokens:
 
 
 def padded(x: Tensor, rows: int) -> Tokens:
-    """Return X padded with zeros to a number of rows."""
     return Tokens(x, x if rows == len(x) else x.new_zeros(rows, x.shape[1]))
 
 
 def multiple_of(size: int, count: int) -> int:
-    """Return `count` rounded up to a multiple of `size`."""
     return count + -count % size

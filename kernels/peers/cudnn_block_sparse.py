@@ -11,12 +11,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.requirements import (
-    HOPPER,
-    unsupported_device,
-    unsupported_dtype,
-    unsupported_without,
-)
+from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_token
@@ -30,12 +25,9 @@ SPLITS = 1, 2, 4, 8  # parts of a list, for K and V that exceed the L2 cache
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     if problem["head_dim"] not in (64, 96, 128):
         return f"head_dim: expected 64, 96 or 128, found {problem['head_dim']}"
-    return (
-        unsupported_dtype(problem, "fp16", "bf16")
-        or unsupported_without("cudnn", "nvidia-cudnn-frontend")
-        or unsupported_device(device, HOPPER)
-        or unsupported_blocks(problem, SIDE)
-    )
+    package = "cudnn", "nvidia-cudnn-frontend"
+    reason = unmet(problem, device, HOPPER, "fp16", "bf16", package=package)
+    return reason or unsupported_blocks(problem, SIDE)
 
 
 def unsupported_backward(problem: Problem, device: torch.device) -> str | None:

@@ -266,7 +266,6 @@ def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
 
 
 def searched_by_the_library(target: Call, products: Sequence[Product]) -> list[Product]:
-    """Return the results of the library's own search for each of these layouts."""
     results: list[Way] = []
     for one in products:
         if (target.x.dtype, one.way.y_layout) in TRAPS:

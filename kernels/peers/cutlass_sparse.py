@@ -27,13 +27,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.requirements import (
-    HOPPER,
-    unsupported_device,
-    unsupported_dtype,
-    unsupported_sizes,
-    unsupported_without,
-)
+from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
@@ -146,12 +140,8 @@ def built(dtype: str, config: Config) -> ctypes.CDLL:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    dtype = problem["dtype"]
-    if reason := unsupported_device(device, HOPPER) or unsupported_dtype(problem, *ELEMENTS):
-        return reason
-    if reason := unsupported_sizes(problem, n=ROWS, k=ALIGNED[dtype]):
-        return reason
-    if reason := unsupported_without(PACKAGE, "nvidia-cutlass"):
+    step, package = ALIGNED.get(problem["dtype"], 1), (PACKAGE, "nvidia-cutlass")
+    if reason := unmet(problem, device, HOPPER, *ELEMENTS, package=package, n=ROWS, k=step):
         return reason
     right = version().startswith(f"{MAJOR}.")
     return None if right else f"expected nvidia-cutlass {MAJOR}, found {version()}"

@@ -11,12 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.requirements import (
-    HOPPER,
-    unsupported_device,
-    unsupported_dtype,
-    unsupported_without,
-)
+from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_token
@@ -29,11 +24,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     d = problem["head_dim"]
     if not 64 <= d <= 256 or d % 8:
         return f"head_dim: expected a multiple of 8 from 64 to 256, found {d}"
-    return (
-        unsupported_without(_module(), "fa3-fwd")
-        or unsupported_device(device, HOPPER)
-        or unsupported_dtype(problem, "bf16")
-    )
+    return unmet(problem, device, HOPPER, "bf16", package=(_module(), "fa3-fwd"))
 
 
 def prepare(operands: Operands) -> Launch:

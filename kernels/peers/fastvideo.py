@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.requirements import (
-    HOPPER,
-    unsupported_device,
-    unsupported_dtype,
-    unsupported_without,
-)
+from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
 from sparsebench.kernels.peers._attention import lists_in, mask_of, unsupported_blocks
@@ -35,12 +30,9 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         return f"expected as many key heads as heads, found {heads}"
     if problem["scale"] not in (None, d**-0.5):
         return f"scale: expected head_dim ** -0.5, found {problem['scale']}"
-    return (
-        unsupported_without("fastvideo_kernel", "fastvideo-kernel")
-        or unsupported_device(device, HOPPER)
-        or unsupported_dtype(problem, "bf16")
-        or unsupported_blocks(problem, SIDE)
-    )
+    package = "fastvideo_kernel", "fastvideo-kernel"
+    reason = unmet(problem, device, HOPPER, "bf16", package=package)
+    return reason or unsupported_blocks(problem, SIDE)
 
 
 def prepare(operands: Operands) -> Launch:

@@ -21,12 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.requirements import (
-    AMPERE,
-    unsupported_device,
-    unsupported_dtype,
-    unsupported_sizes,
-)
+from sparsebench.kernels._common.requirements import AMPERE, unmet
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors
@@ -87,7 +82,6 @@ def possible(k: int) -> list[int]:
 
 
 def tokens_of(m: int) -> int:
-    """Return the tokens that m are padded to."""
     return next((few for few in FEW if few >= m), multiple_of(MANY, m))
 
 
@@ -112,12 +106,8 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    return (
-        unsupported_device(device, AMPERE, newer=True)
-        or unsupported_dtype(problem, "fp16")
-        or unsupported_sizes(problem, n=TILE, k=TILE)
-        or _authors.missing(MARKER, REPOSITORY)
-    )
+    reason = unmet(problem, device, AMPERE, "fp16", newer=True, n=TILE, k=TILE)
+    return reason or _authors.missing(MARKER, REPOSITORY)
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported)

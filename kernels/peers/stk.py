@@ -134,8 +134,6 @@ def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> La
 def fastest_of(
     layouts: Mapping[str, Callable[[], Output]], operands: Operands, padding: Mapping[str, int]
 ) -> Launch:
-    """Return the launch of the fastest of these layouts, or of the pinned one."""
-
     def run(layout: str) -> Output:
         return layouts[layout]()
 

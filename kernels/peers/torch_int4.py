@@ -19,12 +19,7 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.int4 import Int4
-from sparsebench.kernels._common.requirements import (
-    AMPERE,
-    unsupported_device,
-    unsupported_dtype,
-    unsupported_sizes,
-)
+from sparsebench.kernels._common.requirements import AMPERE, unmet
 from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
@@ -69,11 +64,7 @@ def unsupported_in_4_bits(
     if problem.fields.get("weight_bits") != BITS:
         found = problem["dtype"]
         return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {found}"
-    return (
-        unsupported_device(device, AMPERE, newer=True)
-        or unsupported_dtype(problem, dtype)
-        or unsupported_sizes(problem, n=rows, k=columns)
-    )
+    return unmet(problem, device, AMPERE, dtype, newer=True, n=rows, k=columns)
 
 
 KERNEL = Kernel("linear", "int4", "cuda", prepare, unsupported)

@@ -237,6 +237,5 @@ def _cuts(costs: Floats, loads: Floats) -> Ints:
 
 
 def _before(counts: Ints) -> Ints:
-    """Return the sum of the counts before each one."""
     before: Ints = np.cumsum(counts) - counts
     return before

@@ -76,7 +76,6 @@ class Config:
         return self.kib * 1024 // self._stage_bytes(dense)
 
     def shared_bytes(self, dense: bool) -> int:
-        """Return the bytes of all stages."""
         return self.stages(dense) * self._stage_bytes(dense)
 
     def _stage_bytes(self, dense: bool) -> int:
@@ -117,7 +116,6 @@ def workers(device: torch.device, config: Config, shared_bytes: int) -> int:
 
 
 def kib_of(device: torch.device) -> int:
-    """Return the shared memory of an SM in KiB."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) // 1024
 
 

@@ -26,15 +26,16 @@ from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.claims.author_tables import AuthorTable, read_tables
 from sparsebench.results.claims.cells import Cell, judging_cells, largest_value, value_text
-from sparsebench.results.claims.decision import Word, cell_state
+from sparsebench.results.claims.decision import OPEN, Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Claim, Condition, Test
-from sparsebench.results.claims.verdict import TestVerdict, Verdict
+from sparsebench.results.claims.verdict import Basis, TestVerdict, Verdict
 from sparsebench.results.formatting import amount, capital, plain
 from sparsebench.results.model_files import Pruning
 
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
+UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 BADGE = {
     Word.REPRODUCED: "#00694c",
     Word.PARTLY: "#8a5a00",
@@ -90,7 +91,14 @@ def pages(
     sentences = for_site({entry.planned.name: entry.verdicts for entry in judged})
     yield (
         "claims/index.html",
-        render("claims.html", site=site, lines=table, tally=tally(table), announcements=sentences),
+        render(
+            "claims.html",
+            site=site,
+            lines=table,
+            tally=tally(table),
+            share=share(table),
+            announcements=sentences,
+        ),
     )
     for entry in judged:
         page = render(
@@ -156,11 +164,24 @@ def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[
 
 def tally(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
     """Count the claims by their first verdict: its word, its style and the number."""
+    words = [line["word"] for line in _first(table)]
+    return [(str(w), STYLES[w], words.count(str(w))) for w in Word if str(w) in words]
+
+
+def share(table: Sequence[Mapping[str, Any]]) -> str:
+    """Say how many claims have a verdict on a GPU that they name, and by no proxy."""
+    first = _first(table)
+    bases = [line["basis"] for line in first if line["word"] not in UNDECIDED]
+    count = bases.count(str(Basis.AS_PUBLISHED))
+    return f"{count} of {amount(len(first), 'claim')}"
+
+
+def _first(table: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the line of each claim's first verdict."""
     first: dict[str, Mapping[str, Any]] = {}
     for line in table:
         first.setdefault(line["name"], line)
-    words = [line["word"] for line in first.values()]
-    return [(str(w), STYLES[w], words.count(str(w))) for w in Word if str(w) in words]
+    return [*first.values()]
 
 
 def _numbers(verdict: Verdict) -> dict[str, str]:

@@ -52,13 +52,12 @@ def _draw(raced: pd.DataFrame) -> Markup:
 
 def _pairs(contest: list[dict[str, Any]]) -> Iterator[tuple[Case, Case]]:
     """Yield what users get of each format, and its fastest rival."""
-    sparse = [case for case in contest if case["format"] != "dense"]
-    for users in sparse:
-        if users["kernel"] == DEFAULT:
-            same = [case for case in sparse if _kind(case) == _kind(users)]
-            rivals = [case for case in same if case["kernel"] != DEFAULT]
-            if rivals:
-                yield users, min(rivals, key=lambda case: float(case["median_us"]))
+    named_kernels = [case for case in contest if case["kernel"] != DEFAULT]
+    sparse = [case for case in named_kernels if case["side"] != "dense"]  # also of a portfolio
+    for users in contest:
+        rivals = [case for case in sparse if _kind(case) == _kind(users)]
+        if users["kernel"] == DEFAULT and users["format"] != "dense" and rivals:
+            yield users, min(rivals, key=lambda case: float(case["median_us"]))
 
 
 def _kind(case: Case) -> str:

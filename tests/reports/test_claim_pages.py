@@ -11,7 +11,15 @@ import pytest
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.reports.claims.losses import losses
-from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries
+from sparsebench.reports.claims.pages import (
+    Entry,
+    alone,
+    badge,
+    conditions,
+    entries,
+    lines,
+    share,
+)
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
@@ -126,6 +134,17 @@ def test_a_badge_has_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], s
     said = badge(entry(*cells(claimed())))
     ElementTree.fromstring(said)
     assert says in said
+
+
+@pytest.mark.parametrize(
+    ("device", "ratio", "counted"),
+    [("NVIDIA H200", 2.5, 1), ("NVIDIA H200", 2.0, 0), ("NVIDIA A100", 2.5, 0)],
+)
+def test_claims_with_a_verdict_as_published_are_counted(
+    device: str, ratio: float, counted: int
+) -> None:
+    judged = entry(cell(claimed(), spread(ratio, 5.0), device=device))
+    assert share(lines([judged])) == f"{counted} of 1 claim"
 
 
 def test_losses_are_drawn_against_speed_for_the_same_dense_fraction() -> None:

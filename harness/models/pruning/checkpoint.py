@@ -200,7 +200,6 @@ def _sizes(layer: Description) -> tuple[int, int]:
 
 
 def _on_meta(layer: Description) -> nn.Module:
-    """Return an empty layer on the meta device."""
     k, n = _sizes(layer)
     kind = KINDS[layer["layer"]]
     names = {"bias", "stored", "dense", "activation", "slots"} & layer.keys()

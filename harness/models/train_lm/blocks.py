@@ -87,7 +87,6 @@ def fan_in(weight: nn.Module | nn.Parameter) -> float:
 
 
 def fan_ins(model: Decoder) -> dict[nn.Parameter, float]:
-    """Return the fan-in of each weight of all layers."""
     weights = [getattr(layer, name) for layer in model.layers for name in WEIGHTS]
     return {elements_of(weight): fan_in(weight) for weight in weights}
 

@@ -172,7 +172,6 @@ def _time_forward(
 
 
 def _joules(run: Callable[[], Tensor], device: torch.device, window_s: float) -> list[float]:
-    """Return the energy of a call in each piece of a window."""
     count = max(1, round(window_s / PIECE_S))
     return [piece.j_per_call for piece in pieces(run, device, window_s, count)]
 

@@ -681,3 +681,15 @@ def test_a_step_stores_a_tenth_of_dense_layers_and_peaks_lower() -> None:
         peaks.append(peak)
     assert stored[0] <= 0.1 * stored[1], stored
     assert peaks[0] <= 0.7 * peaks[1], peaks
+
+
+@pytest.mark.gpu
+def test_layers_of_one_size_share_plans_only_if_they_are_as_active_on_a_gpu() -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": GPU}
+    x, layers = torch.rand(16, 64, **options), []
+    for active in (8, 9, 200):
+        mlp = SparseGatedMLP(64, 512, **options).requires_grad_(False)
+        mlp.gate.weight.abs_()[active:].neg_()
+        mlp(x)
+        layers.append(mlp.operator)
+    assert layers[0] is layers[1] is not layers[2]
