@@ -259,7 +259,7 @@ def _sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_a_folder_without_a_survey_is_refused(tmp_path: Path, small: Path) -> None:
-    with pytest.raises(ResultError, match=r"survey\.json: expected a survey"):
+    with pytest.raises(ResultError, match=r"survey\.json: expected a readable file"):
         surveys.read_survey(tmp_path)
     small.mkdir()
     with pytest.raises(SuiteError, match="expected a new directory"):
