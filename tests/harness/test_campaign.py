@@ -321,6 +321,7 @@ def test_an_invalid_campaign_is_one_clear_error(entry: str, trial: Trial) -> Non
         trial.campaign(f"  {entry}\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["attention", "front-door"])
 def test_a_campaign_of_the_package_has_entries_with_names(name: str) -> None:
     entries = campaign(name).entries
