@@ -83,14 +83,12 @@ class ActiveCsr(Format):
         return self.columns.shape[0]
 
     def to_dense(self) -> Tensor:
-        """Return the matrix of the entries, read by token."""
         dense = self.values.new_zeros(self.shape)
         rows = rows_of(self.offsets)
         dense[rows, self.columns[: len(rows)].long() & 0xFFFF] = self.values[: len(rows)]
         return dense
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the six arrays of the layout."""
         names = "offsets", "columns", "values", "unit_offsets", "tokens", "places"
         return {name: getattr(self, name) for name in names}
 

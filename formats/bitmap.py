@@ -71,7 +71,6 @@ class Bitmap(Format):
         return cls((*dense.shape,), dense.dtype, offsets.to(torch.int32), records)
 
     def to_dense(self) -> Tensor:
-        """Return the matrix."""
         n, k = self.shape
         dense = torch.empty(n, k, dtype=BITS[self.dtype.itemsize], device=self.records.device)
         tile = 0
@@ -83,7 +82,6 @@ class Bitmap(Format):
         return dense.view(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the records and their offsets."""
         return {"offsets": self.offsets, "records": self.records}
 
     @property

@@ -210,12 +210,10 @@ class BlockMask(Format):
 
     @property
     def q_blocks(self) -> int:
-        """Return the number of query blocks of a list."""
         return _blocks(self.tokens, self.block)[0]
 
     @property
     def kv_blocks(self) -> int:
-        """Return the number of key blocks of a list."""
         return _blocks(self.tokens, self.block)[1]
 
     @cached_property
@@ -283,7 +281,6 @@ class BlockMask(Format):
         return allowed
 
     def to_dense(self) -> Tensor:
-        """Return the cells: 1 where a block is present."""
         cells = torch.zeros(self.shape, device=self.columns.device)
         cells[rows_of(self.offsets), self.indices.long()] = 1
         return cells.to(self.dtype)

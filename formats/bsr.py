@@ -73,7 +73,6 @@ class Bsr(Format):
         return replace(self, values=blocks[at].contiguous())
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the three arrays of the layout."""
         return {"offsets": self.offsets, "columns": self.columns, "values": self.values}
 
 

@@ -53,7 +53,6 @@ class Csr(Format):
         return cls((n, k), offsets_of(rows, n), columns.to(torch.int32), values)
 
     def to_dense(self) -> Tensor:
-        """Return the matrix."""
         n, k = self.shape
         dense = self.values.new_zeros(n, k)
         dense[rows_of(self.offsets), self.columns.long()] = self.values
@@ -65,7 +64,6 @@ class Csr(Format):
         return replace(self, values=dense[rows_of(self.offsets), self.columns.long()])
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the three arrays of the layout."""
         return {"offsets": self.offsets, "columns": self.columns, "values": self.values}
 
 

@@ -71,7 +71,6 @@ class Cvse(Format):
         return dense.view(-1, n)[:m].contiguous()
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return offsets, columns and values."""
         return {"offsets": self.offsets, "columns": self.columns, "values": self.values}
 
 

@@ -27,11 +27,9 @@ class Dense(Format):
         return cls((dense.shape[0], dense.shape[1]), dense)
 
     def to_dense(self) -> Tensor:
-        """Return the matrix."""
         return self.values
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the one array."""
         return {"values": self.values}
 
 

@@ -81,12 +81,10 @@ class Int4(Format):
         return torch.stack((self.codes >> 4, self.codes & 15), 2).view(n, -1)[:, :k]
 
     def to_dense(self) -> Tensor:
-        """Return the matrix."""
         scales = self.scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]
         return (self.unpacked().to(scales.dtype) - ZERO) * scales
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return codes and scales."""
         return {"codes": self.codes, "scales": self.scales}
 
 

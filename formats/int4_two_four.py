@@ -69,7 +69,6 @@ class Int4TwoFour(Format):
         )
 
     def to_dense(self) -> Tensor:
-        """Return the matrix."""
         codes, places = self.unpacked()
         n, groups, _ = codes.shape
         fours = codes.new_full((n, groups, 4), ZERO).scatter(2, places, codes)
@@ -78,7 +77,6 @@ class Int4TwoFour(Format):
         return (fours.flatten(1)[:, :k] - ZERO).to(scales.dtype) * scales
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return codes, positions and scales."""
         return {"codes": self.codes, "positions": self.positions, "scales": self.scales}
 
 

@@ -83,7 +83,6 @@ class Slide(Format):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the elements."""
         return self.lifted.dtype
 
     @property
@@ -104,7 +103,6 @@ class Slide(Format):
         return dense.flatten(1)[:, :k].contiguous().view(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the tiles of the lifted matrix."""
         return {"sparse": self.lifted.sparse}
 
 

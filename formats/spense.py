@@ -89,7 +89,6 @@ class Spense(Format):
 
     @property
     def span(self) -> int:
-        """Return the number of columns of a tile."""
         return SPAN_BYTES // self.dtype.itemsize
 
     @property
@@ -98,7 +97,6 @@ class Spense(Format):
         return "columns" if self.sparse_shape[1] < self.shape[1] else "rows"
 
     def to_dense(self) -> Tensor:
-        """Return the matrix of both parts."""
         (n, k), (rows, columns) = self.shape, self.sparse_shape
         dense = torch.zeros(n, k, dtype=BITS[self.dtype.itemsize], device=self.sparse.device)
         rest = dense[:, columns:] if columns < k else dense[rows:]
@@ -107,7 +105,6 @@ class Spense(Format):
         return dense.view(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the tiles of both parts."""
         return {"sparse": self.sparse, "dense": self.dense}
 
 

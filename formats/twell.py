@@ -158,7 +158,6 @@ class Twell(Format):
 
     @property
     def capacity(self) -> int:
-        """Return the number of slots of a tile."""
         return self.values.shape[2]
 
     def words(self) -> Tensor:
@@ -189,7 +188,6 @@ class Twell(Format):
         return dense
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the six arrays of the layout."""
         return {
             "counts": self.counts,
             "columns": self.columns,

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from markupsafe import Markup
 
 from sparsebench._discovery import load, modules
@@ -27,15 +26,15 @@ from sparsebench.reports.figures._again import again_command
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
+from sparsebench.reports.terminal import counted, trust
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
 from sparsebench.results.cliffs import sentence
-from sparsebench.results.contests import empty_launch, usual
+from sparsebench.results.contests import usual
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
-from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
@@ -172,6 +171,8 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     facts_of_run = flat(run.environment)
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
     versions = [f"{name} {facts_of_run[key]}" for name, key in names.items() if key in facts_of_run]
+    problems = amount(cases.problem_id.nunique(), "problem")
+    statuses = [f"{count} {status}" for status, count in counted(frames).items()]
     dirty = " with uncommitted changes" if facts_of_run.get("dirty") == "True" else ""
     facts = {
         "started": str(run.state.get("started", "")),
@@ -179,18 +180,10 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
         "versions": ", ".join(versions),
         "commit": facts_of_run.get("commit", "") + dirty,
         "only": selection(run.state.get("flags", {}).get("only", "")),
-        "cases": f"{_counted(cases)}, of {amount(cases.problem_id.nunique(), 'problem')}",
+        "cases": f"{', '.join(statuses).replace('_', ' ')}, of {problems}",
         "processes": str(frames.rows.replicate.nunique()),
     }
     return [(name, value) for name, value in facts.items() if value]
-
-
-def _counted(cases: pd.DataFrame) -> str:
-    """Count cases by their worst status: `229 ok, 57 unsupported`."""
-    worst = cases.sort_values("status", key=lambda status: status == Status.OK, kind="stable")
-    counts = worst.drop_duplicates("case_id").status.value_counts()
-    parts = [f"{counts[status]} {status}" for status in Status if status in counts]
-    return ", ".join(parts).replace("_", " ")
 
 
 def _devices(run: Run) -> str:
@@ -204,23 +197,10 @@ def _devices(run: Run) -> str:
 
 
 def _trust(frames: Frames) -> list[str]:
-    """Return sentences about the reliability of the numbers."""
-    cases, sentences = frames.cases, [frames.noise.reliability[1]]
-    if frames.raced.size:
-        sentences.append(intervals(frames.raced))
-    if frames.run.state.get("shards"):
-        sentences.append(_shared(frames))
-    once = cases.drop_duplicates("case_id").mark.fillna("")
-    marks = once[once != ""]
-    if len(marks):
-        named = ", ".join(f"{count} {mark}" for mark, count in marks.value_counts().items())
-        slowed = "The GPU slowed down, or waited for the host,"
-        slowed += f" while {len(marks)} of {len(once)} cases were timed"
-        sentences.append(f"{slowed} ({named}). They are marked and kept.")
-    accuracy = cases.drop_duplicates("case_id").marks.fillna("")
-    for mark, count in accuracy[accuracy != ""].value_counts().items():
-        sentences.append(f"{count} of {len(once)} cases are marked for their accuracy ({mark}).")
-    return [*sentences, *empty_launch(frames.run.environment, cases)]
+    """Return what the terminal says of the reliability of the numbers, and what intervals are."""
+    sentences = [intervals(frames.raced)] if frames.raced.size else []
+    sentences += [_shared(frames)] if frames.run.state.get("shards") else []
+    return [*trust(frames), *sentences]
 
 
 def _shared(frames: Frames) -> str:

@@ -36,6 +36,7 @@ GAINS: dict[str, str] = {
 }
 """Words for a ratio of gains, for which faster and slower would mislead."""
 
+NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1"}
 EVERY = "Every case"
 FIRST = ("op", "dtype", "pattern", "sparsity", "block", "m")  # the order within a problem's name
 SILENT = {("op", "linear"), ("pattern", "blocks"), ("pattern", "dense"), ("sparsity", "0 %")}
@@ -45,7 +46,10 @@ Line = Mapping[Any, Any]
 
 
 def grid(other: Changes) -> Table:
-    """Return each format at its best kernel on both devices, for every problem they share."""
+    """Return each format at its best kernel on both devices, for every problem they share.
+
+    Dense products of equal sizes do the same work, so only that of the fewest zeros is shown.
+    """
     places: dict[tuple[Any, ...], tuple[list[Line], list[Line]]] = {}
     for line in other.cases.to_dict("records"):
         key = line["problem_id"], line["scope"], line["cache"], line["format"]
@@ -53,12 +57,18 @@ def grid(other: Changes) -> Table:
             if line[f"status_{end}"] == Status.OK:
                 timed.append(line)
     pairs = [(_best(a, "a"), _best(b, "b")) for a, b in places.values() if a and b]
-    tests = [tested(b["times_b"], a["times_a"], b) for a, b in pairs]
-    words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
     name, _ = _problems(pd.DataFrame([a for a, _ in pairs], columns=other.cases.columns))
+    named: dict[str, tuple[Line, Line]] = {}
+    for a, b in sorted(pairs, key=lambda pair: float(pair[0]["level"])):
+        problem = name({**a, **NO_ZEROS} if a["format"] == "dense" else a)
+        place = ", ".join(filter(None, [FORMATS.get(a["format"], a["format"]), problem]))
+        named.setdefault(place, (a, b))
+    tests = [tested(b["times_b"], a["times_a"], b) for a, b in named.values()]
+    words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
     lines: list[tuple[float, list[Cell]]] = []
-    for (a, b), word, (value, low, high, _) in zip(pairs, words, tests, strict=True):
-        place = ", ".join(filter(None, [FORMATS.get(a["format"], a["format"]), name(a)]))
+    for (place, (a, b)), word, (value, low, high, _) in zip(
+        named.items(), words, tests, strict=True
+    ):
         text = _time(other, word, value, low, high)
         cells: list[Cell] = [place, _measured(a, "a"), _measured(b, "b"), (text, _style(word))]
         lines.append((_size(word, value), cells))

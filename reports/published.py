@@ -69,9 +69,9 @@ A run of fewer than 6 processes is a look, not a verdict. The interval of a verd
 variation between cards of one kind, which is estimated from the cases below that two cards
 measured.
 
-A call below 20 µs is shown inside a chain of eight layers in one CUDA graph if its run measured
-that, with the speedup of an isolated call beside it. Other short calls are marked `isolated`: the
-start of the kernel pulls their speedup towards 1.
+If a call takes less than 20 µs and its run measured chains, the table has its speedup inside a
+chain of eight layers in one CUDA graph, and beside it that of an isolated call. Other short calls
+are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 
 ## Headline
 

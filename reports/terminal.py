@@ -135,8 +135,9 @@ def trust(analysis: Analysis) -> list[str]:
     if count := _with_other_levels(analysis.rows, cases):
         why = "whose weights have more zeros than the suite asks for"
         lines.append(f"{are(count, 'problem')} shown at the level of a file, {why}.")
+    once = cases[~cases.twin.astype(bool)].drop_duplicates("case_id")
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
-        marks = cases[name][cases[name].fillna("") != ""].value_counts()
+        marks = once[name][once[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]
     if (cases.late > 0).any():
         lines.append(f"The host was late for up to {percent(cases.late.max())} of their samples.")

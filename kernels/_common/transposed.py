@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
-
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
@@ -43,8 +41,4 @@ def transposed(w: Bsr | Csr) -> Bsr | Csr:
     if isinstance(w, Csr):
         return Csr((k, n), offsets_of(columns, k), rows, w.values[order])
     offsets = offsets_of(columns, -(-k // w.block[1]))
-    return Bsr((k, n), offsets, rows, _flipped(w.values[order]))
-
-
-def _flipped(blocks: Tensor) -> Tensor:
-    return blocks.transpose(1, 2).contiguous()
+    return Bsr((k, n), offsets, rows, w.values[order].transpose(1, 2).contiguous())

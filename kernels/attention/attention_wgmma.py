@@ -1,7 +1,7 @@
 """Block-sparse attention in CUDA C++ for Hopper: O = softmax(scale Q K.T) V over a block mask.
 
 attention_wgmma.cu is the kernel and draws its pipeline; _wgmma_tiles.py cuts the work into tiles.
-This file chooses a configuration and launches. It supports
+This file launches it. It supports
 
     head_dim   64 and 128, fp16 or bf16
     queries    blocks of a multiple of 16. A tile has 64 or 128 rows, so smaller blocks need enough
@@ -12,7 +12,7 @@ Blocks of keys are laid side by side until a step is full, so small ones cost no
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from struct import pack
 from typing import NamedTuple
 
@@ -23,10 +23,9 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
+from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, table_sizes, task_of
+from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
 from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of, tensor_map
 from sparsebench.results.record import Problem
 
@@ -34,7 +33,6 @@ HEAD_DIMS = 64, 128
 WARPGROUP = 128  # threads
 MOST_BYTES = 224 * 1024  # of shared memory, for Q and the ring
 ALIGNMENT = 1024  # of a swizzled tile
-FEW = 16  # queries of a sequence, as in decoding
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
 ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
 
@@ -43,20 +41,23 @@ ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, S
 class Config:
     """One way to run the kernel.
 
-    rows    of queries in a tile: 64 for each warpgroup that shares K and V
-    tiles   that a CTA works on at the same time
-    keys    of a step
+    rows  of queries in a tile: 64 for each warpgroup that shares K and V, 128 at most
+    keys  of a step
     """
 
     rows: int
-    tiles: int
     keys: int
+
+    @property
+    def tiles(self) -> int:
+        """Return how many tiles a CTA works on at the same time."""
+        return 128 // self.rows
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the configurations to try, the default first. Raises Unsupported.
+    """Return the one configuration: no search chose another by more than 2 % (NOTES.md).
 
-    For few queries there are too few tiles for two in each CTA.
+    Raises Unsupported.
 
     shared  query heads that share a list and a KV head
     """
@@ -71,9 +72,7 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         raise Unsupported(
             f"expected blocks of 8, 16, 32 or a multiple of 64 keys, found {shape.block[1]}"
         )
-    if rows == 128:
-        return [Config(128, 1, keys)]
-    return [Config(64, tiles, keys) for tiles in ((1, 2) if shape.q_tokens <= FEW else (2,))]
+    return [Config(rows, keys)]
 
 
 def shortens(config: Config, mask: BlockMask) -> bool:
@@ -233,17 +232,12 @@ def launch(
     return Bound(program, (q, k, v), (o, lse))
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Sort the tiles; take a table's configuration, or compile and time one or two."""
+def prepare(operands: Operands) -> Launch:
+    """Sort the tiles and compile."""
     tensors, mask, shape, shared, scale = task_of(operands)
-    searched, sizes = configurations(shape, shared), table_sizes(shape, mask)
-    configs, by = choose("attention_wgmma", Config, operands, sizes, tuned, searched)
-    works = [work_of(mask, shape, config) for config in configs]
-    pairs = list(zip(configs, works, strict=True))
-    macros = [constants_of(config, shape, mask, work.short) for config, work in pairs]
-    cuda.compile_ahead("attention_wgmma", macros)
-    candidates = [launch(tensors, mask, shape, scale, *pair).program for pair in pairs]
-    return fastest_launch(configs, candidates, by, operands.device)
+    [config] = configurations(shape, shared)
+    program = launch(tensors, mask, shape, scale, config).program
+    return Launch(program, asdict(config), program.code)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -256,4 +250,4 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if scale is None or scale > 0 else f"scale: expected more than 0, found {scale}"
 
 
-KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported, tunes=True)
+KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

@@ -52,6 +52,8 @@ BACKWARD_TILES = [
 ]
 MOST_BACKWARD = 6  # candidates of the backward pass: each takes seconds to compile
 Options = dict[str, int]
+Gradients = Callable[[Tensor], list[Tensor]]
+"""dO -> dQ, dK and dV [batch, heads, tokens, D]."""
 
 
 class Way(NamedTuple):
@@ -173,64 +175,58 @@ def prepare_backward(operands: Operands) -> Launch:
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
     ways = backward_candidates(mask_of(operands), problem["heads"])
 
-    def run(gradients: _Gradients) -> Tensor:
+    def run(gradients: Gradients) -> Tensor:
         torch.mul(lse, log2(e), out=base2)
         parts = gradients(do)
         return torch.cat([x.transpose(1, 2).reshape(-1, x.shape[-1]) for x in parts])
 
-    passes = [_Gradients(_compiled(problem, w), (q, k, v), o, base2, w.options) for w in ways]
+    passes = [_gradients(_compiled(problem, w), (q, k, v), o, base2, w.options) for w in ways]
     return _fastest([partial(run, gradients) for gradients in passes], ways, operands)
 
 
-class _Gradients:
-    """The backward pass of a compiled call, whose saved O and LSE are replaced."""
+def _gradients(
+    call: Callable[..., Tensor], inputs: Sequence[Tensor], o: Tensor, lse: Tensor, options: Options
+) -> Gradients:
+    """Return the backward pass of a compiled call.
 
-    def __init__(
-        self,
-        call: Callable[..., Tensor],
-        inputs: tuple[Tensor, ...],
-        o: Tensor,
-        lse: Tensor,
-        options: Options,
-    ) -> None:
-        """Take the call; the first call of this object compiles both passes."""
-        self.call, self.inputs, self.options = call, inputs, options
-        self.o, self.lse = o, lse
-        self.result: Tensor | None = None
+    The first call compiles both passes, with these O and LSE in place of those that it would save.
+    """
+    places, result = {x.data_ptr() for x in inputs}, list[Tensor]()
 
-    def __call__(self, do: Tensor) -> list[Tensor]:
-        """Return dQ, dK and dV [batch, heads, tokens, D]."""
-        if self.result is not None:
-            return self._run(self.result, do)
-        # A donated buffer is overwritten: that would be the given O.
-        with functorch.patch(donated_buffer=False), self._tiles():
-            with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda saved: saved):
-                self.result = self.call(*self.inputs)  # its node lives as long as it does
-            return self._run(self.result, do)
+    def replaced(saved: Tensor) -> Tensor:
+        if saved.shape == o.shape and saved.dtype == o.dtype:
+            return saved if saved.data_ptr() in places else o
+        return lse if saved.shape == lse.shape and saved.dtype == torch.float32 else saved
 
-    def _run(self, result: Tensor, do: Tensor) -> list[Tensor]:
-        node: Any = result.grad_fn
+    def backward(do: Tensor) -> list[Tensor]:
+        node: Any = result[0].grad_fn
         with torch.no_grad():
             return [x for x in node.apply(do) if isinstance(x, Tensor)]
 
-    def _saved(self, saved: Tensor) -> Tensor:
-        places = {x.data_ptr() for x in self.inputs}
-        if saved.shape == self.o.shape and saved.dtype == self.o.dtype:
-            return saved if saved.data_ptr() in places else self.o
-        return self.lse if saved.shape == self.lse.shape and saved.dtype == torch.float32 else saved
+    def run(do: Tensor) -> list[Tensor]:
+        if result:
+            return backward(do)
+        # A donated buffer is overwritten: that would be the given O.
+        with functorch.patch(donated_buffer=False), _backward_tiles(options):
+            with torch.autograd.graph.saved_tensors_hooks(replaced, lambda saved: saved):
+                result.append(call(*inputs))  # its node lives as long as it does
+            return backward(do)
 
-    def _tiles(self) -> Any:
-        """Return a context in which torch compiles the backward pass with the tiles of `options`.
+    return run
 
-        Otherwise torch leaves out every tile that its own list does not have.
-        """
-        from torch._inductor.choices import InductorChoices
-        from torch._inductor.template_heuristics.triton import FlexBwDConfig
 
-        names = "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps"
-        tile = [FlexBwDConfig(*(self.options[f"bwd_{name}"] for name in names))]
-        method = "get_flex_attention_bwd_configs"
-        return patch.object(InductorChoices, method, lambda *_, **__: tile)
+def _backward_tiles(options: Options) -> Any:
+    """Return a context in which torch compiles the backward pass with the tiles of `options`.
+
+    Otherwise torch leaves out every tile that its own list does not have.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.template_heuristics.triton import FlexBwDConfig
+
+    names = "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps"
+    tile = [FlexBwDConfig(*(options[f"bwd_{name}"] for name in names))]
+    method = "get_flex_attention_bwd_configs"
+    return patch.object(InductorChoices, method, lambda *_, **__: tile)
 
 
 def _compiled(problem: Problem, way: Way) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from sparsebench.results.model_files import Pruning
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
 FIELDS = ["op", "m", "n", "k", "dtype", "pattern", "block", "level", *MEASURE, "label"]
+SILENT = {("block", "1"), ("level", "0.0"), ("pattern", "dense"), ("skew", "iid")}
 SCOPES = {
     "kernel": "kernel time",
     "op": "as called from Python, host cost included",
@@ -114,8 +115,14 @@ def panels(
 
 
 def named(line: "pd.Series[Any]", names: Sequence[str]) -> str:
-    """Write the fields of a line for a reader: `linear · m 64 · n 4096 · bf16 · block 16`."""
-    return " · ".join(_word(name, line[name]) for name in names if not _empty(line[name]))
+    """Write the fields of a line for a reader: `linear · m 64 · n 4096 · bf16 · block 16`.
+
+    Values that every plain problem has (SILENT) are left out.
+    """
+    values = {name: line[name] for name in names if not _empty(line[name])}
+    return " · ".join(
+        _word(*each) for each in values.items() if (each[0], str(each[1])) not in SILENT
+    )
 
 
 def ordered(values: "pd.Series[Any]") -> list[Any]:

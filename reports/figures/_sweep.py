@@ -86,19 +86,22 @@ def sweep(cases: pd.DataFrame, x: str) -> Sweep:
     return Sweep(x, np.unique(cases[x].dropna().to_numpy(dtype=float).round(4)))
 
 
-def legend(names: Mapping[str, int], solid: str, empty: str = "", roles: bool = False) -> Markup:
+def legend(
+    names: Mapping[str, int], solid: str, empty: str = "", drawn: "pd.Series[str] | None" = None
+) -> Markup:
     """Return a legend: every series, the solid line, and the meaning of hollow markers.
 
-    With `roles`, a checkbox shows every contender.
+    With the sides that are `drawn`, it shows the best of each, and a checkbox for every contender.
     """
     entries = [(contender_swatch(None), solid)] + ([(swatch(HOLLOW), empty)] if empty else [])
     contenders = [(contender_swatch(number), name) for name, number in names.items()]
     item = Markup("<li>{}{}</li>")
-    if not roles:
+    if drawn is None:
         items = Markup("").join(item.format(*entry) for entry in contenders + entries)
         return Markup('<ul class="legend">{}</ul>').format(items)
     sides = {"ours": "best of ours", "peer": "best sparse peer"}
-    entries = [*((swatch(ROLES[side]), words) for side, words in sides.items()), *entries]
+    best = [(swatch(ROLES[side]), words) for side, words in sides.items() if (drawn == side).any()]
+    entries = [*best, *entries]
     first = Markup("").join(item.format(*entry) for entry in entries)
     other = Markup('<li class="others">{}{}</li>')
     every = Markup("").join(other.format(*entry) for entry in contenders)

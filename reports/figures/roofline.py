@@ -21,7 +21,7 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measur
 from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._svg import Look, roles
 from sparsebench.reports.figures._sweep import scatter
-from sparsebench.results.formatting import percent, plain, significant
+from sparsebench.results.formatting import significant
 
 TITLE = "Roofline"
 ORDER = 66
@@ -63,8 +63,8 @@ def _panel(
     chart.line(roof, bound, Look(), name="bound")
     texts = cases.apply(
         lambda line: (
-            f"{line.label}: {significant(line.tflops)} TFLOP/s, m {plain(line.m)}, n × k "
-            f"{line.n} × {line.k}, {percent(line.level)}"
+            f"{line.label}: {significant(line.tflops)} TFLOP/s, "
+            f"{named(line, ['m', 'n', 'k', 'level'])}"
         ),
         axis=1,
     )

@@ -55,9 +55,10 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     words = f"{same}. The horizontal line is the baseline.{left_out(groups, axis.name)}"
     if axis.name == "level":
         words += " The dotted line is 1 / (1 − sparsity): time proportional to the non-zeros."
+    hollow = f"hollow: {meaning(frames.raced)[1]}"
     return (
         note(words)
-        + legend(frames.series_of(drawn), "baseline", f"hollow: {meaning(frames.raced)[1]}", True)
+        + legend(frames.series_of(drawn), "baseline", hollow, drawn.side)
         + draw_panels(frames, groups, axis, SPEEDUP, dress)
         + _break_evens(drawn)
         + download("speedup", drawn[DATA])

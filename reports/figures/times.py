@@ -39,6 +39,6 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     shown = drawn if len(groups) <= OPEN else folded(f"{len(groups)} panels", drawn)
     words = f"{same}. Points are medians. Bands are the range over processes, or the quartiles if "
     words += f"there is one process.{left_out(groups, axis.name)}"
-    key = legend(frames.series_of(raced), bases, roles=True)
+    key = legend(frames.series_of(raced), bases, drawn=raced.side)
     data = raced[[*FIELDS, "median_us", "low_us", "high_us"]]
     return note(words) + key + shown + download("times", data)

@@ -49,7 +49,7 @@ def _draw(frames: Frames, cases: pd.DataFrame) -> Markup:
     words += f"those of the dense baseline.{left_out(groups, axis.name)}"
     return (
         note(words)
-        + legend(frames.series_of(points), "dense baseline", roles=True)
+        + legend(frames.series_of(points), "dense baseline", drawn=points.side)
         + draw_panels(frames, groups, axis, RATE, dress)
         + download("useful_rate", points[[*FIELDS, "rate", "rate_low", "rate_high"]])
     )

@@ -133,7 +133,6 @@ def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
 def test_a_look_is_marked_once() -> None:
     text = page("noise", processes=5)
     assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
-    assert '<p class="quiet">Whether this run is reliable is unknown' in text
     assert "LOOK" not in page("winners")
     assert '<p class="why look">1 process: a look' in report_of(run(processes=1), only="winners")
 
@@ -148,8 +147,8 @@ def test_the_answer_is_the_largest_speed_up_and_marks_undecided_ones() -> None:
 
 def test_the_table_has_the_largest_speed_up_with_its_outcome() -> None:
     table = drawn("winners")
-    assert "<b>bsr/faster_perhaps</b>" in table
-    assert re.search(r"not settled \(\+\d+ would settle it\)", table)
+    assert ">faster_perhaps</td>" in table
+    assert re.search(r"not settled \(\+\d+\)", table)
 
 
 def test_intervals_are_named_for_what_they_are() -> None:
@@ -204,7 +203,7 @@ def test_in_a_look_hollow_means_that_the_interval_contains_one() -> None:
 
 def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:
     kinds = ("op", "hot"), ("op", "cold"), ("kernel", "hot"), ("kernel", "cold")
-    for name in ("winners", "speedup", "times"):
+    for name in ("speedup", "times"):
         first, *rest = drawn(name, kinds=kinds).split("<details><summary>kernel time · hot cache")
         assert "kernel time · cold cache" in first, name
         assert "as called from Python" not in first, name
@@ -259,7 +258,7 @@ def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
     telemetry = {"seconds": 1.0, "power_capped_us": 5e5, "power_w": 690.0, "sm_mhz": 1755.0}
     sizes: dict[str, Any] = {"held_bytes": 10**7, "peak_bytes": 2 * 10**7}
     text = report_of(run(telemetry=telemetry, energy_j=0.25, **sizes), only="cases")
-    assert "20 of 20 cases were timed (20 power-limited)" in text
+    assert re.search(r"\d+ cases are marked: power-limited", text)
     table = section("cases", text)
     for cell in ["power-limited", "690", "1,755", "10.0", "20.0", "250"]:
         assert f">{cell}</td>" in table, cell
@@ -309,7 +308,6 @@ def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:
 def test_without_pairs_eight_processes_have_intervals_and_no_verdict() -> None:
     text = report_of(replace(run(), reference=[]), only="winners")
     assert "Intervals: 95 % over 8 processes" in text
-    assert "Clearly faster: the whole interval is above 1." in text
 
 
 def test_names_of_contenders_are_never_markup() -> None:

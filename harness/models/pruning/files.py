@@ -10,9 +10,8 @@ number of dense features, which are the last of each tensor. For a model, the ou
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -37,17 +36,6 @@ from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutc
 
 HELD_OUT = 0.25
 PERMUTATION = "permutation"  # the tensor of the output that is no weight
-
-
-@dataclass(frozen=True)
-class _Result:
-    """Pruned tensors by name, counts of dense and of all features, errors by layer, the loss."""
-
-    tensors: Mapping[str, Tensor]
-    dense: int
-    features: int
-    errors: Sequence[Mapping[str, float]]
-    loss: float | None = None
 
 
 def parse_recipes(
@@ -105,21 +93,20 @@ def prune_file(
     first, *rest = loaded
     mlp = GatedMLP(first, rest[0], rest[1], activation) if rest else None
 
-    def make(recipe: Recipe) -> _Result:
+    outcomes = []
+    for recipe in recipes:
         if mlp:
             pruned = prune_mlp(mlp, seen, recipe)
             errors = mlp_errors(mlp, pruned, unseen)
         else:
             pruned = prune_linear(first, seen, recipe, split)
             errors = linear_errors(first, pruned, unseen, split)
-        tensors = dict(zip(names, pruned.weights, strict=True)) | {PERMUTATION: pruned.permutation}
-        return _Result(tensors, pruned.dense, len(pruned.permutation), [errors])
-
-    def write(result: _Result, recipe: Recipe, to: Path) -> None:
-        metadata = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
-        save_tensors(result.tensors, to, metadata | {"dense": str(result.dense)})
-
-    outcomes = _outcomes(make, recipes, to, write)
+        outcomes.append(_outcome(recipe, pruned.dense / len(pruned.permutation), [errors]))
+        if to:
+            tensors = dict(zip(names, pruned.weights, strict=True))
+            metadata = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
+            metadata["dense"] = str(pruned.dense)
+            save_tensors(tensors | {PERMUTATION: pruned.permutation}, to, metadata)
     origin = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
     return Pruning(PRUNING_SCHEMA, *origin, len(seen), held_out, None, outcomes)
 
@@ -158,37 +145,27 @@ def _model(
         seen, unseen = models.contexts(loaded, words, tokens)
         before = models.loss_of(loaded.model, unseen)
 
-    def make(recipe: Recipe) -> _Result:
+    outcomes = []
+    for recipe in recipes:
         with models.restored(loaded) if len(recipes) > 1 else nullcontext():
             pruned = models.prune_model(loaded, recipe, seen, unseen)
-        return _Result({}, pruned.dense, pruned.features, pruned.errors, pruned.loss)
-
-    def write(_: _Result, recipe: Recipe, to: Path) -> None:
-        models.save(loaded, recipe, to)
-
-    outcomes = _outcomes(make, recipes, to, write)
+        dense = pruned.dense / pruned.features
+        outcomes.append(_outcome(recipe, dense, pruned.errors, pruned.loss))
+        if to:
+            models.save(loaded, recipe, to)
     source = weights.name, models.digest(weights), origin
     counts = seen.numel(), unseen.numel()
     return Pruning(PRUNING_SCHEMA, *source, *counts, before, outcomes, loaded.unit)
 
 
-def _outcomes(
-    make: Callable[[Recipe], _Result],
-    recipes: Sequence[Recipe],
-    to: Path | None,
-    write: Callable[[_Result, Recipe, Path], None],
-) -> list[PruningOutcome]:
-    outcomes = []
-    for recipe in recipes:
-        result = make(recipe)
-        pattern, dense = recipe.mask_pattern, result.dense / result.features
-        errors = {name: fmean(e[name] for e in result.errors) for name in result.errors[0]}
-        fractions = dense, (1 - dense) * pattern.sparsity
-        outcome = recipe.method, recipe.region, *fractions, errors, result.loss, pattern.name
-        outcomes.append(PruningOutcome(*outcome))
-        if to:
-            write(result, recipe, to)
-    return outcomes
+def _outcome(
+    recipe: Recipe, dense: float, errors: Sequence[Mapping[str, float]], loss: float | None = None
+) -> PruningOutcome:
+    """Return the outcome of a recipe: the dense fraction, and the means of the layers' errors."""
+    pattern = recipe.mask_pattern
+    means = {name: fmean(layer[name] for layer in errors) for name in errors[0]}
+    fractions = dense, (1 - dense) * pattern.sparsity
+    return PruningOutcome(recipe.method, recipe.region, *fractions, means, loss, pattern.name)
 
 
 def _activations(path: Path) -> Tensor:

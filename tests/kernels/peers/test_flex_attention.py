@@ -85,7 +85,7 @@ def test_a_backward_pass_starts_from_the_given_output() -> None:
 
     options = dict.fromkeys([f"bwd_{name}" for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2")], 64)
     options |= {"bwd_BLOCK_N2": 64, "bwd_num_stages": 1, "bwd_num_warps": 4}
-    gradients = flex_attention._Gradients(Attend.apply, inputs, o, lse, options)
+    gradients = flex_attention._gradients(Attend.apply, inputs, o, lse, options)
     for _ in range(2):
         first, second = gradients(do)
         assert torch.equal(first, o + do)
