@@ -77,6 +77,8 @@ def from_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     try:
         data = parsed(text(file, JSON_BYTES))
+    except SparsebenchError:
+        raise
     except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
         raise ResultError(f"{file}: expected JSON, found {error}") from error
     if not isinstance(data, dict):

@@ -41,7 +41,6 @@ from sparsebench.harness.bench.contest_state import (
     OnFailure,
     RunningContest,
     ended,
-    ignore_failure,
     one_line,
     synchronize,
 )
@@ -68,7 +67,7 @@ def run(
     data: Path | None,
     options: ContestOptions | None = None,
     announce: Announce = lambda case, stage: None,
-    on_failure: OnFailure = ignore_failure,
+    on_failure: OnFailure = lambda *failure: None,
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
@@ -139,7 +138,7 @@ def prepared(
     data: Path | None = None,
     options: ContestOptions | None = None,
     announce: Announce = lambda case, stage: None,
-    on_failure: OnFailure = ignore_failure,
+    on_failure: OnFailure = lambda *failure: None,
 ) -> RunningContest:
     """Build the operands, and prepare every contender in random order."""
     began, seal = time.perf_counter(), Seal()

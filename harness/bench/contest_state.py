@@ -39,10 +39,6 @@ OnFailure = Callable[[str, str, str], None]
 LONGEST = 20_000  # characters of a traceback; the last ones are kept
 
 
-def ignore_failure(case: str, reason: str, traceback: str) -> None:
-    """Do nothing with a failure."""
-
-
 class Fatal(Exception):
     """The device no longer answers, so the process must end; `case` is "" if none is to blame."""
 

@@ -31,14 +31,12 @@ from sparsebench.harness.machine.nvml import NoNvml, board
 WINDOW_S = 2.0
 WARM_UP_S = 0.5
 BATCH_S = 0.01  # 0.5 % of the window
+NO_COUNTER = "energy: expected a counter of the board's energy, found none"
 STUCK_S = 5.0  # a counter that does not change for so long is useless
 
 
 class NoMeter(SuiteError):
     """The device does not count its energy."""
-
-
-NO_COUNTER = NoMeter("energy: expected a counter of the board's energy, found none")
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def require_meter(identity: str) -> None:
     """Raise NoMeter unless the device of this identity (device.py) counts its energy."""
     with _meter(identity) as meter_j:
         if meter_j() is None:
-            raise NO_COUNTER
+            raise NoMeter(NO_COUNTER)
 
 
 @contextmanager
@@ -94,7 +92,7 @@ def counted(
     A piece begins where the one before it ended, so the calls run without a pause.
     """
     if meter_j() is None:
-        raise NO_COUNTER
+        raise NoMeter(NO_COUNTER)
     size, took_s = 1, 0.0
 
     def batch() -> int:

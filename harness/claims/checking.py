@@ -26,11 +26,9 @@ from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.claim_plan import Part, parts, planned_claim, refused
 from sparsebench.harness.machine.device import simulated
 from sparsebench.harness.plan.suite import Suite
+from sparsebench.harness.run import recorded_plan, repeat, run_json
 from sparsebench.harness.run.measure import RunOptions, measure
-from sparsebench.harness.run.recorded_plan import own_suite
-from sparsebench.harness.run.repeat import Engine, Where, again, whole
-from sparsebench.harness.run.run_json import Flags
-from sparsebench.results import bundle, store
+from sparsebench.results import bundle, statistics, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells, file_problems, judging_cells
@@ -38,7 +36,6 @@ from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
 from sparsebench.results.claims.verdict import Verdict, judge
-from sparsebench.results.statistics import FEWEST
 
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
@@ -159,11 +156,11 @@ def evidence(
 
 def check(
     written: Sequence[ClaimFile],
-    flags: Flags,
+    flags: run_json.Flags,
     runs: Iterable[Path],
     out: Path,
     options: RunOptions,
-    engine: Engine | None = None,
+    engine: repeat.Engine | None = None,
     planned: Callable[[Evidence], None] = lambda result: None,
 ) -> Evidence:
     """Measure what no run has, confirm promising cells, and write everything below `out`.
@@ -188,10 +185,10 @@ class _Check:
     """Measures what claims need, and adds the cells to the evidence."""
 
     evidence: Evidence
-    flags: Flags
+    flags: run_json.Flags
     out: Path
     options: RunOptions
-    engine: Engine
+    engine: repeat.Engine
 
     def run(self) -> None:
         result = self.evidence
@@ -206,7 +203,7 @@ class _Check:
                 for part, _ in left.gaps:
                     result.refused[part.written.name, part.test.name] = str(error)
         result.left += [path.name for path in self._unfinished()]
-        if self.flags.replicates >= FEWEST and not result.left:
+        if self.flags.replicates >= statistics.FEWEST and not result.left:
             for _ in range(CONFIRMING):
                 for screening, chosen in self._promising().items():
                     result.read([self._confirmed(screening, chosen)])
@@ -221,7 +218,7 @@ class _Check:
             run = store.read(path)
             before = run.state["flags"]
             before_flags = {name: before[name] for name in ("only", "replicates", "energy")}
-            suite = own_suite(run, self.flags.data)
+            suite = recorded_plan.own_suite(run, self.flags.data)
             self.engine(suite, replace(self.flags, **before_flags), None, path, self.options)
         return path
 
@@ -249,7 +246,7 @@ class _Check:
         path = self.evidence.runs[screening]
         names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
         out = next(self.out / name for name in names if not _finished(self.out / name))
-        run = whole(path)
+        run = repeat.whole(path)
         ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
         rows = {row.case.id: row for row in run.rows}
         named = [{"case_id": i, "scope": rows[i].scope, "cache": rows[i].cache} for i in ids]
@@ -258,10 +255,10 @@ class _Check:
             "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
             "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
         }
-        where = Where(self.flags.device, self.flags.data, out, self.options, self.engine)
+        where = repeat.Where(self.flags.device, self.flags.data, out, self.options, self.engine)
         only = f"case={'|'.join(ids)}"
         replicates = self.flags.replicates
-        return again(run, where, {"confirms": origin}, only=only, replicates=replicates)
+        return repeat.again(run, where, {"confirms": origin}, only=only, replicates=replicates)
 
 
 def _finished(path: Path) -> bool:
@@ -292,7 +289,7 @@ def runs_for(gaps: Sequence[Gap], replicates: int) -> list[Missing]:
     in_all: dict[str, set[str]] = {}
     for part, left in gaps:
         decided_by_one = part.test.quantifier == "exists" and len(part.problems) > 1
-        if not decided_by_one or replicates < FEWEST or measures_energy(part):
+        if not decided_by_one or replicates < statistics.FEWEST or measures_energy(part):
             in_all.setdefault(part.suite.text, set()).update(left)
     groups: dict[tuple[str, bool, int], list[Gap]] = {}
     for part, left in gaps:

@@ -51,7 +51,7 @@ from sparsebench.harness.shared_runs import shared_folder
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.kernels._common import tuned_table
-from sparsebench.results import store
+from sparsebench.results import files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
@@ -130,13 +130,9 @@ def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progres
 
 def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
-    file = path / "survey.json"
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{file}: expected a survey, found {error}") from error
+    data = files.from_json(path / "survey.json")
     if data.pop("schema", None) != SCHEMA:
-        raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
+        raise ResultError(f"{path / 'survey.json'}: expected schema {SCHEMA}, found another")
     return Survey(path, **data)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.grid import Grid, Score, Stack
 
 
@@ -83,3 +84,18 @@ class Pattern:
     rule: Callable[[Weight], Rule]
     derived: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     causal: bool = False
+
+
+def n_of_m(name: str, kept: int, group: int) -> Pattern:
+    """Return the pattern `name`, which keeps the best N of each M elements along k.
+
+    A suite may write $kept and $group in the params of a format.
+    """
+
+    def rule(weight: Weight) -> Rule:
+        if weight.k % group:
+            expected = f"expected k to be a multiple of {group}"
+            raise SuiteError(f"pattern {name}: {expected}, found {weight.k}")
+        return Rule(weight.elements, group=group, counts=(kept,))
+
+    return Pattern(rule, lambda fields: {"kept": kept, "group": group})

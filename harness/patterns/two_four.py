@@ -5,6 +5,6 @@ x x . .  . x . x
 x . . x  . . x x
 """
 
-from sparsebench.harness.patterns._n_of_m import n_of_m
+from sparsebench.harness.patterns._pattern import n_of_m
 
 PATTERN = n_of_m("two_four", 2, 4)

@@ -21,17 +21,12 @@ import numpy as np
 
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.contest_state import ContestOptions
-from sparsebench.harness.bench.energy import require_meter
-from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.bench import contest_state, energy, sampling
 from sparsebench.harness.doctor.findings import failure
-from sparsebench.harness.machine.cpu_placement import boot
-from sparsebench.harness.machine.device import tuned_tables
-from sparsebench.harness.machine.nvml import Window, telemetry
+from sparsebench.harness.machine import cpu_placement, device, nvml
 from sparsebench.harness.plan.selection import planned, text
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run import early_start
-from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run import early_start, plan_part, worker_process
 from sparsebench.harness.run.recorded_plan import (
     code_of,
     completed_rows,
@@ -40,15 +35,10 @@ from sparsebench.harness.run.recorded_plan import (
 )
 from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
 from sparsebench.harness.run.runner import Pinned, Runner
-from sparsebench.harness.run.worker_process import require_plan
-from sparsebench.results import bundle, provenance, store
+from sparsebench.results import bundle, families, files, frame, provenance, statistics, store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.families import DEFAULT, by_default
-from sparsebench.results.files import utf8
 from sparsebench.results.formatting import number
-from sparsebench.results.frame import logs_over
 from sparsebench.results.record import Problem, Row, Status
-from sparsebench.results.statistics import FEWEST
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the last result, or the first problem."""
@@ -84,7 +74,7 @@ class RunOptions:
     until: float = inf
     rank: Rank | None = None
     replan: Replan = lambda process, contests: contests
-    part: Part | None = None
+    part: plan_part.Part | None = None
 
 
 class Stopped(KeyboardInterrupt):
@@ -110,10 +100,10 @@ def measure(
     part, since = options.part, now()
     _require_flags(flags)
     contests = planned(suite, flags.device, flags.only, flags.shard)
-    require_plan(flags.device, planned(suite, flags.device))
+    worker_process.require_plan(flags.device, planned(suite, flags.device))
     if out and not resume:
         require_new(out)
-    tuned_tables()
+    device.tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # a name that is taken twice is an error now, not when the report is built
     with ExitStack() as held:
@@ -122,7 +112,7 @@ def measure(
         done = completed_rows(resume, suite, flags, contests) if resume else []
         pinned, searched, processes = options.pinned, options.searched, flags.replicates
         chosen_by = provenance.planned_choices(processes, bool(pinned), bool(searched))
-        share, place = processes < FEWEST, (flags.device, flags.data, flags.timeout_s)
+        share, place = processes < statistics.FEWEST, (flags.device, flags.data, flags.timeout_s)
         runner = Runner(*place, pinned=pinned, share=share, processes=processes)
         held.callback(runner.kill)
         if part:
@@ -133,12 +123,12 @@ def measure(
         runner.pin(done)
         identity = runner.about["identity"]
         if flags.energy:
-            require_meter(identity)
+            energy.require_meter(identity)
         # Before anything runs: a GPU reports how busy it was in the last second.
         watch = Watch(flags.device, identity, runner.pid, options.on_message)
         before = {**(options.origin or {}), "choices": chosen_by}
         if part or flags.shard:
-            number, host = (part.number, part.host) if part else (0, boot())
+            number, host = (part.number, part.host) if part else (0, cpu_placement.boot())
             before["part"] = {"number": number, "host": host}
         record = Record(suite.name, flags, len(contests) * processes, before, since)
         whole_plan = planned(suite, flags.device, flags.only)
@@ -161,8 +151,8 @@ def measure(
         early_start.wait_for_imports()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
-        contest_options = ContestOptions(
-            measures=possible(suite.measures, flags.device),
+        contest_options = contest_state.ContestOptions(
+            measures=sampling.possible(suite.measures, flags.device),
             ceilings=Ceilings.from_json(ceilings),
             energy=flags.energy,
         )
@@ -189,7 +179,7 @@ def _require_flags(flags: Flags) -> None:
 
 def require_new(out: Path) -> None:
     """Raise SuiteError if the run directory cannot be made, before anything is measured."""
-    if not utf8(str(out)):
+    if not files.utf8(str(out)):
         raise SuiteError(f"--out: expected a name in UTF-8, found {str(out)!a}")
     if not store.is_new(out):
         problem = "expected a new directory, found one; --resume continues a run"
@@ -223,7 +213,7 @@ class _Session:
     path: Path
     record: Record
     contests: list[Contest]
-    contest_options: ContestOptions
+    contest_options: contest_state.ContestOptions
     rows: list[Row]  # those of an earlier session at first
     watch: Watch
     options: RunOptions
@@ -240,7 +230,7 @@ class _Session:
 
     def measure(self) -> None:
         part, identity = self.options.part, self.runner.about["identity"]
-        with self._sealed_at_end(), telemetry(identity, self.runner.log.add) as window:
+        with self._sealed_at_end(), nvml.telemetry(identity, self.runner.log.add) as window:
             for replicate in range(self.record.flags.replicates):
                 seed = f"{self.record.suite} {replicate}" + (f" {part.number}" if part else "")
                 order = random.Random(seed).sample(self.contests, len(self.contests))
@@ -256,7 +246,7 @@ class _Session:
             self.runner.kill()
             self.watch.end()
 
-    def _process(self, replicate: int, contests: Iterable[Contest], window: Window) -> None:
+    def _process(self, replicate: int, contests: Iterable[Contest], window: nvml.Window) -> None:
         window()  # drop what happened before the first contest
         options = replace(self.contest_options.after(self.rows), replicate=replicate)
         for result in self.runner.run(contests, options):
@@ -328,7 +318,7 @@ def leader(rows: Sequence[Row]) -> str:
     over = next((row for row in timed if row.case.contender.baseline), None)
     if over is None or len(timed) == 1 or timed[0].reference:
         return ""
-    logs = [float(np.median(logs_over(row, over))) for row in timed]
+    logs = [float(np.median(frame.logs_over(row, over))) for row in timed]
     best = timed[logs.index(max(logs))]
     first, base = (_ran(row) for row in (best, over))
     result = f"{first} {number(exp(max(logs)))}× faster than {base}"
@@ -338,5 +328,5 @@ def leader(rows: Sequence[Row]) -> str:
 
 def _ran(row: Row) -> str:
     contender = row.case.contender
-    of_layer = contender.kernel == DEFAULT
-    return by_default(contender.format, row.choice) if of_layer else contender.kernel
+    of_layer = contender.kernel == families.DEFAULT
+    return families.by_default(contender.format, row.choice) if of_layer else contender.kernel

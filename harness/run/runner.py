@@ -206,8 +206,8 @@ class Runner:
                 offenders = list(left)
             about = options.replicate, attempt, contest.reference
             for offender in offenders:
-                case, device = Case(contest.problem, offender), self.about["identity"]
-                blank = Row(case, result.status, *about, device=device, detail=result.detail)
+                facts = {"device": self.about["identity"], "detail": result.detail}
+                blank = Row(Case(contest.problem, offender), result.status, *about, **facts)
                 lost_rows += [replace(blank, scope=s, cache=c) for s, c in options.measures]
                 left.remove(offender)
             attempt += 1

@@ -26,7 +26,7 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
-from sparsebench.harness.bench.contest_state import ContestOptions, OnFailure, ignore_failure
+from sparsebench.harness.bench.contest_state import ContestOptions, OnFailure
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import keywords, load_kernel, load_op, parameters
 from sparsebench.harness.patterns._mask import derived
@@ -69,7 +69,7 @@ def try_kernel(
     words: Sequence[str],
     device: torch.device,
     data: Path | None = None,
-    on_failure: OnFailure = ignore_failure,
+    on_failure: OnFailure = lambda *failure: None,
 ) -> TrialResult:
     """Draw, convert, check against fp64 and time a kernel beside its baseline.
 

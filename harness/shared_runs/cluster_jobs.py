@@ -181,8 +181,8 @@ def _command_line(job: str) -> bytes:
 def statuses(folder: Path, plan: Plan, parts: Iterable[Progress]) -> dict[int, str]:
     """Return a word for each part: its own status, or lost if its job ended before it was done."""
     alive = None if plan.by == "devices" else _alive(folder, plan)
-    ended = lambda part: alive is not None and part.number not in alive  # noqa: E731
-    return {p.number: LOST if ended(p) and not p.complete else p.status for p in parts}
+    running = plan.numbers if alive is None else alive
+    return {p.number: p.status if p.complete or p.number in running else LOST for p in parts}
 
 
 def _describe(alive: Mapping[int, str] | None, lost: int) -> str:

@@ -22,13 +22,10 @@ from sparsebench._discovery import own_code_only
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.harness.plan.selection import planned
-from sparsebench.harness.run.recorded_plan import own_suite, require_planned
-from sparsebench.harness.run.run_json import Counts
-from sparsebench.results import bundle, files, store
+from sparsebench.harness.run import recorded_plan, run_json
+from sparsebench.results import bundle, consistency, files, record, store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.consistency import check_consistency
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
-from sparsebench.results.record import ROWS_SCHEMA
 from sparsebench.results.store import Run
 
 COMMON = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all runs
@@ -61,18 +58,18 @@ def merge(
         limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
         raise ResultError(f"merge: expected at most {limit}, found {size}; --only makes two runs")
     joined = _joined(runs, out)
-    counts, flags = Counts([*joined.reference, *joined.rows]), joined.state["flags"]
+    counts, flags = run_json.Counts([*joined.reference, *joined.rows]), joined.state["flags"]
     with nullcontext() if plugins else own_code_only():
-        suite = own_suite(joined, data)
+        suite = recorded_plan.own_suite(joined, data)
         problems = [c.problem.id for c in planned(suite, flags["device"], flags["only"])]
         plan = [(n, problem) for n in range(flags["replicates"]) for problem in problems]
         missing = [contest for contest in plan if contest not in counts.done]
         if not missing:
-            require_planned(joined, suite)
+            recorded_plan.require_planned(joined, suite)
     if missing and whole:
         raise ResultError(_lacking(runs, missing, len(counts.done)))
     if not missing:
-        deque(check_consistency(joined), 0)
+        deque(consistency.check_consistency(joined), 0)
     done = {"done": len(counts.done), "of": len(counts.done) + len(missing)}
     status = {"status": "interrupted" if missing else "finished", "contests": done}
     state = {**joined.state, **status, "cases": dict(counts.cases)}
@@ -91,8 +88,9 @@ def _read(paths: Sequence[Path]) -> list[Run]:
     """Read runs of one GPU each. Raises ResultError if one was changed, or is there twice."""
     runs, seen = list[Run](), dict[str, Path]()
     for path in paths:
-        if (other := seen.setdefault(bundle.identity(path), path)) is not path:
-            raise ResultError(f"{path}: expected each run once, found {other} too")
+        if (identity := bundle.identity(path)) in seen:  # even under another name
+            raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
+        seen[identity] = path
     for path in paths:
         bundle.verify(path)
         runs.append(store.read(path))
@@ -149,7 +147,7 @@ def _joined(runs: Sequence[Run], out: Path) -> Run:
     return replace(
         runs[0],
         path=out,
-        schema=ROWS_SCHEMA,
+        schema=record.ROWS_SCHEMA,
         environment={**common, "ceilings": ceilings, "devices": list(devices.values())},
         state=_state(runs) | {"shards": shards},
         rows=[row for run in runs for row in run.rows],

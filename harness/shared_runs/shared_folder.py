@@ -127,16 +127,11 @@ def read(folder: Path) -> tuple[Plan, Suite]:
     """Read the plan and the suite. Raises ResultError if the folder holds no plan."""
     file = folder / "plan.json"
     data = files.from_json(file)
-    if data.pop("schema", None) != SCHEMA:
+    if data.get("schema") != SCHEMA:
         raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
-    if data.pop("choices", 0) and not (folder / "pinned.json").exists():
+    if data.get("choices") and not (folder / "pinned.json").exists():
         raise ResultError(f"{folder / 'pinned.json'}: expected the plan's choices, found no file")
-    try:
-        flags = data.pop("flags")
-        flags["data"] = Path(flags["data"]) if flags["data"] else None
-        plan = Plan(**{**data, "flags": Flags(**flags), "devices": tuple(data["devices"])})
-    except (KeyError, TypeError) as error:
-        raise ResultError(f"{file}: expected a plan, found {error}") from error
+    plan = files.validated(file, Plan, SCHEMA)
     text = files.text(folder / "suite.yaml", files.YAML_BYTES)
     suite = expand(str(folder / "suite.yaml"), text, plan.flags.data)
     return plan, replace(suite, name=plan.suite)

@@ -44,19 +44,17 @@ def format_checks(
                 except FormatError:
                     continue
 
-    about: list[tuple[str, Callable[[], None]]] = [
-        ("holds its example matrices", partial(_holds, must, stored)),
-        ("refuses what is not a matrix", partial(_refuses, device, stored)),
-        ("counts the bytes of its arrays", partial(_counts, held)),
-        ("samples other matrices at the positions that it stores", partial(_samples, held)),
-    ]
+    about: dict[str, Callable[[], None]] = {
+        "holds its example matrices": partial(_holds, must, stored),
+        "refuses what is not a matrix": partial(_refuses, device, stored),
+        "counts the bytes of its arrays": partial(_counts, held),
+        "samples other matrices at the positions that it stores": partial(_samples, held),
+    }
     for dtype in DTYPES:
         kind = str(dtype).removeprefix("torch.")
-        about += [
-            (f"gives back a matrix of {kind}", partial(_round_trips, dtype, held)),
-            (f"keeps every value of {kind}", partial(_keeps, dtype, may, stored)),
-        ]
-    return [Check(f"{name} {sentence}", holds) for sentence, holds in about]
+        about[f"gives back a matrix of {kind}"] = partial(_round_trips, dtype, held)
+        about[f"keeps every value of {kind}"] = partial(_keeps, dtype, may, stored)
+    return [Check(f"{name} {sentence}", holds) for sentence, holds in about.items()]
 
 
 def matrix(shape: tuple[int, int], density: float, dtype: torch.dtype = torch.float32) -> Tensor:

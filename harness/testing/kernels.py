@@ -40,7 +40,8 @@ def kernel_checks(name: str, *words: str, device: str = "cpu") -> list[Check]:
     `sparsebench try`, such as `m=16 n=64 k=64 sparsity=0.9`, and the kernel must run every one, in
     at least one of DTYPES. Without words it must run one of PROBLEMS.
     """
-    problems = {f"is right: {w}": [w] for w in words} or {"is right wherever it runs": PROBLEMS}
+    problems: dict[str, Sequence[str]] = {f"is right: {w}": [w] for w in words}
+    problems = problems or {"is right wherever it runs": PROBLEMS}
     return [
         Check(f"{name} has an op and a format that exist", partial(_names, name)),
         Check(f"{name} takes operands, and options by keyword", partial(_signature, name)),
