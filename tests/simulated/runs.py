@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, regrets, samples, ways
+from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.outcome import VERDICTS, Outcome, among_many
@@ -63,6 +63,15 @@ class Runs:
 
 
 @cache
+
+SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
+
+
+def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Return by how much the log times of searches' choices exceed the best."""
+    return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
+
+
 def within(call_us: float) -> Array:
     """Return what two equal contenders differ by in each of POOL processes without an effect."""
     spec = Spec(process=0.0)
