@@ -25,6 +25,7 @@ from sparsebench.results.statistics import (
     p_value,
 )
 
+SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 POOL = 2000  # processes through the clock, drawn from
 MANY = 400  # processes of another run, whose mean is what it would estimate from very many
 PROCESSES = 8
@@ -62,16 +63,12 @@ class Runs:
     another: Floats
 
 
-@cache
-
-SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
-
-
 def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...]) -> Array:
     """Return by how much the log times of searches' choices exceed the best."""
     return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
 
 
+@cache
 def within(call_us: float) -> Array:
     """Return what two equal contenders differ by in each of POOL processes without an effect."""
     spec = Spec(process=0.0)
