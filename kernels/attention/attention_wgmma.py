@@ -41,14 +41,17 @@ ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, S
 class Config:
     """One way to run the kernel.
 
-    rows    of queries in a tile: 64 for each warpgroup that shares K and V
-    tiles   that a CTA works on at the same time
-    keys    of a step
+    rows  of queries in a tile: 64 for each warpgroup that shares K and V, 128 at most
+    keys  of a step
     """
 
     rows: int
-    tiles: int
     keys: int
+
+    @property
+    def tiles(self) -> int:
+        """Return how many tiles a CTA works on at the same time."""
+        return 128 // self.rows
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
@@ -69,7 +72,7 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         raise Unsupported(
             f"expected blocks of 8, 16, 32 or a multiple of 64 keys, found {shape.block[1]}"
         )
-    return [Config(rows, 128 // rows, keys)]
+    return [Config(rows, keys)]
 
 
 def shortens(config: Config, mask: BlockMask) -> bool:

@@ -57,12 +57,15 @@ QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, d
 class Config:
     """One way to run the kernel of dK and dV.
 
-    rows   of keys in a tile: 64 for each warpgroup
-    tiles  that a CTA works on at the same time
+    rows  of keys in a tile: 64 for each warpgroup, 128 at most
     """
 
     rows: int
-    tiles: int
+
+    @property
+    def tiles(self) -> int:
+        """Return how many tiles a CTA works on at the same time."""
+        return 128 // self.rows
 
 
 @dataclass(frozen=True)
@@ -97,14 +100,13 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         )
     query_configurations(shape, shared)  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
-    return [Config(128, 1) if wide else Config(64, 2)]
+    return [Config(128 if wide else 64)]
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
     """Return how differentiate_queries runs: there are registers for steps of 64 keys."""
     shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    wide = span_of(shape.block[0]) * shared >= 128
-    return QueryConfig(128, 1, 64) if wide else QueryConfig(64, 2, 64)
+    return QueryConfig(min(128, span_of(shape.block[0]) * shared), 64)
 
 
 class Work(NamedTuple):

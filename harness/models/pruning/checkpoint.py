@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Union
 
 import torch
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from torch import nn
 
 from sparsebench.errors import FormatError
@@ -42,54 +42,31 @@ Count = Annotated[int, Field(ge=0)]
 # ---- descriptions: the objects under "layers" in config.json ----
 
 
-class _Layer(BaseModel, extra="forbid"):
-    in_features: Size
-    dtype: Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
-
-
-class _Linear(_Layer):
-    out_features: Size
-    bias: bool
-
-
-class _MLP(_Layer):
-    hidden_features: Size
-    activation: str
-
-
-class _BlockSparseLinear(_Linear):
-    layer: Literal["BlockSparseLinear"]
-    block: tuple[Size, Size]  # rows, columns
-    stored: Count  # blocks
-
-
-class _SpenseLinear(_Linear):
-    layer: Literal["SpenseLinear"]
-    sparse_shape: tuple[Count, Count]  # rows and columns of the sparse part
-
-
-class _BitmapLinear(_Linear):
-    layer: Literal["BitmapLinear"]
-    stored: Count  # bytes of the records
-
-
-class _SpenseGatedMLP(_MLP):
-    layer: Literal["SpenseGatedMLP"]
-    dense: Count  # hidden units stored dense
-
-
-class _SparseGatedMLP(_MLP):
-    layer: Literal["SparseGatedMLP"]
-    slots: Size  # for active units
-
-
-Description = Mapping[str, Any]
-_ANY = _BlockSparseLinear | _SpenseLinear | _BitmapLinear | _SpenseGatedMLP | _SparseGatedMLP
-LAYERS = TypeAdapter(dict[str, Annotated[_ANY, Field(discriminator="layer")]])
-KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (BlockSparseLinear, SpenseLinear, BitmapLinear, SpenseGatedMLP, SparseGatedMLP)
+Dtype = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
+_LAYER = {"in_features": Size, "dtype": Dtype}
+_LINEAR = {**_LAYER, "out_features": Size, "bias": bool}
+_MLP = {**_LAYER, "hidden_features": Size, "activation": str}
+FIELDS: dict[type[nn.Module], dict[str, Any]] = {
+    BlockSparseLinear: {**_LINEAR, "block": tuple[Size, Size], "stored": Count},  # stored blocks
+    SpenseLinear: {**_LINEAR, "sparse_shape": tuple[Count, Count]},  # rows and columns
+    BitmapLinear: {**_LINEAR, "stored": Count},  # bytes of the records
+    SpenseGatedMLP: {**_MLP, "dense": Count},  # hidden units stored dense
+    SparseGatedMLP: {**_MLP, "slots": Size},  # for active units
 }
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in FIELDS}
+Description = Mapping[str, Any]
+
+
+def _model(kind: type[nn.Module], fields: Mapping[str, Any]) -> Any:
+    """Return the pydantic model of a description."""
+    literal: Any = Literal
+    types: dict[str, Any] = {"layer": literal[kind.__name__], **fields}
+    required: dict[str, Any] = {name: (annotation, ...) for name, annotation in types.items()}
+    return create_model(kind.__name__, __config__=ConfigDict(extra="forbid"), **required)
+
+
+_MODELS: Any = Union[tuple(_model(*each) for each in FIELDS.items())]  # noqa: UP007
+LAYERS: Any = TypeAdapter(dict[str, Annotated[_MODELS, Field(discriminator="layer")]])
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:

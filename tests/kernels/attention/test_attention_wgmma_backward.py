@@ -56,7 +56,7 @@ extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) 
 
 # The producers have 24 registers, and spill one for small blocks.
 ONE_REGISTER = "8 bytes stack frame, 4 bytes spill stores,"
-WIDE, TWO = Config(128, 1), Config(64, 2)
+WIDE, TWO = Config(128), Config(64)
 CASES = [
     Case((200, 270), 128, (2, 1), WIDE, batch=2, lists=2, causal=True),
     Case((150, 200), 64, (2, 2), TWO, lists=2, bits=True),

@@ -41,8 +41,8 @@ BY_KERNEL: list[tuple[Any, str | None]] = [
 
 
 def weight(dtype: torch.dtype = torch.float32) -> Tensor:
-    kept = torch.rand(N // 16, K // 16) > 0.5
-    dense = torch.randn(N, K) * kept.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    mask = torch.rand(N // 16, K // 16) > 0.5
+    dense = torch.randn(N, K) * mask.repeat_interleave(16, 0).repeat_interleave(16, 1)
     return dense.to(dtype)
 
 
