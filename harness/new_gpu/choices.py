@@ -4,7 +4,8 @@
             it supports at least one of its problems in the packaged suites
     order   of each shape the problem at DECIDED sparsity first, then from its least sparse one on;
             so a survey that is cut short has looked at every shape
-    cases   the winner and the runner-up of the screening; the baseline is in every contest anyway
+    cases   the winner of the screening, and the runner-up if another kernel ran there: `default`
+            and the kernel that it chose are one; the baseline is in every contest anyway
 
 One process chooses; another run measures the chosen cases again, so that a lucky result of the
 first is in no number.
@@ -73,7 +74,7 @@ def deciding(cases: pd.DataFrame, problems: Iterable[Problem]) -> dict[str, list
     """Return the ids of problems with a time, in order, with the cases to measure again."""
     raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
     raced = raced.sort_values("median_us").groupby("problem_id").head(2)
-    ran = [json.loads(row.choice).get("kernel", row.kernel) for row in raced.itertuples()]
+    ran = [json.loads(str(row.choice)).get("kernel", row.kernel) for row in raced.itertuples()]
     raced = raced.assign(ran=ran).drop_duplicates(["problem_id", "ran"])
     ids = raced.groupby("problem_id").case_id.apply(list)
     ranks = coarse(problems)
