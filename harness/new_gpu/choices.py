@@ -74,7 +74,8 @@ def deciding(cases: pd.DataFrame, problems: Iterable[Problem]) -> dict[str, list
     """Return the ids of problems with a time, in order, with the cases to measure again."""
     raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
     raced = raced.sort_values("median_us").groupby("problem_id").head(2)
-    ran = [json.loads(str(row.choice)).get("kernel", row.kernel) for row in raced.itertuples()]
+    choices = map(json.loads, raced.choice)
+    ran = [choice.get("kernel", named) for choice, named in zip(choices, raced.kernel, strict=True)]
     raced = raced.assign(ran=ran).drop_duplicates(["problem_id", "ran"])
     ids = raced.groupby("problem_id").case_id.apply(list)
     ranks = coarse(problems)
