@@ -14,7 +14,7 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.cases import CONTEST
 from sparsebench.results.cliffs import sentence
-from sparsebench.results.contests import in_chain, usual
+from sparsebench.results.contests import OF_MODEL, in_chain, usual
 from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import (
     between,
@@ -25,6 +25,7 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
+from sparsebench.results.model_shapes import model_name
 from sparsebench.results.statistics import ratio_over
 
 LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
@@ -101,7 +102,9 @@ def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
 def _condition(case: Mapping[Any, Any]) -> str:
     """Describe the sparsity of a case: `90 %, 128 × 128 blocks` or `29 of 5632 units active`."""
     block = str(case.get("block", ""))
-    parts = [percent(case["level"])] if case["level"] > 0 else []
+    sizes = [case[name] for name in OF_MODEL if name in case and pd.notna(case[name])]
+    parts = [model_name(*map(int, sizes))] if sizes else []
+    parts += [percent(case["level"])] if case["level"] > 0 else []
     parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
     if pd.notna(case.get("active")):
         units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding

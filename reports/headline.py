@@ -19,7 +19,6 @@ from sparsebench.results.analysis import Analysis, tables
 from sparsebench.results.cases import CONTEST, chose_dense
 from sparsebench.results.contests import in_chain, is_short, usual
 from sparsebench.results.families import ours
-from sparsebench.results.files import from_json
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -30,10 +29,8 @@ from sparsebench.results.formatting import (
     times,
 )
 from sparsebench.results.noise import Reliability
-from sparsebench.results.provenance import Choices, choices_of, flat
+from sparsebench.results.provenance import Choices, choices_of, commit_of, flat
 from sparsebench.results.statistics import FEWEST
-
-COMMITS = "commits.json"
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,7 @@ class PublishedRun(Analysis):
 
     @property
     def commit(self) -> str:
-        """Return the commit; a machine without the history records a digest of the code instead.
-
-        results/published/commits.json has the commit of each such digest.
-        """
-        if commit := self.facts.get("commit"):
-            return commit
-        return str(from_json(self.run.path.parents[1] / COMMITS)[self.facts["code_sha256"]])
+        return commit_of(self.run.path, self.run.environment)
 
     @property
     def processes(self) -> int:

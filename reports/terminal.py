@@ -25,7 +25,7 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.cases import CONTEST, break_even, winners
-from sparsebench.results.contests import empty_launch
+from sparsebench.results.contests import OF_MODEL, empty_launch
 from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
@@ -37,6 +37,7 @@ from sparsebench.results.formatting import (
     percent,
 )
 from sparsebench.results.frame import fields
+from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import STYLES, Outcome
 from sparsebench.results.provenance import devices_named
@@ -49,6 +50,7 @@ LINES = 30  # lines of a table on a terminal; the report and Markdown show all
 MORE = "more lines are in the report and in --markdown"
 REASONS = 12  # shown at most
 PARTS = ["op", "pattern", "dtype"]  # fields that need no name beside their values
+SIZES_OF_MODEL = {*OF_MODEL, "vocab", "heads", "kv_heads", "head_dim"}
 EMPTY = ("", "-", "–")
 USUAL = {
     ("sparsity", "0 %"),
@@ -258,8 +260,11 @@ def results(analysis: Analysis) -> Table:
 
 
 def _problem(line: Mapping[Any, Any], varying: Sequence[str]) -> str:
-    """Name a problem by the fields that vary: `m 16, 90 %, block 64`."""
+    """Name a problem by the fields that vary: `m 16, 90 %, block 64`; a model by its name."""
     words = []
+    if pd.notna(line.get("hidden")) and SIZES_OF_MODEL & {*varying}:
+        words = [model_name(*(int(line[name]) for name in OF_MODEL))]
+        varying = [name for name in varying if name not in SIZES_OF_MODEL]
     for name in varying:
         value = line[name]
         if pd.isna(value) or (name, str(value)) in USUAL or (name == "pattern" and "block" in line):

@@ -34,6 +34,7 @@ from sparsebench.results.formatting import (
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
 
+OF_ATTENTION = ["batch", "heads", "causal"]  # fields of its problems, which have no shape
 USUAL = 0.9  # sparsity of a headline, if it was measured
 MOST = 4  # answers of a run, each for its own op or pattern
 EXAMPLES = {"level": (0.5, 0.9), "m": (16, 4096)}  # values to report, if they were measured
@@ -69,7 +70,8 @@ def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
 
 def where(view: View) -> str:
     """Write what the cells of a view share: dtype, sizes, and their dense contender."""
-    names = [n for n in ("dtype", "m", "shape", "pattern", "block") if n not in (view.x, view.y)]
+    sizes = ["shape"] if _shared(view, "shape") or "shape" in (view.x, view.y) else OF_ATTENTION
+    names = [n for n in ("dtype", "m", *sizes, "pattern", "block") if n not in (view.x, view.y)]
     names = ["op", *names, *(n for n in view.choice if n not in ("op", *names, view.x, view.y))]
     shared = [field_text(name, value) for name in names if (value := _shared(view, name))]
     return " · ".join(filter(None, [*shared, against(view)]))

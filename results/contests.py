@@ -169,10 +169,10 @@ def with_shapes(lines: pd.DataFrame) -> pd.DataFrame:
     sizes = zip(lines.n, lines.k, strict=True)
     shape = ["" if pd.isna(n) or pd.isna(k) else f"{n} × {k}" for n, k in sizes]
     if {*OF_MODEL} <= {*lines}:
-        sizes = lines[OF_MODEL].itertuples(index=False)
+        models = lines[OF_MODEL].to_numpy(dtype=float, na_value=np.nan).tolist()
         shape = [
-            model_name(*map(int, each)) if pd.notna(each[0]) else text
-            for text, each in zip(shape, sizes, strict=True)
+            text if np.isnan(model[0]) else model_name(*map(int, model))
+            for text, model in zip(shape, models, strict=True)
         ]
     return lines.assign(shape=shape, level=level.round(digits), of_units=of_units)
 
@@ -230,7 +230,7 @@ def _names(cases: pd.DataFrame) -> pd.Series:
         by_default(name, json.loads(choice or "{}"))
         for name, choice in zip(users["format"], users.choice, strict=True)
     ]
-    names.loc[users.index] = named
+    names.loc[users.index] = pd.Series(named, users.index, dtype="str")
     return names
 
 

@@ -22,6 +22,7 @@ from sparsebench.errors import ResultError
 from sparsebench.results.files import from_json
 from sparsebench.results.statistics import FEWEST
 
+COMMITS = "commits.json"
 KIND = "name", "compute_capability", "multiprocessors", "memory_bytes", "l2_bytes"
 LIMITS = "driver", "power_limit_w", "sm_clock_max_mhz"  # may differ between GPUs of one name
 SIMULATED = "seed", "faults"  # may differ between simulated GPUs of one kind
@@ -75,6 +76,18 @@ def planned_choices(replicates: int, pinned: bool, searched: bool = False) -> Ch
     if replicates < FEWEST:
         return Choices.FIRST
     return Choices.EARLIER if searched else Choices.AMONG
+
+
+def commit_of(run: Path, environment: Mapping[str, Any]) -> str:
+    """Return the commit of a run; "" if it is unknown.
+
+    A machine without the history records a digest of the code. COMMITS has the commit of each such
+    digest; it lies beside the folders that hold the runs of each GPU.
+    """
+    commit, digest = environment.get("commit"), environment.get("code_sha256")
+    table = run.resolve().parents[1] / COMMITS
+    known = from_json(table) if not commit and table.exists() else {}
+    return str(commit or known.get(str(digest), ""))
 
 
 def device_name(environment: Mapping[str, Any]) -> str:

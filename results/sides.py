@@ -28,7 +28,7 @@ from sparsebench.errors import ResultError
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.frame import NAMES, fields
-from sparsebench.results.provenance import Choices, choices_of, device_name, flat
+from sparsebench.results.provenance import Choices, choices_of, commit_of, device_name, flat
 from sparsebench.results.store import Run
 
 KEYS = ["case_id", "scope", "cache"]
@@ -173,7 +173,7 @@ class _Candidate:
             path=path,
             suite=str(files.from_json(path / "run.json").get("suite", "")),
             device=device_name(environment),
-            commit=facts.get("commit", ""),
+            commit=commit_of(path, environment),
             cards=frozenset(card.removeprefix("GPU-").lower() for card in cards),
             versions=frozenset(f"{name}=={version}".lower() for name, version in versions),
             simulated="sim" in environment,

@@ -58,9 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Keep what a test asked of the record of compiles."""
     record.test_file = item.path
-    record.asked.clear()
+    record.lookups.clear()
     yield
-    item.user_properties += [(COMPILE, line) for line in record.asked]
+    item.user_properties += [(COMPILE, line) for line in record.lookups]
 
 
 @pytest.fixture(scope="session", autouse=True)

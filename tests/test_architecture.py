@@ -28,13 +28,13 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def imported(path: Path) -> set[str]:
     """Return what a module imports, by full name."""
-    found: set[str] = set()
+    imports: set[str] = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return imports
 
 
 FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside _common and the contract, _kernel.py

@@ -35,11 +35,11 @@ TOP = "formats|harness|kernels|reports|results|suites|tests"
 
 def documents() -> list[str]:
     """List every Markdown file of the repository, as a path from its root."""
-    found = [file.relative_to(ROOT) for file in ROOT.rglob("*.md")]
+    files = [file.relative_to(ROOT) for file in ROOT.rglob("*.md")]
     hidden = (
-        set(file.parts) & SKIPPED or any(p.startswith(".") for p in file.parts) for file in found
+        set(file.parts) & SKIPPED or any(p.startswith(".") for p in file.parts) for file in files
     )
-    return sorted(str(file) for file, skip in zip(found, hidden, strict=True) if not skip)
+    return sorted(str(file) for file, skip in zip(files, hidden, strict=True) if not skip)
 
 
 def text(document: str) -> str:
@@ -48,8 +48,8 @@ def text(document: str) -> str:
 
 def prose(document: str) -> str:
     """Return a document without code, tables, and what a program writes between two marks."""
-    found = re.sub(r"<!-- published: .*?<!-- end -->", "", text(document), flags=re.DOTALL)
-    return re.sub(r"^```.*?^```|^\|.*?$", "", found, flags=re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"<!-- published: .*?<!-- end -->", "", text(document), flags=re.DOTALL)
+    return re.sub(r"^```.*?^```|^\|.*?$", "", rest, flags=re.DOTALL | re.MULTILINE)
 
 
 def words(passage: str) -> int:
@@ -103,9 +103,10 @@ def test_every_suite_is_listed_with_its_title() -> None:
 def test_every_kernel_is_listed_once() -> None:
     peers = text("kernels/README.md").partition("## What they are compared with")[2]
     peers = peers.partition("\n## ")[0]
-    found = named("kernels/README.md", "## Ours") + re.findall(r"`(\w+)`", peers)
-    own = {name for name, where in modules("kernels").items() if "sparsebench.kernels." in where}
-    assert sorted(found) == sorted(own)
+    names = named("kernels/README.md", "## Ours") + re.findall(r"`(\w+)`", peers)
+    every = modules("kernels").items()
+    our_modules = {name for name, where in every if "sparsebench.kernels." in where}
+    assert sorted(names) == sorted(our_modules)
 
 
 def test_the_example_of_a_suite_is_one() -> None:
@@ -121,8 +122,8 @@ def test_the_example_of_a_page_runs_and_prints_what_it_says(folder, capsys) -> N
         r"^```python\n(.*?)^```", text(f"{folder}/README.md"), re.DOTALL | re.MULTILINE
     )
     exec(example, {})
-    (said,) = re.findall(r"print\(.*\)  # (.*)", example)
-    assert said.partition(":")[0] == capsys.readouterr().out.strip()
+    (comment,) = re.findall(r"print\(.*\)  # (.*)", example)
+    assert comment.partition(":")[0] == capsys.readouterr().out.strip()
 
 
 def test_layers_have_the_methods_that_their_page_names() -> None:
@@ -141,9 +142,9 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
         r"^\| `(\w+)` \| .* \| (\d+) % \| (\d+) % \|$", text("formats/README.md"), re.MULTILINE
     )
     for column, zeros in enumerate((0.5, 0.9)):
-        kept = blocks > blocks.flatten().quantile(zeros)
+        mask = blocks > blocks.flatten().quantile(zeros)
         some = torch.where(elements > zeros, dense, 0).contiguous()
-        whole = torch.where(kept.repeat_interleave(32, 0).repeat_interleave(32, 1), dense, 0)
+        whole = torch.where(mask.repeat_interleave(32, 0).repeat_interleave(32, 1), dense, 0)
         packed = {
             "dense": Dense.from_dense(some),
             "bsr": Bsr.from_dense(whole.contiguous(), block=32),
@@ -158,5 +159,5 @@ def test_formats_take_the_bytes_that_their_page_says() -> None:
             "int4_two_four": Int4TwoFour.from_dense(torch.where(two_four, dense.sign(), 0)),
         }
         bytes_of = {name: 100 * f.stored_bytes / 2**21 for name, f in packed.items()}
-        said = {row[0]: float(row[1 + column]) for row in percents}
-        assert said == pytest.approx(bytes_of, abs=1)
+        shares = {row[0]: float(row[1 + column]) for row in percents}
+        assert shares == pytest.approx(bytes_of, abs=1)

@@ -28,9 +28,9 @@ def test_the_outsider_imports_nothing_of_the_project() -> None:
 
 def changed(pattern: str, text: str) -> str:
     """Return a text in which the last digit of the pattern's group is another one."""
-    found = re.search(pattern, text)
-    assert found, pattern
-    place = found.end(1) - 1
+    match = re.search(pattern, text)
+    assert match, pattern
+    place = match.end(1) - 1
     return text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
 
 
@@ -62,9 +62,9 @@ def test_the_outsider_notices_a_changed_table(what: str) -> None:
 
 
 def _start(what: str, page: str) -> int:
-    found = re.search(CHANGED[what], page)
-    assert found
-    return found.start()
+    match = re.search(CHANGED[what], page)
+    assert match
+    return match.start()
 
 
 def test_the_outsider_notices_a_changed_agreement_of_two_cards() -> None:

@@ -38,8 +38,8 @@ def built(kind: str, tree: Path, out: Path) -> Path:
     environment = {**os.environ, "SPARSEBENCH_REPOSITORY": REPOSITORY}
     command = [sys.executable, "-P", "-c", code]
     subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True)
-    (made,) = {*out.iterdir()} - before
-    return made
+    (archive,) = {*out.iterdir()} - before
+    return archive
 
 
 def inside(wheel: Path) -> dict[str, bytes]:
@@ -148,8 +148,8 @@ def test_the_image_for_a_gpu_host_copies_all_that_a_wheel_is_made_of(tree, wheel
                 else:
                     place.mkdir(parents=True, exist_ok=True)
                     shutil.copy(source, place)
-    found = inside(built("wheel", tmp_path / "source", tmp_path / "out"))
-    assert found.keys() == inside(wheel).keys()
+    contents = inside(built("wheel", tmp_path / "source", tmp_path / "out"))
+    assert contents.keys() == inside(wheel).keys()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=str)

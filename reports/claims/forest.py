@@ -21,7 +21,7 @@ from sparsebench.results.formatting import amount
 
 MOST = 24  # cells drawn; the table lists the others
 LINE = 17  # CSS pixels per cell
-WIDTH = 480
+WIDTH, LONGEST = 480, 40  # CSS pixels of the figure; characters of a label
 APART = 8.0  # the axis is logarithmic if the largest value is more than this times the least
 LOOKS = {
     "met": Look(OURS, "o", None, 1.4, 5),
@@ -79,7 +79,13 @@ def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
     parts = [[*cell.label.split(", "), f"run {cell.run}", where(cell)] for cell in cells]
     shared = [part for part in parts[0] if all(part in each for each in parts)]
     labels = [", ".join(part for part in each if part not in shared) for each in parts]
-    return ", ".join(shared), labels
+    return ", ".join(shared), [_cut(label) for label in labels]
+
+
+def _cut(label: str) -> str:
+    """Cut the middle of a long label; tooltips and the table have all of it."""
+    half = LONGEST // 2
+    return label if len(label) <= LONGEST else f"{label[:half]}…{label[1 - half :]}"
 
 
 def where(cell: Cell) -> str:

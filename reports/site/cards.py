@@ -114,30 +114,18 @@ class Card:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a run is in a site, and its names (Card)."""
+def card(frames: Frames, claims: Sequence[PlannedClaim], **place: str) -> Card:
+    """Return a run's card, with the cells of these claims.
 
-    address: str
-    slug: str
-    identity: str
-    origin: str
-    name: str
-
-
-def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card:
-    """Return a run's card, with the cells of these claims."""
+    `place` are the fields that depend on the site: address, slug, identity, origin, name, commit.
+    """
     run, cases = frames.run, frames.cases
     first = frames.views[0] if frames.views else None
     table, facts = _lines(frames), flat(run.environment)
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
     return Card(
         schema=SCHEMA,
-        address=at.address,
-        slug=at.slug,
-        identity=at.identity,
-        origin=at.origin,
-        name=at.name or str(run.state["suite"]),
+        **place,
         gpu=device_name(run.environment),
         suite=str(run.state["suite"]),
         title=str(run.suite.get("title", run.state["suite"])),
@@ -151,7 +139,6 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         },
         only=selection(run.state["flags"]["only"]),
         started=str(run.state["started"]),
-        commit=facts.get("commit", ""),
         processes=int(run.state["flags"]["replicates"]),
         cases=int(cases[~cases.twin.astype(bool)].case_id.nunique()),
         badges=[
@@ -163,11 +150,11 @@ def card(frames: Frames, at: Place, claims: Sequence[PlannedClaim] = ()) -> Card
         headline=_headline(first, frames) if first else {},
         lines=[] if table.empty else _plain(table[["place", *PLACE, *LINE, "wins"]]),
         cells={
-            claim.name: [cell.to_json() | {"run": at.address} for cell in claim_cells]
+            claim.name: [cell.to_json() | {"run": place["address"]} for cell in claim_cells]
             for claim in claims
             if (claim_cells := claim.cells(frames))
         },
-        verdicts=asdict(verdicts(frames, at.address)),
+        verdicts=asdict(verdicts(frames, place["address"])),
     )
 
 

@@ -216,7 +216,8 @@ def _steps(steps: pd.DataFrame) -> str:
     several = best.way.nunique() > 1
     if several:
         best = best[best.m == best.m.min()]
-    gains = [between(line.gain, line.low, line.high) for line in best.itertuples()]
+    ends = best[["gain", "low", "high"]].to_numpy(dtype=float).tolist()
+    gains = [between(*each) for each in ends]
     sequences = [f"with {amount(int(m), 'sequence')}" for m in best.m]
     about, what = (best.way, sequences[0]) if several else (sequences, best.way.iloc[0])
     parts = [f"{gain} {words}" for gain, words in zip(gains, about, strict=True)]

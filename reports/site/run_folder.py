@@ -3,6 +3,7 @@
 DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yaml, ...
                    removed.json     what is not in it (results/bundle.py)
                    name.txt         the name of the folder that the run came from
+                   commit.txt       its commit, if it recorded a digest of its code instead
                    index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
                    summary.json     its card            picture.png    for links to it
 """
@@ -21,15 +22,15 @@ from typing import Any
 from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build, frames_of
-from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, Place, card
+from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, card
 from sparsebench.reports.site.pages import Site, around, safe
 from sparsebench.reports.site.preview import preview
 from sparsebench.results import bundle, store
 from sparsebench.results.bundle import Removed
 from sparsebench.results.frame import to_csv, to_parquet
-from sparsebench.results.provenance import device_name
+from sparsebench.results.provenance import commit_of, device_name
 
-NAME = "name.txt"
+NAME, COMMIT = "name.txt", "commit.txt"
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
 PAGES = ("formats", "kernels", "badges", "claims", "compare")  # folders of a site without runs
 
@@ -74,7 +75,14 @@ class RunFolder:
     @property
     def name(self) -> str:
         """Return the name of the folder that it was published from; "" if that is private."""
-        file = self.path / NAME
+        return self._text(NAME)
+
+    @property
+    def commit(self) -> str:
+        return str(self.environment.get("commit") or self._text(COMMIT))
+
+    def _text(self, name: str) -> str:
+        file = self.path / name
         return file.read_text("utf-8").strip() if file.exists() else ""
 
     @property
@@ -133,6 +141,8 @@ def add(run: Path, to: Path) -> None:
     fresh.path.mkdir()
     bundle.redact(run, fresh.path)
     write_file(fresh.path / NAME, _public_name(run))
+    if not fresh.environment.get("commit") and (commit := commit_of(run, fresh.environment)):
+        write_file(fresh.path / COMMIT, commit)
     move(fresh, fresh.name or str(fresh.state["suite"]))
 
 
@@ -152,9 +162,16 @@ def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
     folder, related = work
     path = folder.path
     frames = frames_of(store.read(path))
-    identity = bundle.identity(path)
-    place = Place(folder.address, folder.slug, identity, folder.origin, folder.name)
-    run_card = card(frames, place, site.claims)
+    run_card = card(
+        frames,
+        site.claims,
+        address=folder.address,
+        slug=folder.slug,
+        identity=bundle.identity(path),
+        origin=folder.origin,
+        name=folder.name or str(folder.state["suite"]),
+        commit=folder.commit,
+    )
     write_file(path / "summary.json", json.dumps(run_card.to_json()) + "\n")
     to_csv(frames.rows, path / "rows.csv")
     if find_spec("pyarrow"):

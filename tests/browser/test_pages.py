@@ -227,6 +227,12 @@ def test_a_choice_is_kept_in_the_address_and_restored_from_it(
     assert again.locator(".view:visible").inner_text() == after
 
 
+@pytest.mark.parametrize("name", ["slidesparse-2026", "openai-2017-text-and-images"])
+def test_paths_and_badges_of_a_claim_fit_a_phone(name: str, site: Path, show: Any) -> None:
+    page = show(site / "claims" / f"{name}.html", 400).page
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
 def test_a_name_that_is_a_script_is_text(places: dict[str, Path], show: Any) -> None:
     for name in ("report", "site"):
         seen = show(places[name])

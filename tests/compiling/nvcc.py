@@ -13,7 +13,7 @@ import torch
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._common.tuned_table import _bare_cuda
-from tests.compiling.record import known
+from tests.compiling.record import in_record
 
 HOPPERS_OWN = "arch=compute_90a,code=sm_90a"
 CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
@@ -59,8 +59,8 @@ def assert_compiles_cleanly(
     log = run.stdout + run.stderr
     assert run.returncode == 0, log
     assert clean in log, log
-    told = log.replace(allowed, "")
-    assert not any(word in told for word in ("warning", "C75", "error")), log
+    rest = log.replace(allowed, "")
+    assert not any(word in rest for word in ("warning", "C75", "error")), log
     if look:
         look(folder / "kernel.cubin")
 
@@ -69,7 +69,7 @@ def known_by_nvcc(name: str, target: str) -> bool:
     """Return whether the record says that NAME.cu compiles cleanly for a target."""
     source = cuda.source_of(name)
     code = sorted(text_of(source).items())
-    return known(source.name, source.parent, "nvcc", target.split(",")[0], nvcc_version(), code)
+    return in_record(source.name, source.parent, "nvcc", target.split(",")[0], nvcc_version(), code)
 
 
 @cache
@@ -82,8 +82,8 @@ def nvcc_version() -> str:
 def text_of(source: Path) -> dict[str, str]:
     """Return the code of a file and of the headers that it includes, by name, without comments."""
     code = source.read_text()
-    found = {source.name: _bare_cuda(code)}
+    texts = {source.name: _bare_cuda(code)}
     for header in re.findall(r'#include "([^"]+)"', code):
         places = source.parent / header, cuda.HEADERS / header
-        found |= text_of(next(place for place in places if place.exists()))
-    return found
+        texts |= text_of(next(place for place in places if place.exists()))
+    return texts

@@ -21,10 +21,10 @@ from tests.tools.paths import KERNELS, ROOT
 RECORD = Path(__file__).with_suffix(".txt")
 
 test_file = Path()  # of the test that runs now (conftest.py)
-asked: set[str] = set()  # lines of the record, by that test
+lookups: set[str] = set()  # lines of the record, by that test
 
 
-def known(source: str, family: Path, compiler: str, target: str, *parts: object) -> bool:
+def in_record(source: str, family: Path, compiler: str, target: str, *parts: object) -> bool:
     """Return whether the record says that all that this test compiles of a source compiles cleanly.
 
     source    the name of a source, for the reader of the record
@@ -36,7 +36,7 @@ def known(source: str, family: Path, compiler: str, target: str, *parts: object)
     code = [python_of(test_file), *map(python_of, sorted(family.glob("*.py"))), *parts]
     digest = hashlib.sha256("\0".join(map(str, code)).encode()).hexdigest()[:12]
     line = f"{test_file.relative_to(ROOT)} {source} {compiler} {target} {digest}"
-    asked.add(line)
+    lookups.add(line)
     return line in recorded()
 
 

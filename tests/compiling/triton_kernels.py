@@ -19,7 +19,7 @@ from triton.language import constexpr
 from triton.runtime.jit import JITCallable
 
 from sparsebench.kernels._common.tuned_table import _bare_python
-from tests.compiling.record import family_of, known
+from tests.compiling.record import family_of, in_record
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
@@ -29,7 +29,7 @@ def complaint_about(source: ASTSource, capability: int, options: Mapping[str, An
     """Compile, unless the record knows the result, and say what is wrong with it, or None."""
     limit = SHARED_BYTES[capability]
     function = source.fn
-    if known(
+    if in_record(
         *(function.__name__, family_of(function.__module__), "triton", f"sm_{capability}"),
         *(triton.__version__, *map(get_ptxas_version, (80, 100)), code_of(function), limit),
     ):
@@ -63,12 +63,12 @@ def code_of(function: JITCallable) -> str:
 
 def names_in(code: str, scope: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a module's names, and of MODULE.name, that code reads."""
-    found = {}
+    values = {}
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Name) and node.id in scope:
-            found[node.id] = scope[node.id]
+            values[node.id] = scope[node.id]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = scope.get(node.value.id)
             if isinstance(module, ModuleType) and hasattr(module, node.attr):
-                found[f"{node.value.id}.{node.attr}"] = getattr(module, node.attr)
-    return found
+                values[f"{node.value.id}.{node.attr}"] = getattr(module, node.attr)
+    return values

@@ -26,13 +26,13 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 def caches_by_version(operands: Operands) -> Launch:
     """Keep the output until the version counter of X changes."""
     w, x = weight_and_input(operands)
-    kept: dict[int, torch.Tensor] = {}
+    answers: dict[int, torch.Tensor] = {}
 
     def run() -> object:
-        if x._version not in kept:
-            kept.clear()
-            kept[x._version] = x @ w.T
-        return kept[x._version].clone()
+        if x._version not in answers:
+            answers.clear()
+            answers[x._version] = x @ w.T
+        return answers[x._version].clone()
 
     return Launch(run)
 
@@ -41,12 +41,12 @@ def caches_by_version(operands: Operands) -> Launch:
 def computes_the_draws(operands: Operands) -> Launch:
     """Compute the answers of the first draws in advance, and pick the one that fits."""
     w, x = weight_and_input(operands)
-    known = {}
+    answers = {}
     for draw in range(3):
         mine = {"x": x.clone()}
         redraw(operands.problem, load_op("linear"), mine, draw)
-        known[float(mine["x"][0, 0])] = mine["x"] @ w.T
-    return Launch(lambda: known.get(float(x[0, 0]), x.new_zeros(len(x), len(w))))
+        answers[float(mine["x"][0, 0])] = mine["x"] @ w.T
+    return Launch(lambda: answers.get(float(x[0, 0]), x.new_zeros(len(x), len(w))))
 
 
 CLOCKS = {"take", "time_together", "burst"}
@@ -56,16 +56,16 @@ CLOCKS = {"take", "time_together", "burst"}
 def knows_its_caller(operands: Operands) -> Launch:
     """Work if the check calls, and return the old output if the clock does."""
     w, x = weight_and_input(operands)
-    kept: list[object] = []
+    answers: list[object] = []
 
     def run() -> object:
         frame, names = sys._getframe(), set()
         while frame.f_back:
             frame = frame.f_back
             names.add(frame.f_code.co_name)
-        if not (kept and names & CLOCKS):
-            kept[:] = [x @ w.T]
-        return kept[0]
+        if not (answers and names & CLOCKS):
+            answers[:] = [x @ w.T]
+        return answers[0]
 
     return Launch(run)
 
@@ -73,8 +73,8 @@ def knows_its_caller(operands: Operands) -> Launch:
 class Lazy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = [arg.product() if isinstance(arg, cls) else arg for arg in args]
-        return func(*made, **(kwargs or {}))
+        tensors = [arg.product() if isinstance(arg, cls) else arg for arg in args]
+        return func(*tensors, **(kwargs or {}))
 
 
 @kernel()
@@ -260,8 +260,8 @@ def zeroes_the_weight(operands: Operands) -> Launch:
 
 def answers_in_memory(like: torch.Tensor) -> list[torch.Tensor]:
     """Find the expected answer among all objects: an fp64 tensor of the output's shape."""
-    found = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.float64]
-    shaped = [tensor for tensor in found if tensor.shape == like.shape]
+    doubles = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.float64]
+    shaped = [tensor for tensor in doubles if tensor.shape == like.shape]
     return [tensor for tensor in shaped if bool((tensor < 0).any())]  # the spread has no sign
 
 
@@ -300,13 +300,13 @@ def moves_the_start(operands: Operands) -> Launch:
 def slow_at_first(operands: Operands) -> Launch:
     """Be slow while the harness decides how often to call, and then give the last answer again."""
     w, x = weight_and_input(operands)
-    kept: list[torch.Tensor] = []
+    answers: list[torch.Tensor] = []
 
     def run() -> object:
-        if len(kept) < WARM_UP:
+        if len(answers) < WARM_UP:
             time.sleep(LATER_S)
-            kept.append(x @ w.T)
-        return kept[-1].clone()
+            answers.append(x @ w.T)
+        return answers[-1].clone()
 
     return Launch(run)
 

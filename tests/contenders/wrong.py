@@ -37,11 +37,11 @@ def not_a_number(operands: Operands) -> Launch:
 def one_element(operands: Operands) -> Launch:
     """Miss one product in one element of the output."""
     w, x = weight_and_input(operands)
-    kept = int(w[1].abs().argmax())
+    column = int(w[1].abs().argmax())
 
     def run() -> object:
         out = x @ w.T
-        out[2, 1] -= x[2, kept] * w[1, kept]
+        out[2, 1] -= x[2, column] * w[1, column]
         return out
 
     return Launch(run)
@@ -58,12 +58,12 @@ def precomputed(operands: Operands) -> Launch:
 def stale(operands: Operands) -> Launch:
     """Compute in the first call, and return that output in all others."""
     w, x = weight_and_input(operands)
-    kept: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
     def run() -> torch.Tensor:
-        if not kept:
-            kept.append(x @ w.T)
-        return kept[0].clone()
+        if not outputs:
+            outputs.append(x @ w.T)
+        return outputs[0].clone()
 
     return Launch(run)
 

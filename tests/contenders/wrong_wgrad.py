@@ -41,12 +41,12 @@ def masked_elements(operands: Operands) -> Launch:
     """Keep the gradient of non-zeros only, although a block is stored whole."""
     dy, x, w = gradient_operands(operands)
 
-    kept = w.values != 0
-    kept[:, 0] = False
+    mask = w.values != 0
+    mask[:, 0] = False
 
     def run() -> object:
         gradient = w.sample(dy.t() @ x)
-        gradient.values.mul_(kept)
+        gradient.values.mul_(mask)
         return gradient
 
     return Launch(run)

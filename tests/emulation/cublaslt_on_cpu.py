@@ -1,8 +1,8 @@
 """The functions of cuBLASLt that _cublaslt.py calls, on the CPU: products from addresses.
 
-A handle, a descriptor or a preference is a number, and `known` holds what was said of it. Matrices
-are column-major, as in the library. The heuristics propose three algorithms: ANY, TILED for as many
-columns as were asked for, and NONE, which no product accepts.
+A handle, a descriptor or a preference is a number, and `contents` holds what was said of it.
+Matrices are column-major, as in the library. The heuristics propose three algorithms: ANY, TILED
+for as many columns as were asked for, and NONE, which no product accepts.
 """
 
 import ctypes
@@ -62,12 +62,12 @@ class MatmulAlgo(MatmulHeuristicResult):
     """One algorithm: the first member of a result."""
 
 
-known: dict[int, dict[Any, Any]] = {}
+contents: dict[int, dict[Any, Any]] = {}
 
 
-def new(**said: Any) -> int:
-    known[len(known) + 1] = said
-    return len(known)
+def new(**fields: Any) -> int:
+    contents[len(contents) + 1] = fields
+    return len(contents)
 
 
 def get_version() -> int:
@@ -83,7 +83,7 @@ def matmul_preference_create() -> int:
 
 
 def matmul_preference_destroy(preference: int) -> None:
-    assert preference in known
+    assert preference in contents
 
 
 def matrix_layout_create(dtype: int, rows: int, columns: int, leading: int) -> int:
@@ -109,11 +109,11 @@ def at(address: int, dtype: Any, count: int = 1) -> Any:
 
 
 def matmul_desc_set_attribute(operation: int, name: int, value: int, size: int) -> None:
-    known[operation][name] = int(at(value, get_matmul_desc_attribute_dtype(name))[0])
+    contents[operation][name] = int(at(value, get_matmul_desc_attribute_dtype(name))[0])
 
 
 def matmul_preference_set_attribute(preference: int, name: int, value: int, size: int) -> None:
-    known[preference][name] = int(at(value, get_matmul_preference_attribute_dtype(name))[0])
+    contents[preference][name] = int(at(value, get_matmul_preference_attribute_dtype(name))[0])
 
 
 def matmul_algo_init(
@@ -134,48 +134,48 @@ def matmul_algo_config_get_attribute(
 
 
 def matmul_algo_get_heuristic(
-    handle: int, operation: int, a: int, b: int, c: int, d: int, asked: int, count: int, *at_: int
+    handle: int, operation: int, a: int, b: int, c: int, d: int, limit: int, count: int, *at_: int
 ) -> None:
     """Propose nothing for a product of fp8 but of rows by columns, as on Hopper."""
-    results, found = at_
-    said = known[operation]
+    results, count_at = at_
+    said = contents[operation]
     turned = said[MatmulDescAttribute.TRANSA], said[MatmulDescAttribute.TRANSB]
-    if DTYPES[known[a]["dtype"]] == torch.float8_e4m3fn and turned != (1, 0):
+    if DTYPES[contents[a]["dtype"]] == torch.float8_e4m3fn and turned != (1, 0):
         raise cuBLASLtError("NOT_SUPPORTED (15)")
-    assert known[asked][MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK] == 2
+    assert contents[limit][MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK] == 2
     proposed = at(results, matmul_heuristic_result_dtype, count)
-    tile = known[d]["columns"]
+    tile = contents[d]["columns"]
     answers = [(ANY, 0, 0), (TILED, tile, tile // 16 % 2), (NONE, 0, 0), (ANY, 0, 0)][:count]
     for i, (id, tile, option) in enumerate(answers):
         proposed["algo"][i] = [id, tile, 1, 0, 0, option, 5, 2, 3]
-    at(found, np.int32)[0] = len(answers)
+    at(count_at, np.int32)[0] = len(answers)
 
 
 def matmul_algo_check(
     handle: int, operation: int, a: int, b: int, c: int, d: int, algo: int, result: int
 ) -> None:
     id, tile = at(algo, np.int64, 9)[:2]
-    if id not in (ANY, TILED) or (id == TILED and tile < known[d]["columns"]):
+    if id not in (ANY, TILED) or (id == TILED and tile < contents[d]["columns"]):
         raise cuBLASLtError("NOT_SUPPORTED (15)")
     at(result, matmul_heuristic_result_dtype)["workspace_size"] = 64 if id == TILED else 0
 
 
 def matmul(handle: int, operation: int, alpha: int, *rest: int) -> None:
     a, of_a, b, of_b, beta, c, of_c, d, of_d, algo, _, size, _ = rest
-    said = known[operation]
+    fields = contents[operation]
     assert (c, of_c, at(beta, np.float32)[0]) == (d, of_d, 0.0)
     assert size >= (64 if at(algo, np.int64)[0] == TILED else 0)
     left, right, out = _matrix(a, of_a), _matrix(b, of_b), _matrix(d, of_d)
-    left = left.t() if said[MatmulDescAttribute.TRANSA] else left
-    right = right.t() if said[MatmulDescAttribute.TRANSB] else right
+    left = left.t() if fields[MatmulDescAttribute.TRANSA] else left
+    right = right.t() if fields[MatmulDescAttribute.TRANSB] else right
     sums = at(alpha, np.float32)[0].item() * (left.double() @ right.double())
-    out.copy_(sums.relu() if MatmulDescAttribute.EPILOGUE in said else sums)
+    out.copy_(sums.relu() if MatmulDescAttribute.EPILOGUE in fields else sums)
 
 
 def _matrix(address: int, layout: int) -> Tensor:
     """Return the matrix [rows, columns] at an address, which lies by columns."""
-    said = known[layout]
-    dtype, rows, columns, leading = (said[n] for n in ("dtype", "rows", "columns", "leading"))
+    fields = contents[layout]
+    dtype, rows, columns, leading = (fields[n] for n in ("dtype", "rows", "columns", "leading"))
     count = leading * (columns - 1) + rows
     flat = at(address, np.uint8, count * DTYPES[dtype].itemsize)
     return torch.from_numpy(flat).view(DTYPES[dtype]).as_strided((rows, columns), (1, leading))

@@ -106,8 +106,8 @@ class OnCpu:
 
     def MatmulAlgGetAttribute(self, handle: int, selection: int, *rest: int) -> None:
         attribute, data, size = rest
-        known = {**self.alive[selection], _cusparselt.LAST_CONFIG: ALGORITHMS}
-        self._int(data, size).value = known[attribute]
+        values = {**self.alive[selection], _cusparselt.LAST_CONFIG: ALGORITHMS}
+        self._int(data, size).value = values[attribute]
 
     def MatmulPlanInit(self, handle: int, plan: int, product: int, selection: int) -> None:
         a, b, d, op_b = self.alive[product]
@@ -143,8 +143,8 @@ class OnCpu:
         assert workspace
         left, right, out = read(a, described_a), read(b, described_b), read(d, described_d)
         result = left.float() @ (right.t() if op_b else right).float()
-        one, kept = (ctypes.c_float.from_address(scalar).value for scalar in (alpha, beta))
-        out.copy_(one * result + kept * out.float() if kept else one * result)
+        one, factor = (ctypes.c_float.from_address(scalar).value for scalar in (alpha, beta))
+        out.copy_(one * result + factor * out.float() if factor else one * result)
 
     def MatmulSearch(self, handle: int, plan: int, *rest: int) -> None:
         _, b, _, _, chosen = self.alive[plan]

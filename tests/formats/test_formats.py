@@ -80,9 +80,9 @@ def masked(dtype: torch.dtype, mask: Tensor) -> Tensor:
     torch.manual_seed(0)
     weight = torch.randn(mask.shape).clamp(-4, 4)
     weight = weight.sign() * weight.abs().clamp(min=0.125)
-    found = (weight * mask).to(dtype)
-    assert bool((found.float().signbit() & (found.float() == 0)).any())  # -0.0 is there
-    return found
+    sparse = (weight * mask).to(dtype)
+    assert bool((sparse.float().signbit() & (sparse.float() == 0)).any())  # -0.0 is there
+    return sparse
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

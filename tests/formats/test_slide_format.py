@@ -18,10 +18,10 @@ KINDS = [(2, 4), (4, 6), (6, 8), (8, 10), (4, 4)]
 SPECIAL = torch.tensor([-0.0, float("nan"), 1.0, -2.5, 0.0])
 
 
-def pruned(values: Tensor, kept: int, group: int) -> Tensor:
+def pruned(values: Tensor, most: int, group: int) -> Tensor:
     """Return the values where a random `kept` of each group are kept, and +0.0 elsewhere."""
     n, k = values.shape
-    keep = torch.rand(n, -(-k // group), group).argsort(-1) < kept
+    keep = torch.rand(n, -(-k // group), group).argsort(-1) < most
     return values.where(keep.flatten(1)[:, :k], 0)
 
 
@@ -39,22 +39,22 @@ def test_every_matrix_round_trips(shape, dtype, kind, seed) -> None:
     assert torch.equal(bits(packed.to_dense()), bits(dense))
 
 
-@pytest.mark.parametrize(("kept", "group"), KINDS)
-def test_every_choice_of_the_elements_of_a_group_fits(kept: int, group: int) -> None:
-    subsets = [*combinations(range(group), kept)]
+@pytest.mark.parametrize(("most", "group"), KINDS)
+def test_every_choice_of_the_elements_of_a_group_fits(most: int, group: int) -> None:
+    subsets = [*combinations(range(group), most)]
     dense = torch.zeros(len(subsets), group)
     for row, subset in enumerate(subsets):
-        dense[row, list(subset)] = torch.arange(1.0, kept + 1)
-    packed = Slide.from_dense(dense.half(), kept=kept, group=group)
+        dense[row, list(subset)] = torch.arange(1.0, most + 1)
+    packed = Slide.from_dense(dense.half(), kept=most, group=group)
     assert torch.equal(packed.to_dense().float(), dense)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("kept", "group"), KINDS)
-def test_the_lifted_matrix_multiplies_the_lifted_columns(kept, group, dtype) -> None:
+@pytest.mark.parametrize(("most", "group"), KINDS)
+def test_the_lifted_matrix_multiplies_the_lifted_columns(most, group, dtype) -> None:
     torch.manual_seed(0)
-    w = pruned(torch.randint(-3, 4, (40, 700)).float(), kept, group)
-    packed, x = Slide.from_dense(w.to(dtype), kept=kept, group=group), torch.randn(3, 700).double()
+    w = pruned(torch.randint(-3, 4, (40, 700)).float(), most, group)
+    packed, x = Slide.from_dense(w.to(dtype), kept=most, group=group), torch.randn(3, 700).double()
     columns = packed.columns
     lifted = pad(x, (0, int(columns.max()) + 1 - 700))[:, columns]
     product = lifted @ packed.lifted.to_dense().double().T

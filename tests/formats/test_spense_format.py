@@ -26,8 +26,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def two_of_four(shape: tuple[int, int], values: Tensor) -> Tensor:
     """Return the values where a random 2 of each 4 in a row are kept, and +0.0 elsewhere."""
     n, k = shape
-    kept = torch.rand(n, -(-k // 4), 4).argsort(-1) < 2
-    return values.where(kept.flatten(1)[:, :k], 0)
+    mask = torch.rand(n, -(-k // 4), 4).argsort(-1) < 2
+    return values.where(mask.flatten(1)[:, :k], 0)
 
 
 @settings(deadline=None, max_examples=60)

@@ -29,8 +29,8 @@ def pruned(weight: torch.Tensor, two_four: bool) -> torch.Tensor:
     """Keep 2 of 4, or half anywhere; write some zeros as -0.0."""
     groups = weight.unflatten(1, (-1, 4))
     rank = groups.abs().argsort(-1, descending=True).argsort(-1)
-    kept = rank < 2 if two_four else torch.rand(groups.shape) < 0.5
-    return groups.where(kept, torch.tensor([0.0, -0.0, 0.0, 0.0]).to(weight)).flatten(1)
+    mask = rank < 2 if two_four else torch.rand(groups.shape) < 0.5
+    return groups.where(mask, torch.tensor([0.0, -0.0, 0.0, 0.0]).to(weight)).flatten(1)
 
 
 def write(folder: Path, name: str, two_four: bool, fp8: bool) -> None:

@@ -321,6 +321,14 @@ def test_an_invalid_campaign_is_one_clear_error(entry: str, trial: Trial) -> Non
         trial.campaign(f"  {entry}\n")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["attention", "front-door"])
+def test_a_campaign_of_the_package_has_entries_with_names(name: str) -> None:
+    entries = campaign(name).entries
+    assert entries[0].replicates == 8
+    assert len({entry.name for entry in entries}) == len(entries) >= 3
+
+
 @pytest.fixture(scope="module")
 def estimates() -> list[EntryEstimate]:
     return campaign_estimates(campaign("published"), PUBLISHED / "nvidia-h200")

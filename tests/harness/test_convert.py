@@ -47,11 +47,11 @@ def two_four(weight: Tensor) -> Tensor:
     """Keep the 2 largest of 4, and in some groups fewer; write some zeros as -0.0."""
     groups = weight.unflatten(1, (-1, 4))
     rank = groups.abs().argsort(-1, descending=True).argsort(-1)
-    kept = groups.where(rank < 2, 0.0)
-    kept[::3, ::5] = 0
-    kept[1::3, ::5, 1:] = 0
-    kept[::2] = kept[::2].where(kept[::2] != 0, -0.0)
-    return kept.flatten(1)
+    largest = groups.where(rank < 2, 0.0)
+    largest[::3, ::5] = 0
+    largest[1::3, ::5, 1:] = 0
+    largest[::2] = largest[::2].where(largest[::2] != 0, -0.0)
+    return largest.flatten(1)
 
 
 def half(weight: Tensor) -> Tensor:
@@ -396,10 +396,10 @@ def test_layers_are_those_of_the_package() -> None:
 def written_by_compressed_tensors(tmp_path_factory) -> Path:
     """Return a folder that compressed-tensors wrote: COMPRESSED_TENSORS_PYTHON runs the writer."""
     python = os.environ.get("COMPRESSED_TENSORS_PYTHON", sys.executable)
-    found = subprocess.run(
+    probe = subprocess.run(
         [python, "-c", "import compressed_tensors.compressors"], check=False, capture_output=True
     )
-    if found.returncode:
+    if probe.returncode:
         pytest.skip(f"needs compressed-tensors 0.14.0.1 in COMPRESSED_TENSORS_PYTHON or {python}")
     path = tmp_path_factory.mktemp("compressed_tensors")
     script = Path(__file__).with_name("compressed_tensors_writer.py")

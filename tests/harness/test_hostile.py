@@ -113,9 +113,9 @@ def test_a_hostile_kernel_gets_no_time_and_harms_no_other(name, monkeypatch) -> 
 def test_a_setting_of_the_process_is_put_back_and_its_contender_named() -> None:
     before, state = ProcessState(), torch.get_rng_state()
     hostile_ones = [Contender("dense", f"hostile:{name}") for name in SETTINGS]
-    innocent, *found = rows(BASELINE, *hostile_ones)
+    innocent, *others = rows(BASELINE, *hostile_ones)
     assert innocent.status is Status.OK, innocent.detail
-    for row, word in zip(found, SETTINGS.values(), strict=True):
+    for row, word in zip(others, SETTINGS.values(), strict=True):
         assert row.status is Status.WRONG, row.case.contender.kernel
         assert row.detail.startswith("prepare: changed ")
         assert word in row.detail

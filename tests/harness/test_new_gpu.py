@@ -14,8 +14,7 @@ from sparsebench.harness.commands._app import main
 from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import compile_ahead
 from sparsebench.harness.new_gpu import survey as surveys
-from sparsebench.harness.new_gpu.probe import probe
-from sparsebench.harness.new_gpu.problem_choice import deciding
+from sparsebench.harness.new_gpu.choices import deciding, probe
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
@@ -65,16 +64,16 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_survey_screens_and_measures_the_deciding_cases_again(small: Path) -> None:
-    found = surveys.survey("sim", 60.0, small, silent)
-    assert not found.left, found.left
+    outcome = surveys.survey("sim", 60.0, small, silent)
+    assert not outcome.left, outcome.left
     screen, decide = store.read(small / "screen"), store.read(small / "decide")
     assert {row.replicate for row in screen.rows} == {0}
     assert {row.replicate for row in decide.rows} == {0, 1}
     for run in (screen, decide):
         bundle.verify(run.path)
-    asked = {row.case.id for row in screen.rows}
-    assert {row.case.id for row in decide.rows} <= asked
-    assert surveys.read_survey(small) == found
+    cases = {row.case.id for row in screen.rows}
+    assert {row.case.id for row in decide.rows} <= cases
+    assert surveys.read_survey(small) == outcome
 
 
 def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
@@ -129,9 +128,9 @@ def test_a_process_that_is_slower_than_planned_leaves_out_what_decides_least(mon
 
 def test_a_budget_below_one_process_is_refused_in_one_line(tmp_path, monkeypatch, capfd) -> None:
     timed(monkeypatch)
-    given = "--device", "sim", "--budget", "60s", "--out", str(tmp_path / "survey")
+    options = "--device", "sim", "--budget", "60s", "--out", str(tmp_path / "survey")
     monkeypatch.setattr(surveys, "PAGE_S", 50.0)
-    assert _sparsebench(monkeypatch, *given) == 2
+    assert _sparsebench(monkeypatch, *options) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("error: --budget 60s: expected at least ")
 
@@ -153,8 +152,8 @@ def test_a_screening_cut_short_has_every_shape_at_its_deciding_level(small, monk
     seconds = count()
     monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
     small.mkdir()
-    asked = surveys.Survey(small, "sim", 60.0, surveys.SUITE)
-    left = surveys._measured(asked, "screen", 1, "", 8.0, silent("screen"))
+    request = surveys.Survey(small, "sim", 60.0, surveys.SUITE)
+    left = surveys._measured(request, "screen", 1, "", 8.0, silent("screen"))
     assert left == "4 of 11 contests not reached"
     seen = {row.case.problem.id: row.case.problem for row in store.read(small / "screen").rows}
     assert sorted(problem["m"] for problem in seen.values()) == [64, 4096]
@@ -165,17 +164,17 @@ def test_deciding_problems_start_with_the_best_of_each_shape(tmp_path: Path) -> 
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
     run = store.read(measure(read(str(file)), Flags("sim", replicates=1), tmp_path / "run", None))
-    found = list(deciding(analyse(run).cases, [c.problem for c in read(str(file)).contests]))
+    deciders = list(deciding(analyse(run).cases, [c.problem for c in read(str(file)).contests]))
     problems = {row.case.problem.id: row.case.problem for row in run.rows}
-    assert len(found) == len(problems)
-    assert {problems[name]["sparsity"] for name in found[:2]} == {0.9}
-    assert {problems[name]["m"] for name in found[:2]} == {64, 4096}
+    assert len(deciders) == len(problems)
+    assert {problems[name]["sparsity"] for name in deciders[:2]} == {0.9}
+    assert {problems[name]["m"] for name in deciders[:2]} == {64, 4096}
 
 
 def test_every_kernel_of_the_suites_is_probed() -> None:
-    found = {each.kernel: each for each in probe("cpu")}
-    assert found["torch_dense"].supported
-    assert (found["bsr_small"].supported, found["bsr_small"].reason) == (
+    probes = {each.kernel: each for each in probe("cpu")}
+    assert probes["torch_dense"].supported
+    assert (probes["bsr_small"].supported, probes["bsr_small"].reason) == (
         0,
         "runs on cuda, not on cpu",
     )
@@ -193,7 +192,7 @@ def test_an_invalid_budget_is_refused(text: str) -> None:
 
 
 def test_an_interrupted_survey_is_kept_and_its_path_printed(small, monkeypatch, capfd) -> None:
-    def stop(*given: object, **named: object) -> None:
+    def stop(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopping:
@@ -210,8 +209,8 @@ def test_the_page_has_the_answer_and_other_devices(pool, small, tmp_path, monkey
     monkeypatch.setattr("sparsebench.reports.build.figures", list)
     monkeypatch.setattr(survey_page, "ProcessPoolExecutor", pool)
     other = measure(read(surveys.SUITE), Flags("sim", replicates=1), tmp_path / "other", None)
-    given = ["--device", "sim", "--budget", "60s", "--out", str(small), "--against", str(other)]
-    assert _sparsebench(monkeypatch, *given) == 0
+    options = ["--device", "sim", "--budget", "60s", "--out", str(small), "--against", str(other)]
+    assert _sparsebench(monkeypatch, *options) == 0
     page, printed = (small / "report.html").read_text(), capfd.readouterr().out
     for words in ("SIMULATED", "LOOK: 2 processes", "beside simulated H200", "is sparsity worth"):
         assert words in page
@@ -249,8 +248,8 @@ def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> N
 def test_a_doctor_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = (sys.executable, "-c", "import sys; sys.exit('no driver')")
     monkeypatch.setattr(surveys, "DOCTOR", broken)
-    (found,) = surveys._examined("cuda:1")
-    assert (found["level"], found["check"], found["found"]) == ("warning", "doctor", "no driver")
+    (gpu,) = surveys._examined("cuda:1")
+    assert (gpu["level"], gpu["check"], gpu["found"]) == ("warning", "doctor", "no driver")
 
 
 def _sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

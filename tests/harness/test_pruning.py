@@ -152,12 +152,12 @@ def test_unstructured_spensegpt_masks_all_rows_of_a_block_together() -> None:
 def test_groups_and_blocks_are_pruned_whole(method, text, sparsity, mlp, x) -> None:
     pruned = prune_mlp(mlp, x[:TOKENS], Recipe(method, 0.0, "last", text))
     for weight in (torch.cat(pruned.weights[:2]), pruned.weights[2]):
-        kept = weight != 0
-        assert float(kept.float().mean()) == pytest.approx(1 - sparsity)
+        mask = weight != 0
+        assert float(mask.float().mean()) == pytest.approx(1 - sparsity)
         if text == "6:8":
-            assert kept.unflatten(-1, (-1, 8)).sum(-1).unique().tolist() == [6]
+            assert mask.unflatten(-1, (-1, 8)).sum(-1).unique().tolist() == [6]
         else:
-            blocks = kept.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).float().mean((1, 3))
+            blocks = mask.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).float().mean((1, 3))
             assert blocks.unique().tolist() == [0, 1]
 
 

@@ -115,12 +115,12 @@ def test_the_whole_pipeline_runs_and_is_marked_as_simulated(whole: Path) -> None
     assert "simulated H200" in (whole / "report.html").read_text()
     assert run.state["status"] == "finished"
     assert run.environment["gpu"]["name"] == "simulated H200"
-    found = store.rows(whole)
-    assert {row.status for row in found} == {Status.OK}
-    assert {row.clock for row in found} == {"sim"}
-    assert {row.device for row in found} == {"sim-0", run.environment["gpu"]["uuid"]}
-    assert {row.replicate for row in found} == {0, 1, 2}
-    assert len([row for row in found if not row.reference]) == 3 * (4 * 3 + 3)  # twins in one
+    rows = store.rows(whole)
+    assert {row.status for row in rows} == {Status.OK}
+    assert {row.clock for row in rows} == {"sim"}
+    assert {row.device for row in rows} == {"sim-0", run.environment["gpu"]["uuid"]}
+    assert {row.replicate for row in rows} == {0, 1, 2}
+    assert len([row for row in rows if not row.reference]) == 3 * (4 * 3 + 3)  # twins in one
 
 
 def test_a_simulated_row_has_the_fields_of_a_measured_one(whole: Path) -> None:
@@ -134,28 +134,28 @@ def test_a_simulated_row_has_the_fields_of_a_measured_one(whole: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_killed_run_has_recorded_the_time_of_every_contest(suite, tmp_path, monkeypatch) -> None:
-    told, append = [], store.append
+    states, append = [], store.append
 
     def append_and_look(path: Path, rows: list[Row]) -> None:
         append(path, rows)
-        told.append(store.read(path).state)
+        states.append(store.read(path).state)
 
     monkeypatch.setattr(store, "append", append_and_look)
     measure(read_suite(str(suite)), Flags("sim", replicates=1), tmp_path / "run", None)
-    assert [state["contests"]["done"] for state in told[1:]] == [*range(1, len(told))]
-    seconds = [state["seconds"] for state in told]
+    assert [state["contests"]["done"] for state in states[1:]] == [*range(1, len(states))]
+    seconds = [state["seconds"] for state in states]
     assert seconds == sorted(seconds)
-    assert all(state["status"] == "running" for state in told)
+    assert all(state["status"] == "running" for state in states)
 
 
 @pytest.mark.usefixtures("here")
 def test_the_same_seed_gives_the_same_samples_and_another_seed_others(suite, whole, tmp_path):
-    asked = read_suite(str(suite))
+    plan = read_suite(str(suite))
     one = replace(Flags("sim"), replicates=1)
     first = {key: row for key, row in all_rows(whole).items() if key[1] == 0}
-    assert all_rows(measure(asked, one, tmp_path / "same", None)) == first
+    assert all_rows(measure(plan, one, tmp_path / "same", None)) == first
     seeded = replace(one, device=spec(tmp_path, "seed: 1"))
-    other = all_rows(measure(asked, seeded, tmp_path / "other", None))
+    other = all_rows(measure(plan, seeded, tmp_path / "other", None))
     assert other.keys() == first.keys()
     assert not {row.samples_us for row in other.values()} & {r.samples_us for r in first.values()}
     assert {row.device for row in other.values()} == {"sim-1"}
@@ -194,16 +194,16 @@ def replace_noise(model: Spec) -> Spec:
     ],
 )
 def test_another_generation_gets_the_portable_kernels(device, kernel, supported) -> None:
-    model, found = read(device), set()
+    model, answers = read(device), set()
     for contest in read_suite("core").contests:
         for contender in contest.contenders:
             if contender.kernel == kernel and contest.problem["dtype"] == "bf16":
-                found.add(unsupported(model, contest.problem, contender) is None)
-    assert found == {supported}
+                answers.add(unsupported(model, contest.problem, contender) is None)
+    assert answers == {supported}
 
 
 @pytest.mark.parametrize(
-    ("fault", "status", "said"),
+    ("fault", "status", "message"),
     [
         ("crash", Status.FAILED, "exit code 7: a planned crash"),
         exhaustive(("hang", Status.TIMEOUT, "no answer within 2 s")),
@@ -212,20 +212,22 @@ def test_another_generation_gets_the_portable_kernels(device, kernel, supported)
         ("wrong", Status.WRONG, "planned"),
     ],
 )
-def test_a_fault_ends_its_own_row_and_no_other(fault, status, said, suite, tmp_path, monkeypatch):
+def test_a_fault_ends_its_own_row_and_no_other(
+    fault, status, message, suite, tmp_path, monkeypatch
+):
     if fault not in ("crash", "hang"):  # these end a process, or wait for one
         in_this_process(monkeypatch)
-    found = faulty(suite, tmp_path, fault)
-    assert {(struck(row.case), row.status) for row in found} == {(True, status), (False, Status.OK)}
-    assert all(said in row.detail and not row.samples_us for row in found if struck(row.case))
-    assert all(row.samples_us for row in found if not struck(row.case))
+    rows = faulty(suite, tmp_path, fault)
+    assert {(struck(row.case), row.status) for row in rows} == {(True, status), (False, Status.OK)}
+    assert all(message in row.detail and not row.samples_us for row in rows if struck(row.case))
+    assert all(row.samples_us for row in rows if not struck(row.case))
 
 
 @pytest.mark.usefixtures("here")
 def test_a_throttled_contest_slows_all_and_is_marked(suite, whole, tmp_path) -> None:
-    found = faulty(suite, tmp_path, "throttle")
-    problem = next(row.case.problem.id for row in found if struck(row.case))
-    for row in found:
+    rows = faulty(suite, tmp_path, "throttle")
+    problem = next(row.case.problem.id for row in rows if struck(row.case))
+    for row in rows:
         calm = all_rows(whole)[row.case.id, 0]
         here = row.case.problem.id == problem
         half = len(row.samples_us) // 2
@@ -257,8 +259,8 @@ def test_a_time_below_the_bound_is_rejected(suite: Path, tmp_path: Path) -> None
     flags = Flags(
         spec(tmp_path, "launch_us: 0.1\nefficiency: {csr/cusparse_csr: 2.0}"), replicates=1
     )
-    found = store.rows(measure(read_suite(str(suite)), flags, tmp_path / "run", None))
-    fast = [row for row in found if row.status is Status.FASTER_THAN_LIGHT]
+    rows = store.rows(measure(read_suite(str(suite)), flags, tmp_path / "run", None))
+    fast = [row for row in rows if row.status is Status.FASTER_THAN_LIGHT]
     assert {row.case.contender.kernel for row in fast} == {"cusparse_csr"}
     assert "memory allows" in fast[0].detail
 
@@ -267,11 +269,11 @@ def test_a_time_below_the_bound_is_rejected(suite: Path, tmp_path: Path) -> None
 def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> None:
     path = tmp_path / "four.yaml"
     path.write_text(SUITE + "scopes: [kernel, op]\ncaches: [cold, hot]\n")
-    found = store.rows(
+    rows = store.rows(
         measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "r", None)
     )
     medians: dict[str, dict[tuple[str, str], float]] = {}
-    for row in found:
+    for row in rows:
         measure_of = row.scope, row.cache
         medians.setdefault(row.case.id, {})[measure_of] = float(np.median(row.samples_us))
     for taken in medians.values():
@@ -286,7 +288,7 @@ def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("sede: 1", "did you mean seed?"),
         ("seed: one", "expected a valid integer; found 'one'"),
@@ -297,10 +299,10 @@ def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> Non
         ("seed: 1\nseed: 2", "found 'seed' twice"),
     ],
 )
-def test_a_bad_spec_is_one_line_and_writes_nothing(text, said, suite, tmp_path) -> None:
+def test_a_bad_spec_is_one_line_and_writes_nothing(text, message, suite, tmp_path) -> None:
     with pytest.raises(SuiteError) as error:
         measure(read_suite(str(suite)), Flags(spec(tmp_path, text)), tmp_path / "run", None)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
@@ -320,13 +322,13 @@ def test_the_work_of_a_case_is_counted_by_hand() -> None:
     options = ContestOptions(ceilings=Ceilings(1000.0, 1000.0, {"bf16": 800.0}, 0.1, 10**6))
     contenders = [Contender("dense", "cublas", baseline=True), BSR]
     dense, sparse = run_contest(gpu, problem, contenders, options, lambda case, stage: None)
-    kept, tokens = 410 * 64 * 64, 16 * 4096
-    assert sparse.nnz == dense.nnz == kept
-    assert sparse.flops == 2 * 16 * kept
-    assert sparse.fewest_bytes == 2 * (kept + tokens + tokens)
+    elements, tokens = 410 * 64 * 64, 16 * 4096
+    assert sparse.nnz == dense.nnz == elements
+    assert sparse.flops == 2 * 16 * elements
+    assert sparse.fewest_bytes == 2 * (elements + tokens + tokens)
     assert set(sparse.samples_us) == {round(sparse.fewest_bytes / 1e6 / 0.5, 3)}
     assert set(dense.samples_us) == {round(2 * (4096 * 4096 + tokens + tokens) / 1e6, 3)}
-    assert sparse.bound_us == pytest.approx(2 * (kept + tokens) / 1e6)  # the output stays in L2
+    assert sparse.bound_us == pytest.approx(2 * (elements + tokens) / 1e6)  # the output stays in L2
     assert sparse.bound_by == "memory"
 
 
@@ -374,15 +376,15 @@ contenders:
 baselines:
   - {format: dense, kernel: cublas}
 """)
-    found = store.rows(
+    rows = store.rows(
         measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "r", None)
     )
-    assert {row.status for row in found} == {Status.OK}
+    assert {row.status for row in rows} == {Status.OK}
 
 
 def test_a_call_takes_the_largest_of_three_over_its_efficiency() -> None:
-    given = {"launch_us": 5.0, "host_us": 7.0, "efficiency": {"bsr/bsr_triton": 0.5}}
-    plain = STILL.model_copy(update=given)
+    fields = {"launch_us": 5.0, "host_us": 7.0, "efficiency": {"bsr/bsr_triton": 0.5}}
+    plain = STILL.model_copy(update=fields)
     assert call_us(plain, BSR, "bf16", 0.0, 0, "kernel") == 5.0 / 0.5
     assert call_us(plain, BSR, "bf16", 0.0, 0, "op") == 7.0 / 0.5
     assert call_us(plain, BSR, "bf16", 0.0, 10**8, "kernel") == pytest.approx(100 / 0.5)

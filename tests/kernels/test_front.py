@@ -69,38 +69,38 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
 DOUBLE, ADD = 2, 3  # a kernel's number of arguments
 
 
-def add(made: Any, x: torch.Tensor, owners: list[Any] | None = None) -> None:
+def add(record: Any, x: torch.Tensor, owners: list[Any] | None = None) -> None:
     """Record one launch, 2 X, for as many tokens as X has."""
     step: Any = (DOUBLE, len(x), 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (1, 0, 8)], None)
-    made.add(0, [x], [torch.empty(len(x), COLUMNS)], [step], [], None, owners or [], None)
+    record.add(0, [x], [torch.empty(len(x), COLUMNS)], [step], [], None, owners or [], None)
 
 
 def recorded(kind: Any, holder: dict[str, Any], x: torch.Tensor, limit: int = 0) -> Any:
-    made = kind(limit)
-    made.guard(holder, "w", holder["w"], True)
-    made.guard(holder, "bias", holder.get("bias"), False)
-    add(made, x)
-    return made
+    record = kind(limit)
+    record.guard(holder, "w", holder["w"], True)
+    record.guard(holder, "bias", holder.get("bias"), False)
+    add(record, x)
+    return record
 
 
 def test_a_recording_runs_on_other_addresses_and_shapes(kind: Any) -> None:
     holder = {"w": torch.ones(3)}
     x = torch.randn(6, COLUMNS)
-    made = recorded(kind, holder, x)
+    record = recorded(kind, holder, x)
     for other in (x, torch.randn(6, COLUMNS), torch.randn(2, 3, COLUMNS)):
-        assert torch.equal(made(other), 2 * other)
-    assert made(torch.randn(5, COLUMNS)) is None  # not recorded
-    assert made(x.double()) is None
-    assert made(x[:, :4]) is None
-    assert not made.stale
+        assert torch.equal(record(other), 2 * other)
+    assert record(torch.randn(5, COLUMNS)) is None  # not recorded
+    assert record(x.double()) is None
+    assert record(x[:, :4]) is None
+    assert not record.stale
 
 
 @pytest.mark.parametrize("change", ["write", "swap", "bias", "address", "requires_grad"])
 def test_a_guard_that_fails_makes_the_recordings_stale(kind: Any, change: str) -> None:
     holder: dict[str, Any] = {"w": torch.ones(3)}
     x = torch.randn(6, COLUMNS)
-    made = recorded(kind, holder, x)
-    assert made(x) is not None
+    record = recorded(kind, holder, x)
+    assert record(x) is not None
     if change == "write":
         holder["w"].mul_(2)
     elif change == "swap":
@@ -112,46 +112,46 @@ def test_a_guard_that_fails_makes_the_recordings_stale(kind: Any, change: str) -
     else:
         holder["bias"] = torch.ones(3)
     with torch.no_grad():
-        assert made(x) is None
-    assert made.stale
+        assert record(x) is None
+    assert record.stale
 
 
 def test_gradients_modes_and_subclasses_take_the_path_in_python(kind: Any) -> None:
     holder = {"w": torch.nn.Parameter(torch.ones(3))}
     x = torch.randn(6, COLUMNS)
-    made = recorded(kind, holder, x)
-    assert made(x) is None  # w needs a gradient
+    record = recorded(kind, holder, x)
+    assert record(x) is None  # w needs a gradient
     with torch.no_grad():
-        assert made(x) is not None
+        assert record(x) is not None
         with torch.autocast("cpu"):
-            assert made(x) is None
-        assert made(x.as_subclass(type("Other", (torch.Tensor,), {}))) is None
+            assert record(x) is None
+        assert record(x.as_subclass(type("Other", (torch.Tensor,), {}))) is None
     with torch.inference_mode():
-        assert made(x) is None  # recorded outside of it
-    assert not made.stale
+        assert record(x) is None  # recorded outside of it
+    assert not record.stale
 
 
 def test_the_path_in_python_is_due_after_a_number_of_calls(kind: Any) -> None:
     x = torch.randn(6, COLUMNS)
-    made = recorded(kind, {"w": torch.ones(3)}, x, limit=4)
-    results = [made(x) is not None for _ in range(6)]
+    record = recorded(kind, {"w": torch.ones(3)}, x, limit=4)
+    results = [record(x) is not None for _ in range(6)]
     assert results == [True, True, True, False, False, False]
-    assert (made.due(), made.due()) == (True, False)
-    assert made(x) is not None
+    assert (record.due(), record.due()) == (True, False)
+    assert record(x) is not None
 
 
 def test_the_oldest_recording_makes_room_and_lets_its_owners_go(kind: Any) -> None:
     x, owner = torch.randn(1, COLUMNS), Owner()
-    made, freed = kind(0), weakref.ref(owner)
-    add(made, x, [owner])
+    record, freed = kind(0), weakref.ref(owner)
+    add(record, x, [owner])
     del owner
     assert freed() is not None
     for tokens in range(2, 70):
-        add(made, torch.randn(tokens, COLUMNS))
+        add(record, torch.randn(tokens, COLUMNS))
     assert freed() is None
-    assert made(x) is None
+    assert record(x) is None
     last = torch.randn(69, COLUMNS)
-    assert torch.equal(made(last), 2 * last)
+    assert torch.equal(record(last), 2 * last)
 
 
 def test_a_weight_that_holds_its_recordings_is_freed(kind: Any) -> None:
@@ -313,7 +313,7 @@ def test_an_input_that_no_launch_reads_must_stay_where_it_is(kind: Any) -> None:
 
 def test_a_frozen_weight_has_a_gradient_of_x_alone(kind: Any) -> None:
     x, dy = torch.randn(6, COLUMNS, requires_grad=True), torch.randn(6, COLUMNS)
-    made = kind(0)
+    record = kind(0)
     calls = []
 
     def derivative(*args: Any) -> Any:
@@ -321,24 +321,24 @@ def test_a_frozen_weight_has_a_gradient_of_x_alone(kind: Any) -> None:
         return 2 * args[1], None
 
     for keeps_x in (False, True):
-        made.differentiate(derivative, None, None, keeps_x)
-        add(made, x.detach())
-        assert torch.equal(torch.autograd.grad(made(x), x, dy)[0], 2 * dy)
+        record.differentiate(derivative, None, None, keeps_x)
+        add(record, x.detach())
+        assert torch.equal(torch.autograd.grad(record(x), x, dy)[0], 2 * dy)
         (seen, *rest) = calls.pop()
         assert (seen is x, rest) == (keeps_x, [None, True, False])
 
 
 def test_a_product_with_a_weight_that_launches_write_out(kind: Any) -> None:
     x, dy = torch.randn(2, 3, COLUMNS, requires_grad=True), torch.randn(2, 3, COLUMNS)
-    tiles, made, calls = torch.randn(COLUMNS, COLUMNS), kind(0), []
+    tiles, record, calls = torch.randn(COLUMNS, COLUMNS), kind(0), []
 
     def derivative(*args: Any) -> Any:
         calls.append(args)
         return torch.zeros_like(x), None
 
-    made.guard(None, "tiles", tiles, True)
-    made.differentiate(derivative, None, None, False)
-    add(made, x.detach().view(6, COLUMNS))
+    record.guard(None, "tiles", tiles, True)
+    record.differentiate(derivative, None, None, False)
+    add(record, x.detach().view(6, COLUMNS))
     half = COLUMNS // 2
     halves: list[Any] = []
     for i, start in enumerate((0, half * COLUMNS * 4)):
@@ -347,9 +347,9 @@ def test_a_product_with_a_weight_that_launches_write_out(kind: Any) -> None:
     product = (0, 0, 0, 0, [], b"", [], [(0, 0, 0), (1, 0, 0), (2, 0, 0)], None)
     outputs = [torch.empty(COLUMNS, COLUMNS), torch.empty(6, COLUMNS)]
     rows = dy.view(6, COLUMNS)
-    assert made.add(1, [rows], outputs, [*halves, product], [], None, [tiles], None)
-    torch.testing.assert_close(torch.autograd.grad(made(x), x, dy)[0], dy @ (2 * tiles))
-    y = made(x)
+    assert record.add(1, [rows], outputs, [*halves, product], [], None, [tiles], None)
+    torch.testing.assert_close(torch.autograd.grad(record(x), x, dy)[0], dy @ (2 * tiles))
+    y = record(x)
     tiles.zero_()
     assert not torch.autograd.grad(y, x, dy)[0].any()
     assert len(calls) == 1  # Python sees a weight that was written after forward
@@ -372,8 +372,8 @@ def test_a_graph_keeps_its_recordings_and_frees_them(kind: Any) -> None:
     layer, owner = Layer(kind, x), Owner()
     freed = weakref.ref(owner)
     step: Any = (DOUBLE, 6, 32, 0, [], b"\0" * 16, [0, 8], [(0, 0, 0), (2, 0, 8)], None)
-    made = [torch.empty(6, COLUMNS)]
-    layer.front.add(1, [made[0], layer.values], made, [step], [1], None, [owner], None)
+    tensors = [torch.empty(6, COLUMNS)]
+    layer.front.add(1, [tensors[0], layer.values], tensors, [step], [1], None, [owner], None)
     y = layer.front(x)
     del owner, layer
     gc.collect()
@@ -403,16 +403,16 @@ def test_checkpoints_and_hooks_of_saved_tensors_see_the_same_tensors(kind: Any) 
 
 def test_a_weight_that_changes_in_every_call_is_never_recorded(kind, monkeypatch) -> None:
     monkeypatch.setattr(front, "front_type", lambda: kind)
-    x, made, w = torch.randn(6, COLUMNS), None, torch.ones(3)
+    x, record, w = torch.randn(6, COLUMNS), None, torch.ones(3)
     for _ in range(4):
         w = w + 1
-        y, made = front.recorded(made, x, lambda rows: 2 * rows, [front.Guard(None, "w", w)])
+        y, record = front.recorded(record, x, lambda rows: 2 * rows, [front.Guard(None, "w", w)])
         assert torch.equal(y, 2 * x)
-        assert isinstance(made, front.Pending)
-        assert copy.deepcopy(made) is None
+        assert isinstance(record, front.Pending)
+        assert copy.deepcopy(record) is None
     guards = [front.Guard(None, "w", w)]
-    _, made = front.recorded(made, x, lambda rows: 2 * rows, guards)
-    assert isinstance(made, kind)
+    _, record = front.recorded(record, x, lambda rows: 2 * rows, guards)
+    assert isinstance(record, kind)
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -15,27 +15,31 @@ X = torch.arange(32.0).view(4, 8)
 
 
 def repeats(w: Tensor, holder: dict[str, Any], limit: int = 0, content: bool = True) -> Repeats:
-    made = Repeats(limit)
-    made.guard(holder, "w", w, content)
-    made.add(X, lambda rows: rows * w)
-    return made
+    record = Repeats(limit)
+    record.guard(holder, "w", w, content)
+    record.add(X, lambda rows: rows * w)
+    return record
 
 
-def result(made: Repeats, x: Tensor) -> Tensor:
-    y = made(x)
+def result(record: Repeats, x: Tensor) -> Tensor:
+    y = record(x)
     assert y is not None
     return y
 
 
 def test_a_call_is_repeated_for_tensors_of_the_same_layout() -> None:
     w = torch.full((8,), 2.0)
-    made = repeats(w, {"w": w})
-    assert torch.equal(result(made, X.clone()), 2 * X)
+    record = repeats(w, {"w": w})
+    assert torch.equal(result(record, X.clone()), 2 * X)
     assert (
-        made(X.half()) is made(X[:2]) is made(X.T) is made(torch.zeros(33)[1:].view(4, 8)) is None
+        record(X.half())
+        is record(X[:2])
+        is record(X.T)
+        is record(torch.zeros(33)[1:].view(4, 8))
+        is None
     )
-    made.add(X.view(2, 2, 8), lambda rows: 3 * rows)
-    assert torch.equal(result(made, X.view(2, 2, 8)), 3 * X.view(2, 2, 8))
+    record.add(X.view(2, 2, 8), lambda rows: 3 * rows)
+    assert torch.equal(result(record, X.view(2, 2, 8)), 3 * X.view(2, 2, 8))
 
 
 CHANGES: dict[str, Callable[[Tensor, dict[str, Any]], object]] = {
@@ -51,28 +55,28 @@ CHANGES: dict[str, Callable[[Tensor, dict[str, Any]], object]] = {
 def test_a_weight_that_changes_ends_the_repeats(change: str) -> None:
     w = torch.ones(8)
     holder = {"w": w}
-    made = repeats(w, holder)
-    assert made(X) is not None
+    record = repeats(w, holder)
+    assert record(X) is not None
     CHANGES[change](w, holder)
-    assert made(X) is None
-    assert made.stale
+    assert record(X) is None
+    assert record.stale
 
 
 def test_a_weight_that_every_call_reads_may_be_written() -> None:
     w = torch.ones(8)
-    made = repeats(w, {"w": w}, content=False)
+    record = repeats(w, {"w": w}, content=False)
     w.mul_(3)
-    assert torch.equal(result(made, X), 3 * X)
+    assert torch.equal(result(record, X), 3 * X)
 
 
 def test_a_call_that_torch_must_see_is_not_repeated() -> None:
     w = torch.ones(8, requires_grad=True)
-    made = repeats(w, {"w": w})
-    assert made(X) is None
+    record = repeats(w, {"w": w})
+    assert record(X) is None
     with torch.no_grad():
-        assert made(X) is not None
+        assert record(X) is not None
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert made(X) is None
+            assert record(X) is None
     frozen = torch.ones(8)
     other = repeats(frozen, {"w": frozen})
     assert other(X.clone().requires_grad_()) is None
@@ -84,26 +88,26 @@ def test_a_call_that_torch_must_see_is_not_repeated() -> None:
 
     torch.func.vmap(mapped)(X)
     assert seen == [None]
-    assert not made.stale
+    assert not record.stale
     assert not other.stale
 
 
 def test_a_limited_number_of_calls_is_repeated() -> None:
     w = torch.ones(8)
-    made = repeats(w, {"w": w}, limit=3)
-    assert [made(X) is None for _ in range(4)] == [False, False, True, True]
-    assert made.due()
-    assert not made.due()
-    assert made(X) is not None
+    record = repeats(w, {"w": w}, limit=3)
+    assert [record(X) is None for _ in range(4)] == [False, False, True, True]
+    assert record.due()
+    assert not record.due()
+    assert record(X) is not None
 
 
 def test_the_oldest_call_makes_room_and_copies_are_empty() -> None:
     w = torch.ones(8)
-    made = repeats(w, {"w": w})
+    record = repeats(w, {"w": w})
     for m in range(5, 5 + MOST):
-        made.add(torch.ones(m, 8), lambda rows: rows)
-    assert made(X) is None
-    assert copy.deepcopy(made) is None
+        record.add(torch.ones(m, 8), lambda rows: rows)
+    assert record(X) is None
+    assert copy.deepcopy(record) is None
 
 
 def test_the_third_call_of_an_unchanged_weight_is_repeated(
@@ -111,11 +115,11 @@ def test_the_third_call_of_an_unchanged_weight_is_repeated(
 ) -> None:
     monkeypatch.setenv("SPARSEBENCH_FRONT", "0")
     w, bias = torch.full((8,), 2.0), torch.ones(8)
-    made: Any = None
+    record: Any = None
     guards = [front.Guard({"w": w}, "w", w)]
     for _ in range(3):
-        y, made = front.recorded(made, X, lambda rows: rows * w, guards, bias=bias)
+        y, record = front.recorded(record, X, lambda rows: rows * w, guards, bias=bias)
         assert torch.equal(y, 2 * X + 1)
-    assert torch.equal(made(X), 2 * X + 1)
+    assert torch.equal(record(X), 2 * X + 1)
     w.mul_(2)
-    assert made(X) is None
+    assert record(X) is None

@@ -95,7 +95,7 @@ def test_a_transposed_weight_is_the_transpose_in_order(form: Any, params: Any) -
     ("dtype", "block"), crossed(["fp32", "bf16", "fp16", "tf32"], [16, [10, 24]])
 )
 def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
-    found = rows(
+    gradients = rows(
         "linear_wgrad",
         Contender("dense", "torch_dense", baseline=True),
         Contender("bsr", "torch_wgrad", {"block": block}),
@@ -105,19 +105,19 @@ def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
         Contender("bsr", "bsr_triton", {"block": 16}),
         dtype=dtype,
     )
-    assert [row.status.value for row in found] == [
+    assert [row.status.value for row in gradients] == [
         "ok", "ok", "ok", "ok", "ok" if "32" in dtype else "unsupported", "unsupported",
     ]  # fmt: skip
-    assert found[-1].detail == "computes linear, not linear_wgrad"
-    assert found[0].flops == 2 * 256 * 64 * 96 // 2
-    assert found[0].fewest_bytes == found[0].nnz * found[1].dense_bytes // (64 * 96) + (
-        256 * (64 + 96) * found[1].dense_bytes // (64 * 96)
+    assert gradients[-1].detail == "computes linear, not linear_wgrad"
+    assert gradients[0].flops == 2 * 256 * 64 * 96 // 2
+    assert gradients[0].fewest_bytes == gradients[0].nnz * gradients[1].dense_bytes // (64 * 96) + (
+        256 * (64 + 96) * gradients[1].dense_bytes // (64 * 96)
     )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "tf32"])
 def test_a_contest_of_input_gradients(dtype: str) -> None:
-    found = rows(
+    gradients = rows(
         "linear_dgrad",
         Contender("dense", "torch_dense", baseline=True),
         Contender("bsr", "scipy_bsr_dgrad", {"block": 16}),
@@ -126,7 +126,7 @@ def test_a_contest_of_input_gradients(dtype: str) -> None:
         dtype=dtype,
     )
     scipy = "ok" if "32" in dtype else "unsupported"
-    assert [row.status.value for row in found] == ["ok", scipy, scipy, "ok"]
+    assert [row.status.value for row in gradients] == ["ok", scipy, scipy, "ok"]
 
 
 @pytest.mark.parametrize(
@@ -135,18 +135,18 @@ def test_a_contest_of_input_gradients(dtype: str) -> None:
 def test_every_wrong_weight_gradient_is_rejected(name: str, dtype: str) -> None:
     wrong = Contender("bsr", name, {"block": 16})
     dense = Contender("dense", "torch_dense")
-    right, found = rows("linear_wgrad", dense, wrong, dtype=dtype, m=2048)
+    right, wrong_row = rows("linear_wgrad", dense, wrong, dtype=dtype, m=2048)
     assert right.status is Status.OK
-    assert found.status is Status.WRONG
-    assert found.detail
-    assert not found.samples_us
+    assert wrong_row.status is Status.WRONG
+    assert wrong_row.detail
+    assert not wrong_row.samples_us
 
 
 def test_a_format_without_room_for_a_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Csr, "sample")
-    (found,) = rows("linear_wgrad", Contender("csr", "reference"))
-    assert found.status is Status.UNSUPPORTED
-    assert found.detail.startswith("csr cannot store the values of another matrix")
+    (row,) = rows("linear_wgrad", Contender("csr", "reference"))
+    assert row.status is Status.UNSUPPORTED
+    assert row.detail.startswith("csr cannot store the values of another matrix")
 
 
 @pytest.mark.parametrize(

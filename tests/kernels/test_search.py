@@ -53,12 +53,12 @@ def test_candidates_of_a_part_name_the_part() -> None:
 
 
 def test_a_part_of_a_part_keeps_its_name() -> None:
-    own = [{"choice": {"tile": 1}, "median_us": 1.0}]
-    down = lines_of("down", Launch(lambda: torch.zeros(1), candidates=own))
+    entries = [{"choice": {"tile": 1}, "median_us": 1.0}]
+    down = lines_of("down", Launch(lambda: torch.zeros(1), candidates=entries))
     whole = lines_of("dense, layer", Launch(lambda: torch.zeros(1), candidates=down))
     assert whole[0]["of"] == "dense, layer, down"
     assert part_of("dense, layer", whole) == down
-    assert part_of("down", down) == own
+    assert part_of("down", down) == entries
     assert part_of("dense", [{"of": "dense part"}]) == []
 
 
@@ -98,13 +98,13 @@ def test_an_exception_without_a_message_does_not_end_a_search(monkeypatch) -> No
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    found = module.warmed([lambda: None, fails], torch.device("cuda"), 1)
-    assert found == [None, "NotImplementedError"]
+    winner = module.warmed([lambda: None, fails], torch.device("cuda"), 1)
+    assert winner == [None, "NotImplementedError"]
 
 
 def test_on_a_cpu_the_first_candidate_is_taken_without_lines() -> None:
-    found = search([lambda: 1, lambda: 2], torch.device("cpu"))
-    assert (found.best, found.trials) == (0, ())
+    winner = search([lambda: 1, lambda: 2], torch.device("cpu"))
+    assert (winner.best, winner.trials) == (0, ())
 
 
 def test_forty_candidates_add_less_than_half_a_kilobyte_to_a_compressed_row() -> None:

@@ -16,10 +16,10 @@ def source() -> torch.Tensor:
 
 
 def test_a_reader_reads_every_element() -> None:
-    wanted = source()
-    for label, reader in streams.readers(wanted):
-        found = reader().sum(dtype=torch.int32)
-        assert found == wanted.sum(dtype=torch.int32), label
+    right = source()
+    for label, reader in streams.readers(right):
+        total = reader().sum(dtype=torch.int32)
+        assert total == right.sum(dtype=torch.int32), label
 
 
 def test_a_writer_writes_every_element() -> None:
@@ -30,11 +30,11 @@ def test_a_writer_writes_every_element() -> None:
 
 
 def test_a_copier_copies_every_element() -> None:
-    wanted = source()
-    target = torch.empty_like(wanted)
-    for label, copier in streams.copiers(wanted, target):
+    right = source()
+    target = torch.empty_like(right)
+    for label, copier in streams.copiers(right, target):
         target.zero_()
-        assert torch.equal(copier(), wanted), label
+        assert torch.equal(copier(), right), label
 
 
 def test_a_tensor_of_part_of_a_chunk_is_refused() -> None:

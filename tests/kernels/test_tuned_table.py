@@ -31,20 +31,20 @@ TILE = {"tokens": 256, "cluster": 1}
 
 def entry(sizes: Sizes = AT, kernel: str = "bsr_wgmma", **changes: Any) -> Entry:
     digest = tuned_table.source(kernel)
-    made = Entry(kernel, sizes, dict(TILE), 100.0, 120.0, digest, "0" * 16, {"torch": "2.11.0"})
-    return replace(made, **changes)
+    result = Entry(kernel, sizes, dict(TILE), 100.0, 120.0, digest, "0" * 16, {"torch": "2.11.0"})
+    return replace(result, **changes)
 
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
     """Use tables in a temporary folder, and a fake GPU with 132 multiprocessors."""
-    found = {"user": tmp_path / "user", "package": tmp_path / "package"}
-    for folder in found.values():
+    places = {"user": tmp_path / "user", "package": tmp_path / "package"}
+    for folder in places.values():
         folder.mkdir()
-    monkeypatch.setattr(tuned_table, "folders", lambda: found)
+    monkeypatch.setattr(tuned_table, "folders", lambda: places)
     gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    yield found
+    yield places
     tuned_table.read.cache_clear()
 
 
@@ -115,7 +115,7 @@ def test_other_code_another_kernel_and_another_path_are_not_used(folders: dict[s
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "top: expected Invalid JSON"),
         ("{}", "schema: expected a value; found none"),
@@ -130,13 +130,13 @@ def test_other_code_another_kernel_and_another_path_are_not_used(folders: dict[s
         ),
     ],
 )
-def test_a_malformed_table_is_one_line_that_names_the_file(text, said, folders) -> None:
+def test_a_malformed_table_is_one_line_that_names_the_file(text, message, folders) -> None:
     file = folders["user"] / "sm90_132.json"
     file.write_text(text)
     with pytest.raises(TableError) as error:
         tuned_table._find("bsr_wgmma", AT, GPU, {})
     assert str(error.value).startswith(f"{file}: ")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -185,9 +185,9 @@ def test_a_written_table_is_read_back_and_has_one_entry_per_line(folders: dict[s
 def test_a_run_records_the_tables_in_force(folders: dict[str, Path]) -> None:
     assert tuned_table.in_force(GPU) is None
     put(folders["package"], entry(), entry(source="of before"))
-    (found,) = tuned_table.in_force(GPU) or []
-    assert found.pop("sha256")
-    assert found == {"of": "package", "file": "sm90_132.json", "entries": 2, "current": 1}
+    (table,) = tuned_table.in_force(GPU) or []
+    assert table.pop("sha256")
+    assert table == {"of": "package", "file": "sm90_132.json", "entries": 2, "current": 1}
     assert environment(torch.device("cpu"))["tuned"] is None
 
 
@@ -305,11 +305,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[Bench]:
 
 
 def test_tuning_fills_the_users_table_that_lookups_then_find(suite, bench, folders) -> None:
-    found = tuning.tune(suite, "cuda:0", 1)
-    assert found.file == folders["user"] / "sm90_132.json"
-    assert (found.new, found.left, found.failed) == (6, 0, [])
-    assert "untuned over tuned: median 1.50, at most 1.50" in found.lines[1]
-    first = tuned_table.read(found.file).entries[0]
+    outcome = tuning.tune(suite, "cuda:0", 1)
+    assert outcome.file == folders["user"] / "sm90_132.json"
+    assert (outcome.new, outcome.left, outcome.failed) == (6, 0, [])
+    assert "untuned over tuned: median 1.50, at most 1.50" in outcome.lines[1]
+    first = tuned_table.read(outcome.file).entries[0]
     assert (first.time_us, first.untuned_us, first.choice) == (2.0, 3.0, {"tokens": 256})
     assert first.versions == {"driver": "580", "torch": "2.11.0", "triton": "3.6.0"}
     sizes = blocked(256, 256, 256, "bf16", (64, 64), stored=8)
@@ -321,8 +321,8 @@ def test_tuning_fills_the_users_table_that_lookups_then_find(suite, bench, folde
 def test_what_users_get_is_searched_beside_the_tables(suite, bench, tmp_path) -> None:
     users = "contenders:\n  - {format: bsr, params: {block: $block}}"
     (tmp_path / "both.yaml").write_text(SUITE.replace("contenders:", users))
-    found = tuning.tune(read(str(tmp_path / "both.yaml")), "cuda:0", 1)
-    assert (found.new, found.choices, found.failed) == (6, 3, [])
+    outcome = tuning.tune(read(str(tmp_path / "both.yaml")), "cuda:0", 1)
+    assert (outcome.new, outcome.choices, outcome.failed) == (6, 3, [])
 
 
 def test_a_default_that_is_faster_than_the_searchs_choice_goes_into_the_table(
@@ -341,18 +341,18 @@ def test_a_default_that_is_faster_than_the_searchs_choice_goes_into_the_table(
 
 def test_a_wrong_configuration_never_enters_a_table_and_is_reported(suite, bench) -> None:
     bench.ends = {"bsr_wgmma": Status.WRONG, "bsr_triton": Status.UNSUPPORTED}
-    found = tuning.tune(suite, "cuda:0", 1)
-    assert found.table.entries == []
-    assert len(found.failed) == 3
-    assert found.failed[0].startswith("wrong: bsr/bsr_wgmma tuned=wide, case ")
+    outcome = tuning.tune(suite, "cuda:0", 1)
+    assert outcome.table.entries == []
+    assert len(outcome.failed) == 3
+    assert outcome.failed[0].startswith("wrong: bsr/bsr_wgmma tuned=wide, case ")
 
 
 def test_tuning_ends_at_its_time_limit_and_resumes(suite, bench, monkeypatch) -> None:
     times = iter([0.0, 0.0, 100.0])
     monkeypatch.setattr(tuning, "monotonic", lambda: next(times))
-    found = tuning.tune(suite, "cuda:0", 1)
-    assert (found.new, found.left) == (2, 2)
-    assert "2 problems left" in found.lines[-1]
+    outcome = tuning.tune(suite, "cuda:0", 1)
+    assert (outcome.new, outcome.left) == (2, 2)
+    assert "2 problems left" in outcome.lines[-1]
     monkeypatch.setattr(tuning, "monotonic", lambda: 0.0)
     assert tuning.tune(suite, "cuda:0", 1).new == 4
     assert sorted(bench.seen) == [64, 128, 256]
@@ -377,7 +377,7 @@ def test_each_kernel_that_tunes_is_searched_once_beside_its_default(suite: Suite
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--device", "cpu"], "--device cpu: expected an NVIDIA GPU to tune for"),
         (["--device", "sim"], "--device sim: expected an NVIDIA GPU to tune for"),
@@ -385,10 +385,10 @@ def test_each_kernel_that_tunes_is_searched_once_beside_its_default(suite: Suite
         (["--minutes", "0"], "--minutes"),
     ],
 )
-def test_an_impossible_tuning_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
+def test_an_impossible_tuning_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:
     done = sparsebench("tune", *arguments)
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 
@@ -397,12 +397,12 @@ def test_the_packages_tables_match_the_present_kernels(monkeypatch: pytest.Monke
     for file in sorted(tuned_table.folders()["package"].glob("*.json")):
         table = tuned_table.read(file)
         assert file.name.startswith("sm")
-        assert [found.case for found in table.entries if not found.current] == []
+        assert [entry.case for entry in table.entries if not entry.current] == []
 
 
 @pytest.mark.gpu
 def test_a_search_of_the_whole_space_is_right_and_fills_a_table(suite, tmp_path, monkeypatch):
     monkeypatch.undo()
     out = tmp_path / "mine.json"
-    found = tuning.tune(suite, "cuda:0", 5, "m=64 kernel=bsr_triton", out)
-    assert (found.failed, found.new, found.left) == ([], 1, 0)
+    outcome = tuning.tune(suite, "cuda:0", 5, "m=64 kernel=bsr_triton", out)
+    assert (outcome.failed, outcome.new, outcome.left) == ([], 1, 0)

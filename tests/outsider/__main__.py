@@ -31,8 +31,8 @@ def main(sites: list[str]) -> int:
         for pattern, reader in READERS.items():
             for file in sorted(site.glob(pattern)):
                 if file.parent.parent.name != "runs":  # these lead to the runs
-                    given = file if reader is answer else file.read_text()
-                    wrong += [f"{file.relative_to(site)}: {each}" for each in reader(given)]
+                    content = file if reader is answer else file.read_text()
+                    wrong += [f"{file.relative_to(site)}: {each}" for each in reader(content)]
     print("\n".join(wrong) or "every figure is found")
     return bool(wrong)
 

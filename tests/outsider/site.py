@@ -29,11 +29,11 @@ def grids(page: str) -> Iterator[str]:
     names = " ".join(f'data-{name}="([^"]*)"' for name in ("gpu", "op", "dtype", "tokens"))
     grids = re.findall(f'data-grid="gains" {names}>(.*?)</table>', page, re.DOTALL)
     for gpu, op, dtype, tokens, grid in grids:
-        own = every[(every.device == html.unescape(gpu)) & (every.op == op)]
-        own = own[(own.dtype == dtype) & (own.tokens == tokens)]
+        rows = every[(every.device == html.unescape(gpu)) & (every.op == op)]
+        rows = rows[(rows.dtype == dtype) & (rows.tokens == tokens)]
         for head, level, lines in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', grid):
             for shape, name, gain in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", lines):
-                here = own[(own.sparsity == level) | (own.level == level)]  # 94.68 % is 95 %
+                here = rows[(rows.sparsity == level) | (rows.level == level)]  # 94.68 % is 95 %
                 here = usual(here[(here["n × k"] == shape)])
                 here = here[here.label.str.partition("/")[2] == name]
                 block = head.rpartition("blocks of ")[2] if "blocks of " in head else ""
@@ -134,8 +134,8 @@ def beside_op(line: list[str]) -> bool:
             logs = {p: np.log(ours.blocks[p] / base[p]) for p in both}
             sides[-1].append(Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()}))
     return any(
-        len(own) == int(processes.split()[0]) and shows(line[1], ratio(own, beside))
-        for own in sides[0]
+        len(side) == int(processes.split()[0]) and shows(line[1], ratio(side, beside))
+        for side in sides[0]
         for beside in sides[1]
     )
 
@@ -183,6 +183,8 @@ def labelled(matches: pd.DataFrame, label: str) -> pd.DataFrame:
             matches = matches[(matches.op == part) | (matches.dtype == part)]
         else:
             column = {"m": "tokens"}.get(name, name)
-            own = matches[column].map(lambda v: f"{v:g}" if isinstance(v, int | float) else str(v))
-            matches = matches[own == value]
+            values = matches[column].map(
+                lambda v: f"{v:g}" if isinstance(v, int | float) else str(v)
+            )
+            matches = matches[values == value]
     return matches

@@ -50,9 +50,9 @@ class Here(worker_process.Worker):
         self, contest: Contest, options: Mapping[str, Any], timeout_s: float
     ) -> ContestResult:
         """Draw the rows."""
-        known = ContestOptions.from_json(dict(options))
-        given = self.spec, contest.problem, contest.contenders, known
-        return ContestResult(simulated_contest.run(*given, lambda case, stage: None), {})
+        rest = ContestOptions.from_json(dict(options))
+        arguments = self.spec, contest.problem, contest.contenders, rest
+        return ContestResult(simulated_contest.run(*arguments, lambda case, stage: None), {})
 
     def close(self) -> int:
         """Do nothing."""

@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, regrets, samples, ways
+from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.outcome import VERDICTS, Outcome, among_many
@@ -25,6 +25,7 @@ from sparsebench.results.statistics import (
     p_value,
 )
 
+SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 POOL = 2000  # processes through the clock, drawn from
 MANY = 400  # processes of another run, whose mean is what it would estimate from very many
 PROCESSES = 8
@@ -62,6 +63,11 @@ class Runs:
     another: Floats
 
 
+def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Return by how much the log times of searches' choices exceed the best."""
+    return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
+
+
 @cache
 def within(call_us: float) -> Array:
     """Return what two equal contenders differ by in each of POOL processes without an effect."""
@@ -88,11 +94,11 @@ def simulated(
     another = np.full(runs, np.log(ratio))
     if not groups or not regret:
         return Runs(noise, another)
-    base, own = regrets(spec, draw, (2, runs, groups))
-    logs = noise + np.repeat(base - own, -(-processes // groups), axis=1)[:, :processes]
+    base, single = regrets(spec, draw, (2, runs, groups))
+    logs = noise + np.repeat(base - single, -(-processes // groups), axis=1)[:, :processes]
     if groups < processes:  # another run's searches settle on something else
-        base, own = regrets(spec, draw, (2, runs, groups)).mean(axis=-1)
-        another = another + base - own
+        base, single = regrets(spec, draw, (2, runs, groups)).mean(axis=-1)
+        another = another + base - single
     return Runs(logs, another)
 
 
@@ -111,11 +117,11 @@ def among_finalists(
     """
     spec = Spec(process=process, regret=regret)
     every = np.repeat(ways(spec, draw, (1, runs)), 2, axis=0)
-    base, own = settled(spec, every, draw, processes)
+    base, single = settled(spec, every, draw, processes)
     noise = draw.choice(within(call_us), (runs, processes))
     noise = noise + draw.normal(0, process, (runs, processes))
     base_again, own_again = settled(spec, every, draw, MANY)[:, :, 1:].mean(axis=-1)
-    return Runs(noise + base - own, base_again - own_again)
+    return Runs(noise + base - single, base_again - own_again)
 
 
 def settled(spec: Spec, every: Array, draw: np.random.Generator, processes: int) -> Array:
@@ -125,40 +131,40 @@ def settled(spec: Spec, every: Array, draw: np.random.Generator, processes: int)
     """
     first = blurred(spec, every, draw)
     least, ranks = first.min(axis=-1, keepdims=True), first.argsort(axis=-1).argsort(axis=-1)
-    known = (first <= least + np.log(NEAR)) & (ranks < FINALISTS)
-    known[..., 0] = True  # the default
-    found = [np.take_along_axis(every, first.argmin(axis=-1)[..., None], axis=-1)]
+    near = (first <= least + np.log(NEAR)) & (ranks < FINALISTS)
+    near[..., 0] = True  # the default
+    estimates = [np.take_along_axis(every, first.argmin(axis=-1)[..., None], axis=-1)]
     for _ in range(processes - 1):
-        again = np.where(known, blurred(spec, every, draw), np.inf).argmin(axis=-1)
-        found.append(np.take_along_axis(every, again[..., None], axis=-1))
-    return np.concatenate(found, axis=-1)
+        again = np.where(near, blurred(spec, every, draw), np.inf).argmin(axis=-1)
+        estimates.append(np.take_along_axis(every, again[..., None], axis=-1))
+    return np.concatenate(estimates, axis=-1)
 
 
 def interval(logs: Floats, design: Design, regret: float) -> Interval:
     """Return the interval that a design reports."""
-    found = hodges_lehmann(logs)
+    estimate = hodges_lehmann(logs)
     if not design.widened:
-        return found
+        return estimate
     extra = (1.96 * 2 * regret) ** 2  # two contenders, two runs
-    below, above = found.estimate - found.low, found.high - found.estimate
+    below, above = estimate.estimate - estimate.low, estimate.high - estimate.estimate
     low, high = (np.sqrt(side**2 + extra) for side in (below, above))
-    return Interval(found.estimate, found.estimate - low, found.estimate + high)
+    return Interval(estimate.estimate, estimate.estimate - low, estimate.estimate + high)
 
 
-def covered(found: Interval, another: Floats) -> float:
+def covered(bounds: Interval, another: Floats) -> float:
     """Return how often the interval holds what another run would estimate."""
-    return float(np.mean((found.low <= another) & (another <= found.high)))
+    return float(np.mean((bounds.low <= another) & (another <= bounds.high)))
 
 
-def different(found: Interval) -> float:
+def different(bounds: Interval) -> float:
     """Return how often the interval excludes 1."""
-    return float(np.mean((found.low > 0) | (found.high < 0)))
+    return float(np.mean((bounds.low > 0) | (bounds.high < 0)))
 
 
 def outcomes(logs: Floats) -> dict[Outcome, float]:
     """Return how often each outcome is said, as of a case alone in its run (verdict.py)."""
-    found, p = hodges_lehmann(logs), p_value(logs)
-    ends = zip(np.exp(found.low), np.exp(found.high), p, strict=True)
+    estimate, p = hodges_lehmann(logs), p_value(logs)
+    ends = zip(np.exp(estimate.low), np.exp(estimate.high), p, strict=True)
     clear = [among_many(*each) for each in ends]
     return {word: clear.count(word) / len(clear) for word in VERDICTS}
 
@@ -187,23 +193,23 @@ def main(runs: int = 4000) -> None:
     for design in DESIGNS:
         for process in (0.003, 0.01):
             same = {"process": process, "regret": 0.01}
-            made = (
+            experiment = (
                 among_finalists(runs, draw, **same)
                 if design.among
                 else simulated(runs, draw, groups=design.groups, **same)
             )
-            found = interval(made.logs, design, 0.01)
-            width = 100 * np.mean(found.high - found.low)
-            numbers = 100 * covered(found, made.another), width, 100 * different(found)
+            lengths = interval(experiment.logs, design, 0.01)
+            width = 100 * np.mean(lengths.high - lengths.low)
+            numbers = 100 * covered(lengths, experiment.another), width, 100 * different(lengths)
             cells = "{:.0f} % | {:.1f} % | {:.0f} %".format(*numbers)
             print(f"| {design.name} | {100 * process:g} % | {cells} |")
     print("\n| process sd | true difference | different | equal | not settled |")
     print("|---|---|---|---|---|")
     for process in (0.001, 0.003, 0.01):
         for ratio in (1.0, 1.005, 1.01, 1.02, 1.03):
-            said = outcomes(simulated(runs, draw, ratio=ratio, process=process).logs)
-            words = said[Outcome.FASTER] + said[Outcome.SLOWER]
-            numbers = words, said[Outcome.EQUAL], said[Outcome.NOT_SETTLED]
+            verdicts = outcomes(simulated(runs, draw, ratio=ratio, process=process).logs)
+            words = verdicts[Outcome.FASTER] + verdicts[Outcome.SLOWER]
+            numbers = words, verdicts[Outcome.EQUAL], verdicts[Outcome.NOT_SETTLED]
             cells = " | ".join(f"{100 * number:.1f} %" for number in numbers)
             print(f"| {100 * process:g} % | {100 * (ratio - 1):.2g} % | {cells} |")
     print(
@@ -213,8 +219,8 @@ def main(runs: int = 4000) -> None:
     for length in LENGTHS_US:
         for processes in (1, 3):
             allowed = 100 * tolerance(APART[length], processes, processes)
-            found = [apart(length, processes, ratio, runs, draw) for ratio in (1.0, 1.05, 1.1)]
-            cells = " | ".join(f"{100 * number:.1f} %" for number in found)
+            lengths = [apart(length, processes, ratio, runs, draw) for ratio in (1.0, 1.05, 1.1)]
+            cells = " | ".join(f"{100 * number:.1f} %" for number in lengths)
             ranges = f"{100 * overlap(length, processes, runs, draw):.0f} %"
             shown = ranges if processes > 1 else "–"
             print(f"| {length} | {processes} | {allowed:.1f} % | {cells} | {shown} |")

@@ -74,8 +74,8 @@ def agreement(world: World, campaigns: int, draw: np.random.Generator) -> dict[s
 def _logs(world: World, limited: float, inherited: bool, draw: np.random.Generator) -> Array:
     """Return the log speedups [cases, processes] of a run."""
     spec = Spec(card=world.card, limited=limited, regret=world.regret)
-    common, own = (card_effects(spec, draw, shape) for shape in ((2, 1, 1), (2, CASES, 1)))
-    base, kernel = (common + own) / np.sqrt(2)
+    common, single = (card_effects(spec, draw, shape) for shape in ((2, 1, 1), (2, CASES, 1)))
+    base, kernel = (common + single) / np.sqrt(2)
     searches = (2, CASES, 1 if inherited else PROCESSES)  # an inherited choice is the same in all
     regret = np.diff(regrets(spec, draw, searches), axis=0)[0]
     process: Array = draw.normal(0, world.process, (CASES, PROCESSES))

@@ -132,12 +132,12 @@ class Box:
 @contextmanager
 def box(folder: Path) -> Iterator[Box]:
     """Give a running cluster, and end it."""
-    made = Box(folder)
+    sandbox = Box(folder)
     try:
-        made.start()
-        yield made
+        sandbox.start()
+        yield sandbox
     finally:
-        made.stop()
+        sandbox.stop()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -53,9 +53,9 @@ DRAIN = "nodename=n2", "state=drain", "reason=test"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    with box(tmp_path_factory.mktemp("slurm")) as made:
-        os.environ |= made.environment
-        yield made
+    with box(tmp_path_factory.mktemp("slurm")) as sandbox:
+        os.environ |= sandbox.environment
+        yield sandbox
         del os.environ["SLURM_CONF"]
 
 
@@ -69,12 +69,12 @@ def until(true: Callable[[], object], what: str) -> None:
 def killed(job: str) -> None:
     """Kill a job's processes at once, as a host does that is out of memory; scancel waits first."""
     array, _, task = job.partition("_")
-    own = {f"SLURM_JOB_ID={array}"}
+    ids = {f"SLURM_JOB_ID={array}"}
     if task:
-        own = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
+        ids = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if own <= set((process / "environ").read_text(errors="replace").split("\0")):
+            if ids <= set((process / "environ").read_text(errors="replace").split("\0")):
                 os.kill(int(process.name), signal.SIGKILL)
 
 
@@ -160,16 +160,16 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
 def test_a_cluster_that_takes_no_job_is_one_clear_error(cluster: Box, tmp_path: Path) -> None:
     suite, out = tmp_path / "cluster.yaml", tmp_path / "run"
     suite.write_text(SUITE)
-    asked = read(str(suite))
-    for options, said in (
+    suite_plan = read(str(suite))
+    for options, message in (
         ({"partition": "nowhere"}, "expected a cluster that takes jobs"),
         ({"partitoin": "sim"}, "expected a cluster and options of it"),
     ):
         plan = Plan(
-            asked.name, Flags("sim"), ("sim",) * 2, "slurm", options, cluster_jobs.job_name()
+            suite_plan.name, Flags("sim"), ("sim",) * 2, "slurm", options, cluster_jobs.job_name()
         )
-        with pytest.raises(SuiteError, match=said):
-            share(asked, plan, out)
+        with pytest.raises(SuiteError, match=message):
+            share(suite_plan, plan, out)
         assert sorted(tmp_path.iterdir()) == [suite]
 
 

@@ -11,7 +11,7 @@ from sparsebench.harness.commands._app import main
 
 def sparsebench(*arguments: object) -> CompletedProcess[str]:
     """Run a command; return its exit code and what it wrote, 200 columns wide (conftest.py)."""
-    given, out, err = ["sparsebench", *map(str, arguments)], io.StringIO(), io.StringIO()
-    with patch.object(sys, "argv", given), redirect_stdout(out), redirect_stderr(err):
+    argv, out, err = ["sparsebench", *map(str, arguments)], io.StringIO(), io.StringIO()
+    with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
         code = main()
-    return CompletedProcess(given, code, out.getvalue(), err.getvalue())
+    return CompletedProcess(argv, code, out.getvalue(), err.getvalue())

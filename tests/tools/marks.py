@@ -12,13 +12,13 @@ needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="needs CuPy")
 needs_gxx = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
 
-def sampled(cases: Iterable[Any], *kept: int) -> list[Any]:
+def sampled(cases: Iterable[Any], *places: int) -> list[Any]:
     """Return the cases of a parametrised test, exhaustive but for those kept: the first, if none.
 
     A negative number counts from the end.
     """
     listed = list(cases)
-    stay = {place % len(listed) for place in kept or (0,)}
+    stay = {place % len(listed) for place in places or (0,)}
     return [case if i in stay else exhaustive(case) for i, case in enumerate(listed)]
 
 

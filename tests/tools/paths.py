@@ -10,5 +10,5 @@ PUBLISHED = ROOT / "results" / "published"
 
 def cuda_source(name: str) -> str:
     """Return the text of a CUDA C++ file of kernels/, whichever family's it is."""
-    (found,) = KERNELS.glob(f"*/{name}")
-    return found.read_text()
+    (path,) = KERNELS.glob(f"*/{name}")
+    return path.read_text()

@@ -20,11 +20,11 @@ def choice(m: int, tokens: int, **more: Any) -> dict[str, Any]:
 def test_a_list_has_the_choice_of_most_processes(tmp_path, monkeypatch) -> None:
     users = Contender("bsr", "default", {}, {}, False)
     row = Row(Case(Problem("linear", {"m": 1}), users), Status.OK)
-    made = [choice(1, 16), choice(1, 32, code="digest"), choice(1, 32, code="digest")]
+    entries = [choice(1, 16), choice(1, 32, code="digest"), choice(1, 32, code="digest")]
     layer = {"wg": choice(8, 8), "wd": choice(16, 16, by="model")}
     named = replace(row.case, contender=replace(users, kernel="bsr_small"))
     rows = [
-        *(replace(row, choice=each) for each in (*made, layer)),
+        *(replace(row, choice=each) for each in (*entries, layer)),
         replace(row, case=named, choice=choice(64, 64)),
         replace(row, status=Status.WRONG, choice=choice(128, 64)),
     ]

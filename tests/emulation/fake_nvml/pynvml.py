@@ -43,12 +43,12 @@ class NVMLError(Exception):
     """As NVML's own: whatever goes wrong."""
 
 
-def asked(name: str, default: Any) -> Any:
+def setting(name: str, default: Any) -> Any:
     return json.loads(os.environ.get("FAKE_NVML", "{}")).get(name, default)
 
 
 def nvmlInit() -> None:
-    if why := asked("init", ""):
+    if why := setting("init", ""):
         raise NVMLError(why)
 
 
@@ -57,7 +57,7 @@ def nvmlShutdown() -> None:
 
 
 def nvmlSystemGetDriverVersion() -> str:
-    return str(asked("driver", "580.159.04"))
+    return str(setting("driver", "580.159.04"))
 
 
 def nvmlSystemGetCudaDriverVersion() -> int:
@@ -65,7 +65,7 @@ def nvmlSystemGetCudaDriverVersion() -> int:
 
 
 def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
-    if uuid != ("MIG-fake" if asked("sliced", False) else "GPU-fake"):
+    if uuid != ("MIG-fake" if setting("sliced", False) else "GPU-fake"):
         raise NVMLError("Not Found")
     return uuid
 
@@ -79,10 +79,10 @@ def nvmlDeviceGetFieldValues(handle: str, ids: tuple[int, ...]) -> list[SimpleNa
 
 
 def _field(id: int, counters: dict[int, int]) -> SimpleNamespace:
-    known = id in {POWER, *counters} and id not in asked("untold", [])
+    support = id in {POWER, *counters} and id not in setting("untold", [])
     value = SimpleNamespace(uiVal=int(1e3 * WATT), ullVal=counters.get(id, 77))
-    kind, told = (1 if id == POWER else 3), (NVML_SUCCESS if known else NOT_SUPPORTED)
-    return SimpleNamespace(fieldId=id, valueType=kind, nvmlReturn=told, value=value)
+    kind, code = (1 if id == POWER else 3), (NVML_SUCCESS if support else NOT_SUPPORTED)
+    return SimpleNamespace(fieldId=id, valueType=kind, nvmlReturn=code, value=value)
 
 
 def __getattr__(name: str) -> Any:
@@ -92,12 +92,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def answer(handle: str, *arguments: Any) -> Any:
-        tell = {**TOLD, **asked("tell", {})}
-        if what == "TotalEnergyConsumption" and what not in asked("untold", []):
+        tell = {**TOLD, **setting("tell", {})}
+        if what == "TotalEnergyConsumption" and what not in setting("untold", []):
             return int(1e3 * WATT * STEP_S * len(readings))
-        if what.endswith("ClockInfo") and what not in asked("untold", []):
+        if what.endswith("ClockInfo") and what not in setting("untold", []):
             return CLOCKS[arguments[0]]
-        if what in asked("untold", []) or what not in tell:
+        if what in setting("untold", []) or what not in tell:
             raise NVMLError("Not Supported")
         return tell[what]
 

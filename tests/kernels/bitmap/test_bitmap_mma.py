@@ -91,7 +91,7 @@ def emulated(
     x: Tensor, w: Bitmap, config: Config, workers: int, patch: pytest.MonkeyPatch
 ) -> Tensor:
     """Run the launch."""
-    patch.setattr(bitmap_mma, "load", lambda *given: (None, "code"))
+    patch.setattr(bitmap_mma, "load", lambda *arguments: (None, "code"))
     patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * config.split)
     program = bitmap_mma.launch(x, w, config)
     kernel = on_cpu(config, x.dtype, workers % 2 == 0)
@@ -213,9 +213,9 @@ LAYERS = [(14336, 4096), (28672, 8192), (4096, 14336), (1024, 4096), (40, 264)]
 @pytest.mark.parametrize("m", [1, 16, 64, 256])
 def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int, m: int) -> None:
     room = 6560  # of bf16 at 50 %
-    found = bitmap_mma.configurations(n, k, m, room, 2, {1: 132, 2: 66, 4: 30, 8: 15})
-    assert found
-    for config in found:
+    configs = bitmap_mma.configurations(n, k, m, room, 2, {1: 132, 2: 66, 4: 30, 8: 15})
+    assert configs
+    for config in configs:
         assert config.warps <= bitmap_mma.WARPS[config.tokens, config.group]
         assert config.shared_bytes(room, m, 2) <= bitmap_mma.SHARED_BYTES
         assert config.tokens >= min(m, 64)
@@ -257,9 +257,9 @@ def test_the_products_are_right_on_a_gpu(m, n, k, sparsity, dtype) -> None:
     x, w = x.cuda(), Bitmap.from_dense(w.to_dense().cuda())
     right = (x.double() @ w.to_dense().double().T).to(torch.bfloat16 if dtype == FP8 else dtype)
     rest = w.room, x.itemsize, {s: bitmap_mma.at_once(s, x.device) for s in bitmap_mma.SPLITS}
-    found = bitmap_mma.configurations(n, k, m, *rest)
-    kinds = [(config.table, config.split) for config in found]
-    some = [c for i, c in enumerate(found) if kinds[:i].count(kinds[i]) < 3]
+    configs = bitmap_mma.configurations(n, k, m, *rest)
+    kinds = [(config.table, config.split) for config in configs]
+    some = [c for i, c in enumerate(configs) if kinds[:i].count(kinds[i]) < 3]
     bitmap_mma.compile_ahead("bitmap_mma", [bitmap_mma.constants_of(c, dtype) for c in some])
     for config in some:
         program = bitmap_mma.launch(x, w, config)

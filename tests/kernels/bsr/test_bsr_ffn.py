@@ -72,11 +72,11 @@ def test_gate_and_up_of_different_blocks_are_refused() -> None:
 
 def test_a_product_uses_the_fastest_kernel_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     these = operands_of(problem(4, 64, 32, "fp32", 16))
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def module(name: str, reason: str | None) -> Any:
-        def prepare(own: Operands, *, tuned: bool) -> Launch:
-            asked.append((name, own.pinned, tuned))
+        def prepare(inputs: Operands, *, tuned: bool) -> Launch:
+            calls.append((name, inputs.pinned, tuned))
             if name == "third":
                 raise Unsupported("not of these blocks")
             return Launch(lambda: torch.zeros(1), {"of": name}, name)
@@ -91,12 +91,12 @@ def test_a_product_uses_the_fastest_kernel_that_can_run_it(monkeypatch: pytest.M
     monkeypatch.setattr(bsr_ffn, "search", lambda launches, device: Search(len(launches) - 1))
     w, x = these.weights["wd"], these.activations["x"]
     assert isinstance(w, Bsr)
-    found = bsr_ffn.fastest(these, "down", w, x, False)
-    assert (found.choice, found.code) == ({"kernel": "second", "of": "second"}, "second")
-    assert asked == [(name, None, False) for name in ("first", "second", "third")]
+    launch = bsr_ffn.fastest(these, "down", w, x, False)
+    assert (launch.choice, launch.code) == ({"kernel": "second", "of": "second"}, "second")
+    assert calls == [(name, None, False) for name in ("first", "second", "third")]
     pinned = {"down": {"kernel": "first"}}
-    found = bsr_ffn.fastest(replace(these, pinned=pinned), "down", w, x, True)
-    assert found.choice["kernel"] == "first"
+    launch = bsr_ffn.fastest(replace(these, pinned=pinned), "down", w, x, True)
+    assert launch.choice["kernel"] == "first"
     monkeypatch.setattr(bsr_ffn, "PRODUCTS", {n: modules[n] for n in ("third", "fourth")})
     reasons = "down: third: not of these blocks; fourth: not on this device"
     with pytest.raises(Unsupported, match=reasons):
@@ -121,8 +121,8 @@ def test_an_unsupported_problem_is_refused(dtype: str, reason: str) -> None:
 @pytest.mark.parametrize("block", [16, 64, 128])
 @pytest.mark.parametrize(("dtype", "activation"), [("bf16", "silu"), ("fp16", "relu2")])
 def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: str) -> None:
-    asked = problem(m, 1024, 512, dtype, block, activation=activation)
-    launch = assert_right_twice(operands_of(asked, CUDA), bsr_ffn.prepare)
+    layer = problem(m, 1024, 512, dtype, block, activation=activation)
+    launch = assert_right_twice(operands_of(layer, CUDA), bsr_ffn.prepare)
     y = launch()
     assert isinstance(y, torch.Tensor)
     expected, graph = y.clone(), torch.cuda.CUDAGraph()
@@ -136,8 +136,8 @@ def test_a_gpu_computes_the_layer(m: int, block: int, dtype: str, activation: st
 @hopper
 @pytest.mark.parametrize("kernel", bsr_ffn.PRODUCTS)
 def test_a_hopper_gpu_computes_it_by_each_kernel(kernel, monkeypatch) -> None:
-    asked = problem(200, 1000, 512, "bf16", 64, active=30.0)
-    these = operands_of(asked, CUDA)
+    layer = problem(200, 1000, 512, "bf16", 64, active=30.0)
+    these = operands_of(layer, CUDA)
     monkeypatch.setattr(bsr_ffn, "PRODUCTS", {kernel: bsr_ffn.PRODUCTS[kernel]})
     launch = bsr_ffn.prepare(these, tuned=False)
     assert [each["kernel"] for each in launch.choice.values()] == [kernel, kernel]

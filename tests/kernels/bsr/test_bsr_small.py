@@ -70,8 +70,8 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
                     places, at = places >> 3, at + 1
             assert at <= first + count
             if what & LAST:
-                own = lists.units[group].reshape(warpgroups, -1)[warpgroup]
-                for row, unit in enumerate(own.repeat(32 // b).tolist()):
+                units = lists.units[group].reshape(warpgroups, -1)[warpgroup]
+                for row, unit in enumerate(units.repeat(32 // b).tolist()):
                     column = unit * 32 + row * b % 32
                     part = y[token : token + config.tokens, max(0, column) : max(0, column + b)]
                     assert np.isnan(part).all()
@@ -89,9 +89,9 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)
     dense = w.to_dense()
-    found = emulated(w, dy if transposed else x, config, transposed)
+    actual = emulated(w, dy if transposed else x, config, transposed)
     expected = dy @ dense if transposed else x @ dense.T
-    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=2e-4)
 
 
 def test_units_that_share_the_most_strips_are_multiplied_together():
@@ -114,9 +114,9 @@ def test_a_matrix_cut_into_smaller_blocks_is_the_same_matrix(block, side):
     there = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)) < 0.5
     dense = there.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1).float()
     dense = dense[: 5 * block[0] - 24, : 4 * block[1] - 40].contiguous()  # blocks that leave W
-    found = cut(Bsr.from_dense(dense, block=block), side)
+    pieces = cut(Bsr.from_dense(dense, block=block), side)
     expected = Bsr.from_dense(dense, block=side)
-    assert all(map(torch.equal, found.arrays().values(), expected.arrays().values()))
+    assert all(map(torch.equal, pieces.arrays().values(), expected.arrays().values()))
 
 
 def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
@@ -175,9 +175,9 @@ def test_every_worker_has_steps_and_there_are_no_more_workers_than_items():
 )
 def test_the_byte_model_puts_large_items_first_for_many_tokens(m, first):
     w, _, _ = example((1, 14336, 4096, 32, 0.2))
-    found = bsr_small.configurations(w, m, 132)
-    assert found[0] == first
-    assert all(config.tokens <= 64 or m > 64 for config in found)
+    configs = bsr_small.configurations(w, m, 132)
+    assert configs[0] == first
+    assert all(config.tokens <= 64 or m > 64 for config in configs)
 
 
 def test_unsupported_operands_are_refused_before_anything_is_built():
@@ -267,10 +267,10 @@ def test_weights_may_be_written_just_before_the_launch(config):
         outs.append(bsr_small.bind(plan, x, values)())
     assert all(torch.equal(out, -first if i % 2 == 0 else first) for i, out in enumerate(outs))
     program = bsr_small.bind(plan, x, values)
-    packed, kept = program.tensors[1], torch.empty_like(program.out)
-    graph = captured([packed.neg_, program, lambda: kept.copy_(program.out), packed.neg_, program])
+    packed, copy = program.tensors[1], torch.empty_like(program.out)
+    graph = captured([packed.neg_, program, lambda: copy.copy_(program.out), packed.neg_, program])
     for _ in range(50):
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(kept, -first)
+        assert torch.equal(copy, -first)
         assert torch.equal(program.out, first)

@@ -55,8 +55,8 @@ def test_aligned_strips_have_no_column_twice_and_half_tiles_have_zeros():
     alone = Bsr.from_dense(torch.eye(96).half()[:24], block=24)
     assert (tiles_of(alone, transposed=False, across=2).pieces < 0).sum() == 24  # columns 24 to 31
     assert boxes_of(16, 2) == [32]
-    found = [strips_of(16, tokens, 2) for tokens in bsr_strips.TOKENS]
-    assert found == [4, 4, 2]
+    counts = [strips_of(16, tokens, 2) for tokens in bsr_strips.TOKENS]
+    assert counts == [4, 4, 2]
 
 
 def test_packed_values_are_zero_where_there_is_no_block():
@@ -81,11 +81,11 @@ def test_rows_that_share_strips_are_multiplied_together():
 def test_the_byte_model_offers_only_configurations_that_fit(m):
     w, _, _ = example((m, 960, 960, (48, 48), 0.2))
     tiles = tiles_of(w, transposed=False)
-    found = bsr_strips.configurations(tiles, m, 132)
-    assert found
-    assert all(config.tokens < m + 64 and tiles.possible(config) for config in found)
+    configs = bsr_strips.configurations(tiles, m, 132)
+    assert configs
+    assert all(config.tokens < m + 64 and tiles.possible(config) for config in configs)
     if m == 4096:
-        assert found[0].tokens * found[0].rows * found[0].warpgroups * 48 >= 128 * 128
+        assert configs[0].tokens * configs[0].rows * configs[0].warpgroups * 48 >= 128 * 128
 
 
 def test_unsupported_operands_are_refused_before_anything_is_built():

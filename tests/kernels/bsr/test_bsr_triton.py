@@ -80,8 +80,8 @@ def test_every_configuration_is_right_on_a_gpu(m, block, dtype):
     torch.manual_seed(0)
     n, k = 520, 776
     r, c = block if isinstance(block, list) else (block, block)
-    kept = torch.rand(-(-n // r), -(-k // c)) < 0.3
-    mask = kept.repeat_interleave(r, 0).repeat_interleave(c, 1)[:n, :k]
+    cells = torch.rand(-(-n // r), -(-k // c)) < 0.3
+    mask = cells.repeat_interleave(r, 0).repeat_interleave(c, 1)[:n, :k]
     drawn = torch.randn(n, k) * mask, torch.randn(m, n), torch.randn(m, k)
     w, dy, x = (t.to("cuda", DTYPES[dtype]) for t in drawn)
     stored = Bsr.from_dense(w, block=[r, c])
@@ -99,29 +99,29 @@ def test_every_configuration_is_right_on_a_gpu(m, block, dtype):
             out = replace(pattern, values=program()) if pattern else program()
             yield check(out, right, pattern).reason, config
 
-    found = []
+    reasons = []
     for path in ("tma", "pointers"):
         kind = w.element_size(), path, precision_of(dtype)
         if path == "pointers" or not bsr_triton.unsupported_by_tma(x, stored):
-            found += verdicts(
+            reasons += verdicts(
                 *(load_op("linear"), (w, x), bsr_triton.configurations(m, (r, c), *kind)),
                 lambda config: bsr_triton.launch(x, stored, config),
             )
         if path == "pointers" or not bsr_triton_dgrad.unsupported_by_tma(dy, stored):
-            found += verdicts(
+            reasons += verdicts(
                 *(load_op("linear_dgrad"), (w, dy)),
                 bsr_triton_dgrad.configurations(m, (r, c), *kind),
                 lambda config: bsr_triton_dgrad.launch(dy, stored, config),
             )
         if path == "pointers" or not bsr_triton_wgrad.unsupported_by_tma(dy, x, (r, c)):
             sizes = m, (r, c), len(stored.columns), w.element_size(), path, 132
-            found += verdicts(
+            reasons += verdicts(
                 *(load_op("linear_wgrad"), (dy, x)),
                 bsr_triton_wgrad.configurations(*sizes, precision_of(dtype)),
                 lambda config: bsr_triton_wgrad.launch(dy, x, stored, config),
                 stored,
             )
-    assert not [line for line in found if line[0]]
+    assert not [line for line in reasons if line[0]]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_every_configuration_is_right_on_a_gpu(m, block, dtype):
 def test_fp8_needs_a_capability_with_it(dtype, capability, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     problem, device = Problem("linear", {"dtype": dtype}), torch.device("cuda")
-    found = bsr_triton.KERNEL.unsupported(problem, device)
-    assert found is None if reason is None else reason in str(found)
+    answer = bsr_triton.KERNEL.unsupported(problem, device)
+    assert answer is None if reason is None else reason in str(answer)
 
 
 @pytest.mark.parametrize(("width", "fits"), [(8, False), (16, False), (24, True), (64, True)])

@@ -126,8 +126,8 @@ def every(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Compile]:
 @pytest.mark.parametrize("capability", [*SHARED_BYTES])
 @pytest.mark.parametrize("module", [*FUNCTIONS])
 def test_every_configuration_compiles_without_a_spill(module, capability, every):
-    wanted = module, capability
-    assert_all_compile([c for c in every if (c.module, c.capability) == wanted])
+    key = module, capability
+    assert_all_compile([c for c in every if (c.module, c.capability) == key])
 
 
 @pytest.mark.compiles

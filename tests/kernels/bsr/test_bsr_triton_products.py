@@ -52,11 +52,11 @@ CORES = 4  # multiprocessors: few enough that hundreds of tokens are split
 def weights(n: int, k: int, block: list[int], dtype: str) -> Tensor:
     """Return W with half of its blocks, none in the second block row or the last block column."""
     r, c = block
-    kept = torch.rand(-(-n // r), -(-k // c)) < 0.5
-    kept[0] = True
-    kept[1:2] = False
-    kept[:, 1:] &= torch.arange(1, kept.shape[1]) < kept.shape[1] - 1
-    mask = kept.repeat_interleave(r, 0).repeat_interleave(c, 1)[:n, :k]
+    cells = torch.rand(-(-n // r), -(-k // c)) < 0.5
+    cells[0] = True
+    cells[1:2] = False
+    cells[:, 1:] &= torch.arange(1, cells.shape[1]) < cells.shape[1] - 1
+    mask = cells.repeat_interleave(r, 0).repeat_interleave(c, 1)[:n, :k]
     return torch.where(mask, torch.randn(n, k), 0.0).to(DTYPES[dtype])
 
 

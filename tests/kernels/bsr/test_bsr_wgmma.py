@@ -73,15 +73,15 @@ def test_the_lists_give_the_product_and_write_every_element_once(shape, transpos
     w, x, dy = example(shape)
     dense = w.to_dense().numpy()
     expected = dy.numpy() @ dense if transposed else x.numpy() @ dense.T
-    found = emulated(w, dy if transposed else x, config, transposed)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    actual = emulated(w, dy if transposed else x, config, transposed)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES["bsr_wgmma fp8"], ids=str)
 def test_the_lists_of_fp8_give_the_product(shape):
     w, x, _ = example(shape)
-    found = emulated(w, x, Config(64, 2), transposed=False, dtype=E4M3)
-    np.testing.assert_allclose(found, x.numpy() @ w.to_dense().numpy().T, rtol=1e-4, atol=1e-3)
+    actual = emulated(w, x, Config(64, 2), transposed=False, dtype=E4M3)
+    np.testing.assert_allclose(actual, x.numpy() @ w.to_dense().numpy().T, rtol=1e-4, atol=1e-3)
 
 
 def test_a_step_of_fp8_is_a_row_of_128_bytes_where_blocks_allow_it():
@@ -205,11 +205,11 @@ def bsr16() -> Bsr:
 
 @pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
 def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
-    found = bsr_wgmma.configurations(m, 4096)
-    assert 1 <= len(found) <= 4
-    assert all(config in WGMMA for config in found)
+    configs = bsr_wgmma.configurations(m, 4096)
+    assert 1 <= len(configs) <= 4
+    assert all(config in WGMMA for config in configs)
     assert all(
-        config.tokens * config.cluster < 2 * m or config == Config(64, 1) for config in found
+        config.tokens * config.cluster < 2 * m or config == Config(64, 1) for config in configs
     )
 
 

@@ -86,8 +86,8 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
     pattern, (dy, x) = pattern_of(shape), activations(shape)
     expected = pattern.sample(dy.T @ x).values
-    found = emulated(pattern, dy, x, config, workers)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    actual = emulated(pattern, dy, x, config, workers)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_the_example_of_slices_that_share_places():

@@ -76,8 +76,8 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
     pattern, (dy, x) = pattern_of(shape), activations(shape)
     expected = pattern.sample(dy.T @ x).values
-    found = emulated(pattern, dy, x, config, workers)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    actual = emulated(pattern, dy, x, config, workers)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_the_example_of_cells_that_share_strips():
@@ -102,7 +102,7 @@ def test_every_cell_is_in_one_item_and_items_share_their_loads(
     density, units, strips, loads, cells
 ):
     there = np.random.default_rng(0).random((128, 128)) < density
-    items, found = items_of(there, units, strips), np.zeros(there.shape, int)
+    items, counts = items_of(there, units, strips), np.zeros(there.shape, int)
     for item in items:
         assert item.loads <= strips
         assert len(item.units) <= 2 * units
@@ -110,8 +110,8 @@ def test_every_cell_is_in_one_item_and_items_share_their_loads(
             assert four[0] <= four[1]
             assert four[2] <= four[3]
             for at in range(4):
-                found[item.dy[four[at % 2]], item.x[four[2 + at // 2]]] += has >> at & 1
-    assert (found == there).all()
+                counts[item.dy[four[at % 2]], item.x[four[2 + at // 2]]] += has >> at & 1
+    assert (counts == there).all()
     assert sum(item.loads for item in items) / there.sum() < loads
     assert there.sum() / sum(len(item.units) for item in items) > cells
 
@@ -120,9 +120,9 @@ def test_every_cell_is_in_one_item_and_items_share_their_loads(
     ("block", "cells"), [(8, 1), (16, 1), (32, 1), (24, 1), (40, 4), (48, 4), (64, 4), (96, 9)]
 )
 def test_a_block_is_in_as_few_cells_as_possible(block, cells):
-    found = cells_of(pattern_of((1, 10 * block, 10 * block, (block, block), 0.01)))
-    assert found.there.sum() == cells
-    assert not any((firsts % 16).any() for firsts in (found.dy, found.x))
+    units = cells_of(pattern_of((1, 10 * block, 10 * block, (block, block), 0.01)))
+    assert units.there.sum() == cells
+    assert not any((firsts % 16).any() for firsts in (units.dy, units.x))
 
 
 def test_items_of_few_strips_fill_whole_rounds():

@@ -62,14 +62,14 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_built(module: A
     pattern = pattern_of((4, 128, 192, BLOCK[module], 1.0))
     half = replace(pattern, values=pattern.values.half())
     dy, x = torch.zeros(4, 128).half(), torch.zeros(4, 192).half()
-    for operands, found in (
+    for operands, reason in (
         ((half, dy, x.bfloat16()), "torch.float16, torch.bfloat16 and"),
         ((pattern, dy, x), "and a pattern of torch.float32"),
         ((pattern, dy.float(), x.float()), "and a pattern of torch.float32"),
         ((half, dy[:3], x), "shapes [3"),
         ((half, dy[:, :64], x), "shapes [4, 64] and [4, 192]"),
     ):
-        with pytest.raises(Unsupported, match=re.escape(found)):
+        with pytest.raises(Unsupported, match=re.escape(reason)):
             module.prepare(operands_of(*operands))
     block = {bsr_wgrad: (64, 32), bsr_wgrad_small: (32, 12)}[module]
     odd = pattern_of((4, 128, 192, block, 1.0))

@@ -76,12 +76,12 @@ EVERY += [(16, BF16), (64, BF16), (32, FP16), (128, FP16)]
 
 
 @needs_gxx
-@pytest.mark.parametrize("room", [8000, 40000])
+@pytest.mark.parametrize(("room", "spare"), [(8000, 100), (40000, 0)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tokens", "dtype"), sampled(EVERY, 0, 5))
-def test_its_threads_give_the_product_on_a_cpu(shape, tokens, dtype, room, monkeypatch):
+def test_its_threads_give_the_product_on_a_cpu(shape, tokens, dtype, room, spare, monkeypatch):
     x, w = example(shape, dtype)
-    y = emulated(x, w, Config(tokens, 64, 1), room, monkeypatch)
+    y = emulated(x, w, Config(tokens, 64, 1, spare), room, monkeypatch)
     right = (x.float() @ w.to_dense().float().T).to(dtype)
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
@@ -125,12 +125,12 @@ def test_every_non_zero_has_a_place_of_its_own_and_every_piece_its_steps(classes
     steps = work.teams[:-1, 0] >> 16
     ends = steps.cumsum(0)
     row = torch.arange(37).repeat_interleave(lengths)
-    for target, own in zip(work.targets.tolist(), row.tolist(), strict=True):
+    for target, at_row in zip(work.targets.tolist(), row.tolist(), strict=True):
         team = int(torch.searchsorted(ends, target // (2 * ways), right=True))
-        group = int(torch.searchsorted(bounds[1:], own, right=True))
+        group = int(torch.searchsorted(bounds[1:], at_row, right=True))
         piece = int(work.teams[team, target // 2 % ways]) & 0xFFFF
         piece += int(work.pieces[bounds[group]])
-        assert work.pieces[own] <= piece < work.pieces[own + 1]
+        assert work.pieces[at_row] <= piece < work.pieces[at_row + 1]
 
 
 def test_warps_get_about_as_many_steps() -> None:
@@ -169,10 +169,10 @@ def test_operands_that_the_kernel_cannot_read_are_unsupported(x, w, reason) -> N
 def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights() -> None:
     kernel = dgrad_of(replace(csr_cuda.KERNEL, prepare=lambda operands: operands))
     dy, w = torch.ones(3, 4), Csr.from_dense(torch.arange(32.0).view(4, 8))
-    given = Operands(Problem("linear_dgrad", {}), {"w": w}, {"dy": dy}, torch.matmul)
-    asked = kernel.prepare(given)
-    assert asked.activations["x"] is dy
-    assert torch.equal(asked.weights["w"].to_dense(), w.to_dense().t())
+    gradient = Operands(Problem("linear_dgrad", {}), {"w": w}, {"dy": dy}, torch.matmul)
+    product = kernel.prepare(gradient)
+    assert product.activations["x"] is dy
+    assert torch.equal(product.weights["w"].to_dense(), w.to_dense().t())
 
 
 @pytest.mark.parametrize(

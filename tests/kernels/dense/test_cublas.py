@@ -71,10 +71,10 @@ def right(product: Product) -> Tensor:
 def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> list[Way]:
     """Let the search keep the first matching way; return the list of the ways that it times."""
     seen: list[Way] = []
-    found = _gemm.ways_of
+    ways_of = _gemm.ways_of
 
     def noted(product: Product, layout: Any) -> list[Way]:
-        ways = found(product, layout)
+        ways = ways_of(product, layout)
         seen.extend(ways)
         return ways
 
@@ -146,9 +146,9 @@ def test_algorithms_for_more_tokens_are_requested_and_equal_ones_are_timed_once(
 def test_short_products_also_try_combinations_that_are_never_proposed(n, combined) -> None:
     a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
     gemm = Product(a, b, out).gemms[None]
-    found = _gemm._algorithms(gemm)
-    proposed = {algorithm for algorithm, tokens in found if tokens is not None}
-    others = {algorithm for algorithm, tokens in found if tokens is None} - proposed
+    algorithms = _gemm._algorithms(gemm)
+    proposed = {algorithm for algorithm, tokens in algorithms if tokens is not None}
+    others = {algorithm for algorithm, tokens in algorithms if tokens is None} - proposed
     assert {(each.tile, each.option) for each in proposed if each.id == TILED} > {(16, 1), (32, 0)}
     assert ((32, 1) in {(each.tile, each.option) for each in others}) == combined
 

@@ -130,8 +130,8 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_built(monkeypatch) ->
         m=1, hidden=5120, heads=64, kv_heads=8, head_dim=128, intermediate=25600, layers=64
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Small)
-    found = _decoder.unsupported_size(whole, CUDA)
-    assert found == (
+    reason = _decoder.unsupported_size(whole, CUDA)
+    assert reason == (
         "needs at least 62.4 GB for the weights of all layers, found a device that has 1.0 GB"
     )
     assert "needs at least 49.8 GB" in str(_decoder.unsupported_size(whole, CUDA, 0.75))

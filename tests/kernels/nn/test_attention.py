@@ -28,11 +28,11 @@ def drawn(batch: int = 2, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
 )
 def test_values_and_gradients_are_those_of_the_definition(options: dict) -> None:
     mask, operands = random_mask(TOKENS, 16, batch=2, **options), drawn()
-    wanted, lse = reference(*operands, mask)
-    do = torch.randn_like(wanted)
-    expected = torch.autograd.grad(wanted, operands, do)
+    right, lse = reference(*operands, mask)
+    do = torch.randn_like(right)
+    expected = torch.autograd.grad(right, operands, do)
     o, log_sums = attention_and_lse(*operands, mask)
-    torch.testing.assert_close(o, wanted)
+    torch.testing.assert_close(o, right)
     torch.testing.assert_close(log_sums, lse)
     for actual, gradient in zip(torch.autograd.grad(o, operands, do), expected, strict=True):
         torch.testing.assert_close(actual, gradient)

@@ -41,8 +41,8 @@ BY_KERNEL: list[tuple[Any, str | None]] = [
 
 
 def weight(dtype: torch.dtype = torch.float32) -> Tensor:
-    kept = torch.rand(N // 16, K // 16) > 0.5
-    dense = torch.randn(N, K) * kept.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    mask = torch.rand(N // 16, K // 16) > 0.5
+    dense = torch.randn(N, K) * mask.repeat_interleave(16, 0).repeat_interleave(16, 1)
     return dense.to(dtype)
 
 
@@ -172,6 +172,12 @@ def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
     assert _frozen_op.plans_of(w).dense is copy
     w.records.zero_()  # written in place, including the bits
     assert not sparsebench.matmul(x, w).any()
+
+
+def test_a_dense_product_of_padded_tokens_is_that_of_the_tokens() -> None:
+    w, x = Bitmap.from_dense(weight()), torch.randn(7, K)
+    y = _frozen_op.DenseCopy(w, _frozen_op.Padded(16)).run(x)
+    torch.testing.assert_close(y, sparsebench.matmul(x, w))
 
 
 @pytest.mark.gpu

@@ -60,8 +60,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def operands_of(op: str, layout: str | None = None, block: int = 128, m: int = 128) -> Operands:
     torch.manual_seed(0)
-    kept = torch.tensor([[1, 0], [0, 0], [1, 1]]).repeat_interleave(128, 0)
-    w = torch.randn(384, 256) * kept.repeat_interleave(128, 1)
+    mask = torch.tensor([[1, 0], [0, 0], [1, 1]]).repeat_interleave(128, 0)
+    w = torch.randn(384, 256) * mask.repeat_interleave(128, 1)
     drawn = {"x": torch.randn(m, 256), "dy": torch.randn(m, 384)}
     names = {"linear": ["x"], "linear_dgrad": ["dy"], "linear_wgrad": ["dy", "x"]}[op]
     packed = Bsr.from_dense(w, block=block)

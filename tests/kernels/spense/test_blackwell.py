@@ -13,7 +13,7 @@ import pytest
 
 from sparsebench.kernels._common import cuda
 from tests.compiling.nvcc import CLEAN, by_nvcc, nvcc_version, text_of
-from tests.compiling.record import known
+from tests.compiling.record import in_record
 from tests.kernels.spense.examples import CUOBJDUMP
 from tests.tools.marks import sampled
 
@@ -31,7 +31,7 @@ IN_A_STEP = {  # instructions: sparse products, copies into tensor memory
 def test_the_main_loop_of_the_plan_compiles(mx: int, gather: int, tmp_path: Path) -> None:
     macros = {"MX": mx, "GATHER": gather, "STAGES": STAGES[mx]}
     about = PROBE.name, cuda.source_of("spense_mma").parent, "nvcc", TARGET.split(",")[0]
-    if known(*about, nvcc_version(), text_of(PROBE), CUOBJDUMP.exists()):
+    if in_record(*about, nvcc_version(), text_of(PROBE), CUOBJDUMP.exists()):
         return
     command = ["nvcc", "-std=c++17", f"-gencode={TARGET}", "-cubin", "-Xptxas", "-v"]
     command += [f"-D{name}={value}" for name, value in macros.items()]
@@ -44,7 +44,7 @@ def test_the_main_loop_of_the_plan_compiles(mx: int, gather: int, tmp_path: Path
     assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 48
     if CUOBJDUMP.exists():
         sass = subprocess.check_output([CUOBJDUMP, "-sass", tmp_path / "probe.cubin"], text=True)
-        found = Counter(re.findall(r"\b(UTCHMMA|UTCQMMA|UTCCP|LDTM)\b", sass))
-        assert found == {**IN_A_STEP[mx], "LDTM": 28}
+        counts = Counter(re.findall(r"\b(UTCHMMA|UTCQMMA|UTCCP|LDTM)\b", sass))
+        assert counts == {**IN_A_STEP[mx], "LDTM": 28}
         loads = Counter(re.findall(r"UTMALDG\.2D(?:\.GATHER4)?", sass))
         assert loads == {"UTMALDG.2D" + ".GATHER4" * gather: 2}

@@ -59,22 +59,22 @@ class _Product:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[_Product]:
     """Replace the kernel for Hopper, and record each bound product."""
-    made: list[_Product] = []
+    calls: list[_Product] = []
 
     def product(x: Tensor, w: Spense, activation: str | None) -> _Product:
         columns = w.shape[0] // (2 if activation else 1)
-        made.append(_Product(x, w, activation, x.new_empty(len(x), columns)))
-        return made[-1]
+        calls.append(_Product(x, w, activation, x.new_empty(len(x), columns)))
+        return calls[-1]
 
     def prepare(operands: Operands, activation: Any, scales: Any, *, tuned: Any) -> Launch:
-        found = product(operands.activations["x"], operands.weights["w"], activation)
-        return Launch(found, {"tokens": 16, "cluster": 1, "ahead": 5, "by": "search"})
+        launch = product(operands.activations["x"], operands.weights["w"], activation)
+        return Launch(launch, {"tokens": 16, "cluster": 1, "ahead": 5, "by": "search"})
 
     monkeypatch.setattr(spense_wgmma, "prepare", prepare)
     monkeypatch.setattr(spense_wgmma, "plan", lambda w, m, config, activation: activation)
     monkeypatch.setattr(spense_wgmma, "bind", lambda plan, x, w, scales: product(x, w, plan))
     monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
-    return made
+    return calls
 
 
 @pytest.mark.interpreted
@@ -94,11 +94,11 @@ def test_an_interpreted_step_has_a_copy_of_pruned_weights_for_each_layer(pruned,
 
 def test_the_suite_stores_pruned_weights_half_dense_and_the_others_dense() -> None:
     for contest in read("decoder").contests:
-        asked = contest.problem
+        layer = contest.problem
         for contender in contest.contenders:
             if contender.format == "spense":
                 for name in OP.weights:
-                    fraction = 0.5 if OP.prunes(asked.fields, name) else 1.0
+                    fraction = 0.5 if OP.prunes(layer.fields, name) else 1.0
                     assert contender.params_of(name)["dense_fraction"] == fraction
 
 

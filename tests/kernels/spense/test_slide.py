@@ -34,9 +34,9 @@ KINDS = (6, 8), (4, 6), (8, 10), (4, 4)
 SHAPES = [(1, 8, 16), (20, 200, 528), (33, 320, 1280), (300, 456, 784)]
 
 
-def pruned(n: int, k: int, kept: int, group: int, device: str = "cpu") -> Tensor:
+def pruned(n: int, k: int, most: int, group: int, device: str = "cpu") -> Tensor:
     """Return small integers, at most `kept` in each group; one row is empty, one has all it can."""
-    keep = torch.rand(n, -(-k // group), group, device=device).argsort(-1) < kept
+    keep = torch.rand(n, -(-k // group), group, device=device).argsort(-1) < most
     w = torch.randint(-3, 4, (n, k), device=device).float() * keep.flatten(1)[:, :k]
     w[n // 2] = 0
     w[-1] = torch.where(keep.flatten(1)[-1, :k], 2.0, 0.0)

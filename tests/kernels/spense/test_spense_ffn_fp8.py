@@ -69,7 +69,7 @@ def test_weights_are_e4m3_activations_bf16_and_the_bits_never_change() -> None:
 
 
 def test_a_contest_is_right_on_a_cpu() -> None:
-    asked = problem(m=2, n=512, k=256, pattern="spense_hidden", sparsity=0.25)
+    case = problem(m=2, n=512, k=256, pattern="spense_hidden", sparsity=0.25)
     contenders = [
         Contender("dense", "torch_dense", baseline=True),
         Contender("dense", "reference"),
@@ -78,12 +78,12 @@ def test_a_contest_is_right_on_a_cpu() -> None:
             "spense", "reference", {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
         ),
     ]
-    rows, _ = contest.run(asked, contenders, CPU, None)
+    rows, _ = contest.run(case, contenders, CPU, None)
     assert [row.status for row in rows] == [Status.OK] * 4
-    kept, x_and_y = 3 * (3 * 512 * 256) // 4, 2 * 2 * 256
-    assert {row.nnz for row in rows} == {kept}
-    assert {row.fewest_bytes for row in rows} == {kept + 2 * x_and_y}
-    assert {row.flops for row in rows} == {2.0 * 2 * kept}
+    elements, x_and_y = 3 * (3 * 512 * 256) // 4, 2 * 2 * 256
+    assert {row.nnz for row in rows} == {elements}
+    assert {row.fewest_bytes for row in rows} == {elements + 2 * x_and_y}
+    assert {row.flops for row in rows} == {2.0 * 2 * elements}
     assert rows[3].stored_bytes == 3 * 512 * 256 * (1 + 5 / 8) / 2
 
 
@@ -138,8 +138,8 @@ def layer(
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.9])
 def test_layers_of_rounded_activations_are_right(activation: str, sparsity: float) -> None:
     pattern = {0.25: "spense_hidden", 0.9: "unstructured"}.get(sparsity, "dense")
-    asked = problem(activation=activation, pattern=pattern, sparsity=sparsity)
-    y, expected = layer(operands(asked, OP, CPU, None), activation), expected_of(given(asked))
+    case = problem(activation=activation, pattern=pattern, sparsity=sparsity)
+    y, expected = layer(operands(case, OP, CPU, None), activation), expected_of(given(case))
     assert check(y, expected).reason is None
     error = float((y.double() - expected.reference).norm() / expected.spread.norm())
     assert 0.7 < error / expected.eps < 0.85
@@ -153,8 +153,8 @@ def dropped(z: Tensor, columns: int) -> Tensor:
 
 @cache
 def example(activation: str) -> tuple[DenseOperands, Expected]:
-    asked = problem(activation=activation)
-    return operands(asked, OP, CPU, None), expected_of(given(asked))
+    case = problem(activation=activation)
+    return operands(case, OP, CPU, None), expected_of(given(case))
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -182,8 +182,8 @@ def test_wrong_layers_are_caught(what: str, activation: str) -> None:
 
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 def test_cublas_multiplies_step_by_step(activation: str) -> None:
-    asked = problem(n=512, k=256, activation=activation)
-    these = packed(asked)
+    case = problem(n=512, k=256, activation=activation)
+    these = packed(case)
     for fast in (True, False):  # products of oneDNN, with the same name in torch
         pinned = {"library": "cublaslt", "use_fast_accum": fast}
         launch = cublas.prepare(replace(these, pinned=pinned))
@@ -196,10 +196,10 @@ def test_cublas_saturates_what_it_rounds() -> None:
     x, weights = these.activations["x"], {n: w.to_dense() for n, w in these.weights.items()}
     beyond = cublas.in_fp8(these, True)
     x.fill_(1e6)
-    found = beyond(**weights, x=x)
+    outputs = beyond(**weights, x=x)
     x.fill_(448)
-    assert found.isfinite().all()
-    assert torch.equal(found, beyond(**weights, x=x))
+    assert outputs.isfinite().all()
+    assert torch.equal(outputs, beyond(**weights, x=x))
     x[0, 0] = float("nan")
     assert beyond(**weights, x=x).isnan().all()
 
@@ -242,8 +242,8 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", by_torch)
 
 
-def same_bits(found: Tensor, right: Tensor) -> bool:
-    return torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+def same_bits(actual: Tensor, right: Tensor) -> bool:
+    return torch.equal(actual.view(torch.uint8), right.view(torch.uint8))
 
 
 @pytest.mark.interpreted
@@ -270,9 +270,9 @@ def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
     wide[-1] = 0
     wide[0, 9] = 60000
     for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, :k].contiguous()):
-        found, (right, expected) = torch.empty(m, k, dtype=E4M3), by_token(x)
-        assert torch.equal(elementwise.scaled(x, found), expected)
-        assert same_bits(found, right)
+        out, (right, expected) = torch.empty(m, k, dtype=E4M3), by_token(x)
+        assert torch.equal(elementwise.scaled(x, out), expected)
+        assert same_bits(out, right)
 
 
 @pytest.mark.interpreted
@@ -281,8 +281,8 @@ def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
 @pytest.mark.parametrize(("dtype", "sizes"), [("fp8", (19, 400, 144)), ("fp16", (5, 136, 72))])
 def test_interpreted_layers_of_two_gemms_are_right(activation, dtype, sizes) -> None:
     m, n, k = sizes
-    asked = problem(dtype, m=m, n=n, k=k, activation=activation)
-    these = packed(asked)
+    case = problem(dtype, m=m, n=n, k=k, activation=activation)
+    these = packed(case)
     launch = _layers.ffn(these)
     assert_right(launch, these)
     pinned = {name: dict(way) for name, way in launch.choice.items()}
@@ -340,9 +340,9 @@ def test_inputs_are_rounded_to_the_right_bits_on_a_gpu() -> None:
     every = torch.arange(2**16, device=CUDA).to(torch.int32).to(torch.int16).view(BF16)
     x = torch.stack([every.view(64, 1024)[i % 64].roll(i) for i in range(133)])
     right = x.float().clamp(-448, 448).to(E4M3)
-    found = elementwise.quantised(x)()
-    assert torch.equal(found.float().isnan(), x.isnan())
-    assert torch.equal(found.float().nan_to_num(7), right.float().nan_to_num(7))
+    out = elementwise.quantised(x)()
+    assert torch.equal(out.float().isnan(), x.isnan())
+    assert torch.equal(out.float().nan_to_num(7), right.float().nan_to_num(7))
 
 
 @pytest.mark.gpu
@@ -353,12 +353,12 @@ def test_inputs_are_scaled_by_token_on_a_gpu() -> None:
         x = 10.0 ** torch.linspace(-6, 4, m, device=CUDA)[:, None] * torch.randn(m, k, device=CUDA)
         x = x.to(BF16)
         x[-1, : k // 2] = 0
-        found, (right, expected) = torch.empty_like(x, dtype=E4M3), by_token(x.cpu())
-        assert torch.equal(elementwise.scaled(x, found).cpu(), expected)
-        assert same_bits(found.cpu(), right)
+        out, (right, expected) = torch.empty_like(x, dtype=E4M3), by_token(x.cpu())
+        assert torch.equal(elementwise.scaled(x, out).cpu(), expected)
+        assert same_bits(out.cpu(), right)
         x[0, 3] = float("nan")
-        elementwise.scaled(x, found)
-        assert found.float().isnan().sum() == 1
+        elementwise.scaled(x, out)
+        assert out.float().isnan().sum() == 1
 
 
 @pytest.mark.gpu
@@ -372,13 +372,13 @@ def test_hidden_units_are_rounded_once_on_a_gpu(activation: str) -> None:
         products[0, 3], products[0, n] = 1e5, 1e5  # beyond 448, where act is not zero
         program = elementwise.hidden(products, activation, E4M3, 2.0**-6)
         program.out.view(torch.uint8).fill_(0x7F)
-        found = program().float()
+        out = program().float()
         gate, up = (products.double() / 64).chunk(2, 1)
         right = cublas.ACTIVATIONS[activation](gate) * up
-        assert torch.equal(found.isnan(), right.isnan())
+        assert torch.equal(out.isnan(), right.isnan())
         right = right.clamp(-448, 448)
         within = 2.0**-4 * 1.001 * right.abs() + 2.0**-10 * 1.001
-        assert ((found - right).abs() <= within)[~right.isnan()].all()
+        assert ((out - right).abs() <= within)[~right.isnan()].all()
 
 
 SHAPES = [(1, 512, 256), (17, 1360, 528), (33, 2048, 512), (300, 1360, 528), (1000, 4096, 1024)]
@@ -392,8 +392,8 @@ def test_two_gemms_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
         pytest.skip(reason)
     m, n, k = shape
     for activation in cublas.ACTIVATIONS:
-        asked = problem(dtype, m=m, n=n, k=k, activation=activation)
-        these = packed(asked, CUDA)
+        case = problem(dtype, m=m, n=n, k=k, activation=activation)
+        these = packed(case, CUDA)
         launch = cublas.prepare(these)
         assert_right(launch, these)
         for pair in _layers.PAIRS:
@@ -412,8 +412,8 @@ def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
         pytest.skip(reason)
     for m, n, k in SHAPES:
         for activation in ("silu", "relu2"):
-            asked = problem(m=m, n=n, k=k, activation=activation)
-            these = packed(asked, CUDA)
+            case = problem(m=m, n=n, k=k, activation=activation)
+            these = packed(case, CUDA)
             assert_right(kernel.prepare(these), these)
 
 

@@ -86,7 +86,7 @@ def emulated(
     late: bool = True,
 ) -> Tensor:
     """Run the launch twice, because it must reset its counters."""
-    patch.setattr(spense_mma, "load", lambda *given: (None, "code"))
+    patch.setattr(spense_mma, "load", lambda *arguments: (None, "code"))
     patch.setattr(spense_mma, "workers", lambda device, config, shared: workers)
     patch.setattr(spense_mma, "target_of", lambda device: "cpu")
     program = spense_mma.launch(x, w, config)
@@ -168,11 +168,11 @@ def test_it_is_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128, 129, 8192])
 def test_the_tile_that_holds_all_tokens_is_tried_first(m: int) -> None:
-    found = spense_mma.configurations(m, KIB["sm_90"])
-    assert 2 <= len(found) <= 6
-    assert found[0].tokens >= min(m, 128)
-    assert not found[0].ahead
-    assert all(config in CONFIGS and config.tokens < max(2 * m, 17) for config in found)
+    configs = spense_mma.configurations(m, KIB["sm_90"])
+    assert 2 <= len(configs) <= 6
+    assert configs[0].tokens >= min(m, 128)
+    assert not configs[0].ahead
+    assert all(config in CONFIGS and config.tokens < max(2 * m, 17) for config in configs)
 
 
 @pytest.mark.parametrize(("ahead", "timed"), [(True, {True, False}), (False, {False})])
@@ -182,8 +182,10 @@ def test_a_search_without_ahead_times_only_the_old_loop(ahead, timed, monkeypatc
     monkeypatch.setattr(spense_mma, "launch", lambda x, w, config: config)
     monkeypatch.setattr(spense_mma, "fastest_launch", lambda configs, *rest: configs)
     problem = Problem("linear", {"dtype": "fp16"})
-    found: Any = spense_mma.prepare(Operands(problem, {"w": w}, {"x": x}, torch.mm), ahead=ahead)
-    assert {config.ahead for config in found} == timed
+    candidates: Any = spense_mma.prepare(
+        Operands(problem, {"w": w}, {"x": x}, torch.mm), ahead=ahead
+    )
+    assert {config.ahead for config in candidates} == timed
 
 
 @pytest.mark.parametrize("target", KIB)

@@ -58,16 +58,16 @@ def box(x: np.ndarray, token: int, column: int, tokens: int) -> np.ndarray:
 
 def codes(words: np.ndarray, size: int) -> np.ndarray:
     """Return the code of each row and group of one wgmma.sp from the words of 128 threads."""
-    found = np.full((64, 8 if size == 2 else 16), -1)
+    metadata = np.full((64, 8 if size == 2 else 16), -1)
     for thread in range(128):
         row, q = thread // 32 * 16 + thread % 32 // 4, thread % 4
         for nibble in range(8):
             code = int(words[thread]) >> 4 * nibble & 15
             if size == 2 and q < 2:  # selector 0: two of four lanes
-                found[row + 8 * (nibble // 4), 4 * q + nibble % 4] = code
+                metadata[row + 8 * (nibble // 4), 4 * q + nibble % 4] = code
             elif size == 1:
-                found[row + 8 * (q & 1), 8 * (q >> 1) + nibble] = code
-    return found
+                metadata[row + 8 * (q & 1), 8 * (q >> 1) + nibble] = code
+    return metadata
 
 
 def sparse_operand(tile: np.ndarray, step: int, dtype: torch.dtype) -> np.ndarray:
@@ -201,12 +201,12 @@ def test_every_k_tile_is_assigned_once(m: int, config: Config, shape: tuple[int,
     assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.slots))
     assert len(np.unique(pieces[:, 7])) == work.counters
     for counter in range(work.counters):
-        own = pieces[pieces[:, 7] == counter]
-        own = own[own[:, 4].argsort()]
-        assert (own[:, :2] == own[0, :2]).all()
-        assert (own[:, 5:7] == own[0, 5:7]).all()
-        assert own[:, 4].tolist() == list(range(own[0, 5]))  # in the order of their steps
-        assert (np.diff(own[:, 2]) == own[:-1, 3]).all()
+        share = pieces[pieces[:, 7] == counter]
+        share = share[share[:, 4].argsort()]
+        assert (share[:, :2] == share[0, :2]).all()
+        assert (share[:, 5:7] == share[0, 5:7]).all()
+        assert share[:, 4].tolist() == list(range(share[0, 5]))  # in the order of their steps
+        assert (np.diff(share[:, 2]) == share[:-1, 3]).all()
 
 
 @pytest.mark.parametrize("shape", LAYERS[:2], ids=str)
@@ -253,12 +253,12 @@ def test_items_of_a_wave_share_tokens_and_features() -> None:
 
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128, 129, 256, 257, 8192])
 def test_no_problem_has_more_than_four_configurations(m: int) -> None:
-    found = spense_wgmma.configurations(m)
-    assert 1 <= len(found) <= 4
-    assert len(set(found)) == len(found)
-    assert set(found) <= set(spense_wgmma.space())
-    assert all(config.tokens < max(2 * m, 17) for config in found)
-    assert found[0].tokens >= min(m, 256)
+    configs = spense_wgmma.configurations(m)
+    assert 1 <= len(configs) <= 4
+    assert len(set(configs)) == len(configs)
+    assert set(configs) <= set(spense_wgmma.space())
+    assert all(config.tokens < max(2 * m, 17) for config in configs)
+    assert configs[0].tokens >= min(m, 256)
 
 
 AT_ONCE = {1: 132, 2: 66, 3: 43, 4: 32, 5: 25, 8: 15}  # clusters on an H200, by their CTAs
@@ -268,9 +268,9 @@ AT_ONCE = {1: 132, 2: 66, 3: 43, 4: 32, 5: 25, 8: 15}  # clusters on an H200, by
 @pytest.mark.parametrize("shape", [(7168, 18432), (18432, 3584), (3072, 1024), (8, 16)])
 def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(shape, m) -> None:
     for itemsize in (1, 2):
-        found = _clusters.likeliest(m, shape, itemsize, AT_ONCE, 5)
-        assert len(set(found)) == 5
-        assert {tokens for tokens, *_ in found} <= set(spense_wgmma.TOKENS)
+        choices = _clusters.likeliest(m, shape, itemsize, AT_ONCE, 5)
+        assert len(set(choices)) == 5
+        assert {tokens for tokens, *_ in choices} <= set(spense_wgmma.TOKENS)
         assert not _clusters.likeliest(257, shape, itemsize, AT_ONCE, 5)
     tried = spense_wgmma.searched(m, shape, 2, torch.device("cpu"))
     assert set(spense_wgmma.configurations(m)) < set(tried)
@@ -288,8 +288,8 @@ def test_clusters_hold_all_tokens_and_there_are_none_beyond_256(shape, m) -> Non
     ],
 )
 def test_the_model_ranks_the_winners_first(m, shape, won, likelier) -> None:
-    found = _clusters.likeliest(m, shape, 2, AT_ONCE, 5)
-    assert won in [(tokens, *sizes) for tokens, _, *sizes in found[: likelier + 1]]
+    choices = _clusters.likeliest(m, shape, 2, AT_ONCE, 5)
+    assert won in [(tokens, *sizes) for tokens, _, *sizes in choices[: likelier + 1]]
 
 
 @by_nvcc
