@@ -144,11 +144,13 @@ def recorded(
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
     kind, rows = front_type() or Repeats, rows_of(x)
+    if kind is Repeats and differentiated is not None:
+        return differentiated(), front
     in_python = is_capturing(x) or _in_inference(x, guards)
     front = front if in_python else _front_of(kind, front, guards, options)
     repeats = isinstance(front, Repeats)
     if in_python or not planned or repeats or isinstance(front, Pending):
-        if repeats and planned and differentiated is None and not in_python:
+        if repeats and planned and not in_python:
             front.add(x, lambda rows: _with_bias(run(rows), bias))
         y = batched(_with_bias(run(rows), bias), x) if differentiated is None else differentiated()
         return y, front

@@ -63,11 +63,14 @@ class Config:
     tokens   tokens of a CTA
     threads  threads of a CTA
     ctas     CTAs that an SM runs at a time
+    spare    further tokens that the rows are divided for: fewer groups of rows, which may balance
+             better than as many as fill the SMs
     """
 
     tokens: int
     threads: int
     ctas: int
+    spare: int = 0
 
     def ways(self, dtype: torch.dtype) -> int:
         """Return how many non-zeros a warp processes at a time."""
@@ -165,7 +168,7 @@ class Product:
     def __init__(self, w: Csr, tokens: int, config: Config, *, aligned: bool) -> None:
         """Divide the work and pack the non-zeros. Raises Unsupported."""
         (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
-        shape, self.shared = divided(w, tokens, config, device)
+        shape, self.shared = divided(w, tokens + config.spare, config, device)
         work = work_of(w, shape)
         if work.size > LARGEST:
             raise Unsupported(f"expected less than 2^31 non-zeros in steps, found {work.size}")

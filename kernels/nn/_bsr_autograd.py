@@ -30,6 +30,7 @@ from sparsebench.kernels._common.front import (
     WGRAD,
     Derivative,
     Guard,
+    front_type,
     record,
     recorded,
 )
@@ -293,6 +294,10 @@ def multiply_recorded(
     traced = transformed() or watched() or torch._C._get_tracing_state()
     if cast or traced or not _is_current(x.device) or forward_ad._current_level >= 0:
         return in_python(), front
+    operands = (x, values) if bias is None else (x, values, bias)
+    differentiated = _differentiated(operands)
+    if differentiated and front_type() is None:
+        return in_python(), front
     if front is not None and front.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares
     pattern, flat, live = pattern_of(offsets, columns), rows_of(x), values.requires_grad
@@ -301,7 +306,6 @@ def multiply_recorded(
         return in_python(), front
     _require_alike(pattern, flat, values)
     call = Call("linear", m, (n, k), (r, c), x.dtype, live)
-    operands = (x, values) if bias is None else (x, values, bias)
     values_guard, bias_guard, *index = guards  # each call reads the bias, and values in training
     operand_guards = values_guard._replace(content=not live), bias_guard._replace(content=False)
     return recorded(
@@ -313,7 +317,7 @@ def multiply_recorded(
         limit=0 if pattern.frozen else COMPARE_EVERY,
         bias=bias,
         derivative=Derivative(partial(_gradients, pattern, (n, k), (r, c)), values, bias),
-        differentiated=in_python if _differentiated(operands) else None,
+        differentiated=in_python if differentiated else None,
     )
 
 

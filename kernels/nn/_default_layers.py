@@ -30,6 +30,7 @@ from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_triton
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copy_of, dense_part, is_pruned
+from sparsebench.kernels.nn._frozen_op import DenseCopy, Padded
 from sparsebench.kernels.nn._sparse_mlp_op import plan_of
 from sparsebench.kernels.nn._spense_op import planned_product
 from sparsebench.kernels.nn.matmul import matmul
@@ -227,11 +228,13 @@ class _DenseCall(NamedTuple):
     """torch's product with a dense copy of a bitmap, in the same output."""
 
     x: Tensor
-    dense: Tensor
+    product: DenseCopy
     out: Tensor
 
     def __call__(self) -> Tensor:
-        return torch.mm(self.x, self.dense.T, out=self.out)
+        if self.product.tokens > len(self.x):  # X is padded
+            return self.out.copy_(self.product.run(self.x))
+        return torch.mm(self.x, self.product.dense.T, out=self.out)
 
 
 def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
@@ -241,8 +244,9 @@ def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
         assert isinstance(w, Spense)
         return spense_wgmma.bind(product.plan, x, w)
     if isinstance(w, Bitmap):
-        if choice["kernel"] == "dense":
-            return _DenseCall(x, w.to_dense(), x.new_empty(len(x), w.shape[0]))
+        if isinstance(product, DenseCopy):
+            copied = DenseCopy(w, Padded(product.tokens))
+            return _DenseCall(x, copied, x.new_empty(len(x), w.shape[0]))
         return bitmap_mma.launch(x, w, configured(bitmap_mma, choice))
     assert isinstance(w, Bsr)
     if isinstance(product, _launch.Product):

@@ -1,20 +1,21 @@
 """The plans of weights that layers and `matmul` never train: bitmap and CSR.
 
     bitmap   bitmap_mma, or torch's own product with a dense copy of W. The copy is made when it is
-             first chosen, and stays: with it W takes three times the memory or more
-    csr      csr_cuda
+             first chosen, and stays: with it W takes three times the memory or more. X may be
+             padded, because cuBLAS can be slower for fewer tokens (NOTES.md)
+    csr      csr_cuda, also with its rows divided as for more tokens
 
 A weight's Operator is an attribute of the weight, and is made again if torch counts a write to it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
@@ -22,7 +23,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, lasting
 from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import DGRAD, record
-from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, bucket, configured
+from sparsebench.kernels._common.selection import Candidate, Operator, bucket, configured
 from sparsebench.kernels._common.transforms import batched, rows_of, watched
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bitmap import bitmap_mma
@@ -33,6 +34,9 @@ from sparsebench.results.record import Problem
 Weight = Bitmap | Csr
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 ATTRIBUTE = "_sparsebench_operator"
+# Tokens of a tile of cuBLAS, above which X may be padded and rows divided as for SPARE more tokens;
+# the latter for two configurations of csr_cuda.space, those with 32 tokens and most threads.
+TILE, LIKELY, SPARE = 128, (2, 4), (64, 128)
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
@@ -120,17 +124,27 @@ def bits_are_faster(m: int, w: Bitmap) -> bool:
 # ---- what each format offers ----
 
 
-class Dense:
+@dataclass(frozen=True)
+class Padded:
+    """The configuration of a dense product: X is padded to so many tokens; 0: as it is."""
+
+    padded: int = 0
+
+
+class DenseCopy:
     """torch's own product with the dense copy."""
 
     code = pack = order = None
 
-    def __init__(self, w: Bitmap) -> None:
+    def __init__(self, w: Bitmap, config: Padded) -> None:
         """Make the copy, unless there is one."""
-        self.dense = dense_copy(w)
+        self.dense, self.tokens = dense_copy(w), config.padded
 
     def run(self, x: Tensor) -> Tensor:
         """Multiply."""
+        if self.tokens > (m := x.shape[0]):
+            on_tape(complete=False)
+            return linear(pad(x, (0, 0, 0, self.tokens - m)), self.dense)[:m]
         on_tape(dense=self.dense)
         return linear(x, self.dense)
 
@@ -140,8 +154,11 @@ def _bitmap(w: Bitmap) -> Operator:
     bytes_of_dense = n * k * w.dtype.itemsize
 
     def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
-        dense = [Candidate("dense", NoConfig(), lambda: Dense(w))]
-        if device.type != "cuda" or (choice and choice["kernel"] == "dense"):
+        sizes = 0, -(-m // TILE) * TILE if m > TILE and m % TILE else 0
+        chosen = choice and choice["kernel"] == "dense"
+        configs = [Padded(choice.get("padded", 0))] if choice and chosen else map(Padded, sizes)
+        dense = [Candidate("dense", c, partial(DenseCopy, w, c)) for c in dict.fromkeys(configs)]
+        if device.type != "cuda" or chosen:
             return [dense]
         bits = _bits(m, choice)
         if choice:
@@ -186,6 +203,8 @@ def _csr(w: Csr) -> Operator:
         if reason := reason or csr_cuda.unsupported_operands(x, w):
             raise Unsupported(reason)
         configs = [configured(csr_cuda, choice)] if choice else csr_cuda.space(w.values.dtype)
+        if not choice and m > TILE:
+            configs += [replace(configs[i], spare=spare) for i in LIKELY for spare in SPARE]
         plan = partial(csr_cuda.Product, w, m, aligned=csr_cuda.is_aligned(x))
         return [[Candidate("csr_cuda", c, partial(plan, c)) for c in configs]]
 

@@ -68,8 +68,8 @@ def test_a_layer_that_users_do_not_have_is_refused(fields: dict[str, Any], reaso
 def test_a_layer_is_right_on_hopper(kind: str, dtype: str, m: int) -> None:
     operands = layer(kind, CUDA, m=m, dtype=dtype)
     launch = assert_right_twice(operands, default.prepare)
-    names = {"bsr": {*MLP}, "spense": {"gate_up", "down"}, "twell": {"kernel", "sparse"}}
-    assert {*launch.choice} == names[kind]
+    names = {"bsr": {*MLP}, "spense": {"gate_up", "down"}, "twell": {"kernel", "problem"}}
+    assert {*launch.choice} >= names[kind]
 
 
 @hopper
