@@ -53,8 +53,9 @@ def _(x: Shape, sparse: Shape, dense: Shape, *layout: Any, **_: Any) -> int:
 
 @register_flop_formula(OPS.spense_dgrad)
 def _(dy: Shape, x: Shape | None, sparse: Shape, dense: Shape, *layout: Any, **_: Any) -> int:
-    n, k = layout[:2]
-    return int(2 * dy[0] * n * k * (1 if x is None else 2))
+    n, k, rows, columns = layout[:4]
+    again = 0 if x is None else n * k - rows * columns // 2  # G and U
+    return int(2 * dy[0] * (n * k + again))
 
 
 @register_flop_formula([OPS.bitmap_linear, OPS.bitmap_dgrad])

@@ -14,8 +14,7 @@ from sparsebench.harness.commands._app import main
 from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import compile_ahead
 from sparsebench.harness.new_gpu import survey as surveys
-from sparsebench.harness.new_gpu.probe import probe
-from sparsebench.harness.new_gpu.problem_choice import deciding
+from sparsebench.harness.new_gpu.choices import deciding, probe
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
