@@ -320,7 +320,7 @@ OF_CONFIG: list[tuple[Any, Callable[[dict[str, Any]], Any], str]] = [
     (TwoFour(), lambda c: c["layers"][MLP].pop("dense"), f"{MLP}: .*dense: Field"),
     (TwoFour(), lambda c: c["layers"][MLP].update(layer="X"), "layers: .*'X'"),
     (TwoFour(), lambda c: c.update(more=1), "expected no .*more"),
-    (TwoFour(), lambda c: c["layers"].update({LOST: c["layers"][MLP]}), f"{LOST}: expected a place"),
+    (TwoFour(), lambda c: c["layers"].update({LOST: c["layers"][MLP]}), f"{LOST}: expected a"),
     (BLOCKS, lambda c: c["layers"][UP].update(in_features=32), rf"{UP}: .*\[32, 256\] .*\[64,"),
     (BLOCKS, lambda c: c["layers"][UP].update(stored=65), f"{UP}: stored: expected at most 64"),
 ]
