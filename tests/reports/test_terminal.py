@@ -151,11 +151,7 @@ def test_page_and_terminal_print_the_same_break_evens() -> None:
 
 @pytest.mark.parametrize(
     ("bsr_us", "noise", "outcome"),
-    [
-        (50.0, 1, "faster"),
-        (99.4, 5, "not settled (+18)"),
-        (99.9, 1, "equal"),
-    ],
+    [(50.0, 1, "faster"), (99.4, 5, "not settled (+18)"), (99.9, 1, "equal")],
 )
 def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> None:
     text = text_of(run(8, bsr_us, noise))

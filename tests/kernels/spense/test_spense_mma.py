@@ -78,12 +78,7 @@ def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool) -> Any:
 
 
 def emulated(
-    x: Tensor,
-    w: Spense,
-    config: Config,
-    workers: int,
-    patch: pytest.MonkeyPatch,
-    late: bool = True,
+    x: Tensor, w: Spense, config: Config, workers: int, patch: pytest.MonkeyPatch, late: bool = True
 ) -> Tensor:
     """Run the launch twice, because it must reset its counters."""
     patch.setattr(spense_mma, "load", lambda *arguments: (None, "code"))
