@@ -203,19 +203,6 @@ def test_a_speed_up_above_the_ideal_is_reported() -> None:
     assert "above 1 / (1 - sparsity)" not in text_of(run(3, 50.0))
 
 
-def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None:
-    best = Contender("cvse", "ffn_sparse", options={"way": "best"})
-    choice = {"way": "dense", "by": "cublas_ffn", "dense": {}}
-    result = run(8, 50.0)
-    rows = [
-        replace(r, case=replace(r.case, contender=best), choice=choice)
-        if r.case.contender == BSR
-        else r
-        for r in result.rows
-    ]
-    assert "cublas_ffn (by ffn_sparse)" in text_of(replace(result, rows=rows))
-
-
 def test_the_json_holds_the_same_answer() -> None:
     result = run(8, 50.0)
     answer = answer_json(analyse(result))
