@@ -87,9 +87,7 @@ def programs(block: Any, head_dim: int, dtype: str, path: Any, count: int) -> li
 
 
 @pytest.mark.parametrize(("capability", "block", "head_dim", "dtype"), sampled(CASES, 22))
-def test_the_default_compiles_and_fits_the_shared_memory(
-    capability: int, block: Any, head_dim: int, dtype: str
-) -> None:
+def test_the_default_compiles_and_fits_the_shared_memory(capability, block, head_dim, dtype):
     path = "tma" if capability >= 90 else "pointers"
     for program in programs(block, head_dim, dtype, path, 1):
         source, options = source_of(program)
