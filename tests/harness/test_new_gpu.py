@@ -89,8 +89,7 @@ def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_s", "fewest", "share"),
-    [(180.0, 4, 0.9), exhaustive((480.0, 25, 0.8))],
+    ("budget_s", "fewest", "share"), [(180.0, 4, 0.9), exhaustive((480.0, 25, 0.8))]
 )
 def test_a_survey_uses_its_budget_and_settles_the_problems_that_decide(
     tmp_path, monkeypatch, budget_s, fewest, share

@@ -10,15 +10,7 @@ import pytest
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.reports.claims.losses import losses
-from sparsebench.reports.claims.pages import (
-    Entry,
-    alone,
-    badge,
-    conditions,
-    entries,
-    lines,
-    share,
-)
+from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries, lines, share
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish

@@ -310,12 +310,3 @@ def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:
 def test_without_pairs_eight_processes_have_intervals_and_no_verdict() -> None:
     text = report_of(replace(run(), reference=[]), only="winners")
     assert "Intervals: 95 % over 8 processes" in text
-
-
-def test_names_of_contenders_are_never_markup() -> None:
-    of, bad = problem(), Contender("bsr", "<script>x</script>")
-    twin = replace(bad, twin=True)
-    rows = [timed(of, c, 9.0, p) for p in range(8) for c in (DENSE, bad, twin)]
-    text = report_of(replace(run(), rows=rows))
-    assert "<script>x" not in text
-    assert "&lt;script&gt;x" in section("noise", text)

@@ -151,11 +151,7 @@ def test_page_and_terminal_print_the_same_break_evens() -> None:
 
 @pytest.mark.parametrize(
     ("bsr_us", "noise", "outcome"),
-    [
-        (50.0, 1, "faster"),
-        (99.4, 5, "not settled (+18)"),
-        (99.9, 1, "equal"),
-    ],
+    [(50.0, 1, "faster"), (99.4, 5, "not settled (+18)"), (99.9, 1, "equal")],
 )
 def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> None:
     text = text_of(run(8, bsr_us, noise))
@@ -205,19 +201,6 @@ def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
 def test_a_speed_up_above_the_ideal_is_reported() -> None:
     assert "1 speedup is above 1 / (1 - sparsity)" in text_of(run(3, 5.0))
     assert "above 1 / (1 - sparsity)" not in text_of(run(3, 50.0))
-
-
-def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None:
-    best = Contender("cvse", "ffn_sparse", options={"way": "best"})
-    choice = {"way": "dense", "by": "cublas_ffn", "dense": {}}
-    result = run(8, 50.0)
-    rows = [
-        replace(r, case=replace(r.case, contender=best), choice=choice)
-        if r.case.contender == BSR
-        else r
-        for r in result.rows
-    ]
-    assert "cublas_ffn (by ffn_sparse)" in text_of(replace(result, rows=rows))
 
 
 def test_the_json_holds_the_same_answer() -> None:

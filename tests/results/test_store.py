@@ -7,15 +7,7 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.record import (
-    ROWS_SCHEMA,
-    Case,
-    Contender,
-    Problem,
-    Row,
-    Source,
-    Status,
-)
+from sparsebench.results.record import ROWS_SCHEMA, Case, Contender, Problem, Row, Source, Status
 
 PROBLEM = Problem("linear", {"m": 2, "block": [2, 4]}, 3, Source("a.smtx", "00ff"))
 ROWS = [

@@ -17,13 +17,7 @@ from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, samples, way
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.outcome import VERDICTS, Outcome, among_many
-from sparsebench.results.statistics import (
-    Floats,
-    Interval,
-    block_logs,
-    hodges_lehmann,
-    p_value,
-)
+from sparsebench.results.statistics import Floats, Interval, block_logs, hodges_lehmann, p_value
 
 SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 POOL = 2000  # processes through the clock, drawn from

@@ -21,12 +21,7 @@ from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about
 from tests.kernels.attention.cases import random_mask
 from tests.tools.marks import sampled
 
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-}
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
 OPTIONS = "num_warps", "maxnreg"
 CASES = [
     (capability, block, head_dim, dtype)

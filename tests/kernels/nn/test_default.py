@@ -52,8 +52,7 @@ def test_an_mlp_without_a_gate_is_right_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
-    [({"op": "mlp"}, "ffn"), ({"activation": "silu"}, "relu")],
+    ("fields", "reason"), [({"op": "mlp"}, "ffn"), ({"activation": "silu"}, "relu")]
 )
 def test_a_layer_that_users_do_not_have_is_refused(fields: dict[str, Any], reason: str) -> None:
     assert reason in refusal(lambda: default.prepare(layer("twell", CPU, **fields)))
@@ -61,8 +60,7 @@ def test_a_layer_that_users_do_not_have_is_refused(fields: dict[str, Any], reaso
 
 @hopper
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("bsr", "bf16"), ("spense", "bf16"), ("spense", "fp8"), ("twell", "bf16")],
+    ("kind", "dtype"), [("bsr", "bf16"), ("spense", "bf16"), ("spense", "fp8"), ("twell", "bf16")]
 )
 @pytest.mark.parametrize("m", [1, 40])
 def test_a_layer_is_right_on_hopper(kind: str, dtype: str, m: int) -> None:

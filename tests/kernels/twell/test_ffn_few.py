@@ -172,14 +172,12 @@ CASES = [
 
 
 WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)]
-PAIRS = [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
+X_BY = "loads", "copies"
+EVERY = [(c, WAYS[(i + j) % 3], x_by) for j, x_by in enumerate(X_BY) for i, c in enumerate(CASES)]
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    ("case", "way", "x_by"),
-    sampled(((*pair, x_by) for x_by in ("loads", "copies") for pair in PAIRS), 0, 2, 8, 44),
-)
+@pytest.mark.parametrize(("case", "way", "x_by"), sampled(EVERY, 0, 2, 8, 28))
 def test_threads_on_a_cpu_compute_the_layer(case, way, x_by) -> None:
     (m, n, k, fraction, ctas, clusters), (dtype, squared, gated, late) = case, way
     torch.manual_seed(0)

@@ -245,13 +245,13 @@ IN_TILES = [
     ("fp16", True, False, Tiles(64, 7)),
     ("bf16", True, True, Tiles(128, 3)),
 ]
-PAIRS = [(case, WHOLE[(i + j) % 4]) for i, case in enumerate(CASES) for j in (0, 1)]
-PAIRS += [(case, IN_TILES[(i + j) % 3]) for i, case in enumerate(CASES) for j in (0, 1)]
-PAIRS += [(case, WHOLE[(i + j) % 4]) for i, case in enumerate(ALONE) for j in (0, 1)]
+PAIRS = [(case, WHOLE[i % 4]) for i, case in enumerate(CASES)]
+PAIRS += [(case, IN_TILES[i % 3]) for i, case in enumerate(CASES)]
+PAIRS += [(case, WHOLE[i % 4]) for i, case in enumerate(ALONE)]
 
 
 @needs_gxx
-@pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 3, 5, 20, 25, 40, 42, 46), ids=str)
+@pytest.mark.parametrize(("case", "kind"), sampled(PAIRS, 0, 1, 2, 10, 12, 20, 21, 23), ids=str)
 def test_threads_on_a_cpu_compute_the_layer(case, kind) -> None:
     (m, n, k, fraction, split, limit), (dtype, squared, gated, tiles) = case, kind
     torch.manual_seed(0)

@@ -98,11 +98,13 @@ CASES = [
 ]
 
 
+EVERY = [
+    (("bf16", "fp16")[(i + j) % 2], c, t) for i, c in enumerate(CASES) for j, t in enumerate(TILES)
+]
+
+
 @needs_gxx
-@pytest.mark.parametrize(
-    ("case", "tiles"), sampled([(c, t) for c in CASES for t in TILES], 0, 7, 26), ids=str
-)
-@pytest.mark.parametrize("name", sampled(["bf16", "fp16"]))
+@pytest.mark.parametrize(("name", "case", "tiles"), sampled(EVERY, 0, 7, 26), ids=str)
 def test_threads_on_a_cpu_write_the_words(name, case, tiles) -> None:
     (config, m, n, fraction, workers), dtype = case, DTYPES[name]
     torch.manual_seed(0)
