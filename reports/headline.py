@@ -6,7 +6,6 @@ results/published/GPU/RUN ─> PublishedRun ─> one line per Question
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from sparsebench.results.formatting import (
     times,
 )
 from sparsebench.results.noise import Reliability
-from sparsebench.results.provenance import Choices, choices_of, commit_of, flat
+from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.statistics import FEWEST
 
 
@@ -48,27 +47,8 @@ class PublishedRun(Analysis):
         return self.run.path.name
 
     @property
-    def cards(self) -> list[str]:
-        """Return the first eight digits of each card's UUID; a CPU has none."""
-        uuids = {value for name, value in self.facts.items() if name.endswith("gpu.uuid")}
-        return sorted(uuid.removeprefix("GPU-")[:8] for uuid in uuids)
-
-    @cached_property
-    def facts(self) -> Mapping[str, str]:
-        return flat(self.run.environment)
-
-    @property
-    def commit(self) -> str:
-        return commit_of(self.run.path, self.run.environment)
-
-    @property
     def processes(self) -> int:
         return int(self.run.state["flags"]["replicates"])
-
-    @property
-    def searched(self) -> bool:
-        """Return whether the run chose its configurations itself."""
-        return choices_of(self.run.state) is not Choices.BUNDLE
 
     @property
     def kind(self) -> str:
@@ -222,7 +202,8 @@ def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
         if len(same):
             line, doubtful = same.iloc[0], run.noise.reliability[0] is Reliability.UNRELIABLE
             words = [_speedup(line), str(Reliability.UNRELIABLE) if doubtful else ""]
-            words += [] if run.searched else ["inherited configurations"]
+            inherited = choices_of(run.run.state) is Choices.BUNDLE
+            words += ["inherited configurations"] if inherited else []
             return ", ".join(filter(None, [*words, conditions(line.on_cards, line.limited)]))
     return ""
 

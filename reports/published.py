@@ -43,6 +43,8 @@ from sparsebench.results.formatting import (
     selection,
     times,
 )
+from sparsebench.results.provenance import commit_of, flat
+from sparsebench.results.sides import short_card
 from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
@@ -254,17 +256,19 @@ def _about(run: PublishedRun) -> list[str]:
     limited = timed.mark.str.contains("power-limited").sum()
     minutes, seconds = divmod(round(state["seconds"]), 60)
     only = selection(state["flags"]["only"]).replace("|", "\\|")
-    dirty = " +" if run.facts.get("dirty") == "True" else ""
+    facts = flat(run.run.environment)
+    cards = {short_card(value) for name, value in facts.items() if name.endswith("gpu.uuid")}
+    dirty = " +" if facts.get("dirty") == "True" else ""
     return [
         f"[{run.name}](/{run.home})",
         state["suite"],
         f"`{only}`" if only else "",
         run.device,
-        ", ".join(run.cards),
+        ", ".join(sorted(cards)),
         *map(str, (cases.problem_id.nunique(), len(cases), run.processes)),
         f"{minutes} min {seconds} s" if minutes else f"{seconds} s",
         state["started"][:10],
-        run.commit[:7] + dirty,
+        commit_of(run.run.path, run.run.environment)[:7] + dirty,
         run.kind,
         run.noise.reliability[0],
         f"{limited} of {len(timed)}",

@@ -220,7 +220,7 @@ def results(analysis: Analysis) -> Table:
     against = "× dense" if over_dense else f"× {kernel(bases[0])}" if len(bases) else "× baseline"
     best = timed.sort_values("median_us", kind="stable").drop_duplicates([*CONTEST, "kind"])
     alone = best.groupby(CONTEST).kind.transform("nunique") == 1
-    best = best[(best.kind != "dense") | alone | ~over_dense].sort_index()
+    best = (best[(best.kind != "dense") | alone] if over_dense else best).sort_index()
     names = ["op", *fields(timed), "source", "seed", "scope", "cache"]
     names = [name for name in names if name != "seed" or timed.seed.nunique() > 1]
     varying, titles = {}, []

@@ -59,13 +59,15 @@ class BreakEven:
 def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
     """Return `where` and `sentences` of the first view of each op and pattern, at most MOST.
 
-    Views without a sparse time are left out, unless there are no others.
+    Views without a sparse time or without a dense one are left out, unless there are no others.
     """
     first: dict[tuple[str, ...], View] = {}
     for view in views:
         first.setdefault(tuple(view.choice.get(name, "") for name in ("op", "pattern")), view)
-    sparse = [view for view in first.values() if view.cells.best_median_us.notna().any()]
-    return [(where(view), sentences(view)) for view in (sparse or [*first.values()])[:MOST]]
+    chosen = [*first.values()]
+    for column in ("best_median_us", "best_gain"):
+        chosen = [view for view in chosen if view.cells[column].notna().any()] or chosen
+    return [(where(view), sentences(view)) for view in chosen[:MOST]]
 
 
 def where(view: View) -> str:

@@ -156,6 +156,9 @@ def text_of(repeats: pd.DataFrame) -> str:
 
 def _of_pair(a: Verdicts, b: Verdicts) -> list[dict[Any, Any]]:
     """Return the repeats of two runs on different cards; a run that inherits is never the first."""
+    ids = [{case["case_id"] for case in side.cases} for side in (a, b)]
+    if ids[0].isdisjoint(ids[1]):
+        return []
     tables = [pd.DataFrame([*side.cases]).assign(run=side.run) for side in (a, b)]
     both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
     lines: list[dict[Any, Any]] = []

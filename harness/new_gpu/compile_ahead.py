@@ -33,7 +33,7 @@ import torch
 from sparsebench.errors import SparsebenchError
 from sparsebench.harness.bench.contest import compile_ahead
 from sparsebench.harness.machine.parent_watch import end_with_parent
-from sparsebench.harness.new_gpu.problem_choice import coarse
+from sparsebench.harness.new_gpu.choices import coarse
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.early_start import PYTHON
 from sparsebench.harness.run.worker import CUDA_PACKAGES

@@ -1,11 +1,11 @@
 """A survey: what a device is worth for sparse formats, measured within a time budget.
 
     doctor   fitness.json        whether the machine is fit to measure
-             kernels.json        which kernels run here, and why the others do not (probe.py)
+             kernels.json        which kernels run here, and why the others do not (choices.py)
     compile  caches on disk      the machine code that the screening needs (compile_ahead.py)
     tune     the user's table    configurations for this GPU (run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first
-    decide   decide/, decide-2/  the deciding problems (problem_choice.py) in FEWEST to MOST
+    decide   decide/, decide-2/  the deciding problems (choices.py) in FEWEST to MOST
                                  processes, which search among the finalists of the screening
     page     report.html         the answer, and the same cases on other GPUs
 
@@ -40,9 +40,8 @@ from sparsebench.harness.costs.estimates import affordable
 from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import warning
 from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
 from sparsebench.harness.new_gpu.compile_ahead import CompileAhead
-from sparsebench.harness.new_gpu.probe import probe
-from sparsebench.harness.new_gpu.problem_choice import coarse, deciding
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags

@@ -44,7 +44,6 @@ from sparsebench.results import files
 from sparsebench.results.record import POWER_LIMITED, Contender
 
 IQR_OF_SD = 1.349  # interquartile range of a normal distribution, in standard deviations
-SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 # A search has WAYS choices; in units of the regret, the slowest is SLOWEST above the fastest, and
 # BLUR is the error of timing one. At a regret of 1 %, 33 of 48 are within 10 % of the fastest;
 # among cuBLAS's choices on an H200, 12 to 40 are.
@@ -165,11 +164,6 @@ def card_effects(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] =
     """Return the log times of contenders on some cards, over their mean on all cards."""
     wider = LIMITED_CARD if spec.limited > POWER_LIMITED else 1.0
     return np.asarray(draw.normal(0, wider * spec.card / np.sqrt(2), shape))
-
-
-def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:
-    """Return by how much the log times of searches' choices exceed the best."""
-    return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
 
 
 def ways(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> Array:

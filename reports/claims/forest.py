@@ -21,7 +21,7 @@ from sparsebench.results.formatting import amount
 
 MOST = 24  # cells drawn; the table lists the others
 LINE = 17  # CSS pixels per cell
-WIDTH, LONGEST = 480, 40  # CSS pixels of the figure; characters of a label
+WIDTH, LONGEST = 480, 34  # CSS pixels of the figure; characters of a label
 APART = 8.0  # the axis is logarithmic if the largest value is more than this times the least
 LOOKS = {
     "met": Look(OURS, "o", None, 1.4, 5),

@@ -32,6 +32,7 @@ from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.bundle import Removed
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
+from sparsebench.results.formatting import capital
 from sparsebench.results.repeats import Verdicts, repeats
 
 WIDTH = 6.6  # pixels per character of a badge
@@ -245,7 +246,7 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
         **shared,
         what=what,
         name=name,
-        title=grids.named(name) if what == "format" else name,
+        title=capital(grids.named(name)) if what == "format" else name,
         doc=doc,
         family="" if what == "format" else family(name),
         measured=parts[0],

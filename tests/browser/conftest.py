@@ -38,10 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip without a browser; under `make browser` that is an error."""
     missing = [name for name in ("playwright", "axe_playwright_python") if not find_spec(name)]
     missing += [] if CHROMIUM else ["chromium"]
-    own = [item for item in items if item.get_closest_marker("browser")]
-    if missing and own and config.option.browser_required:
+    pages = [item for item in items if item.get_closest_marker("browser")]
+    if missing and pages and config.option.browser_required:
         raise pytest.UsageError(f"tests/browser: expected {', '.join(missing)}, found none")
-    for item in own if missing else ():
+    for item in pages if missing else ():
         reason = f"needs {', '.join(missing)}: make browser"
         item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -85,7 +85,9 @@ def show(browser: Any) -> Iterator[Show]:
         )
         opened.append(page)
         seen = Seen(page)
-        page.on("console", lambda said: said.type == "error" and seen.errors.append(said.text))
+        page.on(
+            "console", lambda message: message.type == "error" and seen.errors.append(message.text)
+        )
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
         page.on("request", lambda request: seen.requests.append(request.url))
         page.emulate_media(media=media)

@@ -40,9 +40,7 @@ def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize(("width", "colors", "media"), WAYS)
-def test_a_page_logs_nothing_loads_nothing_and_fits(
-    name: str, width: int, colors: str, media: str, places: dict[str, Path], show: Any
-) -> None:
+def test_a_page_logs_nothing_loads_nothing_and_fits(name, width, colors, media, places, show):
     seen = show(places[name], width, colors, media)
     opened = "() => document.querySelectorAll('details').forEach((each) => (each.open = true))"
     folded = seen.page.evaluate("document.documentElement.scrollWidth")
@@ -60,15 +58,13 @@ def test_axe_finds_nothing(name: str, colors: str, places: dict[str, Path], show
     from axe_playwright_python.sync_playwright import Axe
 
     page = show(places[name], colors=colors).page
-    found = Axe().run(page).response["violations"]
-    said = [(rule["id"], node["html"][:120]) for rule in found for node in rule["nodes"]]
-    assert not said[:5]
+    violations = Axe().run(page).response["violations"]
+    complaints = [(rule["id"], node["html"][:120]) for rule in violations for node in rule["nodes"]]
+    assert not complaints[:5]
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_the_first_screen_of_a_report_has_the_answer_and_a_map(
-    width: int, places: dict[str, Path], show: Any
-) -> None:
+def test_the_first_screen_of_a_report_has_the_answer_and_a_map(width, places, show) -> None:
     page = show(places["run"], width).page
     for place in (".badge", "#answer .answers li", "#answer .map"):
         top = page.evaluate(f"document.querySelector('{place}').getBoundingClientRect().top")
@@ -76,9 +72,7 @@ def test_the_first_screen_of_a_report_has_the_answer_and_a_map(
     assert page.locator("#answer svg").count() >= 1
 
 
-def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(
-    places: dict[str, Path], show: Any
-) -> None:
+def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(places, show) -> None:
     page = show(places["site"]).page
     assert page.evaluate("document.documentElement.scrollHeight") <= 900
     view = page.locator(".view:visible")
@@ -98,9 +92,7 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(
     assert "sparsebench try" in page.locator("aside.card").inner_text()
 
 
-def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(
-    places: dict[str, Path], show: Any
-) -> None:
+def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(places, show) -> None:
     page = show(places["site"], address="#gpu=NVIDIA+H200&tokens=4096").page
     assert page.locator(".view:visible table").get_attribute("data-tokens") == "4096"
 
@@ -113,9 +105,7 @@ def test_simulated_runs_come_after_every_measured_one(places: dict[str, Path], s
     assert marked > page.locator("#cases").bounding_box()["y"]
 
 
-def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(
-    places: dict[str, Path], show: Any
-) -> None:
+def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> None:
     page = show(places["run"]).page
     cell = page.locator("a[data-cell]:visible").nth(12)
     cell.click()
@@ -135,9 +125,7 @@ def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(
 
 
 @pytest.mark.parametrize("words", ["m:4096", "4096", "dtype:bf16", "bf16"])
-def test_a_filter_finds_the_values_that_all_lines_share(
-    words: str, places: dict[str, Path], show: Any
-) -> None:
+def test_a_filter_finds_the_values_that_all_lines_share(words, places, show) -> None:
     page = show(places["run"], address=f"#q={words}").page
     shown, count = page.locator("#cases output").inner_text().split(" of ")
     assert shown == count
@@ -192,9 +180,7 @@ def test_no_two_texts_of_a_chart_overlap(places: dict[str, Path], show: Any) -> 
     assert not page.evaluate(overlapping)[:5]
 
 
-def test_on_a_narrow_screen_every_value_of_a_line_is_visible(
-    places: dict[str, Path], show: Any
-) -> None:
+def test_on_a_narrow_screen_every_value_of_a_line_is_visible(places, show) -> None:
     out = "(all) => all.filter((each) => each.getBoundingClientRect().right > 400).length"
     for name, lines in (("runs", ".runs td, .runs .badge"), ("run", "#winners td, #cases td")):
         page = show(places[name], 400).page
@@ -207,23 +193,21 @@ def test_on_a_narrow_screen_every_value_of_a_line_is_visible(
     assert "problem" in heads
 
 
-def test_a_choice_is_kept_in_the_address_and_restored_from_it(
-    places: dict[str, Path], show: Any
-) -> None:
+def test_a_choice_is_kept_in_the_address_and_restored_from_it(places, show) -> None:
     page = show(places["step"]).page
     select = page.locator(".choose select").first
     name = select.get_attribute("name")
     current = select.input_value()
     values = select.locator("option").evaluate_all("all => all.map((each) => each.value)")
-    wanted = next(value for value in values if value != current)
+    choice = next(value for value in values if value != current)
     before = page.locator(".view:visible").inner_text()
-    select.select_option(wanted)
+    select.select_option(choice)
     address = page.evaluate("location.hash")
     assert f"{name}=" in address
     after = page.locator(".view:visible").inner_text()
     assert after != before
     again = show(places["step"], address=address).page
-    assert again.locator(".choose select").first.input_value() == wanted
+    assert again.locator(".choose select").first.input_value() == choice
     assert again.locator(".view:visible").inner_text() == after
 
 

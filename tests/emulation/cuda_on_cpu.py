@@ -3,11 +3,9 @@
 import ctypes
 import re
 import subprocess
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tests.tools.paths import cuda_source
 
@@ -50,10 +48,6 @@ def library_of(source: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CD
         file.write_text(source)
         _compile("-shared", *macros, *headers, "-o", str(library), str(file))
         return ctypes.CDLL(str(library))
-
-
-def built(source: str, constants: Iterable[tuple[str, int]], *_: Any) -> ctypes.CDLL:
-    return library_of(source, tuple(constants))
 
 
 @cache

@@ -141,10 +141,7 @@ CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"form": TWO_FOUR}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
     ({"form": TWO_FOUR, "old": True}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
     ({"form": TWO_FOUR, "dtype": torch.float16}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
-    (
-        {"form": TWO_FOUR, "attention_bias": True, "mlp_bias": True},
-        {"SpenseLinear": 14},
-    ),
+    ({"form": TWO_FOUR, "attention_bias": True, "mlp_bias": True}, {"SpenseLinear": 14}),
     ({"form": TWO_FOUR, "hidden_act": "gelu"}, {"SpenseLinear": 14}),
     ({"form": TWO_FOUR, "kind": "gemma3"}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
     ({"form": "dense"}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),

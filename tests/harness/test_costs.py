@@ -7,7 +7,7 @@ import pytest
 
 from sparsebench.harness.costs.estimates import affordable, preview
 from sparsebench.harness.costs.measured_times import AGAIN, ENERGY_S, MeasuredTimes, times
-from sparsebench.harness.new_gpu.problem_choice import coarse
+from sparsebench.harness.new_gpu.choices import coarse
 from sparsebench.harness.plan.selection import planned
 from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.results.record import Case, Row, Status

@@ -19,13 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsebench.harness.bench import (
-    contest,
-    correctness,
-    process_state,
-    spot_checks,
-    timing,
-)
+from sparsebench.harness.bench import contest, correctness, process_state, spot_checks, timing
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
 from sparsebench.harness.bench.process_state import ProcessState
 from sparsebench.harness.bench.process_state import addresses as real_addresses

@@ -85,8 +85,7 @@ def test_a_search_repeats_late_samples_of_captured_calls(monkeypatch: pytest.Mon
     monkeypatch.setattr(GpuClock, "sample", sample)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     samples = clock.cold(
-        [(lambda i=i: i, captured) for i, captured in enumerate((True, True, False))],
-        lambda: None,
+        [(lambda i=i: i, captured) for i, captured in enumerate((True, True, False))], lambda: None
     )
     assert [log.count(i) for i in range(3)] == [2, 1 + REPEATS, 1]
     assert [each.late for each in samples] == [False, True, True]

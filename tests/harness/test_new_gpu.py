@@ -14,8 +14,7 @@ from sparsebench.harness.commands._app import main
 from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import compile_ahead
 from sparsebench.harness.new_gpu import survey as surveys
-from sparsebench.harness.new_gpu.probe import probe
-from sparsebench.harness.new_gpu.problem_choice import deciding
+from sparsebench.harness.new_gpu.choices import deciding, probe
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
@@ -90,8 +89,7 @@ def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_s", "fewest", "share"),
-    [(180.0, 4, 0.9), exhaustive((480.0, 25, 0.8))],
+    ("budget_s", "fewest", "share"), [(180.0, 4, 0.9), exhaustive((480.0, 25, 0.8))]
 )
 def test_a_survey_uses_its_budget_and_settles_the_problems_that_decide(
     tmp_path, monkeypatch, budget_s, fewest, share

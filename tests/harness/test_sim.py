@@ -332,32 +332,27 @@ def test_the_work_of_a_case_is_counted_by_hand() -> None:
     assert sparse.bound_by == "memory"
 
 
-@pytest.mark.parametrize(
-    ("op", "output"),
-    [("ffn", 8 * 32), ("mlp", 8 * 32), ("linear", 8 * 64), ("linear_dgrad", 8 * 32)],
-)
-def test_the_output_size_does_not_depend_on_the_reads(op: str, output: int) -> None:
-    sizes = {"m": 8, "n": 64, "k": 32, "dtype": "bf16"}
-    dense = {"pattern": "dense", "sparsity": 0.0, "block": 1}
-    active = {"activation": "relu", "active": 2.0, "skew": "iid"}
-    fields = dense | (active if op in ("ffn", "mlp") else {})
-    assert _work(Problem(op, sizes | fields)).output_bytes == 2 * output
+MATRIX = {"m": 8, "n": 64, "k": 32}
+ACTIVE = {"activation": "relu", "active": 2.0, "skew": "iid"}
+MASK = {"m": 40, "context": 56, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+MASK |= {"block": 8, "pattern": "top_k_blocks", "sparsity": 0.3}
 
 
 @pytest.mark.parametrize(
-    ("op", "rows"), [("attention", 2 * 40 * 4), ("attention_backward", 2 * (40 * 4 + 2 * 56 * 2))]
+    ("op", "fields", "elements"),
+    [
+        ("ffn", MATRIX | ACTIVE, 8 * 32),
+        ("mlp", MATRIX | ACTIVE, 8 * 32),
+        ("linear", MATRIX, 8 * 64),
+        ("linear_dgrad", MATRIX, 8 * 32),
+        ("linear_wgrad", MATRIX | {"pattern": "blocks", "block": 16, "sparsity": 0.5}, 64 * 32 / 2),
+        ("attention", MASK, 2 * 40 * 4 * 16),
+        ("attention_backward", MASK, 2 * (40 * 4 + 2 * 56 * 2) * 16),
+    ],
 )
-def test_the_output_size_of_attention_does_not_depend_on_the_mask(op: str, rows: int) -> None:
-    fields = {"m": 40, "context": 56, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
-    pruned = {"block": 8, "dtype": "bf16", "pattern": "top_k_blocks", "sparsity": 0.3}
-    problem = Problem(op, {**load_op(op).defaults, **fields, **pruned})
-    assert _work(problem).output_bytes == 2 * rows * 16
-
-
-def test_a_weight_gradient_has_the_elements_of_its_pattern() -> None:
-    fields = {"m": 8, "n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "block": 16}
-    problem = Problem("linear_wgrad", {**fields, "sparsity": 0.5})
-    assert _work(problem).output_bytes == 2 * 32 * 64 / 2
+def test_the_output_size_does_not_depend_on_the_reads(op, fields, elements) -> None:
+    problem = Problem(op, {**load_op(op).defaults, "dtype": "bf16", **fields})
+    assert _work(problem).output_bytes == 2 * elements
 
 
 @pytest.mark.usefixtures("here")

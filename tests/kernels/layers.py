@@ -27,7 +27,7 @@ def problem_of(op: str, **fields: Any) -> Problem:
     return Problem(op, {**defaults, **fields}, 0, defaults=defaults)
 
 
-def given(
+def operands_for(
     problem: Problem, device: torch.device = CPU, formats: Mapping[str, Callable[..., Format]] = {}
 ) -> Operands:
     """Draw the operands of a problem; `formats` packs some weights, others stay dense."""

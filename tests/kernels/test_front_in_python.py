@@ -110,9 +110,7 @@ def test_the_oldest_call_makes_room_and_copies_are_empty() -> None:
     assert copy.deepcopy(record) is None
 
 
-def test_the_third_call_of_an_unchanged_weight_is_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_third_call_of_an_unchanged_weight_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEBENCH_FRONT", "0")
     w, bias = torch.full((8,), 2.0), torch.ones(8)
     record: Any = None

@@ -18,11 +18,7 @@ from sparsebench.harness.ops._op import longest_row
 from sparsebench.kernels._common.transposed import transposed
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import cublas
-from sparsebench.kernels.peers import (
-    cublas_masked,
-    torch_bsr,
-    torch_sampled_bsr,
-)
+from sparsebench.kernels.peers import cublas_masked, torch_bsr, torch_sampled_bsr
 from sparsebench.results.record import Contender, Problem, Row, Status
 from tests.tools.marks import crossed
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -11,15 +10,7 @@ import pytest
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import chosen
 from sparsebench.reports.claims.losses import losses
-from sparsebench.reports.claims.pages import (
-    Entry,
-    alone,
-    badge,
-    conditions,
-    entries,
-    lines,
-    share,
-)
+from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries, lines, share
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
@@ -44,56 +35,56 @@ def written(**changed: object) -> ClaimFile:
 
 def entry(*cells: Cell, **changed: object) -> Entry:
     claim = written(**changed)
-    wanted = {"over dense": {each.problem for each in cells}}
+    problems = {"over dense": {each.problem for each in cells}}
     bounds = {"over dense": {each.problem: 5.0 for each in cells}}
-    (made,) = entries([PlannedClaim(claim, wanted, bounds, ["over dense"])], {"mine": cells})
-    return made
+    (result,) = entries([PlannedClaim(claim, problems, bounds, ["over dense"])], {"mine": cells})
+    return result
 
 
 def page(of: Entry) -> str:
-    found = dict(alone([of], "1.0"))
-    assert set(found) == {"style.css", "claims/index.html", "claims/mine.html", "claims/mine.svg"}
-    return found["claims/mine.html"]
+    texts = dict(alone([of], "1.0"))
+    assert set(texts) == {"style.css", "claims/index.html", "claims/mine.html", "claims/mine.svg"}
+    return texts["claims/mine.html"]
 
 
 def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
     claim = claimed()
-    said = page(entry(*(cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.5, "b")))))
-    assert "“It is twice as fast as dense”" in said
-    assert "can meet the threshold" in said
-    assert "sparsebench claims check mine --replicates 8" in said
-    assert "six processes or more" in said
-    assert said.count("<svg") == 1
-    assert '<a href="../index.html">' not in said  # the claims are in a separate folder
+    text = page(entry(*(cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.5, "b")))))
+    assert "“It is twice as fast as dense”" in text
+    assert "can meet the threshold" in text
+    assert "sparsebench claims check mine --replicates 8" in text
+    assert "six processes or more" in text
+    assert text.count("<svg") == 1
+    assert '<a href="../index.html">' not in text  # the claims are in a separate folder
 
 
 def test_conditions_are_compared_and_differences_are_marked() -> None:
-    given = {
+    fields_of_run = {
         "dtype": {"published": "bf16", "field": "dtype"},
         "GPU": {"published": "B200"},
         "tokens": {"published": None, "field": "m"},
         "server": {"published": "vLLM", "ours": "none"},
         "model": {"published": "Qwen", "ours": "its layers", "same": True},
     }
-    claim = claimed(conditions=given)
+    claim = claimed(conditions=fields_of_run)
     fields = {"op": "linear", "dtype": "bf16", "m": 4, "level": 0.5}
-    found = conditions(entry(cell(claim, spread(2.5), fields=fields), conditions=given))
-    assert found == [
+    texts = conditions(entry(cell(claim, spread(2.5), fields=fields), conditions=fields_of_run))
+    assert texts == [
         ("dtype", "bf16", "bf16", "="),
         ("GPU", "B200", "NVIDIA H200", "≠"),
         ("tokens", "unknown", "4", "?"),
         ("server", "vLLM", "none", "≠"),
         ("model", "Qwen", "its layers", "="),
     ]
-    assert 'class="differs"' in page(entry(cell(claim, spread(2.5)), conditions=given))
+    assert 'class="differs"' in page(entry(cell(claim, spread(2.5)), conditions=fields_of_run))
 
 
 def test_a_forest_has_a_marker_per_cell_and_omits_the_middle_of_many() -> None:
     claim = claimed()
     many = [cell(claim, spread(1 + i / 10), f"p{i}") for i in range(40)]
-    said = page(entry(*many))
-    assert "Left out: 16 cells between the best and the worst." in said
-    assert "The 40 cells" in said
+    text = page(entry(*many))
+    assert "Left out: 16 cells between the best and the worst." in text
+    assert "The 40 cells" in text
     assert page(entry(cell(claim, [1.0], reason="it needs a GPU"))).count("<svg") == 0
 
 
@@ -101,11 +92,11 @@ def test_a_figure_names_run_and_gpu_and_draws_a_problem_once() -> None:
     claim = claimed(quantifier="for_all")
     cells = [cell(claim, spread(2.1 + i / 10), f"p{i}", run="good") for i in range(3)]
     looks = [cell(claim, spread(2.5, processes=2), f"p{i}", run="look") for i in range(3)]
-    said = page(entry(*cells, *looks, quantifier="for_all"))
-    assert "All cells: linear, m 4, 50 %, run good, H200." in said
-    assert "The 3 cells, and 3 other measurements of them" in said
-    assert "3 of 3 cells" in said
-    assert said.count("not counted") == 3
+    text = page(entry(*cells, *looks, quantifier="for_all"))
+    assert "All cells: linear, m 4, 50 %, run good, H200." in text
+    assert "The 3 cells, and 3 other measurements of them" in text
+    assert "3 of 3 cells" in text
+    assert text.count("not counted") == 3
 
 
 def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
@@ -117,8 +108,8 @@ def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
     assert "SIMULATED" not in page(entry(model, real))
     assert "SIMULATED" in page(entry(model))
     none = cell(claim, [1.0], device="A CPU", reason="it needs a GPU")
-    said = page(entry(none, real))
-    assert ": reproduced · sparsebench</title>" in said
+    text = page(entry(none, real))
+    assert ": reproduced · sparsebench</title>" in text
     assert "reproduced · H200" in badge(entry(none, real))
 
 
@@ -131,62 +122,58 @@ def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
     ],
 )
 def test_a_badge_has_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], says: str) -> None:
-    said = badge(entry(*cells(claimed())))
-    ElementTree.fromstring(said)
-    assert says in said
+    text = badge(entry(*cells(claimed())))
+    ElementTree.fromstring(text)
+    assert says in text
 
 
 @pytest.mark.parametrize(
     ("device", "ratio", "counted"),
     [("NVIDIA H200", 2.5, 1), ("NVIDIA H200", 2.0, 0), ("NVIDIA A100", 2.5, 0)],
 )
-def test_claims_with_a_verdict_as_published_are_counted(
-    device: str, ratio: float, counted: int
-) -> None:
+def test_claims_with_a_verdict_as_published_are_counted(device, ratio, counted) -> None:
     judged = entry(cell(claimed(), spread(ratio, 5.0), device=device))
     assert share(lines([judged])) == f"{counted} of 1 claim"
 
 
 def test_losses_are_drawn_against_speed_for_the_same_dense_fraction() -> None:
-    found, claim = read_pruning(PRUNED), claimed()
+    pruning, claim = read_pruning(PRUNED), claimed()
     half, none = (
         cell(claim, spread(v), p, fields={"pattern": pattern, "m": 16, "level": level})
         for v, p, pattern, level in ((1.2, "a", "spense_rows", 0.25), (1.6, "b", "two_four", 0.5))
     )
-    drawn = losses([half, none], found)
+    drawn = losses([half, none], pruning)
     assert drawn.count("<svg") == 1
-    hybrids = [o for o in found.outcomes if o.pattern == "2:4"]
+    hybrids = [o for o in pruning.outcomes if o.pattern == "2:4"]
     lost = {o.dense: o.loss for o in hybrids if o.loss and o.dense in (0.0, 0.5)}
     assert all(f"{loss:.3f}" in drawn for loss in lost.values())
     other = cell(claim, spread(1.2), fields={"pattern": "blocks", "m": 16, "level": 0.25})
-    assert "<svg" not in losses([other], found)
-    anywhere = [outcome for outcome in found.outcomes if outcome.pattern == "unstructured"]
-    alone = losses([half, none], replace(found, outcomes=anywhere))
+    assert "<svg" not in losses([other], pruning)
+    anywhere = [outcome for outcome in pruning.outcomes if outcome.pattern == "unstructured"]
+    alone = losses([half, none], replace(pruning, outcomes=anywhere))
     assert "<svg" not in alone
-    (made,) = entries([PlannedClaim(written(), {"over dense": {"a"}})], {"mine": [half]}, found)
-    assert page(made).count("<svg") == 2
+    (result,) = entries([PlannedClaim(written(), {"over dense": {"a"}})], {"mine": [half]}, pruning)
+    assert page(result).count("<svg") == 2
 
 
-def test_a_site_judges_claims_by_its_runs_and_links_to_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
-        run_folder, "build", lambda *given, **more: None
+        run_folder, "build", lambda *arguments, **more: None
     )  # of a report, which is slow
-    asked = evidence(chosen(["twell-2026-training", "macko-2025"])).planned()
-    publish([STEP], tmp_path / "site", Site(claims=asked), lambda run: None)
+    plan = evidence(chosen(["twell-2026-training", "macko-2025"])).planned()
+    publish([STEP], tmp_path / "site", Site(claims=plan), lambda run: None)
     assert 'href="claims/index.html"' in (tmp_path / "site" / "index.html").read_text()
     table = (tmp_path / "site" / "claims" / "index.html").read_text()
     rows = re.findall(r'<td class="wrap"><a href="([\w-]+)\.html">', table)
     assert rows == ["twell-2026-training", "macko-2025"]
     assert re.findall(r'<span class="badge \w+">(\d) ', table)
-    said = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
+    text = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
     (verdict,) = evidence(chosen(["twell-2026-training"]), [STEP]).verdicts().popitem()[1]
     assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.KERNEL_PROXY)
-    assert f": {verdict.word} · sparsebench</title>" in said
-    assert '<a href="../h200/ffn-step/index.html">h200/ffn-step</a>' in said
-    again = publish([STEP], tmp_path / "site", Site(claims=asked), lambda run: None)
+    assert f": {verdict.word} · sparsebench</title>" in text
+    assert '<a href="../h200/ffn-step/index.html">h200/ffn-step</a>' in text
+    again = publish([STEP], tmp_path / "site", Site(claims=plan), lambda run: None)
     assert again.written == []
-    fewer = publish([STEP], tmp_path / "site", Site(claims=asked[:1]), lambda run: None)
+    fewer = publish([STEP], tmp_path / "site", Site(claims=plan[:1]), lambda run: None)
     assert len(fewer.written) == 1
     assert not (tmp_path / "site" / "claims" / "macko-2025.html").exists()

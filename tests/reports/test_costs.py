@@ -5,12 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sparsebench.reports.costs import COSTS, METHODS, OF_MODEL, costs, markdown
-from sparsebench.results.measured_layers import (
-    Evidence,
-    costs_of_pruning,
-    of_pruning,
-    packaged,
-)
+from sparsebench.results.measured_layers import Evidence, costs_of_pruning, of_pruning, packaged
 from sparsebench.results.model_files import Pruning, PruningOutcome
 
 GPU = "NVIDIA H200"

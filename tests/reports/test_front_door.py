@@ -33,9 +33,7 @@ def rows(problem: Problem, *timed: tuple[Contender, float]) -> list[Row]:
 
 
 @pytest.mark.parametrize(("slow", "cases"), [(1.04, 0), (1.2, 1)])
-def test_a_case_that_takes_longer_than_one_of_more_tokens_is_listed(
-    slow: float, cases: int
-) -> None:
+def test_a_case_that_takes_longer_than_one_of_more_tokens_is_listed(slow, cases) -> None:
     table = []
     for m in range(1, 16):
         time = 100.0 + m if m != 7 else slow * 108.0
@@ -52,9 +50,7 @@ def test_a_run_of_few_numbers_of_tokens_has_no_cliffs() -> None:
 
 
 @pytest.mark.parametrize(("us", "within"), [(10.7, 1), (10.9, 0)])
-def test_what_users_get_is_compared_with_the_fastest_kernel_of_its_format(
-    us: float, within: int
-) -> None:
+def test_what_users_get_is_compared_with_the_fastest_kernel_of_its_format(us, within) -> None:
     problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})
     rivals = [
         (Contender("bsr", "bsr_triton", BSR), 12.0),

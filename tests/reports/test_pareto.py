@@ -80,21 +80,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("pareto")
     (folder / "suite.yaml").write_text(SUITE)
     flags = Flags("sim", replicates=1)
-    asked = read_suite(str(folder / "suite.yaml"))
+    suite = read_suite(str(folder / "suite.yaml"))
     with pytest.MonkeyPatch.context() as patch:
         in_this_process(patch)
-        return store.read(measure(asked, flags, folder / "run", None))
+        return store.read(measure(suite, flags, folder / "run", None))
 
 
 def section(page: str) -> str:
     """Return the figure's part of a page, "" where it has none."""
-    _, _, found = page.partition('<section id="pareto">')
-    return found.partition("</section>")[0]
+    _, _, after = page.partition('<section id="pareto">')
+    return after.partition("</section>")[0]
 
 
 def test_speed_and_pruning_errors_share_one_panel_per_shape(run: Run, tmp_path: Path) -> None:
-    found = section(report_of(run, pruning=read(tmp_path, document())))
-    assert found.count("<figure>") == 4
+    part = section(report_of(run, pruning=read(tmp_path, document())))
+    assert part.count("<figure>") == 4
     for words in [
         "m 16 · bf16",
         "m 4096 · fp8",
@@ -105,8 +105,8 @@ def test_speed_and_pruning_errors_share_one_panel_per_shape(run: Run, tmp_path: 
         "2,048 tokens held out of a book",
         "SHA-256 a5fd",
     ]:
-        assert words in found
-    assert all(found.count(f'font-size="8">{label}</text>') == 4 for label in ("50", "100"))
+        assert words in part
+    assert all(part.count(f'font-size="8">{label}</text>') == 4 for label in ("50", "100"))
 
 
 UNSTRUCTURED = """
@@ -116,9 +116,7 @@ contenders:
 """
 
 
-def test_zeros_anywhere_share_the_panel_of_their_shape_with_2_4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zeros_anywhere_share_the_panel_of_their_shape_with_2_4(tmp_path, monkeypatch) -> None:
     """Draw them at the levels whose errors are known."""
     in_this_process(monkeypatch)
     both = SUITE.replace("\ncontenders:\n", UNSTRUCTURED, 1)
@@ -126,40 +124,40 @@ def test_zeros_anywhere_share_the_panel_of_their_shape_with_2_4(
         "kernel: spense_wgmma", "kernel: spense_wgmma\n    at: {pattern: spense_columns}"
     )
     (tmp_path / "suite.yaml").write_text(both)
-    asked = read_suite(str(tmp_path / "suite.yaml"))
-    run = store.read(measure(asked, Flags("sim", replicates=1), tmp_path / "run", None))
-    known = document()["outcomes"]
-    known += [outcome("wanda", 0.0, 0.1) | {"sparsity": 0.5, "pattern": "unstructured"}]
-    found = section(report_of(run, pruning=read(tmp_path, document(outcomes=known))))
-    assert found.count("<figure>") == 4
-    assert "spense/spense_wgmma and csr/cusparse_csr over dense/cublas" in found
-    assert "wanda, unstructured" in found
-    assert [found.count(f">{label}</text>") for label in ("50 %", "70 %")] == [1, 0]
+    suite = read_suite(str(tmp_path / "suite.yaml"))
+    run = store.read(measure(suite, Flags("sim", replicates=1), tmp_path / "run", None))
+    outcomes = document()["outcomes"]
+    outcomes += [outcome("wanda", 0.0, 0.1) | {"sparsity": 0.5, "pattern": "unstructured"}]
+    part = section(report_of(run, pruning=read(tmp_path, document(outcomes=outcomes))))
+    assert part.count("<figure>") == 4
+    assert "spense/spense_wgmma and csr/cusparse_csr over dense/cublas" in part
+    assert "wanda, unstructured" in part
+    assert [part.count(f">{label}</text>") for label in ("50 %", "70 %")] == [1, 0]
 
 
 def test_without_errors_the_figure_names_the_commands(run: Run) -> None:
-    found = section(report_of(run))
-    assert "--dense 0,0.5,1 --json &gt; errors.json" in found
-    assert "<figure>" not in found
+    part = section(report_of(run))
+    assert "--dense 0,0.5,1 --json &gt; errors.json" in part
+    assert "<figure>" not in part
 
 
 def test_a_fraction_without_error_is_named_and_not_drawn(run: Run, tmp_path: Path) -> None:
     half = document(outcomes=[outcome("wanda", 0.502, 0.2), outcome("wanda", 0.875, 0.1)])
-    found = section(report_of(run, pruning=read(tmp_path, half)))
-    assert "at 0 %, 100 % dense" in found
-    assert found.count("<figure>") == 4
+    part = section(report_of(run, pruning=read(tmp_path, half)))
+    assert "at 0 %, 100 % dense" in part
+    assert part.count("<figure>") == 4
     none = document(outcomes=[outcome("wanda", 0.25, 0.2)])
-    found = section(report_of(run, pruning=read(tmp_path, none)))
-    assert "at 0 %, 50 %, 100 % dense" in found
+    part = section(report_of(run, pruning=read(tmp_path, none)))
+    assert "at 0 %, 50 %, 100 % dense" in part
 
 
 def test_a_run_of_one_dense_fraction_has_no_such_figure(run: Run, tmp_path: Path) -> None:
     rows = [row for row in run.rows if row.case.problem["sparsity"] == 0.25]
     one = replace(run, rows=rows)
     assert section(report_of(one)) == ""
-    found = section(report_of(one, pruning=read(tmp_path, document())))
-    assert "this run has 50 %" in found
-    assert "<svg" not in found
+    part = section(report_of(one, pruning=read(tmp_path, document())))
+    assert "this run has 50 %" in part
+    assert "<svg" not in part
 
 
 def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> None:
@@ -167,8 +165,8 @@ def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> Non
     problem = run.rows[0].case.problem
     rows = [replace(row, case=replace(row.case, problem=problem)) for row in run.rows]
     rows = [row for row in rows if not row.case.contender.twin]
-    found = section(report_of(replace(run, rows=rows), pruning=read(tmp_path, document())))
-    assert found.count("spense/spense_wgmma over dense/cublas") == 1
+    part = section(report_of(replace(run, rows=rows), pruning=read(tmp_path, document())))
+    assert part.count("spense/spense_wgmma over dense/cublas") == 1
 
 
 def test_no_point_beats_the_front_which_includes_the_dense_baseline() -> None:
@@ -197,9 +195,7 @@ def test_no_point_beats_the_front_which_includes_the_dense_baseline() -> None:
         ([1, 2], "expected sparsebench/pruning@1"),
     ],
 )
-def test_an_invalid_errors_file_is_refused_in_one_line(
-    written: object, message: str, tmp_path: Path
-) -> None:
+def test_an_invalid_errors_file_is_refused_in_one_line(written, message, tmp_path) -> None:
     with pytest.raises(ResultError, match=message) as raised:
         read(tmp_path, written)
     assert str(raised.value).startswith(f"{tmp_path / 'errors.json'}: ")
@@ -246,9 +242,9 @@ def test_every_contender_of_the_suite_agrees_with_its_pattern() -> None:
     "path", sorted((PUBLISHED / "pruning").glob("*.json")), ids=lambda p: p.name
 )
 def test_published_errors_can_be_read_and_a_dense_model_has_none(path: Path) -> None:
-    found = read_pruning(path)
-    methods = {outcome.method for outcome in found.outcomes}
+    pruning = read_pruning(path)
+    methods = {outcome.method for outcome in pruning.outcomes}
     assert {"magnitude", "wanda"} <= methods <= {"magnitude", "wanda", "spensegpt"}
-    for whole in (outcome for outcome in found.outcomes if outcome.dense == 1):
+    for whole in (outcome for outcome in pruning.outcomes if outcome.dense == 1):
         assert whole.errors["output"] < 1e-6
-        assert whole.loss == pytest.approx(found.loss, rel=1e-5)
+        assert whole.loss == pytest.approx(pruning.loss, rel=1e-5)

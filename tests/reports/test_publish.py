@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy of the site, to which runs are added without reports, which are slow."""
-    monkeypatch.setattr(run_folder, "build", lambda *given, **more: None)
+    monkeypatch.setattr(run_folder, "build", lambda *arguments, **more: None)
     return shutil.copytree(site, tmp_path / "site")
 
 
@@ -166,9 +166,7 @@ def test_simulated_gpus_come_last_and_get_no_place_beside_measured_ones(copy: Pa
     assert dense.index('id="cases"') < dense.index('id="simulated-cases"')
 
 
-def test_a_confirmed_run_names_the_run_that_confirms_it(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_confirmed_run_names_the_run_that_confirms_it(site, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", list)
     to = shutil.copytree(site, tmp_path / "site")
     page = to / "h200" / "ffn-step" / "index.html"
@@ -195,7 +193,7 @@ def test_a_site_from_before_short_addresses_is_moved(copy: Path) -> None:
 
 
 def test_an_earlier_version_of_a_run_keeps_its_page_and_its_place_in_the_history(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy, tmp_path, monkeypatch
 ) -> None:
     evidence = {}
 
@@ -222,9 +220,7 @@ def test_an_earlier_version_of_a_run_keeps_its_page_and_its_place_in_the_history
     assert len(badges) == 2
 
 
-def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(
-    copy: Path, tmp_path: Path
-) -> None:
+def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(copy, tmp_path) -> None:
     publish([copied(tmp_path / "node17-step", hostname="node17")], copy, Site(), unchecked)
     cards = [json.loads(f.read_text()) for f in copy.glob("*/*/summary.json")]
     assert {card["name"] for card in cards} == {"ffn-step"}  # of the other, its suite
@@ -301,12 +297,10 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
 
 
 @pytest.mark.exhaustive  # ten seconds; the test above compares two devices
-def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(tmp_path, monkeypatch):
     """A CPU is timed with warm caches; here it ran the suite of a GPU and a simulation."""
     monkeypatch.setattr(
-        run_folder, "build", lambda *given, **more: None
+        run_folder, "build", lambda *arguments, **more: None
     )  # of a report, which is slow
     homes = "cpu/quick-cpu", "sim/quick-sim", "nvidia-h200/quick"
     cpu, simulated, gpu = (PUBLISHED / home for home in homes)
@@ -355,15 +349,15 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
         "sentences": [NAMED],
         "gain": NAMED,
     }
-    made = dict(pages([Card(**{**data, **texts, "lines": lines})], Site(base="https://a.b/")))
-    assert not any("<script>alert" in text for name, text in made.items() if "json" not in name
+    files = dict(pages([Card(**{**data, **texts, "lines": lines})], Site(base="https://a.b/")))
+    assert not any("<script>alert" in text for name, text in files.items() if "json" not in name
                    and "CITATION" not in name)  # fmt: skip
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-                                "0123456789_-./") for name in made)  # fmt: skip
+                                "0123456789_-./") for name in files)  # fmt: skip
     assert len(page_of("kernel", NAMED)) < 100
     assert bundle.link_name(NAMED, NAMED, 64 * "a").startswith("script-alert-1-script-quoted")
     assert len(bundle.link_name(NAMED, NAMED, 64 * "a")) <= 71
-    ElementTree.fromstring(made["feed.xml"])
+    ElementTree.fromstring(files["feed.xml"])
 
 
 @pytest.fixture
@@ -380,7 +374,7 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     broken = copied(tmp_path / "broken")
     (broken / "suite.yaml").write_text("changed")
     to = tmp_path / "to"
-    for given, said in (
+    for options, message in (
         ([STEP, "--out", full], "expected a new or an empty folder, or a site; found thesis.tex"),
         ([STEP, STEP, "--out", to], "expected each run once, found it also as"),
         ([tmp_path / "none", "--out", to], "expected manifest.json"),
@@ -389,9 +383,9 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
         ([STEP, "--out", full / "thesis.tex"], "expected a folder, found a file"),
         (["--out", to], "Missing argument"),
     ):
-        done = sparsebench("publish", *given)
-        assert done.returncode == 2, given
-        assert said in " ".join(done.stderr.split())
+        done = sparsebench("publish", *options)
+        assert done.returncode == 2, options
+        assert message in " ".join(done.stderr.split())
         assert not to.exists()
     assert [file.name for file in full.iterdir()] == ["thesis.tex"]
 

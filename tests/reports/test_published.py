@@ -59,9 +59,7 @@ def test_a_figure_rests_on_the_processes_that_timed_both(runs: dict[str, Publish
     assert cells(headline({"decode": fewer}, [question]))[13].endswith("7 processes, a verdict")
 
 
-def test_a_short_call_is_shown_inside_a_chain_if_that_was_measured(
-    runs: dict[str, PublishedRun],
-) -> None:
+def test_a_short_call_is_shown_inside_a_chain_if_that_was_measured(runs) -> None:
     where = "m == 1 and n == 14336 and block == '64' and level == 0.9"
     shown = cells(headline(runs, [Question("?", "chain", where)]))[8]
     cases = runs["chain"].cases.query(f"{where} and ours and twin == 0")
@@ -71,9 +69,7 @@ def test_a_short_call_is_shown_inside_a_chain_if_that_was_measured(
     assert float(isolated.split("×")[0]) == pytest.approx(gains["kernel"], rel=0.01)
 
 
-def test_the_confirmed_speedup_is_that_of_the_run_that_confirms(
-    runs: dict[str, PublishedRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_confirmed_speedup_is_that_of_the_run_that_confirms(runs, monkeypatch) -> None:
     alone = cells(headline(runs, [LARGE]))[10]
     confirmed = runs["sparsity-4096-confirmed"].cases.query(f"{LARGE.where} and ours")
     assert float(alone.split("×")[0]) == pytest.approx(confirmed.speedup.max(), abs=0.06)
@@ -119,8 +115,8 @@ def filled(
     monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
     for module in (published.advice, published.repeats):
         monkeypatch.setattr(module, "text_of", lambda rows: "")
-    monkeypatch.setattr(published.advice, "collected", lambda *given: [])
-    monkeypatch.setattr(published.costs, "markdown", lambda *given: "")
+    monkeypatch.setattr(published.advice, "collected", lambda *arguments: [])
+    monkeypatch.setattr(published.costs, "markdown", lambda *arguments: "")
     (tmp_path / "docs").mkdir()
 
     def write(text: str) -> str:
@@ -150,9 +146,7 @@ def test_a_block_that_cannot_be_filled_is_an_error(filled: Callable[[str], str],
         filled(text)
 
 
-def test_check_names_a_page_that_differs_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_check_names_a_page_that_differs_and_writes_nothing(monkeypatch, capsys, tmp_path) -> None:
     stale = tmp_path / "README.md"
     stale.write_text("old")
     monkeypatch.setattr(published, "ROOT", tmp_path)

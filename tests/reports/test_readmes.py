@@ -4,8 +4,6 @@ import re
 from dataclasses import fields
 from typing import Any
 
-import pytest
-
 from sparsebench.reports.build import frames_of
 from sparsebench.results import store
 from sparsebench.results.record import Row
@@ -16,9 +14,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def test_the_example_with_pandas_prints_the_table_below_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_with_pandas_prints_the_table_below_it(monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     (example,) = blocks("results/README.md", "python")
     exec(example, {})

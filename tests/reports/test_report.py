@@ -54,11 +54,11 @@ def fields(m: int, n: int, k: int, sparsity: float, block: int | list[int] = 1) 
 
 
 def contest(
-    problem: Problem, replicate: int, noise: np.random.Generator, found: float | None = None
+    problem: Problem, replicate: int, noise: np.random.Generator, level: float | None = None
 ) -> list[Row]:
     """Return a row per contender with times by 800 TFLOP/s, 4 TB/s and a launch of 4 µs."""
     m, n, k = (problem[name] for name in "mnk")
-    sparsity = problem["sparsity"] if found is None else found
+    sparsity = problem["sparsity"] if level is None else level
     rows = []
     for contender in [DENSE, *SPARSE]:
         density = 1.0 if contender == DENSE else 1 - sparsity
@@ -134,7 +134,7 @@ def dlmc() -> list[Row]:
             ),
             0,
             noise,
-            found=float(level),
+            level=float(level),
         )
     ]
 
@@ -288,9 +288,9 @@ def test_attention_has_a_fraction_of_the_dense_rate() -> None:
     text = page_of("attention")
     section = text.partition('<section id="useful_rate">')[2].partition("</section>")[0]
     assert "Fraction of the dense rate" in section
-    found = re.search(r'href="data:text/csv;base64,([^"]*)"', section)
-    assert found
-    rates = pd.read_csv(io.BytesIO(base64.b64decode(found[1]))).rate
+    match = re.search(r'href="data:text/csv;base64,([^"]*)"', section)
+    assert match
+    rates = pd.read_csv(io.BytesIO(base64.b64decode(match[1]))).rate
     assert rates.round().tolist() == [80, 80]
 
 
@@ -370,8 +370,8 @@ def test_a_second_baseline_is_drawn_like_any_contender() -> None:
 
 
 def test_the_field_with_most_values_is_drawn_along_x() -> None:
-    found = {kind: swept(frames(make()).raced) for kind, make in MADE.items()}
-    assert found == {"dlmc": "level", "decode": "m", "quick": "level", "other_op": "active"}
+    sweeps = {kind: swept(frames(make()).raced) for kind, make in MADE.items()}
+    assert sweeps == {"dlmc": "level", "decode": "m", "quick": "level", "other_op": "active"}
 
 
 def test_panels_have_different_titles_and_blocks_are_sorted_by_size() -> None:
@@ -419,9 +419,7 @@ def test_the_last_label_stays() -> None:
         (0.01, 200, [0.01, 0.1, 1, 10, 100]),
     ],
 )
-def test_ticks_are_round_values_and_include_one(
-    low: float, high: float, values: list[float]
-) -> None:
+def test_ticks_are_round_values_and_include_one(low, high, values) -> None:
     assert round_values(low, high) == values
 
 

@@ -43,14 +43,14 @@ def lines(shown: Run, width: int = 160) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def said(shown: Run, width: int = 160) -> str:
+def text_of(shown: Run, width: int = 160) -> str:
     return " ".join(" ".join(lines(shown, width)).split())
 
 
-def changed(made: Run, **row: Any) -> Run:
+def changed(original: Run, **row: Any) -> Run:
     """Return a run with changed rows of BSR."""
-    rows = [replace(r, **row) if r.case.contender == BSR else r for r in made.rows]
-    return replace(made, rows=rows)
+    rows = [replace(r, **row) if r.case.contender == BSR else r for r in original.rows]
+    return replace(original, rows=rows)
 
 
 def test_a_failed_twin_is_counted_and_named() -> None:
@@ -59,11 +59,11 @@ def test_a_failed_twin_is_counted_and_named() -> None:
     rows = [replace(r, **failed) if r.case.contender.twin else r for r in whole.rows]
     broken = replace(whole, rows=rows)
     assert counted(analyse(broken)) == {"ok": 2, "failed": 1}
-    assert "illegal address: cublas (twin)" in said(broken)
+    assert "illegal address: cublas (twin)" in text_of(broken)
 
 
 def test_the_answer_is_a_sentence() -> None:
-    text = said(run(3, 50.0))
+    text = text_of(run(3, 50.0))
     assert "bsr_triton 50.1 µs, 2.00× cublas [2.00, 2.00]" in text
     assert "linear, m = 1, 90 %, 16 × 16 blocks" in text
     assert "linear, bf16, blocks, m 1, n 64, k 64, sparsity 90 %, block 16" in text
@@ -71,18 +71,18 @@ def test_the_answer_is_a_sentence() -> None:
 
 def test_the_winner_has_its_lead_over_the_next_kernel() -> None:
     other = Contender("bsr", "torch_bsr", options={"tuned": True})
-    made = run(8, 50.0)
+    result = run(8, 50.0)
     more = [
-        replace(r, case=Case(r.case.problem, other)) for r in made.rows if r.case.contender == BSR
+        replace(r, case=Case(r.case.problem, other)) for r in result.rows if r.case.contender == BSR
     ]
     slower = [replace(r, samples_us=tuple(1.12 * us for us in r.samples_us)) for r in more]
-    text = said(replace(made, rows=[*made.rows, *slower]))
+    text = text_of(replace(result, rows=[*result.rows, *slower]))
     assert "1.12× faster than torch_bsr tuned=True" in text
 
 
 def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> None:
-    made = run(8, 50.0)
-    bsr = [r for r in made.rows if r.case.contender == BSR]
+    result = run(8, 50.0)
+    bsr = [r for r in result.rows if r.case.contender == BSR]
 
     def others(contender: Contender, factor: float, **choice: Any) -> list[Row]:
         return [
@@ -101,7 +101,7 @@ def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> No
         (0.9, "bsr_wgmma (by default) 45"),
     ):
         default = others(users, factor, kernel="bsr_wgmma")
-        assert expected in said(replace(made, rows=[*made.rows, *second, *default]))
+        assert expected in text_of(replace(result, rows=[*result.rows, *second, *default]))
 
 
 CEILINGS = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 8e2}}
@@ -109,11 +109,9 @@ CEILINGS |= {"launch_us": 4.5, "l2_bytes": 0}
 
 
 @pytest.mark.parametrize(("scale", "chained"), [(0.1, True), (1.0, False)])
-def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(
-    scale: float, chained: bool
-) -> None:
+def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(scale, chained) -> None:
     """Isolated, dense takes 10 and BSR 5 µs (or ten times that); inside a chain 8 and 2 µs."""
-    made = replace(run(8, 50.0), environment={"ceilings": CEILINGS})
+    result = replace(run(8, 50.0), environment={"ceilings": CEILINGS})
     us = {("kernel", "cublas"): 100, ("kernel", "bsr_triton"): 50}
     us |= {("chain", "cublas"): 80, ("chain", "bsr_triton"): 20}
     rows = [
@@ -125,10 +123,10 @@ def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(
             samples_us=(scale * us[scope, row.case.contender.kernel],),
         )
         for scope in ("kernel", "chain")
-        for row in made.rows
+        for row in result.rows
     ]
-    made = replace(made, rows=rows)
-    text, page = said(made), report_of(made)
+    result = replace(result, rows=rows)
+    text, page = text_of(result), report_of(result)
     assert ("bsr_triton 2.00 µs inside a chain, 4.000× cublas" in text) is chained
     assert ("isolated 5.00 µs, 2.00×" in text) is chained
     assert ("2.00 µs inside a chain; isolated 2.00×" in page) is chained
@@ -137,15 +135,15 @@ def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(
 
 
 def test_if_nothing_beats_dense_the_answer_says_so() -> None:
-    text = said(run(3, 200.0))
+    text = text_of(run(3, 200.0))
     assert "Nothing beats dense (cublas) at any measured point." in text
     assert "The nearest is BSR with 16 × 16 blocks, bsr_triton, 0.500×" in text
 
 
 def test_page_and_terminal_print_the_same_break_evens() -> None:
-    made = run(8, 50.0)
-    ((_, (general, *_)),) = answers(analyse(made).views)
-    page, text = report_of(made), said(made)
+    result = run(8, 50.0)
+    ((_, (general, *_)),) = answers(analyse(result).views)
+    page, text = report_of(result), text_of(result)
     for words in ("VERDICT: 8 processes", general):
         assert words in page
         assert words in text
@@ -153,14 +151,10 @@ def test_page_and_terminal_print_the_same_break_evens() -> None:
 
 @pytest.mark.parametrize(
     ("bsr_us", "noise", "outcome"),
-    [
-        (50.0, 1, "faster"),
-        (99.4, 5, "not settled (+18)"),
-        (99.9, 1, "equal"),
-    ],
+    [(50.0, 1, "faster"), (99.4, 5, "not settled (+18)"), (99.9, 1, "equal")],
 )
 def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> None:
-    text = said(run(8, bsr_us, noise))
+    text = text_of(run(8, bsr_us, noise))
     assert "VERDICT: 8 processes" in text
     assert outcome in text
     assert "Noise floor of one process: above 100 µs 0.5 %" in text
@@ -169,7 +163,7 @@ def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> 
 
 
 def test_three_processes_give_a_look_that_is_explained_once() -> None:
-    text = said(run(3, 50.0))
+    text = text_of(run(3, 50.0))
     assert text.count("--replicates 8") == 1
     assert "[LOOK: 3 processes]" in text
 
@@ -182,15 +176,15 @@ def test_lines_fit_the_window_and_the_winner_is_whole(width: int) -> None:
         replace(r, case=replace(r.case, contender=best)) if r.case.contender == BSR else r
         for r in problem_rows
     ]
-    found = lines(replace(run(8, 50.0), rows=rows), width)
-    assert max(map(len, found)) <= width
-    table = [line for line in found if line.endswith("faster")]
-    assert any("bsr_triton tuned=True way=a_long_one" in line for line in [*table, *found])
+    text = lines(replace(run(8, 50.0), rows=rows), width)
+    assert max(map(len, text)) <= width
+    table = [line for line in text if line.endswith("faster")]
+    assert any("bsr_triton tuned=True way=a_long_one" in line for line in [*table, *text])
 
 
 def test_every_failure_is_listed_with_its_reason_and_cases() -> None:
     broken = changed(run(3, 50.0), status=Status.FAILED, detail="no kernel image", samples_us=())
-    text = said(broken)
+    text = text_of(broken)
     assert "1 case failed: no kernel image: bsr_triton" in text
     assert "BSR not measured" in text
 
@@ -198,47 +192,34 @@ def test_every_failure_is_listed_with_its_reason_and_cases() -> None:
 def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
     finding = {"check": "other work on the host", "level": "warning", "found": "1.8 of 2 cores"}
     busy = run(3, 50.0, fitness={"before": [finding], "during": []})
-    text = said(replace(busy, environment={"sim": {"seed": 0}}))
+    text = text_of(replace(busy, environment={"sim": {"seed": 0}}))
     assert "[SIMULATED]" in text
     assert "[BUSY MACHINE]" in text
     assert "before the run 1.8 of 2 cores" in text
 
 
 def test_a_speed_up_above_the_ideal_is_reported() -> None:
-    assert "1 speedup is above 1 / (1 - sparsity)" in said(run(3, 5.0))
-    assert "above 1 / (1 - sparsity)" not in said(run(3, 50.0))
-
-
-def test_a_dense_kernel_that_a_portfolio_chose_is_named_as_the_fastest() -> None:
-    best = Contender("cvse", "ffn_sparse", options={"way": "best"})
-    choice = {"way": "dense", "by": "cublas_ffn", "dense": {}}
-    made = run(8, 50.0)
-    rows = [
-        replace(r, case=replace(r.case, contender=best), choice=choice)
-        if r.case.contender == BSR
-        else r
-        for r in made.rows
-    ]
-    assert "cublas_ffn (by ffn_sparse)" in said(replace(made, rows=rows))
+    assert "1 speedup is above 1 / (1 - sparsity)" in text_of(run(3, 5.0))
+    assert "above 1 / (1 - sparsity)" not in text_of(run(3, 50.0))
 
 
 def test_the_json_holds_the_same_answer() -> None:
-    made = run(8, 50.0)
-    found = answer_json(analyse(made))
-    assert found["noise_floor"] == {"above 100 µs": 0.005}
-    assert found["reliability"] == "reliable"
-    assert found["badges"] == ["VERDICT: 8 processes"]
-    assert found["answer"][0]["sentences"][1].startswith(
+    result = run(8, 50.0)
+    answer = answer_json(analyse(result))
+    assert answer["noise_floor"] == {"above 100 µs": 0.005}
+    assert answer["reliability"] == "reliable"
+    assert answer["badges"] == ["VERDICT: 8 processes"]
+    assert answer["answer"][0]["sentences"][1].startswith(
         "At 90 %: BSR with 16 × 16 blocks, bsr_triton"
     )
-    assert [(line["label"], line["outcome"]) for line in found["winners"]] == [
+    assert [(line["label"], line["outcome"]) for line in answer["winners"]] == [
         ("bsr/bsr_triton", "faster")
     ]
 
 
 def test_markdown_has_the_tables_for_pasting() -> None:
-    made = run(8, 50.0)
-    text = answer_markdown(analyse(made))
+    result = run(8, 50.0)
+    text = answer_markdown(analyse(result))
     assert "| format | kernel | time | dense | × dense | outcome |" in text
     assert r"| BSR | bsr_triton | 50.0 µs | 100 µs | 2.00 \[" in text
 
@@ -247,8 +228,8 @@ def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:
     for system in ("standard", None):
         console = Console(width=80, color_system=system, no_color=system is None)
         with console.capture() as capture:
-            made = run(8, 50.0)
-            console.print(Answer(analyse(made)))
+            result = run(8, 50.0)
+            console.print(Answer(analyse(result)))
         assert ("\x1b[32m" in capture.get()) == (system is not None)
 
 

@@ -32,10 +32,10 @@ def slower_with_fewer(table: pd.DataFrame) -> pd.DataFrame:
     pairs = pairs[pairs.m_more > pairs.m].sort_values("median_us_more")
     pairs = pairs.drop_duplicates([*cell, "m"])
     margin = pairs.median_us_more.map(_margin)
-    found = pairs[pairs.median_us > (1 + margin) * pairs.median_us_more]
-    found = found.rename(columns={"m_more": "more_m", "median_us_more": "more_us"})
-    order = (found.median_us / found.more_us).sort_values(ascending=False).index
-    return found.loc[order].reset_index(drop=True)
+    slower = pairs[pairs.median_us > (1 + margin) * pairs.median_us_more]
+    slower = slower.rename(columns={"m_more": "more_m", "median_us_more": "more_us"})
+    order = (slower.median_us / slower.more_us).sort_values(ascending=False).index
+    return slower.loc[order].reset_index(drop=True)
 
 
 def _margin(time_us: float) -> float:

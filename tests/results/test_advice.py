@@ -61,10 +61,10 @@ def test_estimates_hold_every_whole_model_that_was_left_out(evidence: Evidence) 
 def test_the_packaged_rows_are_those_of_the_bundles(evidence: Evidence) -> None:
     names = ["nvidia-h200/spense-ffn", "nvidia-h200/decoder-look"]
     runs = [store.read(PUBLISHED / name) for name in names]
-    own = of_runs((analyse(run), name) for run, name in zip(runs, names, strict=True))
-    assert own.steps
-    assert {row for row in evidence.measured if row.run == names[0]} <= {*own.measured}
-    assert [step for step in evidence.steps if step.run == names[1]] == own.steps
+    mine = of_runs((analyse(run), name) for run, name in zip(runs, names, strict=True))
+    assert mine.steps
+    assert {row for row in evidence.measured if row.run == names[0]} <= {*mine.measured}
+    assert [step for step in evidence.steps if step.run == names[1]] == mine.steps
 
 
 def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None:
@@ -84,9 +84,7 @@ def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None
         ("Llama-3-8B", "A100", 16, UNMEASURED, "Not measured"),
     ],
 )
-def test_the_verdict_comes_first(
-    model: str, gpu: str, tokens: int, word: str, begins: str, evidence: Evidence
-) -> None:
+def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> None:
     answer = advise(evidence, read_shapes(model), gpu, tokens)
     assert answer.word == word
     assert presented.markdown(answer).startswith(f"**{begins}")
@@ -154,9 +152,7 @@ def test_a_run_of_ones_own_counts_too() -> None:
         ({"model_type": "opt"}, "gated"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
-    tmp_path: Path, changes: dict[str, Any], token: str
-) -> None:
+def test_a_config_that_does_not_fit_is_refused(tmp_path, changes, token) -> None:
     with pytest.raises(ResultError, match=token):
         read_shapes(str(config(tmp_path, **changes)))
 

@@ -24,19 +24,19 @@ PLACE: dict[str, Any] = {"m": 16, "n": 4096, "k": 4096, "dtype": "bf16", "patter
 def rows(processes: int, us: list[tuple[Contender, float]], **fields: Any) -> list[Row]:
     problem = Problem("linear", PLACE | {"sparsity": 0.9, "block": 64} | fields)
     return [
-        Row(Case(problem, contender), Status.OK, p, samples_us=(time * np.exp(own),))
+        Row(Case(problem, contender), Status.OK, p, samples_us=(time * np.exp(effect),))
         for p, d in enumerate(WOBBLE[:processes])
         for contender, time in us
-        for own in [0.0 if contender == DENSE else d]
+        for effect in [0.0 if contender == DENSE else d]
     ]
 
 
-def analysed(found: list[Row]) -> Analysis:
-    return analyse(Run(Path("one"), {}, "", {}, {"status": "finished"}, found))
+def analysed(measured_rows: list[Row]) -> Analysis:
+    return analyse(Run(Path("one"), {}, "", {}, {"status": "finished"}, measured_rows))
 
 
-def view(found: list[Row]) -> View:
-    return analysed(found).views[0]
+def view(measured_rows: list[Row]) -> View:
+    return analysed(measured_rows).views[0]
 
 
 def swept(ratios: dict[float, float], processes: int = 8, **fields: Any) -> list[Row]:
@@ -51,23 +51,23 @@ def swept(ratios: dict[float, float], processes: int = 8, **fields: Any) -> list
 
 
 def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
-    found = swept({0.5: 0.8}) + rows(8, [(DENSE, 100.0), (OURS, 20.0), (PEER, 50.0)])
-    said = sentences(view(found))
-    assert said[1].startswith("At 50 %: dense (cublas, 100 µs) wins")
-    assert "0.800× [0.798, 0.802]" in said[1]
-    assert said[2].startswith(
+    measured_rows = swept({0.5: 0.8}) + rows(8, [(DENSE, 100.0), (OURS, 20.0), (PEER, 50.0)])
+    text = sentences(view(measured_rows))
+    assert text[1].startswith("At 50 %: dense (cublas, 100 µs) wins")
+    assert "0.800× [0.798, 0.802]" in text[1]
+    assert text[2].startswith(
         "At 90 %: BSR with 64 × 64 blocks, bsr_wgmma, 5.00× [4.99, 5.02], 20.0 µs"
     )
-    assert said[2].endswith("torch_bsr, 2.000×.")
-    assert where(view(found)).endswith("64 × 64 blocks · against dense (cublas, 100 µs)")
+    assert text[2].endswith("torch_bsr, 2.000×.")
+    assert where(view(measured_rows)).endswith("64 × 64 blocks · against dense (cublas, 100 µs)")
 
 
 def test_a_break_even_is_two_measured_levels() -> None:
     (even,) = break_evens(view(swept({0.5: 0.5, 0.75: 1.0001, 0.875: 2.0})))
     assert (even.slower, even.faster) == (0.5, 0.75)
-    found = view(swept({0.5: 2**-0.5, 0.75: 2**0.5}))
-    assert break_evens(found)[0].decided
-    assert sentences(found)[0] == "BSR beats dense above a level between 50 % and 75 % sparsity."
+    answer = view(swept({0.5: 2**-0.5, 0.75: 2**0.5}))
+    assert break_evens(answer)[0].decided
+    assert sentences(answer)[0] == "BSR beats dense above a level between 50 % and 75 % sparsity."
 
 
 def test_a_break_even_is_where_the_last_level_at_which_it_is_slower_ends() -> None:
@@ -82,9 +82,9 @@ def test_a_break_even_is_where_the_last_level_at_which_it_is_slower_ends() -> No
 
 
 def test_a_break_even_beside_an_undecided_level_is_undecided() -> None:
-    found = view(swept({0.5: 0.9995, 0.75: 1.5}))
-    assert not break_evens(found)[0].decided
-    assert "not settled" in sentences(found)[0]
+    answer = view(swept({0.5: 0.9995, 0.75: 1.5}))
+    assert not break_evens(answer)[0].decided
+    assert "not settled" in sentences(answer)[0]
 
 
 def test_a_level_that_was_measured_alone_is_not_the_first_of_several() -> None:
@@ -93,57 +93,57 @@ def test_a_level_that_was_measured_alone_is_not_the_first_of_several() -> None:
 
 def test_the_better_of_two_variants_is_said_to_be_one() -> None:
     few, many = (Contender("bsr", "bsr_wgmma", options={"slots": n}) for n in (88, 176))
-    found = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (many, 25.0), (PEER, 50.0)]))
-    (first,) = found.views
-    assert variants(first, found.cases) == "bsr_wgmma: the faster of slots=88 and slots=176"
+    analysis = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (many, 25.0), (PEER, 50.0)]))
+    (first,) = analysis.views
+    assert variants(first, analysis.cases) == "bsr_wgmma: the faster of slots=88 and slots=176"
     alone = analysed(rows(8, [(DENSE, 100.0), (few, 20.0), (PEER, 50.0)]))
     assert variants(alone.views[0], alone.cases) == ""
 
 
 def test_nothing_that_beats_dense_is_the_sentence() -> None:
-    (said,) = sentences(view(swept({0.5: 0.5, 0.9: 0.8})))
-    assert said.startswith("Nothing beats dense (cublas) at any measured point. The nearest is BSR")
-    assert "0.800×" in said
+    (sentence,) = sentences(view(swept({0.5: 0.5, 0.9: 0.8})))
+    assert sentence.startswith(
+        "Nothing beats dense (cublas) at any measured point. The nearest is BSR"
+    )
+    assert "0.800×" in sentence
 
 
 def test_rows_of_one_kind_are_said_together() -> None:
-    found = [
+    answers = [
         row
         for block, gain in ((16, 0.5), (32, 1.2), (64, 1.4))
         for row in swept({0.5: gain, 0.9: 4 * gain}, block=block)
     ]
-    assert sentences(view(found))[0] == (
+    assert sentences(view(answers))[0] == (
         "BSR beats dense with 16 × 16 blocks above a level between 50 % and 90 % sparsity; "
         "with 32 × 32 and 64 × 64 blocks at 50 % sparsity and above."
     )
 
 
-def test_gains_are_over_the_fastest_dense_contender_and_no_win_of_a_portfolio_s_dense_choice() -> (
-    None
-):
+def test_gains_are_over_the_fastest_dense_contender_and_no_win_of_a_portfolio_s_dense_choice():
     portfolio = Contender("cvse", "ffn_sparse", options={"way": "best"})
     compiled = Contender("dense", "torch_compile")
-    found = rows(8, [(DENSE, 100.0), (compiled, 80.0), (portfolio, 79.0), (OURS, 40.0)])
-    found = [
+    answersred_rows = rows(8, [(DENSE, 100.0), (compiled, 80.0), (portfolio, 79.0), (OURS, 40.0)])
+    answersred_rows = [
         replace(row, choice={"way": "dense", "by": "ffn_dense_triton", "dense": {}})
         if row.case.contender == portfolio
         else row
-        for row in found
+        for row in answersred_rows
     ]
-    cells = view(found).cells
+    cells = view(answersred_rows).cells
     assert cells.best_kernel.tolist() == ["bsr_wgmma"]
     assert cells.dense_name.tolist() == ["ffn_dense_triton"]
     assert cells.best_gain.iloc[0] == pytest.approx(79 / 40, rel=0.01)
 
 
 def test_m_is_chosen_or_along_the_rows() -> None:
-    found = [
+    answers = [
         row
         for m in (16, 64, 4096)
         for block in (32, 64)
         for row in swept({0.5: 0.7, 0.9: 3.0}, m=m, block=block)
     ]
-    ways = analysed(found).views
+    ways = analysed(answers).views
     assert (ways[0].x, ways[0].y) == ("level", "m")
     chosen = {tuple(way.choice.items()) for way in ways}
     assert (("m", "16"), ("block", "all")) in chosen
@@ -153,9 +153,9 @@ def test_m_is_chosen_or_along_the_rows() -> None:
 
 def test_badges_say_what_a_run_can_say() -> None:
     for processes, badge in ((8, Badge.VERDICT), (3, Badge.LOOK)):
-        found = analysed(rows(processes, [(DENSE, 100.0), (OURS, 50.0)]))
-        assert [label.badge for label in badges(found)] == [badge]
-    simulated = replace(found, run=replace(found.run, environment={"sim": {"seed": 0}}))
+        analysis = analysed(rows(processes, [(DENSE, 100.0), (OURS, 50.0)]))
+        assert [label.badge for label in badges(analysis)] == [badge]
+    simulated = replace(analysis, run=replace(analysis.run, environment={"sim": {"seed": 0}}))
     words = [label.badge for label in badges(simulated)]
     assert words == [Badge.SIMULATED, Badge.LOOK]
     none = analysed([])

@@ -51,8 +51,6 @@ def test_a_file_with_other_columns_or_rows_is_refused(text: str, part: str, tmp_
 @pytest.mark.parametrize(
     "wrong", [{"show": {"tokens": "m"}}, {"only": {"n": "1"}}, {"file": "../a.csv"}]
 )
-def test_a_claim_names_columns_of_the_file_and_a_file_below_the_folder(
-    wrong: dict[str, object],
-) -> None:
+def test_a_claim_names_columns_of_the_file_and_a_file_below_the_folder(wrong) -> None:
     with pytest.raises(ValidationError):
         Table(**{**TABLE.model_dump(), **wrong})

@@ -39,8 +39,8 @@ CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
 
 def rows(suite: Path, data: Path | None = None, only: str = "") -> list[Row]:
     """Return what a run of the suite in two processes gives: A/A pairs, then the suite's rows."""
-    asked = replace(read(str(suite), data), name="small")
-    return right_rows(planned(asked, "cpu", only))
+    suite_plan = replace(read(str(suite), data), name="small")
+    return right_rows(planned(suite_plan, "cpu", only))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def said(path: Path) -> str:
+def complaint(path: Path) -> str:
     """Return the error of a damaged bundle without its path."""
     with pytest.raises(ResultError) as error:
         list(validate(path))
@@ -70,7 +70,7 @@ def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
     """Change the rows, seal them again, and return what is said."""
     store.replace_rows(path, change(store.rows(path)))
     bundle.seal(path)
-    return said(path)
+    return complaint(path)
 
 
 def test_a_sealed_run_passes_every_check(run: Path) -> None:
@@ -125,14 +125,14 @@ def test_a_changed_or_missing_file_is_named(name: str, run: Path) -> None:
     content = bytearray((run / name).read_bytes())
     content[len(content) // 2] ^= 1
     (run / name).write_bytes(content)
-    assert said(run).startswith(f"/{name}: expected SHA-256 ")
+    assert complaint(run).startswith(f"/{name}: expected SHA-256 ")
     (run / name).unlink()
-    assert said(run).startswith(f"/{name}: expected a readable file")
+    assert complaint(run).startswith(f"/{name}: expected a readable file")
 
 
 def test_an_unsealed_run_is_refused(run: Path) -> None:
     bundle.unseal(run)
-    assert said(run) == ": expected manifest.json, which seals a run; found none"
+    assert complaint(run) == ": expected manifest.json, which seals a run; found none"
 
 
 def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: Path) -> None:
@@ -143,14 +143,14 @@ def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: 
         assert len(lines(run)) == 11
     (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, "sparsebench/rows@99"))
     bundle.seal(run)
-    assert said(run).endswith('and whole lines, found {"schema": "sparsebench/rows@99"}')
+    assert complaint(run).endswith('and whole lines, found {"schema": "sparsebench/rows@99"}')
 
 
 def test_a_torn_last_line_is_refused(run: Path) -> None:
     with (run / "rows.jsonl").open("a") as file:
         file.write('{"case": {')
     bundle.seal(run)
-    assert said(run).endswith('found a torn last line {"case": {')
+    assert complaint(run).endswith('found a torn last line {"case": {')
 
 
 @pytest.mark.parametrize("name", ["../rows.jsonl", "/etc/hostname"])
@@ -158,14 +158,14 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) 
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["files"][name] = "0" * 64
     (run / "manifest.json").write_text(json.dumps(manifest))
-    assert said(run) == f"/manifest.json: expected names of files in the run, found {name}"
+    assert complaint(run) == f"/manifest.json: expected names of files in the run, found {name}"
 
 
 def test_a_manifest_that_leaves_the_rows_out_is_refused(run: Path) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     del manifest["files"]["rows.jsonl"]
     (run / "manifest.json").write_text(json.dumps(manifest))
-    assert said(run).startswith("/manifest.json: expected rows.jsonl among its files")
+    assert complaint(run).startswith("/manifest.json: expected rows.jsonl among its files")
 
 
 def test_a_row_without_a_field_is_refused(run: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_row_without_a_field_is_refused(run: Path) -> None:
     lines[3] = json.dumps(row)
     (run / "rows.jsonl").write_text("\n".join(lines) + "\n")
     bundle.seal(run)
-    message = said(run)
+    message = complaint(run)
     assert message.startswith("/rows.jsonl: line 4: ")
     assert "digest" in message
 
@@ -184,13 +184,13 @@ def test_a_case_that_the_suite_does_not_ask_for_is_refused(run: Path) -> None:
     suite = (run / "suite.yaml").read_text()
     (run / "suite.yaml").write_text(suite.replace("m: [4, 8]", "m: [4]"))
     bundle.seal(run)
-    assert said(run).endswith("expected none (suite.yaml), found a row")
+    assert complaint(run).endswith("expected none (suite.yaml), found a row")
 
 
 def test_an_interrupted_run_is_sealed_but_not_whole(run: Path) -> None:
     store.set_state(run, {**STATE, "status": "interrupted"})
     bundle.seal(run)
-    assert said(run) == "/run.json: expected a finished run, found interrupted with 32 rows"
+    assert complaint(run) == "/run.json: expected a finished run, found interrupted with 32 rows"
 
 
 def test_a_suite_that_cannot_be_expanded_here_is_said(run: Path) -> None:
@@ -218,9 +218,7 @@ def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> 
     assert "found b.smtx" in lines(run, data)[-1]
 
 
-def test_sources_are_looked_for_where_the_reader_says_and_nowhere_else(
-    run: Path, tmp_path: Path
-) -> None:
+def test_sources_are_looked_for_where_the_reader_says_and_nowhere_else(run, tmp_path) -> None:
     (tmp_path / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
     (run / "suite.yaml").write_text(
         SUITE.replace("m: [4, 8], n: 32, k: 64", "m: 4, source: {file: '*.smtx'}")
@@ -297,7 +295,7 @@ def test_a_key_twice_is_refused(name: str, run: Path) -> None:
     place = text.index(f'"{key}"')
     file.write_text(f'{text[:place]}"{key}": {value}, {text[place:]}')
     bundle.seal(run)
-    assert "each key once" in said(run)
+    assert "each key once" in complaint(run)
 
 
 def test_a_link_out_of_a_run_is_not_published(run: Path, tmp_path: Path) -> None:
@@ -320,12 +318,10 @@ def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_p
     assert "as listed in README.md" in lines(home)[1]
     store.replace_rows(home, [replace(row, samples_us=(0.15, 0.25)) for row in store.rows(home)])
     bundle.seal(home)
-    assert "expected a manifest with SHA-256 " in said(home)
+    assert "expected a manifest with SHA-256 " in complaint(home)
 
 
-def test_a_stranger_s_bundle_runs_none_of_its_code(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stranger_s_bundle_runs_none_of_its_code(run, tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     mark = tmp_path / "it ran"
     code = f"import pathlib\npathlib.Path({str(mark)!r}).write_text('')\nraise SystemExit(0)\n"
@@ -350,10 +346,10 @@ def test_a_gzip_bomb_is_one_line(run: Path) -> None:
     (run / "rows.jsonl").unlink()
     bomb = gzip.compress(bytes(2**20)) * 130  # members one after the other: 130 MiB
     (run / "rows.jsonl.gz").write_bytes(bomb)
-    assert said(run).endswith("expected at most 134217728 bytes (ROWS_BYTES), found more")
+    assert complaint(run).endswith("expected at most 134217728 bytes (ROWS_BYTES), found more")
 
 
 def test_a_billion_replicates_are_one_line(run: Path) -> None:
     store.set_state(run, {**STATE, "flags": {**FLAGS, "replicates": 10**9}})
     bundle.seal(run)
-    assert "flags.replicates: Input should be less than or equal to 1000" in said(run)
+    assert "flags.replicates: Input should be less than or equal to 1000" in complaint(run)

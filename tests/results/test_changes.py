@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from html import unescape
@@ -81,14 +81,14 @@ def words(b: Run, column: str = "word", a: Run | None = None) -> list[str]:
     return [str(word) for word in changed(b, a).contenders.sort_values("level")[column]]
 
 
-def with_bsr(made: Run, **row: Any) -> Run:
-    rows = [replace(r, **row) if r.case.contender == BSR else r for r in made.rows]
-    return replace(made, rows=rows)
+def with_bsr(original: Run, **row: Any) -> Run:
+    rows = [replace(r, **row) if r.case.contender == BSR else r for r in original.rows]
+    return replace(original, rows=rows)
 
 
-def shown(*given: Run, width: int = 120) -> str:
-    names = named_apart(given)
-    sides = [side(each, name=name) for each, name in zip(given, names, strict=True)]
+def shown(*runs: Run, width: int = 120) -> str:
+    names = named_apart(runs)
+    sides = [side(each, name=name) for each, name in zip(runs, names, strict=True)]
     return printed(compared(sides), width)
 
 
@@ -146,7 +146,7 @@ NEWER = {"versions": {"torch": "2.1"}}
     ],
 )
 def test_a_change_names_its_cause_and_only_that_of_a_kernel_fails_the_gate(
-    other: Mapping[str, Any], choice: Mapping[str, Any], cause: Cause, fails: int
+    other, choice, cause, fails
 ) -> None:
     result = changed(with_bsr(run("b", **other), choice=choice))
     assert set(result.contenders.cause) == {cause}
@@ -303,13 +303,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("h100", "H200@face"), ("other", "first")),
     ],
 )
-def test_sides_are_found_by_name(
-    folder: Path, names: tuple[str, ...], runs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_are_found_by_name(folder, names, runs, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.results.sides.analyse", lambda run: SimpleNamespace(run=run))
-    found = find(names, [folder])
-    assert tuple(each.name for each in found) == names
-    assert tuple(each.runs[0].path.name for each in found) == runs
+    places = find(names, [folder])
+    assert tuple(each.name for each in places) == names
+    assert tuple(each.runs[0].path.name for each in places) == runs
 
 
 @pytest.mark.parametrize(
@@ -322,9 +320,7 @@ def test_sides_are_found_by_name(
         (str(PUBLISHED), "found no run.json"),
     ],
 )
-def test_a_name_of_nothing_or_of_several_is_refused_in_a_line(
-    folder: Path, name: str, match: str
-) -> None:
+def test_a_name_of_nothing_or_of_several_is_refused_in_a_line(folder, name, match) -> None:
     with pytest.raises(ResultError, match=match):
         find(["H100", name], [folder])
 
@@ -354,10 +350,10 @@ AGAIN += [
 def test_intervals_hold_0_in_95_percent_of_the_cases_measured_again() -> None:
     inside = []
     for name, again in AGAIN:
-        found = find([str(H200 / name), str(H200 / again)], [])
-        cases = changes(*found).cases
+        places = find([str(H200 / name), str(H200 / again)], [])
+        cases = changes(*places).cases
         for low, high in (("time_low", "time_high"), ("low", "high")):
-            known = cases[cases[low].notna()]
-            inside += [*(known[low] <= 1) & (known[high] >= 1)]
+            compared = cases[cases[low].notna()]
+            inside += [*(compared[low] <= 1) & (compared[high] >= 1)]
     assert len(inside) == 203
     assert np.mean(inside) >= 0.95

@@ -30,9 +30,9 @@ from tests.tools.paths import PUBLISHED
 
 def verdict(claim: Claim, *cells: Cell, of: int = 0) -> Verdict:
     """Judge cells; `of` problems were wanted, those of the cells by default."""
-    wanted = {each.problem for each in cells} | {f"other {i}" for i in range(of)}
-    (found,) = judge("mine", claim, cells, {"over dense": wanted})
-    return found
+    problems = {each.problem for each in cells} | {f"other {i}" for i in range(of)}
+    (outcome,) = judge("mine", claim, cells, {"over dense": problems})
+    return outcome
 
 
 def test_what_a_claim_says_is_read_and_given_back() -> None:
@@ -126,30 +126,30 @@ def each_way(claim: Claim, device: str) -> dict[Word, Verdict]:
 @pytest.mark.parametrize("near", DEVICES)
 def test_each_verdict_on_each_basis(near: Basis) -> None:
     proxy = {"proxy": "a kernel", "missing": "the rest"} if near is Basis.KERNEL_PROXY else {}
-    found = each_way(claimed(**proxy), DEVICES[near])
-    carried = {word: each.word for word, each in found.items()}
+    outcome = each_way(claimed(**proxy), DEVICES[near])
+    carried = {word: each.word for word, each in outcome.items()}
     expected = {word: word for word in carried}
     if near is not Basis.AS_PUBLISHED:
         expected[Word.REFUTED] = Word.NOT_CARRIED_OVER
     if near is Basis.KERNEL_PROXY:
         expected[Word.REPRODUCED] = Word.PARTLY
     assert carried == expected
-    assert {each.basis for each in found.values()} == {near}
-    assert all(each.why for each in found.values())
+    assert {each.basis for each in outcome.values()} == {near}
+    assert all(each.why for each in outcome.values())
 
 
 def test_a_general_claim_that_names_no_gpu_is_not_as_published() -> None:
     claim = claimed(hardware={"scope": "general"})
-    found = verdict(claim, cell(claim, spread(0.9)))
-    assert (found.word, found.basis) == (Word.REFUTED, Basis.NO_GPU_NAMED)
+    outcome = verdict(claim, cell(claim, spread(0.9)))
+    assert (outcome.word, outcome.basis) == (Word.REFUTED, Basis.NO_GPU_NAMED)
 
 
 def test_a_general_claim_is_refuted_on_any_gpu_but_by_no_proxy() -> None:
     general = {"scope": "general", "gpus": ["V100"]}
     for device in DEVICES.values():
         claim = claimed(hardware=general)
-        found = verdict(claim, cell(claim, spread(0.9), device=device))
-        assert (found.word, found.basis) == (Word.REFUTED, Basis.OTHER_GPU)
+        outcome = verdict(claim, cell(claim, spread(0.9), device=device))
+        assert (outcome.word, outcome.basis) == (Word.REFUTED, Basis.OTHER_GPU)
     claim = claimed(hardware=general, proxy="a kernel", missing="the rest")
     assert verdict(claim, cell(claim, spread(0.9))).word is Word.NOT_CARRIED_OVER
 
@@ -165,24 +165,24 @@ def test_no_proxy_reproduces_and_no_other_gpu_refutes_whatever_the_cells() -> No
         hardware = {"scope": scope, "gpus": ["B200"]}
         claim = claimed(quantifier=quantifier, hardware=hardware, **rest)
         cells = [cell(claim, spread(v, 3.0), f"p{i}") for i, v in enumerate(values)]
-        found = verdict(claim, *cells)
-        assert found.word in Word
-        assert not (proxy and found.word is Word.REPRODUCED)
-        assert not ((proxy or scope == "named") and found.word is Word.REFUTED)
+        outcome = verdict(claim, *cells)
+        assert outcome.word in Word
+        assert not (proxy and outcome.word is Word.REPRODUCED)
+        assert not ((proxy or scope == "named") and outcome.word is Word.REFUTED)
 
 
 def test_an_interval_around_the_threshold_is_not_settled_and_says_what_would_settle_it() -> None:
     claim = claimed()
-    found = verdict(claim, cell(claim, spread(2.02, 4.0)))
-    assert found.word is Word.NOT_SETTLED
-    assert "more processes would settle it" in found.why
+    outcome = verdict(claim, cell(claim, spread(2.02, 4.0)))
+    assert outcome.word is Word.NOT_SETTLED
+    assert "more processes would settle it" in outcome.why
 
 
 def test_fewer_than_six_processes_are_a_look_with_a_tendency() -> None:
     claim = claimed(quantifier="typical")
-    found = verdict(claim, cell(claim, spread(2.5, processes=3)))
-    assert (found.word, found.tendency) == (Word.NOT_SETTLED, Word.REPRODUCED)
-    assert "3 of the 6 processes" in found.why
+    outcome = verdict(claim, cell(claim, spread(2.5, processes=3)))
+    assert (outcome.word, outcome.tendency) == (Word.NOT_SETTLED, Word.REPRODUCED)
+    assert "3 of the 6 processes" in outcome.why
     claim = claimed()  # exists: chosen among two, so not confirmed either
     looks = [cell(claim, spread(v, processes=3), p) for v, p in ((2.5, "a"), (1.0, "b"))]
     assert verdict(claim, *looks).tendency is Word.REPRODUCED
@@ -191,9 +191,9 @@ def test_fewer_than_six_processes_are_a_look_with_a_tendency() -> None:
 def test_the_best_of_several_cells_is_nothing_until_a_run_was_made_for_it() -> None:
     claim = claimed()
     cells = [cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.0, "b"))]
-    found = verdict(claim, *cells)
-    assert found.word is Word.NOT_SETTLED
-    assert found.tests[0].confirm == cells[0]
+    outcome = verdict(claim, *cells)
+    assert outcome.word is Word.NOT_SETTLED
+    assert outcome.tests[0].confirm == cells[0]
     failed = cell(claim, spread(1.9), "a", confirms=True)
     assert verdict(claim, *cells, failed).word is Word.PARTLY
     held = cell(claim, spread(2.4), "a", confirms=True)
@@ -250,16 +250,16 @@ def test_thresholds_decide(test: dict[str, Any], words: dict[float, Word]) -> No
 
 def test_an_unreliable_run_decides_nothing() -> None:
     claim = claimed()
-    found = verdict(claim, cell(claim, spread(3.0), reliable=False))
-    assert found.word is Word.NOT_SETTLED
-    assert "Equal kernels came out different in a-run" in found.why
+    outcome = verdict(claim, cell(claim, spread(3.0), reliable=False))
+    assert outcome.word is Word.NOT_SETTLED
+    assert "Equal kernels came out different in a-run" in outcome.why
 
 
 def test_an_unreliable_run_gives_way_to_a_reliable_one_of_the_same_problem() -> None:
     claim = claimed(partly_at=1.2)
     doubtful = cell(claim, spread(3.0), confirms=True, reliable=False)
-    found = verdict(claim, cell(claim, spread(1.5)), doubtful)
-    assert (found.word, found.tests[0].deciding[0].confirms) == (Word.PARTLY, False)
+    outcome = verdict(claim, cell(claim, spread(1.5)), doubtful)
+    assert (outcome.word, outcome.tests[0].deciding[0].confirms) == (Word.PARTLY, False)
 
 
 def test_the_cell_that_counts_does_not_depend_on_the_order_of_runs() -> None:
@@ -273,39 +273,39 @@ def test_the_cell_that_counts_does_not_depend_on_the_order_of_runs() -> None:
 
 
 def test_a_claim_without_a_test_says_what_is_missing() -> None:
-    (found,) = judge("mine", claimed(tests=[], missing="a kernel of it"), [], {})
-    assert (found.word, found.basis) == (Word.NOT_TESTABLE, Basis.NONE)
-    assert found.sentence == "Not testable (nothing measured). A kernel of it."
+    (outcome,) = judge("mine", claimed(tests=[], missing="a kernel of it"), [], {})
+    assert (outcome.word, outcome.basis) == (Word.NOT_TESTABLE, Basis.NONE)
+    assert outcome.sentence == "Not testable (nothing measured). A kernel of it."
 
 
 def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
     first = yaml.safe_load(CLAIM)["tests"][0]
     claim = claimed(tests=[first | {"name": name} for name in ("one", "two")])
-    wanted = {name: {"p"} for name in ("one", "two")}
-    met, missed, around = (
+    problems = {name: {"p"} for name in ("one", "two")}
+    hit, missed, around = (
         cell(claim, spread(v, 4.0 if v == 2.0 else 1.0)) for v in (3.0, 0.9, 2.0)
     )
 
     def both(one: Cell, two: Cell) -> Word:
         cells = [replace(one, test="one"), replace(two, test="two")]
-        (found,) = judge("mine", claim, cells, wanted)
-        return found.word
+        (outcome,) = judge("mine", claim, cells, problems)
+        return outcome.word
 
-    assert both(met, met) is Word.REPRODUCED
-    assert both(met, missed) is Word.PARTLY
+    assert both(hit, hit) is Word.REPRODUCED
+    assert both(hit, missed) is Word.PARTLY
     assert both(missed, missed) is Word.REFUTED
-    assert both(met, around) is Word.NOT_SETTLED
-    (half,) = judge("mine", claim, [replace(met, test="one")], wanted)
-    (whole,) = judge("mine", claim, [replace(met, test=name) for name in wanted], wanted)
+    assert both(hit, around) is Word.NOT_SETTLED
+    (half,) = judge("mine", claim, [replace(hit, test="one")], problems)
+    (whole,) = judge("mine", claim, [replace(hit, test=name) for name in problems], problems)
     assert half.basis is whole.basis is not Basis.NONE  # that of what is measured
 
 
 def test_a_claim_that_something_can_be_so_is_not_refuted_where_it_cannot() -> None:
     claim = claimed()
     short = [cell(claim, spread(0.9), p, bound=1.8) for p in "ab"]
-    found = verdict(claim, *short)
-    assert found.word is Word.NOT_TESTABLE
-    assert "1.8×" in found.why
+    outcome = verdict(claim, *short)
+    assert outcome.word is Word.NOT_TESTABLE
+    assert "1.8×" in outcome.why
     reachable = cell(claim, spread(0.9), "c", bound=2.5)
     assert verdict(claim, *short, reachable).word is Word.REFUTED
     assert verdict(claim, *short, cell(claim, spread(0.9), "c")).word is Word.REFUTED
@@ -317,9 +317,9 @@ def test_a_claim_that_something_can_be_so_is_not_refuted_where_it_cannot() -> No
 def test_cells_that_cannot_meet_a_limit_together_do_not_refute_it() -> None:
     claim = claimed(quantifier="typical")
     low, high = (cell(claim, spread(0.9), p, bound=most) for p, most in (("a", 1.0), ("b", 3.0)))
-    found = verdict(claim, low, high)
-    assert found.word is Word.NOT_TESTABLE
-    assert "1.73×" in found.why
+    outcome = verdict(claim, low, high)
+    assert outcome.word is Word.NOT_TESTABLE
+    assert "1.73×" in outcome.why
     assert verdict(claim, low, replace(high, bound=5.0)).word is Word.REFUTED
     assert verdict(claim, low, replace(high, bound=0.0)).word is Word.REFUTED
 
@@ -329,9 +329,9 @@ def test_only_an_open_verdict_has_a_tendency() -> None:
     claim = claimed(tests=[first | {"name": n, "quantifier": "typical"} for n in ("one", "two")])
     look, short = cell(claim, spread(2.5, processes=3)), cell(claim, spread(1.5))
     cells = [replace(look, test="one"), replace(short, test="two")]
-    (found,) = judge("mine", claim, cells, {name: {"p"} for name in ("one", "two")})
-    assert (found.word, found.tendency) == (Word.PARTLY, None)
-    assert found.tests[0].tendency is Word.REPRODUCED
+    (outcome,) = judge("mine", claim, cells, {name: {"p"} for name in ("one", "two")})
+    assert (outcome.word, outcome.tendency) == (Word.PARTLY, None)
+    assert outcome.tests[0].tendency is Word.REPRODUCED
 
 
 def test_a_value_is_written_alike_everywhere_and_one_process_has_no_interval() -> None:
@@ -342,11 +342,11 @@ def test_a_value_is_written_alike_everywhere_and_one_process_has_no_interval() -
     eight = cell(claim, spread(1.106, 0.1))
     assert value_text(claim.tests[0], eight) in verdict(claim, eight).why
     every, values = claimed(quantifier="for_all"), {"a": 2.5, "b": 3.0}
-    found = verdict(every, *(cell(every, spread(v), p) for p, v in values.items()))
-    assert found.why.startswith("2 of 2 cells are ≥ 2×; the smallest is 2.5")
+    outcome = verdict(every, *(cell(every, spread(v), p) for p, v in values.items()))
+    assert outcome.why.startswith("2 of 2 cells are ≥ 2×; the smallest is 2.5")
     low = claimed(quantifier="for_all", at_most=9)
-    found = verdict(low, *(cell(low, spread(v), p) for p, v in values.items()))
-    assert "the largest is 3.0" in found.why
+    outcome = verdict(low, *(cell(low, spread(v), p) for p, v in values.items()))
+    assert "the largest is 3.0" in outcome.why
     assert "1 cell is not measured" in verdict(every, cell(every, spread(2.5)), of=1).why
 
 
@@ -381,19 +381,19 @@ def test_a_test_over_an_op_has_the_ratio_of_two_speed_ups() -> None:
             ("dw", spread(1.8), "a-run", "linear_wgrad", {"m": 8}),
         )
     )
-    (found,) = over_op(test, [forward, elsewhere, gradient, lonely])
-    assert (found.problem, found.run, found.processes) == ("dx", "a-run", 8)
-    assert found.value == pytest.approx(0.9)
+    (outcome,) = over_op(test, [forward, elsewhere, gradient, lonely])
+    assert (outcome.problem, outcome.run, outcome.processes) == ("dx", "a-run", 8)
+    assert outcome.value == pytest.approx(0.9)
     (apart,) = over_op(test, [elsewhere, gradient])
     assert (apart.run, apart.value) == ("a-run over another", pytest.approx(0.45))
     doubted = replace(forward, run="doubted", reliable=False)
     (sure,) = over_op(test, [elsewhere, doubted, gradient])
     assert sure.run == "a-run over another"
-    wanted = {test.name: {"y", "dx"}}
-    (met,) = judge("mine", claim, [forward, gradient], wanted)
-    assert met.word is Word.REPRODUCED
-    assert "0.9" in met.why
-    (open_,) = judge("mine", claim, [gradient], wanted)
+    problems = {test.name: {"y", "dx"}}
+    (outcome,) = judge("mine", claim, [forward, gradient], problems)
+    assert outcome.word is Word.REPRODUCED
+    assert "0.9" in outcome.why
+    (open_,) = judge("mine", claim, [gradient], problems)
     assert open_.word is Word.NOT_MEASURED
 
 
@@ -429,8 +429,10 @@ def test_a_gpu_with_a_verdict_comes_before_a_device_that_runs_nothing() -> None:
 def test_devices_are_judged_apart_and_cells_survive_json() -> None:
     claim = claimed()
     cells = [cell(claim, spread(3.0), device=device) for device in DEVICES.values()]
-    found = judge("mine", claim, cells, {"over dense": {"p"}})
-    assert {each.device for each in found} == {*DEVICES.values()}
-    assert [each.basis for each in found] == sorted((v.basis for v in found), key=[*Basis].index)
+    outcome = judge("mine", claim, cells, {"over dense": {"p"}})
+    assert {each.device for each in outcome} == {*DEVICES.values()}
+    assert [each.basis for each in outcome] == sorted(
+        (v.basis for v in outcome), key=[*Basis].index
+    )
     assert [Cell.from_json(json.loads(json.dumps(c.to_json()))) for c in cells] == cells
     assert cell_state(claim.tests[0], cells[0]) == "met"

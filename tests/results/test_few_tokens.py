@@ -31,30 +31,30 @@ def row(m: int, time_us: float, kernel: str = "cublas", **changed: Any) -> Row:
     return Row(**{"case": case, "status": Status.OK, "samples_us": (time_us,) * 4, **rest})
 
 
-def found(*rows: Row) -> list[tuple[int, int]]:
+def doubts(*rows: Row) -> list[tuple[int, int]]:
     lines = slower_with_fewer(frame(rows))
     return [*zip(lines.m.astype(int), lines.more_m.astype(int), strict=True)]
 
 
 def test_fewer_tokens_may_take_less_or_as_long() -> None:
-    assert found(row(16, 60.0), row(64, 61.0), row(256, 90.0)) == []
+    assert doubts(row(16, 60.0), row(64, 61.0), row(256, 90.0)) == []
 
 
 def test_fewer_tokens_that_take_longer_are_found_beside_the_fastest_of_more() -> None:
-    assert found(row(16, 70.0), row(32, 68.0), row(64, 66.0), row(256, 90.0)) == [(16, 64)]
-    assert found(row(1, 80.0), row(16, 75.0), row(64, 60.0)) == [(1, 64), (16, 64)]
+    assert doubts(row(16, 70.0), row(32, 68.0), row(64, 66.0), row(256, 90.0)) == [(16, 64)]
+    assert doubts(row(1, 80.0), row(16, 75.0), row(64, 60.0)) == [(1, 64), (16, 64)]
 
 
 @pytest.mark.parametrize("time_us", [5.0, 15.0, 60.0, 500.0])
 def test_differences_within_the_noise_of_a_call_of_this_length_are_none(time_us: float) -> None:
     margin = next(margin for below, margin in MARGINS.items() if time_us < below)
-    assert found(row(16, time_us * (1 + 0.9 * margin)), row(64, time_us)) == []
-    assert found(row(16, time_us * (1 + 1.1 * margin)), row(64, time_us)) == [(16, 64)]
+    assert doubts(row(16, time_us * (1 + 0.9 * margin)), row(64, time_us)) == []
+    assert doubts(row(16, time_us * (1 + 1.1 * margin)), row(64, time_us)) == [(16, 64)]
 
 
 def test_a_time_is_the_median_of_its_processes() -> None:
     slow = [row(16, time_us, replicate=i) for i, time_us in enumerate((60.0, 99.0, 61.0))]
-    assert found(*slow, row(64, 60.0)) == []
+    assert doubts(*slow, row(64, 60.0)) == []
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_a_time_is_the_median_of_its_processes() -> None:
     ],
 )
 def test_only_times_of_the_same_product_measured_alike_are_compared(other: Any) -> None:
-    assert found(row(16, 70.0), row(64, 60.0, **other)) == []
+    assert doubts(row(16, 70.0), row(64, 60.0, **other)) == []
 
 
 def test_only_the_baseline_counts() -> None:
     tuned = Case(Problem("linear", {**FIELDS, "m": 64}), Contender("bsr", "bsr_triton"))
-    assert found(row(16, 70.0), row(64, 60.0, case=tuned)) == []
+    assert doubts(row(16, 70.0), row(64, 60.0, case=tuned)) == []
 
 
 def version(path: Path) -> int:
@@ -96,5 +96,5 @@ def version(path: Path) -> int:
 )
 def test_no_published_dense_product_of_few_tokens_is_slower_than_one_of_more(path: Path) -> None:
     lines = slower_with_fewer(frame(store.read(path).rows))
-    found = [*zip(lines.cache, lines.m, lines.more_m, strict=True)]
-    assert found == KNOWN.get(path.name, []), lines.to_string()
+    doubtses = [*zip(lines.cache, lines.m, lines.more_m, strict=True)]
+    assert doubtses == KNOWN.get(path.name, []), lines.to_string()

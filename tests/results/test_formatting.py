@@ -31,9 +31,7 @@ from sparsebench.results.formatting import (
         (0.051511, 0.0001, "0.052"),  # and not 0.0515, then 0.051
     ],
 )
-def test_a_value_ends_where_its_uncertainty_does(
-    value: float, uncertainty: float, written: str
-) -> None:
+def test_a_value_ends_where_its_uncertainty_does(value, uncertainty, written) -> None:
     assert number(value, uncertainty) == written
 
 
@@ -55,9 +53,7 @@ def test_without_an_uncertainty_there_are_two_digits() -> None:
         (math.nan, math.nan, math.nan, math.nan, "–"),
     ],
 )
-def test_an_interval_ends_where_its_value_does(
-    value: float, low: float, high: float, uncertainty: float, written: str
-) -> None:
+def test_an_interval_ends_where_its_value_does(value, low, high, uncertainty, written) -> None:
     assert between(value, low, high, uncertainty) == written
     assert times(value, uncertainty).strip("×") == number(value, uncertainty)
 
@@ -96,8 +92,8 @@ def test_a_selection_of_many_cases_is_written_as_their_number() -> None:
 
 
 def test_a_count_of_one_is_singular() -> None:
-    said = [amount(count, noun) for count in (0, 1, 2) for noun in ("case", "process", "entry")]
-    assert said[:3] == ["0 cases", "0 processes", "0 entries"]
-    assert said[3:6] == ["1 case", "1 process", "1 entry"]
-    assert said[6:] == ["2 cases", "2 processes", "2 entries"]
+    texts = [amount(count, noun) for count in (0, 1, 2) for noun in ("case", "process", "entry")]
+    assert texts[:3] == ["0 cases", "0 processes", "0 entries"]
+    assert texts[3:6] == ["1 case", "1 process", "1 entry"]
+    assert texts[6:] == ["2 cases", "2 processes", "2 entries"]
     assert [are(count, "cell") for count in (1, 2)] == ["1 cell is", "2 cells are"]

@@ -137,9 +137,7 @@ WAITED = (10.0,) * 4 + (14.0,) * 6  # the median is 1.4 times the tenth percenti
         ((10.0,) * 6 + (14.0,) * 4, {"clock": "events"}, 0.0),
     ],
 )
-def test_a_row_is_marked_if_its_host_was_late(
-    samples: tuple[float, ...], facts: dict[str, Any], late: float | None
-) -> None:
+def test_a_row_is_marked_if_its_host_was_late(samples, facts, late) -> None:
     line = frame([row(BSR, samples, **facts)]).iloc[0]
     assert line.mark == ("host late" if late else "")
     assert pd.isna(line.late) if late is None else line.late == pytest.approx(late)
@@ -193,8 +191,8 @@ def test_eight_processes_give_an_interval_beside_students() -> None:
         us = 10 / np.exp(replicate)
         rows += [row(DENSE, (10.0,), replicate=replicate), row(BSR, (us,), replicate=replicate)]
     line = summary(frame(rows)).iloc[1]
-    found = line.speedup, line.speedup_low, line.speedup_high
-    assert found == pytest.approx((np.exp(3.5), np.e, np.exp(6)))
+    interval = line.speedup, line.speedup_low, line.speedup_high
+    assert interval == pytest.approx((np.exp(3.5), np.e, np.exp(6)))
     assert 1 < line.t_low < line.speedup < line.t_high
     assert line.speedups == pytest.approx(tuple(np.exp(range(8))))
     assert (line.interval, line.processes) == ("95 % over 8 processes", 8)
@@ -254,9 +252,7 @@ def test_a_later_attempt_replaces_an_earlier_one() -> None:
         (0.5, None, 0.5),
     ],
 )
-def test_the_level_of_weights_from_a_file_is_the_one_that_they_have(
-    requested: float, achieved: float | None, level: float
-) -> None:
+def test_the_level_of_weights_from_a_file_is_the_one_that_they_have(requested, achieved, level):
     source = Source("rn50/layer.smtx", "0" * 64)
     of_file = row(BSR, (1.0,), sparsity=requested, source=source)
     drawn = row(BSR, (1.0,), sparsity=0.7)
@@ -275,9 +271,7 @@ def test_the_level_of_weights_from_a_file_is_the_one_that_they_have(
         (["a/b/c.mtx"], ["c.mtx"]),
     ],
 )  # fmt: skip
-def test_a_source_is_named_by_the_shortest_ending_that_no_other_has(
-    sources: list[str], shown: list[str]
-) -> None:
+def test_a_source_is_named_by_the_shortest_ending_that_no_other_has(sources, shown) -> None:
     paths = [source.partition(":") for source in sources]
     rows = [
         row(source=Source(path, f"{number}", tensor or None))
@@ -317,9 +311,7 @@ def sweep(speedups: dict[float, float]) -> pd.DataFrame:
         ({0.5: 0.2, 0.9: 0.9}, 0.9, np.nan),
     ],
 )
-def test_a_break_even_is_two_measured_levels(
-    speedups: dict[float, float], slower: float, faster: float
-) -> None:
+def test_a_break_even_is_two_measured_levels(speedups, slower, faster) -> None:
     (line,) = sweep(speedups).itertuples()
     assert line.label == "bsr/bsr_triton"
     assert (line.slower, line.faster) == pytest.approx((slower, faster), nan_ok=True)
@@ -333,9 +325,7 @@ def test_csv_comes_back_with_the_same_numbers(tmp_path: Path) -> None:
     assert list(again.speedup[:2]) == pytest.approx([1, 2.5])
 
 
-def test_parquet_without_pyarrow_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ResultError, match=r"pip install 'sparsebench\[parquet\]'"):
         to_parquet(frame([row()]), tmp_path / "rows.parquet")
@@ -358,9 +348,7 @@ TRITON = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
         ("cublas", {"library": "cublas"}, ""),
     ],
 )
-def test_a_row_names_what_a_portfolio_chose(
-    kernel: str, choice: dict[str, Any], chosen: str
-) -> None:
+def test_a_row_names_what_a_portfolio_chose(kernel, choice, chosen) -> None:
     table = frame([row(Contender("dense", kernel), (1.0,), choice=choice)])
     assert list(table.chosen) == list(summary(table).chosen) == [chosen]
 

@@ -39,17 +39,17 @@ def draw(seed: int) -> np.random.Generator:
 def test_with_regret_the_interval_holds_another_runs_truth(process: float, processes: int) -> None:
     same = {"process": process, "regret": 0.01, "processes": processes}
     runs = simulated(RUNS, draw(1), groups=processes, **same)
-    found = interval(runs.logs, BY_NAME["every process"], 0.01)
-    assert covered(found, runs.another) >= 0.93
-    assert different(found) <= 0.05 + SLACK
+    bounds = interval(runs.logs, BY_NAME["every process"], 0.01)
+    assert covered(bounds, runs.another) >= 0.93
+    assert different(bounds) <= 0.05 + SLACK
 
 
 @pytest.mark.parametrize("process", [0.003, 0.01])
 def test_searching_among_the_first_processs_finalists_keeps_that(process: float) -> None:
     runs = among_finalists(RUNS, draw(12), process=process, regret=0.01)
-    found = interval(runs.logs, BY_NAME["every process"], 0.01)
-    assert covered(found, runs.another) >= 0.93
-    assert different(found) <= 0.05 + SLACK
+    bounds = interval(runs.logs, BY_NAME["every process"], 0.01)
+    assert covered(bounds, runs.another) >= 0.93
+    assert different(bounds) <= 0.05 + SLACK
 
 
 def test_a_search_that_all_processes_share_is_outside_the_interval() -> None:
@@ -61,18 +61,16 @@ def test_a_search_that_all_processes_share_is_outside_the_interval() -> None:
 
 @pytest.mark.parametrize("call_us", [4.5, 14.0, 200.0])
 @pytest.mark.parametrize("process", [0.003, 0.01])
-def test_equal_things_are_called_different_in_at_most_5_percent(
-    call_us: float, process: float
-) -> None:
-    said = outcomes(simulated(RUNS, draw(4), process=process, call_us=call_us).logs)
-    assert sum(said[word] for word in DIFFERENT) <= 0.05 + SLACK
+def test_equal_things_are_called_different_in_at_most_5_percent(call_us, process) -> None:
+    verdicts = outcomes(simulated(RUNS, draw(4), process=process, call_us=call_us).logs)
+    assert sum(verdicts[word] for word in DIFFERENT) <= 0.05 + SLACK
 
 
 @pytest.mark.parametrize("call_us", [4.5, 14.0, 200.0])
 @pytest.mark.parametrize("process", [0.001, 0.003])
 def test_one_percent_is_found_in_90_percent(call_us: float, process: float) -> None:
-    found = outcomes(simulated(RUNS, draw(5), ratio=1.01, process=process, call_us=call_us).logs)
-    assert found[Outcome.FASTER] >= 0.9
+    verdicts = outcomes(simulated(RUNS, draw(5), ratio=1.01, process=process, call_us=call_us).logs)
+    assert verdicts[Outcome.FASTER] >= 0.9
     lost = outcomes(simulated(RUNS, draw(6), ratio=0.99, process=process, call_us=call_us).logs)
     assert lost[Outcome.SLOWER] >= 0.9
 
@@ -80,13 +78,13 @@ def test_one_percent_is_found_in_90_percent(call_us: float, process: float) -> N
 @pytest.mark.parametrize("process", [0.003, 0.01, exhaustive(0.02)])
 @pytest.mark.parametrize("ratio", [1.01, 1.02, 1 / 1.01, exhaustive(1.03)])
 def test_no_difference_is_wrong_in_at_most_5_percent(ratio: float, process: float) -> None:
-    said = outcomes(simulated(RUNS, draw(7), ratio=ratio, process=process).logs)
-    assert said[Outcome.EQUAL] <= 0.05
+    verdicts = outcomes(simulated(RUNS, draw(7), ratio=ratio, process=process).logs)
+    assert verdicts[Outcome.EQUAL] <= 0.05
 
 
 def test_no_difference_is_found_where_there_is_none() -> None:
-    said = outcomes(simulated(RUNS, draw(8), process=0.003).logs)
-    assert said[Outcome.EQUAL] >= 0.95
+    verdicts = outcomes(simulated(RUNS, draw(8), process=0.003).logs)
+    assert verdicts[Outcome.EQUAL] >= 0.95
 
 
 @pytest.mark.parametrize("length", LENGTHS_US)

@@ -58,19 +58,19 @@ def claim(**changed: Any) -> Claim:
 
 def trainings(seeds: int, gain: float = 0.02) -> PatternTrainings:
     """Return trainings whose sparse models have so much less loss than dense at equal cost."""
-    made = []
+    rows = []
     for seed in range(seeds):
         noise = 1 + 0.001 * (seed % 3)
         wide = PatternTraining("dense", 1, 0.0, 512, 400, seed, 1.0 * noise, 90.0, 900, 1.0)
         narrow = replace(wide, width=256, parameters=100, loss=1.1 * noise, step_us=30.0)
         less = 1.1 * (1 - gain - 0.0001 * seed) * noise
-        made += [
+        rows += [
             wide,
             narrow,
             PatternTraining("uniform", 32, 0.75, 512, 99, seed, less, 40.0, 400, 1.0),
         ]
-        made += [PatternTraining("small_world", 32, 0.75, 512, 500, seed, 0.9, 40.0, 400, 1.0)]
-    return PatternTrainings("sparsebench/widths@1", "a text", "0", 1, 1, "NVIDIA H200", {}, made)
+        rows += [PatternTraining("small_world", 32, 0.75, 512, 500, seed, 0.9, 40.0, 400, 1.0)]
+    return PatternTrainings("sparsebench/widths@1", "a text", "0", 1, 1, "NVIDIA H200", {}, rows)
 
 
 def test_a_cell_is_a_sparse_model_beside_its_dense_equal() -> None:
@@ -124,29 +124,27 @@ def test_a_dense_model_of_equal_time_takes_at_most_15_percent_longer() -> None:
         (3, 0.02, Word.NOT_SETTLED, Word.REPRODUCED),
     ],
 )
-def test_trainings_are_judged_as_runs_are(
-    seeds: int, gain: float, word: Word, tendency: Word | None, tmp_path: Path
-) -> None:
+def test_trainings_are_judged_as_runs_are(seeds, gain, word, tendency, tmp_path) -> None:
     file = tmp_path / "a-file.json"
     write_json(file, asdict(trainings(seeds, gain)))
-    asked = written(at={"pattern": "uniform"})
-    found = evidence([asked], [file])
-    (verdict,) = found.verdicts()[asked.name]
+    claim = written(at={"pattern": "uniform"})
+    cells = evidence([claim], [file])
+    (verdict,) = cells.verdicts()[claim.name]
     assert (verdict.word, verdict.tendency) == (word, tendency)
-    (planned,) = found.planned()
+    (planned,) = cells.planned()
     assert [cell.run for cell in planned.model_cells] == ["a-file"]
-    assert not found.cells[asked.name]
+    assert not cells.cells[claim.name]
 
 
 def test_a_shipped_claim_is_about_training() -> None:
-    found = evidence([load("openai-2017-generalise")])
-    (verdict,) = found.verdicts()["openai-2017-generalise"]
+    cells = evidence([load("openai-2017-generalise")])
+    (verdict,) = cells.verdicts()["openai-2017-generalise"]
     assert verdict.word is Word.NOT_MEASURED
     assert "No file of `train-lm --pattern` was given" in verdict.why
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"trained": None}, "expected trained, for a metric of the loss"),
         ({"metric": "of_ideal"}, "expected a metric of training, speedup or memory_saved or"),
@@ -156,12 +154,12 @@ def test_a_shipped_claim_is_about_training() -> None:
         ({"measure": {"suite": "quick"}}, "expected one of measure, trained and whole, not two"),
     ],
 )
-def test_what_a_training_does_not_have_is_a_line(changed: dict[str, Any], said: str) -> None:
+def test_what_a_training_does_not_have_is_a_line(changed: dict[str, Any], message: str) -> None:
     data = yaml.safe_load(CLAIM)
     data["tests"] = [{**TEST, **changed}]
     with pytest.raises(SuiteError, match=r"made-up.yaml:\d+: tests.0: ") as refused:
         parse("made-up.yaml", yaml.safe_dump(data))
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -172,18 +170,16 @@ def test_what_a_training_does_not_have_is_a_line(changed: dict[str, Any], said: 
         ({"metric": "energy_saved", "unit": "%"}, 100 * (1 - 2.0 / 2.5)),
     ],
 )
-def test_a_whole_model_is_a_cell_a_file(
-    changed: dict[str, Any], value: float, tmp_path: Path
-) -> None:
+def test_a_whole_model_is_a_cell_a_file(changed, value, tmp_path) -> None:
     file = tmp_path / "whole.json"
     write_json(file, asdict(WHOLE))
-    asked = written(**{**OF_WHOLE, **changed})
-    found = evidence([asked], [file])
-    (cell,) = found.files[asked.name]
+    claim = written(**{**OF_WHOLE, **changed})
+    cells = evidence([claim], [file])
+    (cell,) = cells.files[claim.name]
     assert (cell.subject, cell.baseline, cell.processes) == ("SparseGatedMLP", "compiled", 1)
     assert cell.value == pytest.approx(value)
     assert "layers 2" in cell.label
-    (verdict,) = found.verdicts()[asked.name]
+    (verdict,) = cells.verdicts()[claim.name]
     assert verdict.word is Word.NOT_SETTLED
     assert verdict.tendency is not None
 
@@ -198,8 +194,8 @@ def test_a_way_without_times_is_a_reason() -> None:
 
 def test_a_file_of_no_known_schema_is_a_line(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    for text, found in (("{}", "no schema"), ("[1", "no schema"), ('{"schema": "x"}', "'x'")):
+    for text, message in (("{}", "no schema"), ("[1", "no schema"), ('{"schema": "x"}', "'x'")):
         file.write_text(text)
         with pytest.raises(ResultError, match="expected sparsebench/widths@1 or") as refused:
             read_model_file(file)
-        assert found in str(refused.value)
+        assert message in str(refused.value)

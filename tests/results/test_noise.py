@@ -60,12 +60,12 @@ def test_a_twin_whose_original_failed_is_no_pair() -> None:
 
 def test_a_pair_of_eight_processes_has_an_interval() -> None:
     apart = contest((A, 100.0), (B, 50.0), (B_TWIN, noisy(49.0)))
-    found = pairs(frame(apart), frame(PAIR))
-    assert list(found.label) == ["bsr/bsr_triton (twin)", "dense/cublas (twin)"]
-    assert list(found.different) == [True, False]
-    assert found.problem[1] == "linear m=1 n=64 k=64 dtype=bf16 sparsity=0.9"
-    assert found.ratio[0] == pytest.approx(50 / 49)
-    assert found.low[1] < 1 < found.high[1]
+    twins = pairs(frame(apart), frame(PAIR))
+    assert list(twins.label) == ["bsr/bsr_triton (twin)", "dense/cublas (twin)"]
+    assert list(twins.different) == [True, False]
+    assert twins.problem[1] == "linear m=1 n=64 k=64 dtype=bf16 sparsity=0.9"
+    assert twins.ratio[0] == pytest.approx(50 / 49)
+    assert twins.low[1] < 1 < twins.high[1]
 
 
 def test_the_length_of_a_call_is_its_class() -> None:
@@ -76,9 +76,9 @@ def test_the_length_of_a_call_is_its_class() -> None:
 
 
 def test_the_floor_is_the_95th_percentile_of_single_processes() -> None:
-    found = pairs(frame(contest((A, 100.0), (A_TWIN, noisy(100.0, scale=10)))))
+    twins = pairs(frame(contest((A, 100.0), (A_TWIN, noisy(100.0, scale=10)))))
     expected = np.expm1(np.quantile(np.abs(NOISE), 0.95) * 10)
-    assert floors(found) == {"above 100 µs": pytest.approx(expected)}
+    assert floors(twins) == {"above 100 µs": pytest.approx(expected)}
 
 
 def test_few_pairs_do_not_lower_a_floor_below_what_many_had() -> None:
@@ -90,11 +90,11 @@ def test_few_pairs_do_not_lower_a_floor_below_what_many_had() -> None:
 
 def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     rows = contest((A, 10.0), (A_TWIN, noisy(10.0, scale=10)))
-    found = analyse(run(rows, PAIR)).noise
-    assert list(found.floors) == ["8 to 20 µs", "above 100 µs"]
+    noise = analyse(run(rows, PAIR)).noise
+    assert list(noise.floors) == ["8 to 20 µs", "above 100 µs"]
     other = frame(contest((A, 50.0)))
-    assert set(found.floor(other)) == {found.floors["8 to 20 µs"]}
-    assert "8 to 20 µs 4.1 %, above 100 µs 0.5 %." in found.sentence
+    assert set(noise.floor(other)) == {noise.floors["8 to 20 µs"]}
+    assert "8 to 20 µs 4.1 %, above 100 µs 0.5 %." in noise.sentence
 
 
 def test_a_speed_up_is_as_uncertain_as_its_interval_and_at_least_as_equal_kernels_are() -> None:

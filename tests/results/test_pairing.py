@@ -43,19 +43,19 @@ def test_a_twin_is_never_taken_for_its_original() -> None:
 def test_a_ratio_of_two_contenders_is_the_median_of_ratios_within_blocks() -> None:
     """The clock doubles midway: medians of whole rows say 1.33, blocks say 2."""
     ours, over = row(BSR, [1.0, 1.0, 2.0, 4.0]), row(CSR, [2.0, 2.0, 4.0, 2.0])
-    found = ratio_over({(0, 0): blocks_us(ours)}, {(0, 0): blocks_us(over)})
-    assert found is not None
-    assert found.value == pytest.approx(2)
-    assert found.interval_kind is IntervalKind.QUARTILES
+    ratio = ratio_over({(0, 0): blocks_us(ours)}, {(0, 0): blocks_us(over)})
+    assert ratio is not None
+    assert ratio.value == pytest.approx(2)
+    assert ratio.interval_kind is IntervalKind.QUARTILES
     assert np.median(over.samples_us) / np.median(ours.samples_us) < 1.5
 
 
 def test_a_ratio_is_paired_within_the_processes_that_both_ran_in() -> None:
     ours = {(p, 0): np.array([1.0]) for p in range(8)}
     over = {(p, 0): np.array([2.0 + p]) for p in range(3, 8)} | {(2, 1): np.array([99.0])}
-    found = ratio_over(ours, over)
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx((5, 9))
+    ratio = ratio_over(ours, over)
+    assert ratio is not None
+    assert (ratio.low, ratio.high) == pytest.approx((5, 9))
     assert ratio_over({(0, 0): np.array([1.0])}, {(1, 0): np.array([1.0])}) is None
 
 

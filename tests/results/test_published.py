@@ -36,8 +36,8 @@ MARKED = [path if path.name in SAMPLE else exhaustive(path) for path in RUNS]
 
 def commit_of(environment: Mapping[str, Any]) -> str:
     """Return a run's commit; the next test shows that the code of `commits.json` is its code."""
-    known = json.loads((PUBLISHED / "commits.json").read_text())
-    return str(environment["commit"] or known[environment["code_sha256"]])
+    commits = json.loads((PUBLISHED / "commits.json").read_text())
+    return str(environment["commit"] or commits[environment["code_sha256"]])
 
 
 @pytest.mark.parametrize("path", MARKED, ids=lambda p: str(p.relative_to(PUBLISHED)))
@@ -57,9 +57,7 @@ def named_code() -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("commit", "digest"), sampled(sorted(named_code()), -1))
-def test_a_published_run_was_measured_by_the_code_of_its_commit(
-    commit: str, digest: str, tmp_path: Path
-) -> None:
+def test_a_published_run_was_measured_by_the_code_of_its_commit(commit, digest, tmp_path) -> None:
     archive = ["git", "archive", commit]
     archived = subprocess.run(archive, cwd=ROOT, capture_output=True, check=False)
     if archived.returncode:

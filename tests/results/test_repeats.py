@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -60,9 +59,7 @@ GAINS = [1.1, 1.101, 1.102, 1.103, 1.104, 1.105, 1.106, 1.107]
     ("capped_us", "inherited", "state"),
     [(0.0, False, State.FREE), (3e5, False, State.LIMITED), (3e5, True, State.INHERITED)],
 )
-def test_an_interval_includes_the_variation_between_cards(
-    capped_us: float, inherited: bool, state: State
-) -> None:
+def test_an_interval_includes_the_variation_between_cards(capped_us, inherited, state) -> None:
     case = line(GAINS, ["GPU-1"] * 8, capped_us=capped_us, inherited=inherited)
     alone = hodges_lehmann(np.log(GAINS))
     half = packaged()[state].half()
@@ -159,7 +156,7 @@ def published(sides: dict[str, Side]) -> list[Verdicts]:
 
 
 def test_a_second_card_is_judged_by_the_difference_and_never_over_a_change_of_sign(
-    sides: dict[str, Side], monkeypatch: pytest.MonkeyPatch
+    sides, monkeypatch
 ) -> None:
     monkeypatch.setattr(comparison, "side", lambda run: sides[run.path.name])
     runs = {name: each.runs[0] for name, each in sides.items()}
@@ -184,9 +181,7 @@ def test_coverage_is_of_a_variation_from_elsewhere(published: list[Verdicts]) ->
 
 
 @pytest.mark.parametrize("text", ["{}", '{"schema": "other"}', "[", f'{{"schema": "{SCHEMA}"}}'])
-def test_an_unusable_file_is_one_clear_line(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_file_is_one_clear_line(text, tmp_path, monkeypatch) -> None:
     (tmp_path / between_cards.FILE).write_text(text)
     monkeypatch.setattr(between_cards, "files", lambda package: tmp_path)
     packaged.cache_clear()

@@ -25,14 +25,14 @@ RUNS = 500
 
 
 def test_the_estimate_is_the_median_of_walsh_averages() -> None:
-    found = hodges_lehmann([0, 1, 2, 3, 4, 100])
-    assert found.estimate == 2.5  # 21 averages; the plain mean is 18.3
-    assert (found.low, found.high) == (0, 100)  # of six processes 95 % needs the whole range
+    estimate = hodges_lehmann([0, 1, 2, 3, 4, 100])
+    assert estimate.estimate == 2.5  # 21 averages; the plain mean is 18.3
+    assert (estimate.low, estimate.high) == (0, 100)  # of six processes 95 % needs the whole range
 
 
 def test_the_interval_of_eight_ends_at_the_fourth_walsh_average_from_each_end() -> None:
-    found = hodges_lehmann(EIGHT)  # 0, 0.5, 1, 1 ... 6, 6, 6.5, 7
-    assert (found.estimate, found.low, found.high) == (3.5, 1, 6)
+    estimate = hodges_lehmann(EIGHT)  # 0, 0.5, 1, 1 ... 6, 6, 6.5, 7
+    assert (estimate.estimate, estimate.low, estimate.high) == (3.5, 1, 6)
 
 
 def test_one_outlier_among_eight_is_kept_and_moves_the_ratio_little() -> None:
@@ -44,9 +44,9 @@ def test_one_outlier_among_eight_is_kept_and_moves_the_ratio_little() -> None:
 @pytest.mark.parametrize("count", [6, 7, 8, 12, 20])
 def test_the_interval_excludes_1_exactly_where_the_signed_rank_test_rejects(count: int) -> None:
     for logs in np.random.default_rng(count).normal(0.8, 1, (200, count)):
-        found = hodges_lehmann(logs)
+        estimate = hodges_lehmann(logs)
         rejects = stats.wilcoxon(logs, method="exact").pvalue <= 0.05
-        assert rejects == (found.low > 0 or found.high < 0)
+        assert rejects == (estimate.low > 0 or estimate.high < 0)
 
 
 def test_five_processes_have_no_interval() -> None:
@@ -135,8 +135,8 @@ def simulated(call_us: float, ratio: float, runs: int, seed: int) -> Floats:
 
 @pytest.mark.parametrize("call_us", [4.5, 18.0, 200.0])
 def test_at_most_6_percent_of_equal_pairs_are_called_different(call_us: float) -> None:
-    found = hodges_lehmann(simulated(call_us, 1, 4 * RUNS, seed=1))
-    assert np.mean((found.low > 0) | (found.high < 0)) <= 0.06  # exact: 3.9 % at 8 processes
+    estimate = hodges_lehmann(simulated(call_us, 1, 4 * RUNS, seed=1))
+    assert np.mean((estimate.low > 0) | (estimate.high < 0)) <= 0.06  # exact: 3.9 % at 8 processes
 
 
 @pytest.mark.parametrize("call_us", [4.5, 18.0, 200.0])  # of 4.5 µs, all is launching

@@ -1,23 +1,13 @@
 import gzip
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.record import (
-    ROWS_SCHEMA,
-    Case,
-    Contender,
-    Problem,
-    Row,
-    Source,
-    Status,
-)
+from sparsebench.results.record import ROWS_SCHEMA, Case, Contender, Problem, Row, Source, Status
 
 PROBLEM = Problem("linear", {"m": 2, "block": [2, 4]}, 3, Source("a.smtx", "00ff"))
 ROWS = [
@@ -43,10 +33,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_read(run: Path) -> None:
-    found = store.read(run)
-    assert found.rows == ROWS
-    assert found.suite == {"title": "t"}
-    assert found.state["status"] == "running"
+    result = store.read(run)
+    assert result.rows == ROWS
+    assert result.suite == {"title": "t"}
+    assert result.state["status"] == "running"
 
 
 def test_a_torn_last_line_is_dropped(run: Path) -> None:
@@ -77,21 +67,19 @@ def test_a_broken_line_in_the_middle_is_said(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "message"),
     [
         (lambda row: row.pop("code"), "found no code"),
         (lambda row: row.update(colour=1), "found an unknown field colour"),
         (lambda row: row["case"].pop("problem"), "found KeyError: 'problem'"),
     ],
 )
-def test_a_row_has_every_field_and_no_other(
-    run: Path, change: Callable[[dict[str, Any]], Any], found: str
-) -> None:
+def test_a_row_has_every_field_and_no_other(run, change, message) -> None:
     lines = (run / "rows.jsonl").read_text().splitlines()
     row = json.loads(lines[2])
     change(row)
     (run / "rows.jsonl").write_text("\n".join([*lines[:2], json.dumps(row)]) + "\n")
-    with pytest.raises(ResultError, match=rf"rows\.jsonl: line 3: expected a row.*{found}"):
+    with pytest.raises(ResultError, match=rf"rows\.jsonl: line 3: expected a row.*{message}"):
         store.read(run)
 
 
@@ -103,9 +91,7 @@ def test_rows_of_an_older_schema_have_defaults(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "known"), [("late", True), ("draws", False)])
-def test_rows_of_the_previous_schema_lack_only_what_was_added(
-    field: str, known: bool, run: Path
-) -> None:
+def test_rows_of_the_previous_schema_lack_only_what_was_added(field, known, run) -> None:
     lines = (run / "rows.jsonl").read_text().replace(ROWS_SCHEMA, "sparsebench/rows@3").splitlines()
     rows = [json.loads(line) for line in lines]
     older = [json.dumps({k: v for k, v in row.items() if k != field}) + "\n" for row in rows]

@@ -22,7 +22,7 @@ def row(us: float, kernel: str = "torch_bsr", **changed: Any) -> Row:
     return replace(Row(Case(PROBLEM, contender), Status.OK, samples_us=(us,)), **changed)
 
 
-def found(*rows: Row) -> list[str]:
+def doubts(*rows: Row) -> list[str]:
     return [f"{doubt.expected}; {doubt.found}" for doubt in tuning_doubts.doubts(frame(rows))]
 
 
@@ -35,25 +35,23 @@ def found(*rows: Row) -> list[str]:
         ({"search": True, "way": "best"}, {"search": False, "way": "best"}),
     ],
 )
-def test_a_tuned_contender_that_is_slower_than_its_default_is_found(
-    tuned: dict[str, Any], default: dict[str, Any]
-) -> None:
+def test_a_tuned_contender_that_is_slower_than_its_default_is_found(tuned, default) -> None:
     slow = row(20.0, options=tuned), row(18.0, options=default)
-    (doubt,) = found(*slow)
+    (doubt,) = doubts(*slow)
     assert doubt.startswith("at most 18.0 µs, as bsr/torch_bsr")
     assert doubt.endswith("; 20.0 µs")
-    assert not found(row(18.5, options=tuned), row(18.0, options=default))
+    assert not doubts(row(18.5, options=tuned), row(18.0, options=default))
 
 
 def test_contenders_of_other_kernels_or_options_are_not_each_others_defaults() -> None:
-    assert not found(row(20.0, options={"tuned": True}), row(18.0, "bsr_triton"))
+    assert not doubts(row(20.0, options={"tuned": True}), row(18.0, "bsr_triton"))
     ways = {"tuned": True, "way": "a"}, {"tuned": False, "way": "b"}
-    assert not found(*(row(us, options=way) for us, way in zip((20.0, 18.0), ways, strict=True)))
+    assert not doubts(*(row(us, options=way) for us, way in zip((20.0, 18.0), ways, strict=True)))
 
 
 def test_the_times_of_a_search_are_no_judge() -> None:
     lines = {"choice": {}, "median_us": 10.0}, {"choice": {"warps": 4}, "median_us": 9.0}
-    assert not found(row(12.0, candidates=lines))
+    assert not doubts(row(12.0, candidates=lines))
 
 
 def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one() -> None:
@@ -69,10 +67,10 @@ def test_no_published_verdict_has_a_tuned_contender_behind_its_default() -> None
     runs = [store.read(file.parent) for file in H200.glob("*/run.json")]
     verdicts = [run for run in runs if run.state["flags"]["replicates"] >= FEWEST]
     assert len(verdicts) > 10
-    found = [
+    doubts = [
         doubt for run in verdicts for doubt in tuning_doubts.doubts(frame(run.rows), run.path.name)
     ]
-    assert not found
+    assert not doubts
 
 
 def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_path: Path) -> None:
@@ -82,11 +80,11 @@ def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_pat
     (slow / "rows.jsonl.gz").unlink()
     (slow / "rows.jsonl").write_text("")
     store.replace_rows(slow, [late(each) for each in store.rows(H200 / "quick")])
-    said = list(tuning_doubts.warnings(store.read(slow), [home / "quick", home / "nowhere"]))
-    assert all(line.startswith("warning: ") for line in said)
-    assert any("nowhere is not compared: " in line for line in said)
-    assert any("bsr/bsr_wgmma" in line and ", as in quick, found " in line for line in said)
-    assert not [line for line in said if "bsr/bsr_small" in line]
+    texts = list(tuning_doubts.warnings(store.read(slow), [home / "quick", home / "nowhere"]))
+    assert all(line.startswith("warning: ") for line in texts)
+    assert any("nowhere is not compared: " in line for line in texts)
+    assert any("bsr/bsr_wgmma" in line and ", as in quick, found " in line for line in texts)
+    assert not [line for line in texts if "bsr/bsr_small" in line]
     assert tuning_doubts.siblings(slow) == [home / "quick"]
 
 

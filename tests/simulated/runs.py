@@ -13,18 +13,13 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, regrets, samples, ways
+from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.outcome import VERDICTS, Outcome, among_many
-from sparsebench.results.statistics import (
-    Floats,
-    Interval,
-    block_logs,
-    hodges_lehmann,
-    p_value,
-)
+from sparsebench.results.statistics import Floats, Interval, block_logs, hodges_lehmann, p_value
 
+SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 POOL = 2000  # processes through the clock, drawn from
 MANY = 400  # processes of another run, whose mean is what it would estimate from very many
 PROCESSES = 8
@@ -60,6 +55,11 @@ class Runs:
 
     logs: Floats
     another: Floats
+
+
+def regrets(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Return by how much the log times of searches' choices exceed the best."""
+    return np.abs(draw.normal(0, 1, shape)) * (spec.regret / SD_OF_HALF)
 
 
 @cache

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebench.harness.sim.gpu_model import Array, Spec, card_effects, regrets
+from sparsebench.harness.sim.gpu_model import Array, Spec, card_effects
 from sparsebench.results.between_cards import State
 from sparsebench.results.repeats import COUNTS, Verdicts, coverage, repeats
+from tests.simulated.runs import regrets
 
 PAIRS, CASES, PROCESSES = 8, 8, 8
 

@@ -7,9 +7,7 @@ from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.tools import choices
 
-RUN = SimpleNamespace(
-    environment={"gpu": {"compute_capability": "9.0", "multiprocessors": 132}},
-)
+RUN = SimpleNamespace(environment={"gpu": {"compute_capability": "9.0", "multiprocessors": 132}})
 
 
 def choice(m: int, tokens: int, **more: Any) -> dict[str, Any]:

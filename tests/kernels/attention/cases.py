@@ -95,11 +95,7 @@ def without(mask: BlockMask, column: int) -> BlockMask:
     cells = mask.to_dense()
     cells[:, column] = 0
     return BlockMask.from_dense(
-        cells,
-        block=[*mask.block],
-        tokens=[*mask.tokens],
-        batch=mask.batch,
-        causal=mask.causal,
+        cells, block=[*mask.block], tokens=[*mask.tokens], batch=mask.batch, causal=mask.causal
     )
 
 

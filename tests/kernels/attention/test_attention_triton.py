@@ -163,9 +163,7 @@ def test_rows_of_the_transpose_are_ordered_for_each_key_head() -> None:
     ("heads", "kv_heads", "lists", "shared"),
     [(32, 8, 8, 4), (32, 8, 32, 1), (32, 8, 1, 4), (12, 2, 1, 2), (4, 4, 1, 1)],
 )
-def test_heads_are_packed_if_they_share_a_list_and_a_key_head(
-    heads: int, kv_heads: int, lists: int, shared: int
-) -> None:
+def test_heads_are_packed_if_they_share_a_list_and_a_key_head(heads, kv_heads, lists, shared):
     mask = replace(random_mask((16, 16), 16), lists=lists)
     assert shared_heads(mask, heads, kv_heads) == shared
 

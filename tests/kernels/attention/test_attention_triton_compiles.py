@@ -21,12 +21,7 @@ from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about
 from tests.kernels.attention.cases import random_mask
 from tests.tools.marks import sampled
 
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-}
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
 OPTIONS = "num_warps", "maxnreg"
 CASES = [
     (capability, block, head_dim, dtype)
@@ -87,9 +82,7 @@ def programs(block: Any, head_dim: int, dtype: str, path: Any, count: int) -> li
 
 
 @pytest.mark.parametrize(("capability", "block", "head_dim", "dtype"), sampled(CASES, 22))
-def test_the_default_compiles_and_fits_the_shared_memory(
-    capability: int, block: Any, head_dim: int, dtype: str
-) -> None:
+def test_the_default_compiles_and_fits_the_shared_memory(capability, block, head_dim, dtype):
     path = "tma" if capability >= 90 else "pointers"
     for program in programs(block, head_dim, dtype, path, 1):
         source, options = source_of(program)

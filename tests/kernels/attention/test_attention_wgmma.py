@@ -15,7 +15,7 @@ from sparsebench.kernels.attention._shapes import LOG2_E, Shape
 from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of
 from sparsebench.kernels.attention.attention_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import library_of
 from tests.kernels.attention.cases import Case, random_mask, reference
 from tests.kernels.attention.warpgroups import on_cpu
 from tests.kernels.contract import assert_device_refusal, refusal
@@ -50,7 +50,7 @@ CASES = [
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize("case", sampled(CASES, 0, 1))
-def test_the_threads_attend_on_a_cpu(case: Case, late: int, tmp_path: Path) -> None:
+def test_the_threads_attend_on_a_cpu(case: Case, late: int) -> None:
     mask, shape, (q, k, v, _), rows = case.mask(), case.shape(), case.operands(), case.config.rows
     tiles = query_tiles(mask, shape, rows, min(span_of(mask.block[0]), rows))
     counters = torch.zeros(2, dtype=torch.int32)
@@ -58,7 +58,7 @@ def test_the_threads_attend_on_a_cpu(case: Case, late: int, tmp_path: Path) -> N
     lse = torch.full((case.batch, shape.heads, shape.q_tokens), torch.nan)
     short = attention_wgmma.shortens(case.config, mask)
     constants = (*attention_wgmma.constants_of(case.config, shape, mask, short), ("LATE", late))
-    run = built(on_cpu("attention_wgmma.cu", RUN), constants, tmp_path).call
+    run = library_of(on_cpu("attention_wgmma.cu", RUN), constants).call
     tensors = q, k, v, tiles, mask.columns, mask.slots, mask.bits, counters, o, lse
     pointers = [None if x is None else x.data_ptr() for x in tensors]
     sizes = *case.tokens, *case.heads, len(tiles)
@@ -105,9 +105,7 @@ def test_long_tiles_come_first_and_the_others_by_section_and_falling_length() ->
 
 @pytest.mark.parametrize("head_dim", attention_wgmma.HEAD_DIMS)
 @pytest.mark.parametrize("block", [16, 32, 64, 128, (256, 192)])
-def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(
-    block: Any, head_dim: int
-) -> None:
+def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(block, head_dim) -> None:
     mask = random_mask((256, 256), block)
     shape = Shape(1, 256, 256, 8, 2, head_dim, mask.block, "bf16")
     configs = attention_wgmma.configurations(shape, shared_heads(mask, 8, 2))
@@ -138,9 +136,7 @@ def test_blocks_that_no_tile_holds_are_refused(block: Any, heads: Any, token: st
         ("cpu", {}, ("cpu",)),
     ],
 )
-def test_a_problem_is_refused_by_device_and_fields(
-    device: str, fields: Any, tokens: Any, monkeypatch: Any
-) -> None:
+def test_a_problem_is_refused_by_device_and_fields(device, fields, tokens, monkeypatch) -> None:
     problem = {"head_dim": 64, "dtype": "bf16", "scale": None} | fields
     kernel = attention_wgmma.KERNEL
     assert_device_refusal(kernel, device, HOPPER, problem, tokens, monkeypatch)

@@ -13,7 +13,7 @@ from sparsebench.kernels.attention._shapes import LOG2_E, Shape
 from sparsebench.kernels.attention._wgmma_tiles import key_lists, key_tiles, query_tiles, span_of
 from sparsebench.kernels.attention.attention_wgmma_backward import Config, padded
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import library_of
 from tests.kernels.attention.cases import Case, gradients, random_mask, without
 from tests.kernels.attention.warpgroups import on_cpu
 from tests.kernels.contract import refusal
@@ -72,7 +72,7 @@ CASES = [
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
 @pytest.mark.parametrize("case", sampled(CASES, 1, 4))
-def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Path) -> None:
+def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
     mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)
     q, k, v, do = case.operands()
@@ -105,13 +105,13 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int, tmp_path: Pat
     macros = *attention_wgmma.constants_of(config, shape, mask, False, 3), ("LATE", late)
     text = on_cpu("attention_wgmma_dq.cu", RUN_QUERIES)
     numbers = *case.tokens, *case.heads, len(of_queries), rows
-    built(text, macros, tmp_path, "queries").call(
+    library_of(text, macros).call(
         *((ctypes.c_void_p * 14)(*addresses), (ctypes.c_int * 6)(*numbers)),
         *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
         attention_wgmma.shared_bytes(config, depth, 3),
     )
     text = on_cpu("attention_wgmma_backward.cu", RUN, "kv")
-    built(text, (*constants, ("LATE", late)), tmp_path).call(
+    library_of(text, (*constants, ("LATE", late))).call(
         *(at, sizes, scale, ctypes.c_float(depth**-0.5 * LOG2_E), 2),
         attention_wgmma_backward.shared_bytes(case.config, depth),
     )
@@ -135,9 +135,7 @@ def test_the_tiles_cover_each_key_of_each_kv_head_once(case: Case) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block", [64, 128, 192])
-def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(
-    block: int, head_dim: int
-) -> None:
+def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(block, head_dim) -> None:
     shape = Shape(1, 256, 256, 2, 1, head_dim, (block, block), "bf16")
     for config in attention_wgmma_backward.configurations(shape, 2):
         assert attention_wgmma_backward.slots_of(config, head_dim) >= 3
@@ -164,7 +162,7 @@ def test_joined_blocks_have_each_query_block_once(block: int) -> None:
     lists = key_lists(mask)
     ratio, partial_cells = lists.side // block, torch.zeros(mask.shape, dtype=torch.bool)
     partial_cells[rows_of(mask.offsets), mask.indices] = mask.partial
-    found = torch.zeros(2, 2, mask.q_blocks, lists.present.shape[1] * ratio, dtype=torch.bool)
+    blocks = torch.zeros(2, 2, mask.q_blocks, lists.present.shape[1] * ratio, dtype=torch.bool)
     for number, (row, block_of_keys) in enumerate(
         zip(lists.rows.tolist(), rows_of(lists.offsets).tolist(), strict=True)
     ):
@@ -173,10 +171,10 @@ def test_joined_blocks_have_each_query_block_once(block: int) -> None:
         present, partly = (present, partly) if ratio > 1 else (1, int(row < 0))
         assert (row < 0) == bool(partly), number
         for i in range(ratio):
-            found[0, at, query, column * ratio + i] = present >> i & 1
-            found[1, at, query, column * ratio + i] = partly >> i & 1
+            blocks[0, at, query, column * ratio + i] = present >> i & 1
+            blocks[1, at, query, column * ratio + i] = partly >> i & 1
     cells = torch.stack([mask.to_dense() != 0, partial_cells]).view(2, 2, mask.q_blocks, -1)
-    assert torch.equal(found[..., : mask.kv_blocks], cells)
+    assert torch.equal(blocks[..., : mask.kv_blocks], cells)
 
 
 @by_nvcc

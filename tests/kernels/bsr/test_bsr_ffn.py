@@ -15,7 +15,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_ffn
 from sparsebench.results.record import Problem, Value
 from tests.compiling.nvcc import hopper
-from tests.kernels.layers import CPU, assert_right, assert_right_twice, given, problem_of
+from tests.kernels.layers import CPU, assert_right, assert_right_twice, operands_for, problem_of
 from tests.tools.marks import sampled
 
 CUDA = torch.device("cuda", 0)
@@ -28,7 +28,7 @@ def problem(m: int, n: int, k: int, dtype: str, block: Any, **more: Value) -> Pr
 
 def operands_of(problem: Problem, device: torch.device = CPU) -> Operands:
     packed = partial(Bsr.from_dense, block=problem["block"])
-    return given(problem, device, dict.fromkeys(("wg", "wu", "wd"), packed))
+    return operands_for(problem, device, dict.fromkeys(("wg", "wu", "wd"), packed))
 
 
 # ---- in Triton's interpreter ----

@@ -82,9 +82,7 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
 
 
 @pytest.mark.parametrize(
-    ("shape", "transposed", "config"),
-    crossed(SHAPES["bsr_small"], [False, True], SMALL),
-    ids=str,
+    ("shape", "transposed", "config"), crossed(SHAPES["bsr_small"], [False, True], SMALL), ids=str
 )
 def test_the_lists_give_the_product_and_write_every_element_once(shape, transposed, config):
     w, x, dy = example(shape)

@@ -8,13 +8,7 @@ import torch
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import _launch, bsr_strips
-from sparsebench.kernels.bsr._strip_tiles import (
-    Config,
-    boxes_of,
-    packed_order,
-    strips_of,
-    tiles_of,
-)
+from sparsebench.kernels.bsr._strip_tiles import Config, boxes_of, packed_order, strips_of, tiles_of
 from tests.kernels.bsr.cases import STRIPS
 from tests.kernels.bsr.examples import example
 from tests.kernels.contract import refusal

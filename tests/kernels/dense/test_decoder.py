@@ -14,7 +14,14 @@ from sparsebench.kernels.bsr import decoder_bsr
 from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
 from sparsebench.results.record import Problem
 from tests.compiling.triton_kernels import complaint_about
-from tests.kernels.layers import CPU, assert_right, assert_right_twice, error_of, given, problem_of
+from tests.kernels.layers import (
+    CPU,
+    assert_right,
+    assert_right_twice,
+    error_of,
+    operands_for,
+    problem_of,
+)
 from tests.tools.marks import exhaustive
 
 CUDA = torch.device("cuda")
@@ -36,7 +43,7 @@ def small(**fields: Any) -> Problem:
 
 
 def operands_of(device: torch.device = CPU, **fields: Any) -> Operands:
-    return given(small(**fields), device)
+    return operands_for(small(**fields), device)
 
 
 @pytest.mark.interpreted
@@ -75,7 +82,7 @@ def test_an_interpreted_step_of_blocks_is_right(pruned: str) -> None:
     size = {"m": 1, "hidden": 64, "intermediate": 96, "layers": 1}
     pattern = {"pattern": "blocks", "block": 16, "sparsity": 0.5, "pruned": pruned}
     blocks = {name: lambda w: Bsr.from_dense(w, block=16) for name in _decoder.LAYER}
-    operands = given(small(**size, **pattern), formats=blocks)
+    operands = operands_for(small(**size, **pattern), formats=blocks)
     launch = decoder_bsr.prepare(operands)
     assert_right(launch, operands)
     assert ("kernel" in launch.choice["qkv"]) is (pruned == "all")

@@ -8,7 +8,7 @@ import torch
 
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import _layers, cublas
-from tests.kernels.layers import CPU, assert_right, assert_right_twice, given, problem_of
+from tests.kernels.layers import CPU, assert_right, assert_right_twice, operands_for, problem_of
 
 CUDA = torch.device("cuda")
 SIZES = [(3, 40, 24), (33, 272, 136)]
@@ -18,7 +18,7 @@ def operands_of(
     op: str, sizes: tuple[int, int, int], dtype: str, activation: str, device: torch.device = CPU
 ) -> Operands:
     fields = dict(zip("mnk", sizes, strict=True)) | {"dtype": dtype, "activation": activation}
-    return given(problem_of(op, **fields), device)
+    return operands_for(problem_of(op, **fields), device)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

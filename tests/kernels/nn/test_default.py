@@ -13,7 +13,7 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.nn import default
 from tests.compiling.nvcc import hopper
 from tests.kernels.contract import refusal
-from tests.kernels.layers import assert_right, assert_right_twice, given, problem_of
+from tests.kernels.layers import assert_right, assert_right_twice, operands_for, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MLP = "wg", "wu", "wd"
@@ -37,7 +37,7 @@ def layer(kind: str, device: torch.device, op: str = "ffn", **fields: Any) -> Op
     }
     sizes = {"m": 20, "n": 512, "k": 256, "dtype": "fp16"}
     problem = problem_of(op, **{**sizes, **patterns[kind], **fields})
-    return given(problem, device, packed(kind, MLP if op == "ffn" else MLP[1:]))
+    return operands_for(problem, device, packed(kind, MLP if op == "ffn" else MLP[1:]))
 
 
 @pytest.mark.parametrize("kind", ["bsr", "spense", "twell"])
@@ -52,8 +52,7 @@ def test_an_mlp_without_a_gate_is_right_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
-    [({"op": "mlp"}, "ffn"), ({"activation": "silu"}, "relu")],
+    ("fields", "reason"), [({"op": "mlp"}, "ffn"), ({"activation": "silu"}, "relu")]
 )
 def test_a_layer_that_users_do_not_have_is_refused(fields: dict[str, Any], reason: str) -> None:
     assert reason in refusal(lambda: default.prepare(layer("twell", CPU, **fields)))
@@ -61,8 +60,7 @@ def test_a_layer_that_users_do_not_have_is_refused(fields: dict[str, Any], reaso
 
 @hopper
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("bsr", "bf16"), ("spense", "bf16"), ("spense", "fp8"), ("twell", "bf16")],
+    ("kind", "dtype"), [("bsr", "bf16"), ("spense", "bf16"), ("spense", "fp8"), ("twell", "bf16")]
 )
 @pytest.mark.parametrize("m", [1, 40])
 def test_a_layer_is_right_on_hopper(kind: str, dtype: str, m: int) -> None:
@@ -86,5 +84,5 @@ def test_a_step_of_a_model_is_right_on_hopper(kind: str, pruned: str, m: int) ->
         pattern = {"pattern": "spense_hidden", "sparsity": 0.25}
     names = MLP if pruned == "mlp" else (*MLP, "wqkv", "wo")
     formats: dict[str, Any] = packed(kind, names)
-    operands = given(problem_of("decoder", **sizes, **rest, **pattern, m=m), CUDA, formats)
+    operands = operands_for(problem_of("decoder", **sizes, **rest, **pattern, m=m), CUDA, formats)
     assert_right_twice(operands, default.prepare)

@@ -18,12 +18,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.harness.ops.linear import DGRAD, WGRAD, definition
 from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.peers import (
-    _cusparse,
-    cusparse_bell,
-    cusparse_bsr,
-    cusparse_csr,
-)
+from sparsebench.kernels.peers import _cusparse, cusparse_bell, cusparse_bsr, cusparse_csr
 from sparsebench.results.record import Problem
 
 WGRAD_PEERS = [(cusparse_csr, None), (cusparse_bsr, 4), (cusparse_bsr, 3)]

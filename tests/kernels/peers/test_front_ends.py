@@ -15,12 +15,7 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_kernel, load_op, names
 from sparsebench.kernels._common import requirements
-from sparsebench.kernels.peers import (
-    _authors,
-    _cusparselt,
-    cutlass_sparse,
-    stk,
-)
+from sparsebench.kernels.peers import _authors, _cusparselt, cutlass_sparse, stk
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -68,9 +63,7 @@ ANSWERS: dict[str, list[Answers]] = {
         Answers(f"{LINEAR}, BSR", ("bf16", "fp32"), tokens(320, 320, 5, 37, 64), block)
         for block in (8, 10, 32, 64)
     ]
-    + [
-        Answers("bsr_dense_addmm", ("bf16",), tokens(256, 512, 37, 64), 32, {"tuned": True}),
-    ],
+    + [Answers("bsr_dense_addmm", ("bf16",), tokens(256, 512, 37, 64), 32, {"tuned": True})],
     "torch_bsr_dgrad": [Answers(f"{LINEAR}, BSR", ("bf16",), tokens(320, 320, 37), 10)],
     # Blocks of powers of two from 16 on; torch.sparse.sampled_addmm itself refuses BSR.
     "torch_sampled_bsr": [

@@ -18,13 +18,7 @@ from sparsebench.harness.catalog import names
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.dense import _gemm, cublas
-from sparsebench.kernels.peers import (
-    _cusparse,
-    cusparse_bell,
-    scipy_bsr,
-    scipy_csr,
-    torch_bsr,
-)
+from sparsebench.kernels.peers import _cusparse, cusparse_bell, scipy_bsr, scipy_csr, torch_bsr
 from sparsebench.results.record import Problem
 
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "tf32": 2.0**-11}

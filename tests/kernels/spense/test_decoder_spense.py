@@ -19,7 +19,7 @@ from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.spense import decoder_spense, spense_wgmma
 from sparsebench.kernels.spense.spense_ffn import parted
 from tests.compiling.nvcc import hopper
-from tests.kernels.layers import assert_right, given, problem_of
+from tests.kernels.layers import assert_right, operands_for, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -35,7 +35,7 @@ def operands_of(device: torch.device, **fields: Any) -> Operands:
         fraction = 0.5 if OP.prunes(problem.fields, name) else 1.0
         split = "columns" if name == "wd" else "rows"
         formats[name] = partial(Spense.from_dense, dense_fraction=fraction, split=split)
-    return given(problem, device, formats)
+    return operands_for(problem, device, formats)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.compiling.nvcc import hopper
-from tests.kernels.layers import assert_right, assert_right_twice, expected_of, given
+from tests.kernels.layers import assert_right, assert_right_twice, expected_of, operands_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -55,7 +55,7 @@ def packed(problem: Problem, device: torch.device = CPU, fraction: float | None 
         name: partial(Spense.from_dense, dense_fraction=fraction, split=split)
         for name, split in SPLITS.items()
     }
-    return given(problem, device, {} if fraction is None else formats)
+    return operands_for(problem, device, {} if fraction is None else formats)
 
 
 # ---- operands and contests ----
@@ -139,7 +139,7 @@ def layer(
 def test_layers_of_rounded_activations_are_right(activation: str, sparsity: float) -> None:
     pattern = {0.25: "spense_hidden", 0.9: "unstructured"}.get(sparsity, "dense")
     case = problem(activation=activation, pattern=pattern, sparsity=sparsity)
-    y, expected = layer(operands(case, OP, CPU, None), activation), expected_of(given(case))
+    y, expected = layer(operands(case, OP, CPU, None), activation), expected_of(operands_for(case))
     assert check(y, expected).reason is None
     error = float((y.double() - expected.reference).norm() / expected.spread.norm())
     assert 0.7 < error / expected.eps < 0.85
@@ -154,7 +154,7 @@ def dropped(z: Tensor, columns: int) -> Tensor:
 @cache
 def example(activation: str) -> tuple[DenseOperands, Expected]:
     case = problem(activation=activation)
-    return operands(case, OP, CPU, None), expected_of(given(case))
+    return operands(case, OP, CPU, None), expected_of(operands_for(case))
 
 
 WRONG: dict[str, dict[str, Any]] = {

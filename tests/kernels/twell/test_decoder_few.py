@@ -16,7 +16,7 @@ from sparsebench.kernels.dense import _decoder, _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
-from tests.kernels.layers import assert_right, given, problem_of
+from tests.kernels.layers import assert_right, operands_for, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("decoder")
@@ -64,10 +64,8 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("fields", [{}, {"m": 5, "activation": "relu2", "layers": 2}], ids=str)
-def test_an_interpreted_step_has_separate_weights_per_layer(
-    fields: dict[str, Any], layers: list[_Layer]
-) -> None:
-    operands = given(problem(**fields), CPU)
+def test_an_interpreted_step_has_separate_weights_per_layer(fields, layers) -> None:
+    operands = operands_for(problem(**fields), CPU)
     launch = decoder_few.prepare(operands)
     assert_right(launch, operands)
     assert [*launch.choice] == ["qkv", "o", "head", "attention"]
@@ -91,9 +89,7 @@ def test_an_interpreted_step_has_separate_weights_per_layer(
         ),
     ],
 )
-def test_unsupported_problems_are_refused(
-    fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_problems_are_refused(fields, reason, monkeypatch) -> None:
     properties = SimpleNamespace(total_memory=140 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -118,5 +114,5 @@ def test_the_suite_has_a_model_for_decoder_few() -> None:
 @pytest.mark.parametrize("m", [1, 16, 33, 64])
 def test_a_step_is_correct_on_a_hopper_gpu(m: int, dtype: str) -> None:
     sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "intermediate": 1024, "context": 300}
-    operands = given(problem(**sizes, m=m, dtype=dtype), CUDA)
+    operands = operands_for(problem(**sizes, m=m, dtype=dtype), CUDA)
     assert_right(decoder_few.prepare(operands), operands)

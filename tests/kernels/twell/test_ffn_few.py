@@ -18,7 +18,7 @@ from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import ffn_few
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.emulation.cuda_on_cpu import built
+from tests.emulation.cuda_on_cpu import library_of
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
@@ -116,9 +116,7 @@ def test_the_kernel_compiles_without_spills(m: int, n: int, k: int, tmp_path: Pa
 @pytest.mark.parametrize(
     ("n", "k"), sampled([(5632, 2048), (9728, 2560), (16384, 4096), (16384, 1024)], 0, 1)
 )
-def test_with_copies_of_x_the_kernel_compiles_without_spills(
-    n: int, k: int, tmp_path: Path
-) -> None:
+def test_with_copies_of_x_the_kernel_compiles_without_spills(n, k, tmp_path) -> None:
     shape = ffn_few.shape_of(64, k, AT_ONCE)
     assert "copies" in ffn_few.ways_of(64, n)
     for squared, gated, dtype in ((False, True, torch.bfloat16), (True, False, torch.float16)):
@@ -129,13 +127,8 @@ def test_with_copies_of_x_the_kernel_compiles_without_spills(
 # ---- its threads ----
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("on_cpu")
-
-
 @cache
-def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
+def on_cpu(constants: Constants, late: bool) -> Any:
     """Build the kernel's source for this machine; grid_on_cpu.h replaces PTX."""
     source = cuda_source("ffn_few.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
@@ -151,8 +144,7 @@ def on_cpu(constants: Constants, late: bool, folder: Path) -> Any:
         launch(CTAS * CLUSTERS, THREADS, SPLIT, bytes, run, true);
       }
     """
-    name = "_".join(str(value) for _, value in constants) + f"_{late}"
-    return built(source, (*constants, ("LATE", int(late))), folder, name)
+    return library_of(source, (*constants, ("LATE", int(late))))
 
 
 # m, n, k, fraction of active units per token, CTAs per cluster, clusters. The cases cover a last
@@ -180,20 +172,13 @@ CASES = [
 
 
 WAYS = [("bf16", False, True, True), ("fp16", True, True, False), ("bf16", True, False, True)]
-PAIRS = [(case, WAYS[(i + j) % 3]) for j in (0, 1) for i, case in enumerate(CASES)]
+X_BY = "loads", "copies"
+EVERY = [(c, WAYS[(i + j) % 3], x_by) for j, x_by in enumerate(X_BY) for i, c in enumerate(CASES)]
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    ("case", "way", "x_by"),
-    sampled(((*pair, x_by) for x_by in ("loads", "copies") for pair in PAIRS), 0, 2, 8, 44),
-)
-def test_threads_on_a_cpu_compute_the_layer(
-    case: tuple[int, int, int, float, int, int],
-    way: tuple[str, bool, bool, bool],
-    x_by: ffn_few.XBy,
-    folder: Path,
-) -> None:
+@pytest.mark.parametrize(("case", "way", "x_by"), sampled(EVERY, 0, 2, 8, 28))
+def test_threads_on_a_cpu_compute_the_layer(case, way, x_by) -> None:
     (m, n, k, fraction, ctas, clusters), (dtype, squared, gated, late) = case, way
     torch.manual_seed(0)
     operands = drawn(m, n, k, fraction, DTYPES[dtype], gated)
@@ -206,7 +191,7 @@ def test_threads_on_a_cpu_compute_the_layer(
     counts = torch.zeros(2, dtype=torch.int32)
     tensors = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
     constants = ffn_few.constants_of(n, k, shape, squared, gated, x.dtype, x_by)
-    kernel = on_cpu(constants, late, folder)
+    kernel = on_cpu(constants, late)
     results = []
     for token, column in ((None, 0), (None, 0), (m // 2, 3)):
         if token is not None:

@@ -16,7 +16,7 @@ from sparsebench.harness.ops._op import bound
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.results.record import Problem, Value
-from tests.kernels.layers import assert_right, given
+from tests.kernels.layers import assert_right, operands_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 OP = load_op("ffn_step")
@@ -101,13 +101,13 @@ def test_the_work_matches_a_hand_computation():
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_the_kernel_stacks_the_results_of_the_layer(activation):
-    operands = given(problem(activation=activation))
+    operands = operands_for(problem(activation=activation))
     assert_right(launch_of(operands), operands)
 
 
 def test_zero_slots_are_refused():
     with pytest.raises(Unsupported, match="option slots"):
-        launch_of(given(problem()), slots=0)
+        launch_of(operands_for(problem()), slots=0)
 
 
 def test_the_kernel_supports_the_suite():
@@ -124,7 +124,7 @@ def test_the_kernel_supports_the_suite():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_kernel_is_correct_on_a_gpu(dtype, skew, slots):
     case = problem(m=2048, n=5632, k=2048, active=29.0, skew=skew, dtype=dtype)
-    operands = given(case, GPU)
+    operands = operands_for(case, GPU)
     assert_right(launch_of(operands, slots=slots), operands)
 
 

@@ -83,9 +83,7 @@ def assert_correct(y: Tensor, layer: Layer) -> None:
 @hopper
 @pytest.mark.parametrize(("shape", "gated"), CASES, ids=str)
 @pytest.mark.parametrize("m", TOKENS)
-def test_any_number_of_active_units_is_correct_on_a_gpu(
-    m: int, shape: tuple[int, int], gated: bool
-) -> None:
+def test_any_number_of_active_units_is_correct_on_a_gpu(m, shape, gated) -> None:
     """Test gated layers in bf16 with relu, others in fp16 with relu2."""
     kind = torch.bfloat16 if gated else torch.float16
     case = layer(m, *shape, kind, not gated, gated)

@@ -2,7 +2,6 @@
 
 import ctypes
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import _twell_gate, ffn_twell
 from sparsebench.kernels.twell._twell_gate import Config, Tiles
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.emulation.cuda_on_cpu import built, without_ptx
+from tests.emulation.cuda_on_cpu import library_of, without_ptx
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
@@ -99,14 +98,14 @@ CASES = [
 ]
 
 
+EVERY = [
+    (("bf16", "fp16")[(i + j) % 2], c, t) for i, c in enumerate(CASES) for j, t in enumerate(TILES)
+]
+
+
 @needs_gxx
-@pytest.mark.parametrize(
-    ("case", "tiles"), sampled([(c, t) for c in CASES for t in TILES], 0, 7, 26), ids=str
-)
-@pytest.mark.parametrize("name", sampled(["bf16", "fp16"]))
-def test_threads_on_a_cpu_write_the_words(
-    name: str, case: tuple[Config, int, int, float, int], tiles: Tiles, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "case", "tiles"), sampled(EVERY, 0, 7, 26), ids=str)
+def test_threads_on_a_cpu_write_the_words(name, case, tiles) -> None:
     (config, m, n, fraction, workers), dtype = case, DTYPES[name]
     torch.manual_seed(0)
     rows, columns = (-(-m // 256) + 1) * 256, -(-n // 256) * 256
@@ -120,7 +119,7 @@ def test_threads_on_a_cpu_write_the_words(
     code = without_ptx(functions, "produce", "release", "mainloop")
     source = '#include "grid_on_cpu.h"\n' + STAND_INS + code + RUN
     constants = (*_twell_gate.constants_of(tiles, config, dtype), ("LATE", 0))
-    run = built(source, constants, tmp_path).call
+    run = library_of(source, constants).call
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (sums, words, dense)]
     run(pointers[0], columns, *pointers[1:], m, n, workers * config.cluster)
     assert_words(words, dense, sums[:m, :n].to(dtype), tiles)
@@ -142,9 +141,7 @@ def assert_words(words: Tensor, dense: Tensor, gate: Tensor, tiles: Tiles) -> No
 @by_nvcc
 @pytest.mark.parametrize("config", sampled(_twell_gate.configurations()), ids=str)
 @pytest.mark.parametrize("tiles", sampled(TILES), ids=str)
-def test_the_gate_compiles_without_spills_or_serialised_products(
-    tiles: Tiles, config: Config, tmp_path: Path
-) -> None:
+def test_the_gate_compiles_without_spills_or_serialised_products(tiles, config, tmp_path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         constants = _twell_gate.constants_of(tiles, config, dtype)
         assert_compiles_cleanly("twell_gate", constants, tmp_path)
