@@ -54,11 +54,11 @@ def fields(m: int, n: int, k: int, sparsity: float, block: int | list[int] = 1) 
 
 
 def contest(
-    problem: Problem, replicate: int, noise: np.random.Generator, gain: float | None = None
+    problem: Problem, replicate: int, noise: np.random.Generator, level: float | None = None
 ) -> list[Row]:
     """Return a row per contender with times by 800 TFLOP/s, 4 TB/s and a launch of 4 µs."""
     m, n, k = (problem[name] for name in "mnk")
-    sparsity = problem["sparsity"] if gain is None else gain
+    sparsity = problem["sparsity"] if level is None else level
     rows = []
     for contender in [DENSE, *SPARSE]:
         density = 1.0 if contender == DENSE else 1 - sparsity
@@ -134,7 +134,7 @@ def dlmc() -> list[Row]:
             ),
             0,
             noise,
-            found=float(level),
+            level=float(level),
         )
     ]
 
