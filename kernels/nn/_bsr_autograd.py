@@ -88,7 +88,7 @@ def _run(
     if not call.m or not out[0]:
         return a.new_zeros(out, dtype=output_dtype(a.dtype))
     a = readable(a)
-    with nullcontext() if _is_current(device) else torch.cuda.device(device):
+    with nullcontext() if is_current(device) else torch.cuda.device(device):
         if front is None or not pattern.is_planned(call):
             return pattern.run(call, a, b)
         packed = call.op == "dgrad" and not call.live  # then launches need not read the values
@@ -109,7 +109,7 @@ def _require_alike(pattern: Pattern, a: Tensor, b: Tensor) -> None:
             raise Unsupported(f"expected a torch.Tensor with an address, found {type(operand)}")
 
 
-def _is_current(device: torch.device) -> bool:
+def is_current(device: torch.device) -> bool:
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
@@ -292,7 +292,7 @@ def multiply_recorded(
     assert columns is not None
     in_python = partial(multiply, x, values, bias, offsets, columns, n)
     traced = transformed() or watched() or torch._C._get_tracing_state()
-    if cast or traced or not _is_current(x.device) or forward_ad._current_level >= 0:
+    if cast or traced or not is_current(x.device) or forward_ad._current_level >= 0:
         return in_python(), front
     operands = (x, values) if bias is None else (x, values, bias)
     differentiated = _differentiated(operands)

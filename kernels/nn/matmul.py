@@ -74,19 +74,29 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
         fast: Tensor | None = None if front is None else front(x)
         if fast is not None:
             return fast
-    n, k = w.shape
+    k = w.shape[1]
     if x.dim() == 0 or x.shape[-1] != k:
         raise Unsupported(f"matmul: expected X [..., {k}], found {list(x.shape)}")
     flat = x.reshape(-1, k)
     _require_alike(flat, w)
     if kernel is None and options:
         raise Unsupported(f"matmul: expected kernel=NAME beside {', '.join(options)}, found none")
+    here = not torch.compiler.is_compiling() and _bsr_autograd.is_current(x.device)
+    if here and not torch.is_autocast_enabled(x.device.type):  # the contexts take 20 µs
+        return _multiply(x, flat, w, kernel, options)
     with torch.cuda.device_of(flat), torch.autocast(x.device.type, enabled=False):
-        if kernel is None and isinstance(w, Bsr):
-            keep(w)
-            return _bsr(x, w)
-        y = _by_format(flat, w) if kernel is None else by_name(flat, w, kernel, options)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+        return _multiply(x, flat, w, kernel, options)
+
+
+def _multiply(
+    x: Tensor, rows: Tensor, w: Format, kernel: str | None, options: dict[str, Any]
+) -> Tensor:
+    """Return the product of X, which has these rows, on the current device without autocast."""
+    if kernel is None and isinstance(w, Bsr):
+        keep(w)
+        return _bsr(x, w)
+    y = _by_format(rows, w) if kernel is None else by_name(rows, w, kernel, options)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], w.shape[0])
 
 
 def _kind(value: object) -> str:
