@@ -64,10 +64,11 @@ def _names(name: str) -> None:
 
 def _signature(name: str) -> None:
     parameters = [*inspect.signature(load_kernel(name).prepare).parameters.values()]
-    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    options = [p for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     signature = ", ".join(str(parameter) for parameter in parameters)
-    expect(len(positional) == 1, f"expected prepare(operands, *, options), found ({signature})")
-    unset = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    fits = parameters and len(options) == len(parameters) - 1
+    expect(fits, f"expected prepare(operands, *, options), found ({signature})")
+    unset = [p.name for p in options if p.default is p.empty]
     expect(not unset, f"expected a default of every option, found none of {unset}")
 
 

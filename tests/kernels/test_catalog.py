@@ -20,7 +20,7 @@ FAMILIES = "attention", "bitmap", "bsr", "csr", "spense", "twell"
 OURS = tuple(f"sparsebench.kernels.{family}." for family in FAMILIES)
 SIZES = "m=64 n=512 k=256"
 STEP = "m=2 hidden=256 heads=4 kv_heads=2 head_dim=32 intermediate=256 vocab=40 layers=2 context=20"
-ATTENTION = "m=256 heads=4 kv_heads=4 head_dim=128 batch=1"
+ATTENTION = "m=256 context=256 heads=4 kv_heads=4 head_dim=128 batch=1"
 BY_OP = {"decoder": STEP, "attention": ATTENTION, "attention_backward": ATTENTION}
 BY_FORMAT = {
     "bsr": "pattern=blocks block=64 sparsity=0.5",
@@ -36,6 +36,8 @@ BY_FORMAT = {
 BY_NAME = {
     "attention_split": "m=16 context=2048 heads=4 kv_heads=4 head_dim=128 batch=1 causal=true "
     "pattern=sliding_window block=[16,64] sparsity=0.5",
+    "decoder_spense": f"{STEP} pattern=spense_hidden sparsity=0.25 dense_fraction=0.5 split=rows "
+    "wd.split=columns wh.dense_fraction=1.0 wqkv.dense_fraction=1.0 wo.dense_fraction=1.0",
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
     "linear_few": "m=2 n=512 k=256 active=8",
     "macko": "m=1 n=512 k=256 pattern=unstructured sparsity=0.9",
