@@ -38,7 +38,7 @@ SITE := site
 site: .venv/installed
 	$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json results/published/*/earlier/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
-# Take the picture of the site that README.md shows.
+# Take the picture of the site's first page, results/published/site.png.
 picture: site
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,640 --screenshot=results/published/site.png file://$(CURDIR)/$(SITE)/index.html
 
