@@ -39,7 +39,7 @@ def explained(repeats: pd.DataFrame) -> list[str]:
     )
     if repeats.empty:
         return ["No case was measured on two cards of one kind yet.", variation]
-    from_others = "To test a pair of runs, the variation is estimated from the other pairs."
+    from_others = "The variation used to test a pair of runs is estimated without that pair."
     return [
         "Each line is a pair of runs that measured the same cases with the same code on different "
         "cards of one kind.",
@@ -49,7 +49,8 @@ def explained(repeats: pd.DataFrame) -> list[str]:
         "An interval that is computed from the processes of one run alone is too narrow, because "
         "these share a card.",
         variation,
-        "Every interval of a verdict includes it, and so do the last two columns.",
+        "Every interval of a verdict includes it. So do the intervals that the last two columns "
+        "count.",
         *([from_others] if are_published(repeats) else []),
     ]
 

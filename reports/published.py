@@ -71,8 +71,8 @@ A run of fewer than 6 processes is a look, not a verdict. The interval of a verd
 variation between cards of one kind, which is estimated from the cases below that two cards
 measured.
 
-If a call takes less than 20 µs and its run measured chains, the table has its speedup inside a
-chain of eight layers in one CUDA graph, and beside it that of an isolated call. Other short calls
+If a call takes less than 20 µs and its run measured chains, the table has two speedups: of the call
+in a chain of eight layers in one CUDA graph, and of an isolated call. Other short calls
 are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 
 ## Headline
@@ -87,20 +87,21 @@ are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 
 ## Runs
 
-The campaign `suites/campaigns/published.yaml` measures these runs at one commit, except for those
-whose commit differs in the list; CHANGELOG.md gives the reason. A `+` after a commit
+The campaign `suites/campaigns/published.yaml` measures most of these runs again, at one commit;
+until it has, the list gives the commit of each. A `+` after a commit
 means that the checkout had uncommitted changes. Runs named `-sim` come from a model of a GPU.
 
-- *power-limited* counts the cases with at least one contest in which the board lowered its clock
-  for more than a fifth of the time to stay within its power limit. All contenders of a contest
+- *power-limited* counts cases. A case counts if, in at least one of its contests, the power limit
+  lowered the board's clock for more than a fifth of the time. All contenders of a contest
   share that clock.
-- *slow peers* counts the peers' cases that another run on the same kind of GPU timed more than
-  10 % faster, with the largest factor. Leads over these peers are too large by up to that factor.
+- *slow peers* counts cases of peers for which another run, on the same kind of GPU, measured a time
+  more than 10 % shorter; the number after it is the largest factor. Leads over these peers are
+  too large by up to that factor.
 
 {runs}
 
-The SHA-256 of its manifest identifies a bundle. `sparsebench validate` compares published runs with
-this list, and so does `sha256sum --check` if it is run in this folder.
+A bundle is identified by the SHA-256 of its manifest. `sparsebench validate` compares published
+runs with this list, and so does `sha256sum --check README.md`, run in this folder.
 
 {digests}
 """
