@@ -191,7 +191,8 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
         if first["type"] == "missing":
             raise SuiteError(f"{where}: {place}: expected a value, found none") from error
         actual = repr(first["input"])[:60]  # YAML has at most 100 digits: no integer is too long
-        expected = first["msg"].removeprefix("Input should be ")
+        empty = first["type"] == "too_short" and not first["input"]
+        expected = "at least one value" if empty else first["msg"].removeprefix("Input should be ")
         raise SuiteError(f"{where}: {place}: expected {expected}; found {actual}") from error
 
 

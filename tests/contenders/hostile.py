@@ -344,8 +344,22 @@ def use_the_new_switch() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
 
+def flip(owner: object, name: str) -> Kernel:
+    """Return a kernel that turns a switch of torch over."""
+    return setting(lambda: setattr(owner, name, not getattr(owner, name)))
+
+
+CUBLAS, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+
+
 sets_a_precision = setting(use_the_new_switch)
 sets_an_environment_variable = setting(lambda: os.environ.update(HOME="/nowhere"))
+sets_cublas_accumulation = flip(CUBLAS, "allow_fp16_accumulation")
+sets_cublas_reductions = flip(CUBLAS, "allow_bf16_reduced_precision_reduction")
+sets_cudnn = flip(CUDNN, "enabled")
+sets_cudnn_benchmark = flip(CUDNN, "benchmark")
+sets_cudnn_determinism = flip(CUDNN, "deterministic")
+sets_cudnn_tf32 = flip(CUDNN, "allow_tf32")
 sets_no_gradients = setting(lambda: torch.set_grad_enabled(False))
 sets_tf32 = setting(use_tf32)
 sets_the_attention = setting(lambda: torch.backends.cuda.enable_flash_sdp(False))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims import checking, claim_plan
 from sparsebench.harness.claims.checking import Evidence, check, evidence
+from sparsebench.harness.commands.claims import _runs
 from sparsebench.harness.costs.estimates import left_out
 from sparsebench.harness.models.pruning import files
 from sparsebench.harness.models.pruning.layer import Recipe
@@ -20,14 +21,14 @@ from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
-from sparsebench.results.analysis import Analysis
+from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
 from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.model_files import Pruning, read_pruning
-from sparsebench.results.record import Problem
+from sparsebench.results.record import Problem, Status
 from tests.results.claim_examples import CLAIM
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
@@ -364,6 +365,30 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page
     assert page.count("<svg") == 1
     assert f"{names[1]}: partly · H200" in (folder / f"{names[1]}.svg").read_text()
+
+
+def test_the_root_of_the_published_runs_is_a_folder_of_runs(tmp_path: Path) -> None:
+    every = sorted(file.parent for file in PUBLISHED.rglob("run.json"))
+    assert len(every) > 10
+    assert sorted(_runs([PUBLISHED])) == every
+    with pytest.raises(ResultError, match=r"--from .* found none"):
+        _runs([tmp_path])
+
+
+def test_a_cell_whose_peer_was_wrong_gives_the_reason() -> None:
+    (written,) = claim_plan.chosen(["openai-2017-cusparse"])
+    run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-64")
+    wrong = {"status": Status.WRONG, "detail": "error 3", "samples_us": ()}
+    rows = [
+        replace(row, **wrong) if row.case.contender.kernel == "cusparse_csr" else row
+        for row in run.rows
+        if row.case.problem["sparsity"] == 0.9
+    ]
+    (test,) = written.claim.tests
+    problems = {row.case.problem.id for row in rows}
+    result = cells(test, problems, analyse(replace(run, rows=rows)))
+    assert result
+    assert {cell.reason for cell in result} == {"no baseline ran: cusparse_csr: error 3"}
 
 
 def test_a_model_is_pruned_to_the_fractions_of_a_claim(tmp_path, monkeypatch) -> None:

@@ -4,12 +4,20 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import typer
+from safetensors.torch import save_file
 
 from sparsebench.harness.commands import _console
+from sparsebench.harness.commands import run as run_command
+from sparsebench.reports import build
 from sparsebench.reports.build import load_figure
+from sparsebench.results import store
+from sparsebench.results.record import Status
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED
@@ -64,6 +72,36 @@ def test_check_counts_cases_and_writes_nothing(run: Path) -> None:
     assert (
         "2 problems, 8 cases" in sparsebench("check", run / "suite.yaml", "--device", "cpu").stdout
     )
+
+
+def test_check_names_a_value_of_a_file_that_does_not_fit(tmp_path: Path) -> None:
+    save_file({"fc": torch.full((64, 64), 1e5)}, tmp_path / "w.safetensors")
+    field = '{op: linear, m: 4, dtype: fp16, pattern: unstructured, block: 1, sparsity: 0.5, \
+      source: {file: "w.safetensors", tensor: fc}}'
+    (tmp_path / "large.yaml").write_text(
+        f"schema: sparsebench/suite@1\ntitle: Too large\nproblems:\n  - {field}\n"
+        "contenders: [{format: csr, kernel: cusparse_csr}]\n"
+        "baselines: [{format: dense, kernel: torch_dense}]\n"
+    )
+    suite = tmp_path / "large.yaml", "--device", "cpu", "--data", tmp_path
+    entries = json.loads(sparsebench("check", *suite, "--json").stdout)["unsupported"]
+    (reason,) = (each["reason"] for each in entries if each["contender"] == "dense/torch_dense")
+    assert reason.startswith("w.safetensors:fc")
+    assert "finite in fp16" in reason
+
+
+def test_a_run_of_which_only_a_twin_failed_ends_with_the_code_of_failures(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = store.read(run)
+    twin = next(row for row in measured.rows if row.case.contender.twin)
+    failed = replace(twin, status=Status.FAILED, detail="illegal address", samples_us=())
+    rows = [failed if row is twin else row for row in measured.rows]
+    monkeypatch.setattr(store, "read", lambda path: replace(measured, rows=rows))
+    monkeypatch.setattr(build, "build", lambda *_: None)
+    with pytest.raises(typer.Exit) as stopped:
+        run_command._report(run, as_json=True, markdown=False, browse=False)
+    assert stopped.value.exit_code == _console.SOME_FAILED != 0
 
 
 def test_run_prints_json_for_a_script(run: Path, tmp_path: Path) -> None:

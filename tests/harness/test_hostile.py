@@ -9,6 +9,7 @@ import random
 import sys
 import weakref
 from dataclasses import asdict
+from functools import partial
 from types import ModuleType
 
 import declare
@@ -60,6 +61,12 @@ REASONS = {
 SETTINGS = {
     "sets_a_precision": "fp32",
     "sets_an_environment_variable": "HOME",
+    "sets_cublas_accumulation": "matmul.allow_fp16_accumulation",
+    "sets_cublas_reductions": "matmul.allow_bf16_reduced_precision_reduction",
+    "sets_cudnn": "cudnn.enabled",
+    "sets_cudnn_benchmark": "cudnn.benchmark",
+    "sets_cudnn_determinism": "cudnn.deterministic",
+    "sets_cudnn_tf32": "cudnn.allow_tf32",
     "sets_no_gradients": "gradients",
     "sets_tf32": "precision",
     "sets_the_attention": "attention",
@@ -115,6 +122,25 @@ def test_a_setting_of_the_process_is_put_back_and_its_contender_named() -> None:
         assert word in row.detail
     assert not before.restore()
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_current_gpu_and_stream_are_put_back(monkeypatch) -> None:
+    now = {"device": 0, "stream": "default"}
+    for name in now:
+        monkeypatch.setattr(torch.cuda, f"current_{name}", partial(now.get, name))
+        monkeypatch.setattr(torch.cuda, f"set_{name}", partial(now.__setitem__, name))
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(process_state, "_settings", process_state._settings.__wrapped__)
+    monkeypatch.setattr(process_state, "_random_states", dict)
+    before = ProcessState()
+    now |= {"device": 1, "stream": "side"}
+    changed = before.restore()
+    assert now == {"device": 0, "stream": "default"}
+    assert [name.partition(" from")[0] for name in changed] == [
+        "the current GPU",
+        "the current stream",
+    ]
 
 
 def test_random_numbers_and_new_variables_are_put_back_without_blame(monkeypatch) -> None:

@@ -228,6 +228,16 @@ def test_unfit_layers_are_one_error_before_any_change(make, recipe, message):
     assert [type(module) for module in model.modules()] == before
 
 
+@pytest.mark.parametrize(("recipe", "fields"), MODELS, ids=lambda value: str(value))
+def test_a_default_device_without_values_changes_no_layer(recipe, fields):
+    ids = torch.arange(3, 35).view(1, -1)
+    model = tiny(**fields)
+    expected = sparsify_(deepcopy(model), recipe, chosen(recipe))
+    with torch.device("meta"):
+        sparsify_(model, recipe, chosen(recipe))
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
 def test_all_layers_are_checked_before_the_first_changes():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with torch.no_grad():

@@ -204,6 +204,17 @@ def test_values_of_a_file_that_cannot_be_measured_are_a_row_and_known_before(nam
     ]
 
 
+def test_a_weight_of_one_row_is_measured_at_the_level_of_its_zeros(tmp_path: Path) -> None:
+    weight = torch.zeros(1, 128)
+    weight[0, ::10] = 1.0
+    fields = {"n": 1, "pattern": "unstructured", "sparsity": 0.5, "dtype": "fp32"}
+    spec = problem(in_file(tmp_path, weight), **fields)
+    contenders = [Contender("dense", "torch_dense"), Contender("csr", "scipy_csr")]
+    rows, _ = contest.run(spec, contenders, CPU, tmp_path)
+    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * 2
+    assert {row.sparsity for row in rows} == {1 - 13 / 128}
+
+
 def test_a_file_that_has_changed_is_a_failed_row(weights: Source, tmp_path: Path) -> None:
     spec = problem(replace(weights, sha256="0"))
     (row,), _ = contest.run(spec, [Contender("dense", "torch_dense")], CPU, tmp_path)

@@ -174,6 +174,23 @@ def test_a_plan_is_resumed_after_a_part_was_deleted(deleted, suite, gpus, tmp_pa
     assert Counter(map(key, store.read(out).rows)) == Counter(expected(suite, 1))
 
 
+def test_a_lost_part_is_made_again_before_a_cluster_gets_jobs(
+    suite, gpus, tmp_path, monkeypatch
+) -> None:
+    folder = tmp_path / "run.shards"
+    folders.create(folder, replace(on(gpus[:2], replicates=1), by="slurm"), suite.text)
+    before = sorted(folder.rglob("*"))
+    shutil.rmtree(folder / "2")
+
+    def stops(*_: object) -> None:
+        assert sorted(folder.rglob("*")) == before
+        raise Stopped(folder)
+
+    monkeypatch.setattr(cluster_jobs, "measure_parts", stops)
+    with pytest.raises(Stopped):
+        resume(tmp_path / "run")
+
+
 def test_a_deleted_suite_or_choices_are_one_line_before_any_job(suite, gpus, tmp_path) -> None:
     for name in ("suite.yaml", "pinned.json"):
         folder = tmp_path / f"{name}.shards"

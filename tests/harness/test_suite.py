@@ -313,6 +313,15 @@ def test_a_list_without_a_value_drops_no_work_silently(place: str, tmp_path: Pat
     assert f"s.yaml: {place}: expected " in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["problems", "contenders", "scopes", "caches"])
+def test_a_suite_whose_list_is_empty_is_refused(name: str, tmp_path: Path) -> None:
+    lists = {"problems": "[{op: linear}]", "contenders": f"[{CONTENDER}]", name: "[]"}
+    text = "".join(f"{key}: {value}\n" for key, value in lists.items())
+    (tmp_path / "s.yaml").write_text(f"schema: sparsebench/suite@1\ntitle: T\n{text}")
+    with pytest.raises(SuiteError, match=rf"{name}: expected at least one value; found \[\]"):
+        read(str(tmp_path / "s.yaml"))
+
+
 @pytest.mark.parametrize("number", ["0100", "-010", "00", "1:04", "1:04.5", "+0_1"])
 def test_a_number_in_another_base_is_refused(number: str, tmp_path: Path) -> None:
     with pytest.raises(SuiteError, match=f"decimal number, found {re.escape(number)}"):

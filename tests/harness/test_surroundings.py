@@ -158,6 +158,20 @@ def qwen_moe() -> Any:
     return transformers.Qwen2MoeForCausalLM(config)
 
 
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def test_experts_and_routers_of_mixtral_stay_dense_and_are_counted():
+    model = mixtral()
+    experts = model.model.layers[0].mlp.experts.down_proj
+    with pytest.warns(UserWarning, match=r"Router \(256 weights.*98,304 weights in 2 tensors"):
+        sparsify_(model, BLOCKS)
+    assert model.model.layers[0].mlp.experts.down_proj is experts
+    assert isinstance(model.model.layers[0].self_attn.q_proj, BlockSparseLinear)
+
+
 def test_experts_and_one_row_gates_stay_dense_and_are_counted():
     model = qwen_moe()
     gate = model.model.layers[0].mlp.shared_expert_gate.weight

@@ -86,6 +86,8 @@ def test_a_forest_has_a_marker_per_cell_and_omits_the_middle_of_many() -> None:
     assert "Left out: 16 cells between the best and the worst." in text
     assert "The 40 cells" in text
     assert page(entry(cell(claim, [1.0], reason="it needs a GPU"))).count("<svg") == 0
+    reason = "no baseline ran: cusparse_csr: error 3"
+    assert reason in page(entry(many[0], cell(claim, [1.0], "p99", reason=reason)))
 
 
 def test_a_figure_names_run_and_gpu_and_draws_a_problem_once() -> None:

@@ -157,6 +157,7 @@ def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> 
     text = text_of(run(8, bsr_us, noise))
     assert "VERDICT: 8 processes" in text
     assert outcome in text
+    assert "tied" not in text
     assert "Noise floor of one process: above 100 µs 0.5 %" in text
     assert "This run is reliable: 0 of 1 A/A pairs" in text
     assert "a look" not in text

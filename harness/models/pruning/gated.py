@@ -127,7 +127,8 @@ def require_gated(module: nn.Module, activations: tuple[str, ...]) -> tuple[Gate
     names = " or ".join(activations)
     require(activation in activations, f"expected an activation {names}, found {activation}")
     gate, up, down = parts.weights
-    x = torch.randn(2, gate.shape[1], generator=torch.Generator().manual_seed(0)).to(gate)
+    draw = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, gate.shape[1], generator=draw, device="cpu").to(gate)
     with torch.no_grad():
         expected = linear(ACTIVATIONS[activation](linear(x, gate)) * linear(x, up), down).float()
         error = float((module(x).float() - expected).norm() / expected.norm().clamp_min(1e-30))
