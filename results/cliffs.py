@@ -41,6 +41,6 @@ def sentence(cases: pd.DataFrame) -> str:
     if cases.empty or cases.m.nunique() < COUNTS:
         return ""
     every = ratios(cases)
-    found = f"{(every.ratio > LIMIT).sum()} of {len(every)} cases take more than {LIMIT} times as "
-    found += "long as a case of more tokens"
-    return f"{found}; the largest ratio is {significant(every.ratio.iloc[0])}."
+    count = f"{(every.ratio > LIMIT).sum()} of {len(every)} cases take more than {LIMIT} times as "
+    count += "long as a case of more tokens"
+    return f"{count}; the largest ratio is {significant(every.ratio.iloc[0])}."

@@ -86,8 +86,8 @@ def commit_of(run: Path, environment: Mapping[str, Any]) -> str:
     """
     commit, digest = environment.get("commit"), environment.get("code_sha256")
     table = run.resolve().parents[1] / COMMITS
-    known = from_json(table) if not commit and table.exists() else {}
-    return str(commit or known.get(str(digest), ""))
+    commits = from_json(table) if not commit and table.exists() else {}
+    return str(commit or commits.get(str(digest), ""))
 
 
 def device_name(environment: Mapping[str, Any]) -> str:

@@ -245,8 +245,8 @@ def ended(error: Exception) -> tuple[Status, str]:
         return Status.UNSUPPORTED, str(error)
     if isinstance(error, NO_MEMORY):
         return Status.OUT_OF_MEMORY, one_line(error)
-    known = isinstance(error, SparsebenchError)  # such as a file that is missing or has changed
-    return Status.FAILED, str(error) if known else one_line(error)
+    ours = isinstance(error, SparsebenchError)  # such as a file that is missing or has changed
+    return Status.FAILED, str(error) if ours else one_line(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -86,7 +86,7 @@ class Pattern:
     causal: bool = False
 
 
-def n_of_m(name: str, kept: int, group: int) -> Pattern:
+def n_of_m(name: str, nonzeros: int, group: int) -> Pattern:
     """Return the pattern `name`, which keeps the best N of each M elements along k.
 
     A suite may write $kept and $group in the params of a format.
@@ -96,6 +96,6 @@ def n_of_m(name: str, kept: int, group: int) -> Pattern:
         if weight.k % group:
             expected = f"expected k to be a multiple of {group}"
             raise SuiteError(f"pattern {name}: {expected}, found {weight.k}")
-        return Rule(weight.elements, group=group, counts=(kept,))
+        return Rule(weight.elements, group=group, counts=(nonzeros,))
 
-    return Pattern(rule, lambda fields: {"kept": kept, "group": group})
+    return Pattern(rule, lambda fields: {"kept": nonzeros, "group": group})

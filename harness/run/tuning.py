@@ -147,8 +147,9 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
             if not meets(contest.problem, contender, condition):
                 continue
             if contender.kernel == DEFAULT:
-                kept = replace(contender, options={"kept": True})  # what was searched before, stays
-                pairs[Case(contest.problem, contender).id] = (kept,)
+                # With the user's cache, so that what was searched before stays.
+                user_call = replace(contender, options={"cache": True})
+                pairs[Case(contest.problem, contender).id] = (user_call,)
             elif load_kernel(contender.kernel).tunes:
                 tuned = ({**contender.options, "tuned": how} for how in ("wide", False))
                 wide, default = (replace(contender, baseline=False, options=o) for o in tuned)

@@ -44,8 +44,8 @@ def _part(operands: Operands, tuned: Tuned, name: str, inputs: Sequence[Tensor])
 def _product(operands: Operands, name: str, w: Bsr, inputs: Sequence[Tensor], tuned: Tuned) -> Part:
     """Search for the first layer; the others take its choice, each with a copy of the weights."""
     first = bsr_ffn.fastest(operands, name, w, inputs[0], tuned)
-    known = replace(operands, pinned={name: first.choice})
-    rest = [bsr_ffn.fastest(known, name, copy_of(w), x, tuned) for x in inputs[1:]]
+    with_choice = replace(operands, pinned={name: first.choice})
+    rest = [bsr_ffn.fastest(with_choice, name, copy_of(w), x, tuned) for x in inputs[1:]]
     outs = [bsr_ffn.output_of(launch) for launch in (first, *rest)]
     return Part([first, *rest], outs, {name: first.choice}, first.candidates, first.code)
 

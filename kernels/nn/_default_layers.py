@@ -110,8 +110,8 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
         ("down", mlp.down, None),
     ):
         if x.is_cuda:
-            known = earlier and earlier.part(name)
-            h, plan = planned_product(h, part.spense, activation, part.scale, known)
+            previous = earlier and earlier.part(name)
+            h, plan = planned_product(h, part.spense, activation, part.scale, previous)
             choice[name] = plan.row
             lines += [{"of": name, **line} for line in plan.lines]
             code = code or plan.product.code
@@ -130,8 +130,8 @@ def _products(operands: Operands, select: Select, earlier: Earlier | None) -> La
     choice: dict[str, Any] = {}
     lines, code = [], None
     for name in w:
-        known = earlier and earlier.part(name)
-        selected = select(w[name], hidden() if name == "wd" else x, known)
+        previous = earlier and earlier.part(name)
+        selected = select(w[name], hidden() if name == "wd" else x, previous)
         if selected is not None:
             choice[name] = selected.row
             lines += [{"of": name, **line} for line in selected.lines]
@@ -210,10 +210,10 @@ def _product(
     activation: str | None = None,
 ) -> Part:
     """Bind the plan that a layer chooses to the inputs of every layer, with copies of W."""
-    x, known = inputs[0], earlier and earlier.part(name)
+    x, previous = inputs[0], earlier and earlier.part(name)
     if isinstance(w, Spense):
-        selected = planned_product(x, w, activation, None, known)[1]
-    elif isinstance(w, Bsr | Bitmap) and (plan := select(w, x, known)) is not None:
+        selected = planned_product(x, w, activation, None, previous)[1]
+    elif isinstance(w, Bsr | Bitmap) and (plan := select(w, x, previous)) is not None:
         selected = plan
     else:
         expected = "expected weights in blocks, in 2:4 or as a bitmap"

@@ -1,5 +1,6 @@
 """What the layers share whose weights are packed and frozen: SpenseLinear and BitmapLinear."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -42,21 +43,21 @@ def require_dtype(fn: Callable[[Tensor], Tensor], like: Tensor, dtype: torch.dty
 class PackedLinear(nn.Linear):
     """nn.Linear whose W [out_features, in_features] is packed in buffers and frozen.
 
-    LAYOUT   names of the numbers in the extra state of a state dict, for messages
-    packed   the buffer with most of W
-    outside  dtype of X, Y and the bias
+    LAYOUT  names of the numbers in the extra state of a state dict, for messages
     """
 
     LAYOUT: str
     bias: nn.Parameter | None  # type: ignore[assignment]
 
     @property
+    @abstractmethod
     def packed(self) -> Tensor:
-        raise NotImplementedError
+        """Return the buffer with most of W."""
 
     @property
+    @abstractmethod
     def outside(self) -> torch.dtype:
-        raise NotImplementedError
+        """Return the dtype of X, Y and the bias."""
 
     @property
     def weight(self) -> PackedWeight:  # type: ignore[override]

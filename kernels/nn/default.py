@@ -41,13 +41,13 @@ LAYERS = {"ffn": layer, "mlp": layer, "decoder": decoder}
 OPS = "linear", "linear_dgrad", "linear_wgrad", *LAYERS
 
 
-def prepare(operands: Operands, *, kept: bool = False) -> Launch:
+def prepare(operands: Operands, *, cache: bool = False) -> Launch:
     """Plan the product of the format's weight. Raises Unsupported.
 
-    kept  take what the user's cache has, too, as a user's own call does (`sparsebench tune`)
+    cache  take what the user's cache has, too, as a user's own call does (`sparsebench tune`)
     """
     op = operands.problem.op
-    earlier = None if kept else Earlier(operands.pinned, operands.timed)
+    earlier = None if cache else Earlier(operands.pinned, operands.timed)
     if op in LAYERS:
         return LAYERS[op](operands, _select, earlier)
     weight = operands.pattern if op == "linear_wgrad" else operands.weights["w"]

@@ -62,8 +62,8 @@ def unsupported_in_4_bits(
     multiple of `rows` and k of `columns`.
     """
     if problem.fields.get("weight_bits") != BITS:
-        found = problem["dtype"]
-        return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {found}"
+        dtype_of_weights = problem["dtype"]
+        return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {dtype_of_weights}"
     return unmet(problem, device, AMPERE, dtype, newer=True, n=rows, k=columns)
 
 

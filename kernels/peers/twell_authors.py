@@ -149,9 +149,9 @@ class Gate:
 
 
 def unsupported_type(problem: Problem, device: torch.device) -> str | None:
-    found = problem["dtype"], problem["activation"]
-    wrong = f"expected bf16 and relu, found {' and '.join(found)}"
-    return unsupported_device(device, HOPPER) or (None if found == ("bf16", "relu") else wrong)
+    types = problem["dtype"], problem["activation"]
+    wrong = f"expected bf16 and relu, found {' and '.join(types)}"
+    return unsupported_device(device, HOPPER) or (None if types == ("bf16", "relu") else wrong)
 
 
 def unsupported_layer(problem: Problem, device: torch.device) -> str | None:
