@@ -332,7 +332,7 @@ def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
     base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
     assert (
         leader([base, row("fast", 200.0, 100.0, 50.0)])
-        == f"{TINY_TEXT}: fast 2.0× faster than cublas"
+        == f"{TINY_TEXT}: fast 2.0× as fast as cublas"
     )
     assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == f"{TINY_TEXT}: cublas is the fastest"
     assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""
