@@ -9,7 +9,7 @@ speedups are those of gated MLPs on a GPU by the published rows (results/advice.
 
 from sparsebench.reports.advice import loss_style, style
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of, mlp_of
+from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of
 from sparsebench.results.layer_estimates import SMALL_BLOCKS
 from sparsebench.results.measured_layers import TRAINED, Cost, Evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
@@ -47,7 +47,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
         gains = [
             gain_of(
                 evidence,
-                mlp_of(StepModel(shapes, tokens, CONTEXT), way, sparsity),
+                StepModel(shapes, tokens, CONTEXT).mlp(way, sparsity),
                 evidence.layers.gpus[gpu],
             )
             for shapes, tokens, _ in timed

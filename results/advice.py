@@ -19,8 +19,8 @@ from sparsebench.results.formatting import amount, listed, percent, times
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
+    BITMAP_TOKENS,
     BLOCKS,
-    CSR,
     SIX_EIGHT,
     TWO_FOUR,
     Estimator,
@@ -28,7 +28,7 @@ from sparsebench.results.layer_estimates import (
     Layer,
     Measured,
 )
-from sparsebench.results.measured_layers import BITMAP_TOKENS, Evidence, Loss, Step
+from sparsebench.results.measured_layers import Evidence, Loss, Step
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.step_model import (
@@ -164,7 +164,7 @@ def _advice(
 ) -> Advice:
     """Return everything that is known of a kind: bounds, then an estimate, then measurements."""
     way, sparsity = KINDS[kind]
-    layer = mlp_of(step, way, sparsity)
+    layer = step.mlp(way, sparsity)
     of_layers, most = gain_of(evidence, layer, gpu), step.bound(layer)
     of_step = Gain(most, 0.0, most, BOUND)
     runs: list[Measured | Step] = []
@@ -183,7 +183,7 @@ def _advice(
         fewer = depth if whole.model.layers < step.model.layers else ""
         whole_how = f"step{fewer}: {_processes(whole.processes)}"
         runs, how = [whole, *runs], [whole_how, *(how if same else [])]
-    saved = 0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.stored)
+    saved = 0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.kept)
     losses = [
         loss for loss in evidence.losses if loss.way == way and isclose(loss.sparsity, sparsity)
     ]
@@ -196,11 +196,6 @@ def _advice(
         "; ".join(how),
         list(dict.fromkeys(row.run for row in runs)),
     )
-
-
-def mlp_of(step: StepModel, way: str, sparsity: float) -> Layer:
-    """Return an MLP of a model; with many tokens at once, zeros anywhere are stored as CSR."""
-    return step.mlp(CSR if way == ANYWHERE and step.tokens > BITMAP_TOKENS else way, sparsity)
 
 
 def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
@@ -288,6 +283,11 @@ def _notes(
         ]
     if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
         notes += ["A bound is the larger ratio of bytes or of FLOPs; no measured layer is near."]
+    if tokens > BITMAP_TOKENS:
+        notes += [
+            f"With more than {BITMAP_TOKENS} tokens, a layer with zeros anywhere multiplies a "
+            "dense copy of its weights, and keeps both."
+        ]
     notes += dict.fromkeys(each.loss.text for each in kinds if each.loss)
     if not model.activation.startswith("relu"):
         notes += [f"The MLPs of this model have {model.activation}, which turns no unit off."]
