@@ -121,6 +121,7 @@ def measure(
         if chosen_by is provenance.Choices.EARLIER:
             runner.pin(searched)
         runner.pin(done)
+        runner.trust(done)
         identity = runner.about["identity"]
         if flags.energy:
             energy.require_meter(identity)
