@@ -247,7 +247,7 @@ def results(analysis: Analysis) -> Table:
         ["-", FORMATS.get(str(name), str(name)), (Outcome.NOT_MEASURED, "quiet")]
         for name in sparse["format"].unique()
     ]
-    columns = ["problem", "format", "kernel", "time", "dense", against, "of bound", "outcome"]
+    columns = ["problem", "format", "kernel", "time", "dense", against, "of limit", "outcome"]
     columns += ["accuracy"]
     lines = [line + [""] * (len(columns) - len(line)) for line in lines]
     used = [n for i, n in enumerate(columns) if any(_text(x[i]) not in EMPTY for x in lines)]
@@ -255,7 +255,7 @@ def results(analysis: Analysis) -> Table:
     kinds = " and ".join(sorted({str(kind) for kind in timed.interval.dropna()}))
     title = "; ".join(filter(None, [*titles, kinds]))
     words = {"problem", "format", "kernel", "outcome", "accuracy"}
-    spare = ("outcome", "of bound", "dense", "format")
+    spare = ("outcome", "of limit", "dense", "format")
     return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
 
 
