@@ -28,8 +28,6 @@ def advise(
 
     Runs of the same model are used as they are; other sizes are estimated, with an interval.
     """
-    from dataclasses import asdict
-
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
     from sparsebench.results import store
@@ -43,7 +41,7 @@ def advise(
         raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
     answer = answered(packaged() + added, read_shapes(model), gpu, batch)
     if as_json:
-        print_json(asdict(answer))
+        print_json(answer)
     elif markdown:
         stdout.write(presented.markdown(answer))
     else:
