@@ -247,7 +247,7 @@ def results(analysis: Analysis) -> Table:
         ["-", FORMATS.get(str(name), str(name)), (Outcome.NOT_MEASURED, "quiet")]
         for name in sparse["format"].unique()
     ]
-    columns = ["problem", "format", "kernel", "time", "dense", against, "of bound", "outcome"]
+    columns = ["problem", "format", "kernel", "time", "dense", against, "of limit", "outcome"]
     columns += ["accuracy"]
     lines = [line + [""] * (len(columns) - len(line)) for line in lines]
     texts = [[split_style(cell)[0] for cell in line] for line in lines]
@@ -256,7 +256,7 @@ def results(analysis: Analysis) -> Table:
     kinds = " and ".join(sorted({str(kind) for kind in timed.interval.dropna()}))
     title = "; ".join(filter(None, [*titles, kinds]))
     words = {"problem", "format", "kernel", "outcome", "accuracy"}
-    spare = ("outcome", "of bound", "dense", "format")
+    spare = ("outcome", "of limit", "dense", "format")
     return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
 
 

@@ -186,7 +186,7 @@ def progress_bar() -> Iterator[Show]:
 def progress_lines() -> Show:
     """Return a callback that prints the first and the last part, and a line every EVERY_S.
 
-    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9: bsr_small 1.5× as fast as cublas`
 
     The time left follows from the parts done since the first call, because a resumed run starts
     with some done. When another run follows, the estimate starts again. If that run came before the

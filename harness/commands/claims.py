@@ -33,7 +33,9 @@ Names = Annotated[
 ]
 Runs = Annotated[
     list[Path] | None,
-    typer.Option("--from", help="Runs, folders of runs, or JSON of train-lm or whole to judge by."),
+    typer.Option(
+        "--from", help="Evidence: runs, folders of runs, or the JSON of train-lm or whole."
+    ),
 ]
 
 
@@ -52,7 +54,7 @@ def list_(names: Names = None, as_json: opt.Json = False) -> None:
 
 @claims.command()
 def schema() -> None:
-    """Print the JSON Schema of a claim file, for editors that check YAML."""
+    """Print the JSON Schema of a claim file, for YAML editors."""
     from sparsebench.results.claims.schema import Claim
 
     print_json(Claim.model_json_schema(by_alias=True))
@@ -60,7 +62,7 @@ def schema() -> None:
 
 @claims.command()
 def lint(names: Names = None, data: opt.Data = None) -> None:
-    """Check the fields of claims, and the suites and contenders that they name."""
+    """Check claim files: their fields, suites and contenders."""
     from sparsebench.harness.claims.claim_plan import claims as packaged
     from sparsebench.harness.claims.claim_plan import load, parts
     from sparsebench.results.formatting import amount
@@ -84,11 +86,16 @@ def lint(names: Names = None, data: opt.Data = None) -> None:
 @claims.command()
 def bound(
     names: Names = None,
-    gpu: Annotated[Path | None, typer.Option(help="A run whose ceilings are the bounds.")] = None,
+    gpu: Annotated[
+        Path | None, typer.Option(help="A run whose measured ceilings limit the results.")
+    ] = None,
     data: opt.Data = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Compute the best possible result of each claim, and which tests no kernel can meet."""
+    """Compute the best result that each claim can have on a GPU.
+
+    The table says which tests no kernel can meet.
+    """
     from sparsebench.reports.claims.sheets import bounded
 
     planned = _evidence(names, None, data).planned(_ceilings(gpu))
@@ -122,10 +129,10 @@ def check(
     peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Run the measurements that claims still need, confirm promising results, and give verdicts.
+    """Measure what claims still need, and give verdicts.
 
     The missing runs are printed first; --gpu adds their estimated time. With 6 processes or more,
-    for each claim that needs confirmation, its best case is re-measured in isolation. If --budget
+    the best case of each claim that needs confirmation is measured again, alone. If --budget
     ends the check early, the same command with --out resumes it.
     """
     from sparsebench.harness.claims.checking import check as measure
@@ -190,7 +197,10 @@ def report(
 
 @claims.command()
 def sentences(runs: Runs = None, data: opt.Data = None) -> None:
-    """Print each sentence of the three announcements with its claims and verdicts, as Markdown."""
+    """Print the sentences of three announcements with their verdicts.
+
+    The announcements are OpenAI 2017, TwELL 2026 and SpenseGPT 2026. The output is Markdown.
+    """
     from sparsebench.reports.claims.announcements import markdown
     from sparsebench.results.claims.announcements import CLAIMS
 

@@ -7,7 +7,7 @@ from sparsebench.harness.commands._options import Device, Json
 
 
 def doctor(device: Device = None, as_json: Json = False) -> None:
-    """Check whether this machine is fit to measure.
+    """Check whether this machine is fit for benchmarks.
 
     The command suggests remedies and changes nothing.
     """
