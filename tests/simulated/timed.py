@@ -65,10 +65,10 @@ def timed(patch: pytest.MonkeyPatch) -> Clock:
     clock, started = Clock(), list[object]()
 
     class Timed(Here):
-        def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
-            super().__init__(device, data, log, **how)
+        def __init__(self, device: str, data: Path | None, log: Log) -> None:
+            super().__init__(device, data, log)
             if not started:
-                clock.seconds += START_S
+                clock.seconds += START_S - AGAIN_S
             started.append(self)
 
         def wait_ready(self) -> None:
@@ -92,7 +92,8 @@ def timed(patch: pytest.MonkeyPatch) -> Clock:
             clock.seconds += sum(spent.values())
             return ContestResult(rows, spent)
 
-    patch.setattr(worker_process, "Worker", Timed)
+    for module in (runner, worker_process):
+        patch.setattr(module, "Worker", Timed)
     for module in (survey, measure, runner):
         patch.setattr(module, "monotonic", clock)
     for module in (measure, run_json):
