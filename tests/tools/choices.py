@@ -66,7 +66,7 @@ def write(run: Path, folder: Path) -> tuple[Path, int]:
     old = file.read_text().splitlines() if file.exists() else []
     lines = {json.dumps(json.loads(each)["problem"], sort_keys=True): each for each in old}
     lines |= {problem: text for problem, (_, _, text) in fastest.items()}
-    for problem in cliffs({problem: time for problem, (time, _, _) in fastest.items()}):
+    for problem in cliffs({problem: time for problem, (time, *_) in fastest.items() if time}):
         del lines[problem], fastest[problem]
     write_file(file, "".join(f"{lines[problem]}\n" for problem in sorted(lines)))
     return file, len(fastest)

@@ -1,12 +1,19 @@
 import json
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common.selection import configured
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.tools import choices
 
+PACKAGE = tuned_table.folders()["package"]
 RUN = SimpleNamespace(environment={"gpu": {"compute_capability": "9.0", "multiprocessors": 132}})
 
 
@@ -49,12 +56,14 @@ def test_a_list_has_the_fastest_choice_or_that_of_most_processes(tmp_path, monke
     assert lines[1]["code"] == "digest"
 
 
-@pytest.mark.parametrize("file", [*tuned_table.folders()["package"].glob("*.choices")], ids=str)
+@pytest.mark.parametrize("file", [*PACKAGE.glob("*.choices")])
 def test_a_list_names_kernels_and_configurations_that_exist(file: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
         if line["kernel"] != "dense":
-            kernel = import_module(tuned_table.module_name(line["kernel"]))
-            configured(kernel, line["config"])
+            (source,) = PACKAGE.parent.glob(f"*/{line['kernel']}.py")
+            kernel = import_module(f"sparsebench.kernels.{source.parent.name}.{source.stem}")
+            if hasattr(kernel, "Config"):
+                configured(kernel, line["config"])
     assert len({json.dumps(line["problem"], sort_keys=True) for line in lines}) == len(lines)
     assert len(file.read_bytes()) < 100_000
