@@ -121,6 +121,7 @@ def measure(
         if chosen_by is provenance.Choices.EARLIER:
             runner.pin(searched)
         runner.pin(done)
+        runner.trust(done)
         identity = runner.about["identity"]
         if flags.energy:
             energy.require_meter(identity)
@@ -314,7 +315,7 @@ def describe(problem: Problem) -> str:
 def leader(rows: Sequence[Row]) -> str:
     """Name the problem and its fastest contender for a line of progress; "" for a reference.
 
-    `m=64 n=4096 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+    `m=64 n=4096 block=64 sparsity=0.9: bsr_small 1.5× as fast as cublas`
     """
     timed = [row for row in rows if row.status is Status.OK and row.samples_us]
     over = next((row for row in timed if row.case.contender.baseline), None)
@@ -323,7 +324,7 @@ def leader(rows: Sequence[Row]) -> str:
     logs = [float(np.median(frame.logs_over(row, over))) for row in timed]
     best = timed[logs.index(max(logs))]
     first, base = (_ran(row) for row in (best, over))
-    result = f"{first} {number(exp(max(logs)))}× faster than {base}"
+    result = f"{first} {number(exp(max(logs)))}× as fast as {base}"
     result = f"{base} is the fastest" if best is over else result
     return f"{describe(over.case.problem)}: {result}"
 

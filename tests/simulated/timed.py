@@ -67,10 +67,10 @@ def timed(patch: pytest.MonkeyPatch) -> Clock:
     clock, started, ceilings = Clock(), list[object](), list[object]()
 
     class Timed(Here):
-        def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
-            super().__init__(device, data, log, **how)
+        def __init__(self, device: str, data: Path | None, log: Log) -> None:
+            super().__init__(device, data, log)
             if not started:
-                clock.seconds += START_S
+                clock.seconds += START_S - AGAIN_S
             started.append(self)
             self.searched: set[tuple[Any, ...]] = set()
 
@@ -98,7 +98,8 @@ def timed(patch: pytest.MonkeyPatch) -> Clock:
             clock.seconds += sum(spent.values())
             return ContestResult(rows, spent)
 
-    patch.setattr(worker_process, "Worker", Timed)
+    for module in (runner, worker_process):
+        patch.setattr(module, "Worker", Timed)
     for module in (survey, measure, runner):
         patch.setattr(module, "monotonic", clock)
     for module in (measure, run_json):
