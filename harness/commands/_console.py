@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,7 +70,16 @@ def wide() -> Output:
 
 
 def print_json(data: Any) -> None:
-    stdout.write(json.dumps(data, indent=1) + "\n")
+    """Print data as JSON; a dataclass becomes an object."""
+    stdout.write(json.dumps(data, indent=1, default=asdict) + "\n")
+
+
+def print_result(result: Any, table: Callable[[Any], object], as_json: bool) -> None:
+    """Print a result as JSON, or the table that is made of it."""
+    if as_json:
+        print_json(result)
+    else:
+        wide().print(table(result))
 
 
 def show_page(page: Path) -> None:

@@ -31,8 +31,6 @@ def advise(
     The answer names the kind of sparsity. It comes from published runs: if none measured layers of
     this model, the speedup is estimated from similar layers, with an interval.
     """
-    from dataclasses import asdict
-
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
     from sparsebench.results import store
@@ -46,7 +44,7 @@ def advise(
         raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
     answer = answered(packaged() + added, read_shapes(model), gpu, batch)
     if as_json:
-        print_json(asdict(answer))
+        print_json(answer)
     elif markdown:
         stdout.write(presented.markdown(answer))
     else:

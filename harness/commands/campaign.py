@@ -1,6 +1,5 @@
 """`sparsebench campaign`: many suites in one order, measured in pieces on one or more machines."""
 
-from dataclasses import asdict
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -126,7 +125,7 @@ def status(
     requested = _read(file)
     states = [state(out, entry) for entry in requested.named(names or [])]
     if as_json:
-        print_json([asdict(each) for each in states])
+        print_json(states)
         return
     table = Table("entry", "status", "contests", "cards", "GPU time", box=None)
     for each in states:

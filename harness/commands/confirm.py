@@ -1,6 +1,5 @@
 """`sparsebench confirm`: measure the largest speedups of a run again, alone."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -37,8 +36,7 @@ def confirm(
     build(frames_of(again), fresh / "report.html")
     lines = headlines(again)
     if as_json:
-        dicts = [asdict(headline) for headline in lines]
-        print_json({"run": str(fresh), "headlines": dicts, "choices": choices_of(again.state)})
+        print_json({"run": str(fresh), "headlines": lines, "choices": choices_of(again.state)})
     else:
         for headline in lines:
             stdout.say(headline.sentence)

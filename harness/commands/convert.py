@@ -1,6 +1,5 @@
 """`sparsebench convert`: give sparse checkpoints of other tools layers that run."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +34,7 @@ def convert(
         raise SuiteError(f"--dtype: expected {' or '.join(kinds)}, found {dtype!r}")
     conversion = convert(checkpoint, out, kinds[dtype] if dtype else None, pick(device))
     if as_json:
-        print_json(asdict(conversion))
+        print_json(conversion)
     else:
         for line in lines(out, conversion):
             stdout.say(line)

@@ -1,12 +1,11 @@
 """`sparsebench prune`: prune weights and measure the error."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import print_json, wide
+from sparsebench.harness.commands._console import print_result
 from sparsebench.harness.commands._options import Device, Json, out_file
 
 
@@ -61,7 +60,4 @@ def prune(
         tokens=tokens,
         to=out,
     )
-    if as_json:
-        print_json(asdict(pruned))
-    else:
-        wide().print(table(pruned))
+    print_result(pruned, table, as_json)

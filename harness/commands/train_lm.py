@@ -1,12 +1,11 @@
 """`sparsebench train-lm`: train small language models with sparse activations or weights."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import print_json, progress_bar, wide
+from sparsebench.harness.commands._console import print_result, progress_bar
 from sparsebench.harness.commands._options import Device, Json, out_file
 
 L1 = "0,1e-4,1e-3,1e-2,3e-2"  # from no penalty to one that turns most units off
@@ -63,20 +62,15 @@ def train_lm(
 
     settings = Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
     picked = pick(device)
-    trained: Any
     if pattern:
         plan, more = widths.parse(pattern, block, sparsity), widths.parse_widths(dense)
         with progress_bar() as show:
-            trained = widths.train_widths(
+            compared = widths.train_widths(
                 plan, settings, seeds, picked, dense=more, data=data, to=out, show=show
             )
-        table = widths.table(trained)
+        print_result(compared, widths.table, as_json)
     else:
         coefficients = train.parse_coefficients(l1)
         with progress_bar() as show:
             trained = train.train_all(coefficients, settings, picked, to=out, show=show)
-        table = train.table(trained)
-    if as_json:
-        print_json(asdict(trained))
-    else:
-        wide().print(table)
+        print_result(trained, train.table, as_json)

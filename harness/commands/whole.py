@@ -1,12 +1,11 @@
 """`sparsebench whole`: measure a whole model with few active hidden units."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import print_json, progress_bar, wide
+from sparsebench.harness.commands._console import print_result, progress_bar
 from sparsebench.harness.commands._options import Device, Json, Peers, out_file
 
 VOCAB = 49152
@@ -51,7 +50,4 @@ def whole(
     kernels, picked = mlp.split(","), pick(device)
     with progress_bar() as show:
         measured = measure(shape, kernels, picked, steps=steps, window_s=energy, to=out, show=show)
-    if as_json:
-        print_json(asdict(measured))
-    else:
-        wide().print(table(measured))
+    print_result(measured, table, as_json)

@@ -33,7 +33,6 @@ from sparsebench.harness.run.worker_process import (
     Log,
     Worker,
     WorkerLoss,
-    start_spare,
     start_worker,
 )
 from sparsebench.results.ceilings import FP32, TF32
@@ -172,7 +171,7 @@ class Runner:
             spare.begin()  # unless `fresh` did
         importing: list[Worker] = []
         if not self._spares:
-            importing += [start_spare(*arguments) for _ in range(min(self._to_come, AHEAD))]
+            importing += [Worker(*arguments) for _ in range(min(self._to_come, AHEAD))]
             self._spares = importing
         try:
             ready = spare is not None and self._succeeds(spare.wait_ready)

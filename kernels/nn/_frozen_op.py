@@ -22,7 +22,8 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, lasting
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.front import DGRAD, record
+from sparsebench.kernels._common.front import record
+from sparsebench.kernels._common.front_in_python import DGRAD
 from sparsebench.kernels._common.selection import Candidate, Operator, bucket, configured
 from sparsebench.kernels._common.transforms import batched, rows_of, watched
 from sparsebench.kernels._kernel import DTYPES
@@ -105,7 +106,7 @@ def derivative_of(w: Bitmap) -> Callable[..., tuple[Tensor, None]]:
         if torch.is_grad_enabled() or watched():
             return batched(linear(rows, transposed), dy), None
 
-        def product() -> Tensor:
+        def product(rows: Tensor) -> Tensor:
             on_tape(dense=transposed)
             return linear(rows, transposed)
 

@@ -21,10 +21,9 @@ def folded(title: str, body: Markup) -> Markup:
     return Markup("<details><summary>{}</summary>{}</details>").format(title, body)
 
 
-def wide(drawing: Markup, title: str = "") -> Markup:
+def wide(drawing: Markup) -> Markup:
     """Return a drawing that takes the width of the page."""
-    heading = Markup("<h3>{}</h3>").format(title) if title else ""
-    return Markup('<figure class="wide">{}{}</figure>').format(heading, drawing)
+    return Markup('<figure class="wide">{}</figure>').format(drawing)
 
 
 def download(name: str, data: pd.DataFrame) -> Markup:

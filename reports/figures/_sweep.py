@@ -14,7 +14,7 @@ from markupsafe import Markup
 from numpy.typing import ArrayLike, NDArray
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import Frames
+from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import (
     INK,
@@ -114,9 +114,9 @@ def draw_panels(
     groups: list[tuple[str, pd.DataFrame]],
     axis: Sweep,
     quantity: Quantity,
-    dress: Callable[[Chart, pd.DataFrame], Markup],
+    dress: Callable[[Chart, pd.DataFrame], Markup | None] = lambda chart, group: None,
 ) -> Markup:
-    """Draw the panels with two points or more; `dress` adds to a panel and returns its caption.
+    """Draw the panels with two points or more; `dress` adds to a panel and may return its caption.
 
     If the quantity has a `best`, draw the best of ours and the best sparse peer, and the other
     contenders on demand.
@@ -136,7 +136,7 @@ def draw_panels(
         for label, number in frames.series_of(group).items():
             line = group[group.label == label]
             _line(chart, line, axis, quantity, series(number), others=bool(quantity.best))
-        caption = dress(chart, group)
+        caption = dress(chart, group) or NOTHING
         drawn.append((title, chart.svg(f"{quantity.name}, {title}"), caption))
     return side_by_side(drawn)
 

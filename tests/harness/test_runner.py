@@ -116,7 +116,7 @@ def test_a_crash_while_taking_turns_finds_its_owner() -> None:
 
 
 def test_a_contest_without_a_known_offender_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
+    script = 'for _ in range(2): print(\'{"identity": "x"}\', flush=True); input()'
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     (row,) = rows()
     assert row.status is Status.FAILED
@@ -148,20 +148,13 @@ def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> Non
         runner.kill()
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_worker_is_given_its_device_and_folder(waits, tmp_path, monkeypatch) -> None:
+def test_a_worker_is_given_its_device_and_folder(tmp_path, monkeypatch) -> None:
     script = (
-        "import json, sys\ngiven = sys.argv[1:]\n"
-        "if given == ['--wait']:\n"
-        "    print('{}', flush=True)\n    given = json.loads(sys.stdin.readline())\n"
-        "print(json.dumps({'given': given}), flush=True)\n"
+        "import json, sys\nprint('{}', flush=True)\n"
+        "print(json.dumps({'given': json.loads(sys.stdin.readline())}), flush=True)\n"
     )
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
-    worker = worker_process.Worker("cuda:1", tmp_path, worker_process.Log(), spare=waits)
-    if waits:
-        worker.wait_imported()
-        worker.begin()
-        worker.wait_ready()
+    worker = worker_process.start_worker("cuda:1", tmp_path, worker_process.Log())
     assert worker.about == {"given": ["cuda:1", str(tmp_path)]}
     worker.close()
 
@@ -172,7 +165,7 @@ def test_a_worker_that_a_command_started_early_is_the_first_one(monkeypatch) -> 
     early_start.start(None, 1, 2)
     first, second = early_start._waiting
     worker = worker_process.start_worker("cpu", None, worker_process.Log())
-    other = worker_process.start_spare("cpu", None, worker_process.Log())
+    other = worker_process.Worker("cpu", None, worker_process.Log())
     assert {worker.pid, other.pid} == {first.pid, second.pid}
     assert (worker.about["slug"], other.about) == ("cpu", {})
     assert early_start.take() is None
