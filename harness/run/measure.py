@@ -59,7 +59,7 @@ class RunOptions:
     searched    rows of an earlier run: the processes of a verdict search among its finalists
     origin      the bundle that this run reproduces or confirms, for run.json
     until       a time.monotonic(): no contest starts that would end after it if it took as long as
-                the longest so far; --resume measures the rest
+                in the process before, or as the longest so far; --resume measures the rest
     rank        contests of a lower rank come first in every process; ties are in random order
     replan      called before each process with its number and its contests, and returns those to
                 measure now; --resume measures the others
@@ -222,7 +222,7 @@ class _Session:
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # contests
     last: str = ""  # the problem and the result of the last contest
-    longest_s: float = 0.0  # that any contest took
+    took_s: dict[str, float] = field(default_factory=dict)  # of each problem, when last measured
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)
@@ -263,15 +263,17 @@ class _Session:
         self.options.progress(self.done, self._total(), self.last)
 
     def _in_time(self, contests: Iterable[Contest]) -> Iterator[Contest]:
-        """Yield and announce contests while there is time for one that takes as long as any."""
+        """Yield and announce the contests for which there is time (RunOptions.until)."""
         began = monotonic()
         for contest in contests:
-            if began + self.longest_s > self.options.until:
+            longest_s = max(self.took_s.values(), default=0.0)
+            expected_s = self.took_s.get(contest.problem.id, longest_s)
+            if began + expected_s > self.options.until:
                 return
             self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest
             now = monotonic()
-            self.longest_s, began = max(self.longest_s, now - began), now
+            self.took_s[contest.problem.id], began = now - began, now
 
     def _total(self) -> int:
         part, processes = self.options.part, self.record.flags.replicates

@@ -125,7 +125,7 @@ class Worker:
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = log
         self._words: list[str] = []
-        self._killed = False
+        self._killed = self._begun = False
 
         def hear(line: str) -> None:
             log.add(line)
@@ -142,7 +142,10 @@ class Worker:
         self._answer("the worker did not start")
 
     def begin(self) -> None:
-        self._send(self._arguments)
+        """Let a spare child take its device; a second call does nothing."""
+        if not self._begun:
+            self._begun = True
+            self._send(self._arguments)
 
     def wait_ready(self) -> None:
         self.about = self._answer("the worker did not start")

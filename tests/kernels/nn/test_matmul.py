@@ -174,12 +174,6 @@ def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
     assert not sparsebench.matmul(x, w).any()
 
 
-def test_a_dense_product_of_padded_tokens_is_that_of_the_tokens() -> None:
-    w, x = Bitmap.from_dense(weight()), torch.randn(7, K)
-    y = _frozen_op.DenseCopy(w, _frozen_op.Padded(16)).run(x)
-    torch.testing.assert_close(y, sparsebench.matmul(x, w))
-
-
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [1, 16, 17])
