@@ -123,7 +123,7 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     elements = sum(int(area[present].sum()) for present in lists)
     return {
         "mask": elements * problem["heads"] * problem["batch"] // len(lists),
-        "keys": int(selected(mask, fields).sum()),
+        "keys": int(selected_keys(mask, fields).sum()),
     }
 
 
@@ -147,7 +147,7 @@ def cells_of(mask: Tensor, fields: Values) -> Tensor:
     return (mask != 0).view(fields["batch"], -1, rows, mask.shape[1])
 
 
-def selected(mask: Tensor, fields: Values) -> Tensor:
+def selected_keys(mask: Tensor, fields: Values) -> Tensor:
     """Return which keys some query of a KV head selects, bool [batch, context, kv_heads]."""
     (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
     cells, keys = cells_of(mask, fields), torch.arange(context, device=mask.device)
@@ -165,7 +165,7 @@ def without_unselected(mask: Tensor, fields: Values, *tensors: Tensor) -> list[T
     A sum over all keys of a sequence multiplies those by 0, and 0 times NaN is NaN.
     """
     heads = fields["kv_heads"]
-    unselected = ~selected(mask, fields).reshape(-1, heads, 1)
+    unselected = ~selected_keys(mask, fields).reshape(-1, heads, 1)
     return [x.view(len(x), heads, -1).masked_fill(unselected, 0).view(x.shape) for x in tensors]
 
 
