@@ -90,7 +90,7 @@ https://arxiv.org/abs/2603.23198
 https://arxiv.org/abs/2606.10445
 - 2:4 sparsity has a theoretical speedup of up to 2
   > nvidia-two-four
-- products of 2:4 weights alone gain 1.1 to 1.8 × on B200 (paper)
+- products of an MLP that is all 2:4 gain 1.1 to 1.8 × on B200 in fp8 (paper)
   > nvidia-two-four
 - strict 2:4 often degrades accuracy in pruning after training
   > none: no threshold; results/published/pruning has the losses of two models
@@ -102,9 +102,9 @@ https://arxiv.org/abs/2606.10445
   > spense-2026-libraries
 - which regions stay dense is important
   > none: no threshold; harness/NOTES.md has the losses of both strategies
-- pruning takes 1.9 and 2.2 hours on one GPU (paper)
+- pruning takes 1.9 and 2.2 hours on one B200 (paper)
   > none: needs the 32 and 36 billion parameters of its models
-- it runs on AMD GPUs through their libraries
+- AMD's libraries can run it, too
   > none: no AMD GPU is measured
 - up to 1.2 × end-to-end decoding speedup on B200 in fp8
   > spense-2026-end-to-end
