@@ -28,7 +28,7 @@ from sparsebench.results.model_files import (
 )
 from sparsebench.results.step_model import ACTIVE, BOUND, Gain
 
-COLUMNS = ["kind of sparsity", "MLPs", "whole step", "weights", "loss", "how sure"]
+COLUMNS = ["kind of sparsity", "MLPs", "whole model", "weights", "loss", "how sure"]
 WORDS = {"kind of sparsity", "loss", "how sure"}
 
 
@@ -48,7 +48,7 @@ def table(answer: Answer) -> Table:
 
 
 def layer_text(layer: Layer) -> str:
-    """Return a way with its level and its tokens: `2:4, 25 % zeros, 16 tokens, fp8`."""
+    """Return a kind of sparsity, its level and its tokens: `2:4, 25 % zeros, 16 tokens, fp8`."""
     level = f"{percent(layer.sparsity)} zeros" if layer.sparsity else f"{layer.active:.0f} units"
     dtype = "" if layer.element == 2 else f", {layer.dtype}"
     return f"{layer.way}, {level}, {amount(layer.m, 'token')}{dtype}"
@@ -58,7 +58,7 @@ def title(answer: Answer) -> str:
     """Return what was asked, with the size and the time of the dense model."""
     dense = f"dense: {significant(answer.dense_gigabytes)} GB"
     if answer.dense_us is not None:
-        dense += f", a step of about {duration(answer.dense_us)}"
+        dense += f", about {duration(answer.dense_us)}"
     return (
         f"{answer.model.name} on {answer.gpu}, {amount(answer.tokens, 'token')} at once ({dense})"
     )

@@ -9,13 +9,13 @@ speedups are those of gated MLPs on a GPU by the published rows (results/advice.
 
 from sparsebench.reports.advice import loss_style, style
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of, mlp_of
+from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of
 from sparsebench.results.layer_estimates import SMALL_BLOCKS
 from sparsebench.results.measured_layers import TRAINED, Cost, Evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
 from sparsebench.results.step_model import StepModel
 
-COSTS = KINDS | {  # the way of a layer, and its sparsity
+COSTS = KINDS | {  # how a layer is sparse, and its sparsity
     "32 × 32 blocks, 50 % zeros": (SMALL_BLOCKS, 0.5),
     "32 × 32 blocks, 80 % zeros": (SMALL_BLOCKS, 0.8),
 }
@@ -43,11 +43,12 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
     timed += [(read_shapes(REAL), m, f"× {REAL}, {m:,} tokens") for m in OF_MODEL]
     lines: list[list[Cell]] = []
     for kind, (way, sparsity) in COSTS.items():
-        rises = {each.method: each for each in rows if _same_kind(each, way, sparsity)}
+        alike = [r for r in rows if r.way == way and abs(r.sparsity - sparsity) < NEAR]
+        rises = {each.method: each for each in alike}
         gains = [
             gain_of(
                 evidence,
-                mlp_of(StepModel(shapes, tokens, CONTEXT), way, sparsity),
+                StepModel(shapes, tokens, CONTEXT).mlp(way, sparsity),
                 evidence.layers.gpus[gpu],
             )
             for shapes, tokens, _ in timed
@@ -71,9 +72,10 @@ def notes(evidence: Evidence, gpu: str) -> list[str]:
         for each in about.values()
     ]
     return [
-        f"A loss is the rise over the dense model: {'; '.join(measured)}. Only MLPs are pruned.",
+        f"A loss is the increase over the dense model. Units: {'; '.join(measured)}. Only MLPs are "
+        "pruned.",
         "Blocks are chosen by the sum of the squared scores of their elements. SpenseGPT also "
-        "updates the weights that stay; – was not measured, or the method does not apply.",
+        "updates the weights that stay. –: not measured, or the method does not apply.",
         f"× is the speedup of the gated MLPs of a model over dense cuBLAS on {gpu}, in 16 bits: "
         "measured with its interval, ≈ an estimate from the nearest published rows, or at most "
         "what bytes and FLOPs allow.",
@@ -84,10 +86,6 @@ def markdown(evidence: Evidence, gpu: str) -> str:
     """Return the tables and their notes."""
     tables = [table.markdown() for table in costs(evidence, gpu)]
     return "\n\n".join([*tables, *notes(evidence, gpu)])
-
-
-def _same_kind(cost: Cost, way: str, sparsity: float) -> bool:
-    return cost.way == way and abs(cost.sparsity - sparsity) < NEAR
 
 
 def _rise(cost: Cost | None) -> Cell:

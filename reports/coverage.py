@@ -43,9 +43,10 @@ def explained(repeats: pd.DataFrame) -> list[str]:
     return [
         "Each line is a pair of runs that measured the same cases with the same code on different "
         "cards of one kind.",
-        "A case counts as inside if the first interval contains the second value. If cards did not "
-        "differ, that would be so in 88 % of cases with eight processes.",
-        "It counts as covering 0 if the 95 % interval of the difference contains 0.",
+        "A case counts as inside if the first run's interval contains the value of the second. "
+        "If cards did not differ, that would be so in 88 % of cases with eight processes.",
+        "It counts under covers 0 if the 95 % interval of the difference between both runs "
+        "contains 0.",
         "An interval that is computed from the processes of one run alone is too narrow, because "
         "these share a card.",
         variation,

@@ -1,7 +1,7 @@
 """The sentences above the table of an answer: break-evens, then the winner of each op and pattern.
 
-bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the bound
-  1.12× faster than torch_bsr tuned=True; linear, m = 64, 90 %, 64 × 64 blocks
+bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the hardware limit
+  1.12× as fast as torch_bsr tuned=True; linear, m = 64, 90 %, 64 × 64 blocks
   one card, limited by power or heat for 12 % of the time
 """
 
@@ -47,7 +47,7 @@ def findings(analysis: Analysis) -> list[str]:
 
 
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
-    """Write a winner with its interval and share of the bound, and its lead over the next."""
+    """Write a winner with its interval, its share of the hardware limit, and its lead."""
     isolated, best = best, in_chain(best, timed)
     contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
     dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
@@ -61,7 +61,7 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
         gain = times(isolated["gain"], isolated["half"])
         words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
     if best["of_bound"] > 0:
-        words.append(f"{percent(round(best['of_bound'], 2))} of the bound")
+        words.append(f"{percent(round(best['of_bound'], 2))} of the hardware limit")
     place, lead = _place(best), "no other sparse kernel has a time"
     rest = rivals[rivals.label != best["label"]].sort_values("median_us")
     users = rest[rest.kernel == DEFAULT]
@@ -69,7 +69,7 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
         following = dict(rest.iloc[0])
         ahead = ratio_over(best["blocks"], following["blocks"])  # only the value is shown
         ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
-        lead = f"{times(ratio, LEAST * ratio)} faster than {who(following)}"
+        lead = f"{times(ratio, LEAST * ratio)} as fast as {who(following)}"
     if len(users) and users.index[0] != rest.index[0]:
         lead += f"; users get {who(dict(users.iloc[0]))}, {duration(users.iloc[0]['median_us'])}"
     where = conditions(best["on_cards"], best["limited"])
@@ -99,11 +99,12 @@ def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
     return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
 
 
-def _condition(case: Mapping[Any, Any]) -> str:
-    """Describe the sparsity of a case: `90 %, 128 × 128 blocks` or `29 of 5632 units active`."""
+def _place(case: Mapping[Any, Any]) -> str:
+    """Name a problem: `linear, m = 64, 90 %, 128 × 128 blocks`, `... 29 of 5632 units active`."""
     block = str(case.get("block", ""))
     sizes = [case[name] for name in OF_MODEL if name in case and pd.notna(case[name])]
-    parts = [model_name(*map(int, sizes))] if sizes else []
+    parts = [str(case["op"]), f"m = {case['m']}"]
+    parts += [model_name(*map(int, sizes))] if sizes else []
     parts += [percent(case["level"])] if case["level"] > 0 else []
     parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
     if pd.notna(case.get("active")):
@@ -112,7 +113,3 @@ def _condition(case: Mapping[Any, Any]) -> str:
     if pd.notna(case.get("source")):
         parts.append(str(case["source"]))
     return ", ".join(parts)
-
-
-def _place(best: Mapping[Any, Any]) -> str:
-    return f"{best['op']}, m = {best['m']}, {_condition(best)}".rstrip(", ")

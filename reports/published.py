@@ -77,6 +77,9 @@ are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 
 ## Headline
 
+The best peer is the fastest kernel of others in the same contest. If it is the baseline itself, at
+1.0×, no peer is faster than the baseline.
+
 {headline}
 
 {figure}
@@ -87,8 +90,8 @@ are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 
 ## Runs
 
-The campaign `suites/campaigns/published.yaml` measures most of these runs again, at one commit;
-until it has, the list gives the commit of each. A `+` after a commit
+The campaign `suites/campaigns/published.yaml` measures most of these runs again, at one commit.
+The list gives the commit of each run, because not all have been replaced yet. A `+` after a commit
 means that the checkout had uncommitted changes. Runs named `-sim` come from a model of a GPU.
 
 - *power-limited* counts cases. A case counts if, in at least one of its contests, the power limit

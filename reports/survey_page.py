@@ -22,8 +22,7 @@ from sparsebench.reports import build
 from sparsebench.reports.build import Figure
 from sparsebench.reports.comparison_tables import cases, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note
-from sparsebench.reports.figures._svg import shade
+from sparsebench.reports.figures._html import note, shaded
 from sparsebench.reports.survey import KEY, Summary, compared, gain_text, grid_rows, summarised
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
@@ -116,17 +115,10 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
         return NOTHING
     if pd.isna(line.best_gain):
         return Markup('<span class="cell none" title="{}">none</span>').format(winner(line))
-    paint, ink = shade(line.best_gain)
-    look = '<a class="cell{}" href="{}/report.html#case-{}" style="background-color:{};color:{}" '
-    return Markup(look + 'title="{}"><b>{}</b></a>').format(
-        "" if line.settled else " undecided",
-        line.run,
-        line.best_case_id,
-        paint,
-        ink,
-        f"{size_text(line['shape'])}: {winner(line)}",
-        gain_text(line),
-    )
+    link = f"{line.run}/report.html#case-{line.best_case_id}"
+    title = f"{size_text(line['shape'])}: {winner(line)}"
+    text = Markup("<b>{}</b>").format(gain_text(line))
+    return shaded(line.best_gain, line.settled, link, title, text)
 
 
 def _first(summary: Summary) -> Markup:

@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.reports.findings import findings, who
-from sparsebench.reports.tables import Cell, Table
+from sparsebench.reports.tables import Cell, Table, split_style
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.badges import Badge, badges, unfit
@@ -247,15 +247,16 @@ def results(analysis: Analysis) -> Table:
         ["-", FORMATS.get(str(name), str(name)), (Outcome.NOT_MEASURED, "quiet")]
         for name in sparse["format"].unique()
     ]
-    columns = ["problem", "format", "kernel", "time", "dense", against, "of bound", "outcome"]
+    columns = ["problem", "format", "kernel", "time", "dense", against, "of limit", "outcome"]
     columns += ["accuracy"]
     lines = [line + [""] * (len(columns) - len(line)) for line in lines]
-    used = [n for i, n in enumerate(columns) if any(_text(x[i]) not in EMPTY for x in lines)]
+    texts = [[split_style(cell)[0] for cell in line] for line in lines]
+    used = [n for i, n in enumerate(columns) if any(text[i] not in EMPTY for text in texts)]
     cells = [[line[columns.index(name)] for name in used] for line in lines]
     kinds = " and ".join(sorted({str(kind) for kind in timed.interval.dropna()}))
     title = "; ".join(filter(None, [*titles, kinds]))
     words = {"problem", "format", "kernel", "outcome", "accuracy"}
-    spare = ("outcome", "of bound", "dense", "format")
+    spare = ("outcome", "of limit", "dense", "format")
     return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
 
 
@@ -306,7 +307,3 @@ def _gain(case: Mapping[Any, Any]) -> Cell:
     if case["side"] == "dense":
         return "1", ""
     return between(case["gain"], case["low"], case["high"], case["half"], unit=""), style
-
-
-def _text(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else cell[0]

@@ -1,11 +1,11 @@
 """Is pruning worth it for a model on a GPU? One answer for the command and the page.
 
-    for each of KINDS    gain of the MLPs and of a whole step, weights in GB, loss, and how sure
-    verdict              TRY         a step is certainly WORTH times as fast, and pruning cost at
-                                     most DEAR nats per token where it was measured
+    for each of KINDS    gain of the MLPs and of the whole model, weights in GB, loss, and how sure
+    verdict              TRY         the model is certainly WORTH times as fast, and pruning cost
+                                     at most DEAR nats per token where it was measured
                          TRAIN       as fast, but pruning alone costs more, or an unknown amount
-                         NO          nothing is certain to make a step WORTH times as fast
-                         UNMEASURED  no run on this GPU is published: bounds alone
+                         NO          no kind is certain to make the model WORTH times as fast
+                         UNMEASURED  no run on this GPU is published: upper limits only
 
 A published run of the same model comes before an estimate (step_model.py, layer_estimates.py).
 """
@@ -19,8 +19,8 @@ from sparsebench.results.formatting import amount, listed, percent, times
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
+    BITMAP_TOKENS,
     BLOCKS,
-    CSR,
     SIX_EIGHT,
     TWO_FOUR,
     Estimator,
@@ -28,7 +28,7 @@ from sparsebench.results.layer_estimates import (
     Layer,
     Measured,
 )
-from sparsebench.results.measured_layers import BITMAP_TOKENS, Evidence, Loss, Step
+from sparsebench.results.measured_layers import Evidence, Loss, Step
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.step_model import (
@@ -46,7 +46,7 @@ CONTEXT = 1024
 MOST_TOKENS = 2**20
 WORTH, DEAR = 1.05, 0.1
 TRY, TRAIN, NO, UNMEASURED = "try", "train", "no", "unmeasured"
-KINDS = {  # the way of a layer, and its sparsity
+KINDS = {  # how a layer is sparse, and its sparsity
     "2:4": (TWO_FOUR, 0.5),
     "half of each MLP 2:4": (TWO_FOUR, 0.25),
     "6:8": (SIX_EIGHT, 0.25),
@@ -57,11 +57,12 @@ KINDS = {  # the way of a layer, and its sparsity
     "zeros anywhere, 70 %": (ANYWHERE, 0.7),
     f"sparse activations, {ACTIVE:g} units": (ACTIVATIONS, 0.0),
 }
+FORMATS = {TWO_FOUR: "spense", SIX_EIGHT: "slide", BLOCKS: "bsr", ANYWHERE: "bitmap"}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One of KINDS: gains of the MLPs and of a step, and the weights of the model in GB.
+    """One of KINDS: gains of the MLPs and of the whole model, and its weights in GB.
 
     loss  what it costs, if that was measured    sure  how the gains are known, in words
     runs  the published runs that say so
@@ -150,7 +151,7 @@ def left_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
 
 
 def commands(answer: Answer) -> list[str]:
-    """Return the commands that would replace bounds and estimates by measurements."""
+    """Return the commands that would replace limits and estimates by measurements."""
     model, lines = answer.model, []
     if answer.dense_us is None:
         again = f"sparsebench advise {model.name} --gpu GPU --batch {answer.tokens} --run RUN"
@@ -162,13 +163,13 @@ def commands(answer: Answer) -> list[str]:
 def _advice(
     evidence: Evidence, step: StepModel, gpu: Gpu | None, rest_us: float, kind: str
 ) -> Advice:
-    """Return everything that is known of a kind: bounds, then an estimate, then measurements."""
+    """Return what is known about a kind: a limit, replaced by an estimate or a measurement."""
     way, sparsity = KINDS[kind]
-    layer = mlp_of(step, way, sparsity)
+    layer = step.mlp(way, sparsity)
     of_layers, most = gain_of(evidence, layer, gpu), step.bound(layer)
     of_step = Gain(most, 0.0, most, BOUND)
     runs: list[Measured | Step] = []
-    how = ["bound alone"]
+    how = ["upper limit only"]
     if gpu and (estimate := evidence.layers.estimate(layer, gpu)):
         of_step, runs, how = (
             step.estimated(layer, estimate, rest_us),
@@ -181,9 +182,9 @@ def _advice(
         of_step = Gain.measured(whole.gain, whole.low, whole.high, whole.processes)
         depth = f" of {whole.model.layers} of {step.model.layers} layers"
         fewer = depth if whole.model.layers < step.model.layers else ""
-        whole_how = f"step{fewer}: {_processes(whole.processes)}"
+        whole_how = f"model{fewer}: {_processes(whole.processes)}"
         runs, how = [whole, *runs], [whole_how, *(how if same else [])]
-    saved = 0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.stored)
+    saved = 0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.kept)
     losses = [
         loss for loss in evidence.losses if loss.way == way and isclose(loss.sparsity, sparsity)
     ]
@@ -198,13 +199,8 @@ def _advice(
     )
 
 
-def mlp_of(step: StepModel, way: str, sparsity: float) -> Layer:
-    """Return an MLP of a model; with many tokens at once, zeros anywhere are stored as CSR."""
-    return step.mlp(CSR if way == ANYWHERE and step.tokens > BITMAP_TOKENS else way, sparsity)
-
-
 def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
-    """Return the gain of a layer: measured, else estimated, else its bound."""
+    """Return the gain of a layer: measured, else estimated, else its upper limit."""
     if gpu and (same := _measured_layer(evidence, layer, gpu)):
         return Gain.measured(same.gain, same.low, same.high, same.processes)
     if gpu and (estimate := evidence.layers.estimate(layer, gpu)):
@@ -248,15 +244,17 @@ def _verdict(
     sure = [each for each in pruned if each.step.basis != BOUND and each.step.low >= WORTH]
     cheap = [each for each in sure if each.nats is not None and each.nats <= DEAR]
     best = max(cheap or sure or pruned, key=lambda each: each.step.value)
+    name = f"{best.kind} (format {FORMATS[KINDS[best.kind][0]]})"
     if gpu is None and best.step.value >= WORTH:
-        most = f"a step can become at most {times(best.step.value)} as fast ({best.kind})"
+        most = f"the whole model can become at most {times(best.step.value)} as fast, with {name}"
         sentence = f"Not measured: no run on {gpu_name} is published. {at.capitalize()}, {most}."
         return UNMEASURED, sentence, best
     if not sure:
-        why = f"nothing is certain to make a step {WORTH:g} times as fast {at}"
+        why = f"no kind of sparsity is certain to make the model {WORTH:g} times as fast {at}"
         return NO, f"Do not prune: {why}.", None
     at += " (a look)" if best.step.basis == LOOK else ""
-    faster = f"a step with {best.kind} is {best.step.text.removesuffix(' (look)')} as fast {at}"
+    gain = best.step.text.removesuffix(" (look)")
+    faster = f"the whole model with {name} is {gain} as fast {at}"
     cost = "its loss by pruning was not measured"
     if best.loss and best.nats is not None:
         cost = f"such pruning cost {best.loss.model} {best.nats:.2f} nats per token"
@@ -269,12 +267,12 @@ def _notes(
     model: ModelShapes, tokens: int, gpu: Gpu | None, evidence: Evidence, kinds: Sequence[Advice]
 ) -> list[str]:
     """Return what is assumed, how estimates are made, and how losses were measured."""
-    load = f"prompts of {CONTEXT} tokens, of which the last one alone passes the head"
+    load = f"prompts of {CONTEXT} tokens, of which only the last one passes the head"
     if tokens <= DECODED:
         load = f"{amount(tokens, 'sequence')} with a KV cache of {CONTEXT} tokens each"
     share = percent(round(model.layers * model.mlp / model.weights, 2))
     notes = [
-        f"A step: {load}. Weights, activations and the cache have 16 bits.",
+        f"The whole model runs {load}, in one pass. Weights, activations and cache have 16 bits.",
         "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
         f"dense: the MLPs hold {share} of the weights.",
     ]
@@ -284,11 +282,21 @@ def _notes(
             "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, "
             "against the measured ceilings of each GPU; layers of other GPUs count as farther. "
             f"Such intervals held {inside} of {predicted} measured layers whose shapes were left "
-            f"out. The dense part of a step is taken as known within a factor of {REST:g}."
+            f"out. The time of the dense rest may be wrong by a factor of {REST:g}."
         ]
     if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
-        notes += ["A bound is the larger ratio of bytes or of FLOPs; no measured layer is near."]
+        notes += [
+            "“At most” is the ratio of bytes or of FLOPs, whichever is larger: no layer that was "
+            "measured is similar enough for an estimate."
+        ]
+    if tokens > BITMAP_TOKENS:
+        notes += [
+            f"With more than {BITMAP_TOKENS} tokens, a layer with zeros anywhere multiplies a "
+            "dense copy of its weights, and keeps both."
+        ]
     notes += dict.fromkeys(each.loss.text for each in kinds if each.loss)
     if not model.activation.startswith("relu"):
-        notes += [f"The MLPs of this model have {model.activation}, which turns no unit off."]
+        notes += [
+            f"The MLPs of this model have {model.activation}, so no hidden unit is exactly zero."
+        ]
     return notes

@@ -162,7 +162,7 @@ def headline_side(line: Any) -> str:
 
 
 def evidence(view: View) -> tuple[str, str]:
-    """Return the headline's gain, and its place, kernels, times and share of the bound."""
+    """Return the headline's gain, and its place, kernels, times and share of the hardware limit."""
     line = headline(view)
     if line is None:
         return "", ""
@@ -177,7 +177,7 @@ def evidence(view: View) -> tuple[str, str]:
         text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
     text += duration(line.best_median_us)
     if not pd.isna(line.best_of_bound):
-        text += f", {100 * line.best_of_bound:.0f} % of the bound"
+        text += f", {100 * line.best_of_bound:.0f} % of the hardware limit"
     text += f". Dense{isolated}: {line.dense_name}, {duration(line.dense_median_us)}."
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):

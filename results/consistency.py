@@ -48,8 +48,8 @@ def check_consistency(run: Run) -> Iterator[str]:
     else:
         yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
     yield f"samples: {_clean_samples(run, rows)}, all in ok rows, finite and positive"
-    yield f"errors: {amount(_right(run, rows), 'ok row')}, each within its bound"
-    yield f"times: {amount(_above_bounds(run, rows), 'row')} with a bound, none faster than it"
+    yield f"errors: {amount(_right(run, rows), 'ok row')}, each within its error bound"
+    yield f"times: {amount(_above_bounds(run, rows), 'row')} with a hardware limit, none below it"
     equal = amount(_equal_operands(run, rows), "problem")
     yield f"operands: {equal}, each with the same bits in every replicate"
 

@@ -214,7 +214,7 @@ def across(lines: pd.DataFrame) -> str:
 
 def ordered(values: "pd.Series[Any]") -> list[Any]:
     """Return the distinct values: numbers and sizes by size, other text by name."""
-    return sorted(values.dropna().unique(), key=_size)
+    return sorted(values.dropna().unique(), key=size_key)
 
 
 def _names(cases: pd.DataFrame) -> pd.Series:
@@ -365,7 +365,7 @@ def _rank(view: View) -> tuple[bool, bool, bool, int, bool]:
     return *others, -len(view.cells), dtype not in ("", "bf16")
 
 
-def _size(value: Any) -> tuple[float, float, str]:
+def size_key(value: Any) -> tuple[float, float, str]:
     """Order numbers by size, `16x32` and `4096 × 64` by area, other text by name after them."""
     if not isinstance(value, str):
         return 0, float(value), ""

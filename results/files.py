@@ -49,15 +49,15 @@ def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
     return _within(file, data, most, raised)
 
 
-def unzipped(file: Path, most: int, raised: Raised = ResultError) -> bytes:
+def unzipped(file: Path, most: int) -> bytes:
     """Return the unzipped bytes of a gzip file; uses at most `most` bytes of memory."""
-    content(file, most, raised)
+    content(file, most)
     try:
         with gzip.open(file) as opened:
             data = opened.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise raised(f"{file}: expected a readable file, found {error}") from error
-    return _within(file, data, most, raised)
+        raise ResultError(f"{file}: expected a readable file, found {error}") from error
+    return _within(file, data, most, ResultError)
 
 
 def text(file: Path, most: int, raised: Raised = ResultError) -> str:

@@ -37,7 +37,8 @@ LEAST_TOKENS, MOST_TOKENS = 8, 4096  # beyond these tokens and weights the effic
 MOST_WEIGHTS = 2**27
 DENSE, TWO_FOUR, SIX_EIGHT = "dense", "2:4", "6:8"
 BLOCKS, SMALL_BLOCKS = "blocks", "blocks of 32"
-ANYWHERE, CSR, ACTIVATIONS = "anywhere", "csr", "activations"
+ANYWHERE, ACTIVATIONS = "anywhere", "activations"
+BITMAP_TOKENS = 256  # above these tokens a layer multiplies with a dense copy of the bitmap
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Layer:
     """A product Y[m, n] = X[m, k] W.T, or a gated MLP of k inputs and n hidden units.
 
     way        how it is sparse: 2:4, 6:8, blocks (64 × 64), blocks of 32, anywhere (a bitmap),
-               csr, activations
+               activations
     sparsity   fraction of zeros in the weights; half of it for an MLP that is half 2:4
     active     hidden units on for a token, for `activations`
     """
@@ -94,9 +95,19 @@ class Layer:
         return 1 if self.dtype == "fp8" else 2
 
     @property
+    def copied(self) -> bool:
+        """Return whether a dense copy of the weights is multiplied, beside which they are kept."""
+        return self.way == ANYWHERE and self.m > BITMAP_TOKENS
+
+    @property
+    def kept(self) -> float:
+        """Return the bytes of the weights in memory over those of dense ones."""
+        return 1 + replace(self, m=1).stored if self.copied else self.stored
+
+    @property
     def density(self) -> float:
         """Return the fraction of the multiplications that is left."""
-        if self.way == DENSE:
+        if self.way == DENSE or self.copied:
             return 1.0
         if self.way == ACTIVATIONS:
             return (1 + 2 * self.active / self.n) / 3  # the gate stays dense
@@ -107,10 +118,10 @@ class Layer:
         """Return the bytes read of the weights over those of dense ones.
 
         2:4 adds two bits to each value kept, 6:8 is stored as 2:4 of one and a half times as many
-        columns, a bitmap adds one bit to each value, and CSR four bytes to each value kept. With
-        sparse activations, rows are read that any token needs.
+        columns, and a bitmap adds one bit to each value. With sparse activations, rows are read
+        that any token needs.
         """
-        if self.way == DENSE:
+        if self.way == DENSE or self.copied:
             return 1.0
         if self.way == TWO_FOUR:
             share = 0.5 + 0.125 / self.element
@@ -119,8 +130,7 @@ class Layer:
             return 1.5 * (0.5 + 0.125 / self.element)
         if self.way == ACTIVATIONS:
             return (1 + 2 * (1 - (1 - self.active / self.n) ** self.m)) / 3
-        extra = {ANYWHERE: 1 / (8 * self.element), CSR: 4 / self.element * (1 - self.sparsity)}
-        return 1 - self.sparsity + extra.get(self.way, 0.0)
+        return 1 - self.sparsity + (1 / (8 * self.element) if self.way == ANYWHERE else 0.0)
 
     @property
     def bound(self) -> float:

@@ -25,7 +25,6 @@ from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
     BLOCKS,
-    CSR,
     SIX_EIGHT,
     SMALL_BLOCKS,
     TWO_FOUR,
@@ -56,7 +55,6 @@ PRUNED = {  # the way of each pattern that `prune` knows
     "64x64": BLOCKS,
     "32x32": SMALL_BLOCKS,
 }
-BITMAP_TOKENS = 256  # above these tokens the bitmap kernel does not run
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 PLAIN = ("plain", "torch_compile", "cublas_ffn")  # dense MLPs in the timings of a whole model
 LOST = (
@@ -328,10 +326,8 @@ def _way(line: Mapping[str, Any]) -> str:
         return SIX_EIGHT if pattern == "six_eight" else ""
     if kind == "bsr" and pattern == "blocks" and LEVELS[0] <= line["level"] <= LEVELS[1]:
         return SIDES.get(str(line["block"]), "")
-    if kind == "bitmap" and line["m"] <= BITMAP_TOKENS and line["level"] >= LEVELS[0]:
+    if kind == "bitmap" and line["level"] >= LEVELS[0]:
         return ANYWHERE
-    if kind == "csr" and line["m"] > BITMAP_TOKENS and pattern in ("blocks", "unstructured"):
-        return CSR if LEVELS[0] <= line["level"] <= LEVELS[1] else ""
     if kind in ("cvse", "twell") and pattern == "dense" and op == "ffn" and line["skew"] in KEPT:
         return ACTIVATIONS
     return ""

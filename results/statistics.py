@@ -27,6 +27,7 @@ from sparsebench.results.outcome import MARGIN
 
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
 MOST = 100  # the largest number of processes that more_processes considers
+CARDS = ", plus variation between cards"
 TAIL = 0.025  # probability on each side of a 95 % interval
 
 Floats = NDArray[np.float64]
@@ -48,10 +49,10 @@ class IntervalKind(StrEnum):
     CONFIDENCE = "95 %"
 
     def over(self, processes: int, cards: bool = False) -> str:
-        """Name the interval for a reader: `95 % over 8 processes`, `... and cards` if widened."""
+        """Name the interval for a reader: `95 % over 8 processes`, and CARDS if widened by it."""
         if processes == 1:
             return f"{self} in one process"
-        return f"{self} over {processes} processes{' and cards' if cards else ''}"
+        return f"{self} over {processes} processes{CARDS if cards else ''}"
 
 
 @dataclass(frozen=True)

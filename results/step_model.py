@@ -1,4 +1,4 @@
-"""The time of a model's step, and what sparse MLPs gain in it.
+"""The time of one pass of a model (a "step" here), and what sparse MLPs gain in it.
 
     step = layers x (MLP + wqkv + wo + attention + small kernels) + head
     gain = step with dense MLPs / step with sparse ones
@@ -6,11 +6,11 @@
 Only MLPs are sparse, as `sparsebench prune` makes them. Attention, norms, the KV cache, the
 embedding and the head stay dense. Up to DECODED tokens at once are as many sequences that decode,
 with `context` tokens in the cache of each. More tokens are prompts of `context` tokens, of which
-the last one alone passes the head.
+only the last one passes the head.
 
-The time of the dense rest is taken as right within REST, as it is for the decoding steps that were
-measured. A bound needs no GPU: sparse MLPs save no more than their share of the bytes or of the
-FLOPs, whichever is larger.
+The time of the dense rest is assumed to be right within a factor of REST, as it is for the decoding
+steps that were measured. A bound needs no GPU: sparse MLPs save no more than their share of the
+bytes or of the FLOPs, whichever is larger.
 """
 
 from dataclasses import dataclass

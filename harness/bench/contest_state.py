@@ -7,6 +7,7 @@
 After a CUDA error no result can be trusted: Fatal.
 """
 
+import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ class ContestOptions:
     measures   what is timed; each gives a row
     pinned     choices by case id, taken without a search; empty if each process searches
     timed      by case id, what an earlier process timed for a choice (Row.candidates)
+    checked    by case id, the configurations that an earlier process of this run found right
     ceilings   the device's, if known
     energy     also measure the energy of a call, which takes 2 to 3 s
     """
@@ -68,6 +70,7 @@ class ContestOptions:
     measures: tuple[Measure, ...] = (("kernel", "cold"),)
     pinned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timed: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    checked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     energy: bool = False
 
@@ -89,6 +92,11 @@ class ContestOptions:
         ceilings = data["ceilings"] and Ceilings.from_json(data["ceilings"])
         measures = tuple((scope, cache) for scope, cache in data["measures"])
         return cls(**{**data, "ceilings": ceilings, "measures": measures})
+
+
+def configuration(row: Row) -> str:
+    """Return what a row's kernel chose, and the digest of its machine code, as text."""
+    return json.dumps([row.choice, row.code], sort_keys=True)
 
 
 @dataclass

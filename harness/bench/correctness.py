@@ -21,7 +21,9 @@ product), eps is 2^-5 for any d. NOTES.md has how much of each bound right and w
 
 A packed output (a weight's gradient) must have exactly the pattern's indices. R and S are then
 taken where it stores elements; the padding of a block that extends beyond the matrix must be zero.
-An output with several results, one below the other, is judged for each of them.
+An output with several results, one below the other, is judged for each of them. If the right answer
+is that of a part of the problem, the whole output must have its shape and be finite, and the part
+is judged.
 
 **Usual errors.** The usual error is the larger of the error of torch's own product, in the
 problem's dtype and on this device, and of what plain rounding explains:
@@ -47,11 +49,13 @@ rows, and fewer than 16 rows give no bias.
 
 from dataclasses import dataclass, replace
 from math import hypot
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
+from sparsebench.harness.ops._op import Sample
 from sparsebench.results.record import WRONG
 
 ELEMENT = 8.0
@@ -70,6 +74,7 @@ class Expected:
     parts     rows of each result, if the output has several
     plain     torch's own answer in the problem's dtype; without it no error is unusual
     allowed   relative error that the suite allows
+    sample    set if this is the answer of a part of the problem
     """
 
     reference: Tensor
@@ -81,6 +86,16 @@ class Expected:
     parts: tuple[int, ...] = ()
     plain: Tensor | None = None
     allowed: float | None = None
+    sample: Sample | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole output."""
+        return self.sample.shape if self.sample else tuple(self.reference.shape)
+
+    def part(self, out: Any) -> Any:
+        """Return the part of an output that this answers."""
+        return self.sample.part(out) if self.sample else out
 
     @property
     def eps(self) -> float:
@@ -140,8 +155,8 @@ def _dense(out: object, expected: Expected) -> Verdict:
     reference = expected.reference
     if type(out) is not Tensor:  # a subclass may compute when it is read
         return Verdict(f"expected a tensor, found {_name(out)}")
-    if out.shape != reference.shape:
-        return Verdict(f"expected shape {list(reference.shape)}, found {list(out.shape)}")
+    if out.shape != expected.shape:
+        return Verdict(f"expected shape {list(expected.shape)}, found {list(out.shape)}")
     if out.dtype != expected.dtype or out.device != reference.device:
         kind = f"{expected.dtype} on {reference.device}"
         return Verdict(f"expected {kind}, found {out.dtype} on {out.device}")
@@ -149,7 +164,12 @@ def _dense(out: object, expected: Expected) -> Verdict:
         return Verdict(f"expected a contiguous output, found strides {list(out.stride())}")
     if bad := int((~out.isfinite()).sum()):
         return Verdict(f"expected finite values, found {bad} of {out.numel()} that are not")
-    return _worst(out, expected) if out.numel() else Verdict(None, 0.0, 0.0)
+    if not out.numel():
+        return Verdict(None, 0.0, 0.0)
+    verdict = _worst(expected.part(out), expected)
+    if expected.sample and verdict.reason:
+        return replace(verdict, reason=f"{expected.sample.text}: {verdict.reason}")
+    return verdict
 
 
 def _worst(out: Tensor, expected: Expected) -> Verdict:

@@ -67,9 +67,9 @@ def _meter(identity: str) -> Iterator[Callable[[], float | None]]:
         raise NoMeter(f"energy: {error}") from error
 
 
-def energy(call: Callable[[], Any], device: torch.device, window_s: float = WINDOW_S) -> Energy:
-    """Return the energy of a call on a GPU, in about window_s + 1 s. Raises NoMeter."""
-    return pieces(call, device, window_s, 1)[0]
+def energy(call: Callable[[], Any], device: torch.device) -> Energy:
+    """Return the energy of a call on a GPU, in about WINDOW_S + 1 s. Raises NoMeter."""
+    return pieces(call, device, WINDOW_S, 1)[0]
 
 
 def pieces(

@@ -9,18 +9,30 @@
     ─> errors, lost values and draws go into the contender's rows
 
 A contender with a chain is called once more, for the chain, and each layer's output is judged.
+
+An op may name a random part of a large problem (Op.sample). Its answer suffices after timing, and
+before it if an earlier process of the run compared the whole outputs of the same configurations.
+The seed of the part comes from the operating system. Then the calls that are inspected while timing
+are compared with the first output, as a whole (spot_checks.py).
 """
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
+from random import SystemRandom
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.contest_state import Entry, RunningContest, one_line
+from sparsebench.harness.bench.contest_state import (
+    Entry,
+    RunningContest,
+    configuration,
+    one_line,
+)
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN
@@ -45,7 +57,7 @@ def check_all(contest: RunningContest, when: str) -> None:
         if answers is None or not all(_fit(contest, right) for right in answers.values()):
             return
         pattern, (first, *_) = contest.op.pattern, next(iter(answers.values()))
-        size = contest.dense.nnz[pattern] if pattern else first.reference.numel()
+        size = contest.dense.nnz[pattern] if pattern else prod(first.shape)
         contest.output_bytes = size * first.dtype.itemsize
     watched = {name for whole, right in answers.items() for name in _watch(contest, right, whole)}
     for number, entry in [(number, entry) for number, entry in running if entry.running]:
@@ -65,6 +77,16 @@ def check_all(contest: RunningContest, when: str) -> None:
     contest.guard.forget(watched)
 
 
+def _in_part(contest: RunningContest, whole: bool, when: str) -> bool:
+    """Return whether a part of the answer suffices for the contenders of a kind (`_whole`)."""
+    checked = contest.options.checked
+    return when != "before timing" or all(
+        configuration(entry.row) in checked.get(entry.row.case.id, ())
+        for entry in contest.entries
+        if entry.running and _whole(contest, entry) == whole
+    )
+
+
 def _whole(contest: RunningContest, entry: Entry) -> bool:
     """Return whether a contender ignores the mask of the op."""
     return contest.op.mask is not None and entry.row.case.contender.format == "dense"
@@ -80,7 +102,7 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
         named = {f"the expected {name}{where}": array for name, array in arrays.items()}
 
         def rewrite(layer: Layer = layer, right: Expected = right) -> None:
-            again = _expected(contest.op, layer, whole)
+            again = _expected(contest.op, layer, whole, right.sample and right.sample.seed)
             right.reference.copy_(again.reference)
             right.spread.copy_(again.spread)
             if right.plain is not None and again.plain is not None:
@@ -144,8 +166,10 @@ def _check(
         verdicts.append(verdict)
     if first and entry.running:
         references = [where_stored(right, entry.pattern).reference for right in expected]
-        if right_print := print_of(references, outputs):
-            spots.prints[B][number] = right_print
+        compared = [right.part(out) for out, right in zip(as_tuple(outputs), expected, strict=True)]
+        if right_print := print_of(references, tuple(compared)):
+            in_part = any(right.sample for right in expected)
+            spots.prints[B][number] = right_print.around(outputs) if in_part else right_print
     worst = max(verdicts, key=lambda verdict: verdict.error or 0.0)
     return {name: value for name, value in vars(worst).items() if name != "reason"}
 
@@ -165,10 +189,11 @@ def _answers_with_room(contest: RunningContest, when: str) -> dict[bool, list[Ex
     for ends in (lambda entry: entry.row.case.contender.twin, lambda entry: True):
         kinds = sorted({_whole(contest, entry) for entry in contest.entries if entry.running})
         try:
-            return {
-                whole: [_expected(contest.op, layer, whole) for layer in contest.layers]
-                for whole in kinds
-            }
+            answers = {}
+            for whole in kinds:
+                seed = SystemRandom().getrandbits(64) if _in_part(contest, whole, when) else None
+                answers[whole] = [_expected(contest.op, x, whole, seed) for x in contest.layers]
+            return answers
         except (torch.OutOfMemoryError, MemoryError) as error:
             reason = f"reference, {when}: {one_line(error)}"
         for entry in contest.entries:
@@ -194,10 +219,16 @@ def _fit(contest: RunningContest, expected: Sequence[Expected]) -> bool:
     return True
 
 
-def _expected(op: Op, layer: Layer, whole: bool) -> Expected:
-    """Compute the right answer; torch's own comes first, before fp64 copies take memory."""
+def _expected(op: Op, layer: Layer, whole: bool, seed: int | None) -> Expected:
+    """Compute the right answer, or with a seed that of a part, if the op has one.
+
+    torch's own comes first, before fp64 copies take memory.
+    """
     problem, weights = layer.problem, layer.dense.weights
     every = {**(without_mask(op, weights) if whole else weights), **layer.dense.activations}
+    sample = None if seed is None else op.sample(problem, every, seed)
+    if sample:
+        problem, every = sample.problem, {**sample.operands}
     dense = {name: every[name] for name in op.arguments}
     plain = bound(op.definition, problem)(**dense)
     arguments = {name: operand.double() for name, operand in dense.items()}
@@ -212,6 +243,7 @@ def _expected(op: Op, layer: Layer, whole: bool) -> Expected:
         sums=sums,
         parts=op.parts(problem),
         plain=plain,
+        sample=sample,
     )
 
 

@@ -7,7 +7,8 @@
 
 B's answer is known: an earlier call on B was compared in full. A's answer is that of the first call
 of the burst: it must differ from B's, and a second call must give it again after its elements were
-reversed. A call finds the right answer for the other activations in its output, so a call that does
+reversed. If the call on B was compared in part, the sums are those of its own output. A call finds
+the right answer for the other activations in its output, so a call that does
 nothing, or that returns a stored result, is wrong. Writing the activations changes no version
 counter of torch. A spot is called by the same line of code as a sample, with the same arguments.
 
@@ -48,6 +49,13 @@ class Print:
     sums: Tensor  # fp64 [outputs, rows + columns]
     sizes: Tensor  # norms [outputs]
     limit: float
+
+    def around(self, out: Outputs) -> "Print":
+        """Return the print of an output of which a part was compared, with the same limit."""
+        sums, values = sums_of(out), map(values_of, as_tuple(out))
+        assert sums is not None
+        sizes = [float(x.norm(dtype=torch.float64)) for x in values if isinstance(x, Tensor)]
+        return replace(self, sums=sums, sizes=sums.new_tensor(sizes))
 
     def distance(self, out: object) -> Tensor | float:
         """Return the largest relative distance of an output, or infinity if it has no such sums."""

@@ -60,7 +60,6 @@ class Commands(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Compare sparse matrix formats on a GPU, reproducibly.",
     no_args_is_help=True,
     rich_markup_mode=None,  # usage errors are a plain line, not a box
     pretty_exceptions_enable=False,
@@ -86,7 +85,14 @@ def common(
         ),
     ] = False,
 ) -> None:
-    """Compare sparse matrix formats on a GPU, reproducibly."""
+    """Measure whether sparse layers beat dense ones on a GPU, and in which format.
+
+    \b
+    Should I prune this model?        sparsebench advise Llama-3-8B --gpu H200 --batch 16
+    Which format is fastest here?     sparsebench run quick
+    ... for my own shapes?            sparsebench run my.yaml
+    ... on a GPU without results?     sparsebench new-gpu --budget 10m
+    """
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,7 +70,16 @@ def wide() -> Output:
 
 
 def print_json(data: Any) -> None:
-    stdout.write(json.dumps(data, indent=1) + "\n")
+    """Print data as JSON; a dataclass becomes an object."""
+    stdout.write(json.dumps(data, indent=1, default=asdict) + "\n")
+
+
+def print_result(result: Any, table: Callable[[Any], object], as_json: bool) -> None:
+    """Print a result as JSON, or the table that is made of it."""
+    if as_json:
+        print_json(result)
+    else:
+        wide().print(table(result))
 
 
 def show_page(page: Path) -> None:
@@ -176,7 +186,7 @@ def progress_bar() -> Iterator[Show]:
 def progress_lines() -> Show:
     """Return a callback that prints the first and the last part, and a line every EVERY_S.
 
-    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9: bsr_small 1.5× as fast as cublas`
 
     The time left follows from the parts done since the first call, because a resumed run starts
     with some done. When another run follows, the estimate starts again. If that run came before the

@@ -44,7 +44,7 @@ Data = Annotated[Path | None, typer.Option(help="Folder with the source files th
 Peers = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with source checkouts of competing kernels, from their authors.",
+        help="Folder with checkouts of other authors' kernels, for peers that need them.",
         callback=_set_peers,
         exists=True,
         file_okay=False,
@@ -53,19 +53,30 @@ Peers = Annotated[
 ]
 Only = Annotated[str, typer.Option(help="Select cases, such as 'block=64 sparsity=0.8|0.9'.")]
 Timeout = Annotated[
-    float, typer.Option(help="Seconds until a silent contender times out.", min=0.1, max=86400)
+    float,
+    typer.Option(
+        help="Stop a contender that gives no answer for this many seconds.", min=0.1, max=86400
+    ),
 ]
 Inherit = Annotated[
     bool, typer.Option("--inherit", help="Reuse the run's configurations instead of searching.")
 ]
 Replicates = Annotated[
-    int, typer.Option(help="Fresh processes: 3 for a look, 8 for a verdict.", min=1, max=1000)
+    int,
+    typer.Option(
+        help="Fresh processes: 3 for a look; 8 for a verdict, with intervals.", min=1, max=1000
+    ),
 ]
-Energy = Annotated[bool, typer.Option(help="Also measure the energy of a call: 2 s per case.")]
+Energy = Annotated[bool, typer.Option(help="Also measure the energy per call, for 2 s per case.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of every failure.")]
-Profile = Annotated[str, typer.Option(help="Run each case once under ncu or nsys, by its name.")]
+Profile = Annotated[
+    str, typer.Option(help="Call each case once, in an NVTX range, under ncu or nsys.")
+]
 Repeat = Annotated[
-    int, typer.Option(help="Check each case, then call it this often, for a profiler.", min=0)
+    int,
+    typer.Option(
+        help="Check each case, then only call it N times, for a profiler. 0: measure.", min=0
+    ),
 ]
 Plugins = Annotated[
     bool, typer.Option("--allow-plugins", help="Allow suites that import other packages.")
@@ -73,7 +84,7 @@ Plugins = Annotated[
 Budget = Annotated[str | None, typer.Option(help="Time limit: 90s, 10m or 2h. Default: none.")]
 PublishedRuns = Annotated[
     Path | None,
-    typer.Option(help="Estimate by the times of these runs: results/published/nvidia-h200."),
+    typer.Option(help="Runs whose times give the estimate: results/published/nvidia-h200."),
 ]
 
 

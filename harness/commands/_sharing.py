@@ -15,10 +15,17 @@ if TYPE_CHECKING:
     from sparsebench.harness.run.run_json import Flags
 
 Devices = Annotated[str, typer.Option(help="GPUs of this host that share the plan: cuda:0,cuda:1.")]
-Slurm = Annotated[str, typer.Option(help="Slurm jobs share the plan: 'partition=gpu time=60'.")]
-Submit = Annotated[str, typer.Option(help="'local' runs the jobs of --slurm on this host.")]
-Shards = Annotated[int, typer.Option(help="Number of jobs that share the plan.", min=0)]
-Shard = Annotated[str, typer.Option(help="Measure a part of the plan, 2/4; `merge` joins them.")]
+Slurm = Annotated[
+    str,
+    typer.Option(
+        help="Share the plan among Slurm jobs, with these options: 'partition=gpu time=60'."
+    ),
+]
+Submit = Annotated[str, typer.Option(help="'local' runs the jobs on this host, without Slurm.")]
+Shards = Annotated[int, typer.Option(help="Number of jobs for --slurm or --submit.", min=0)]
+Shard = Annotated[
+    str, typer.Option(help="Measure one part of the plan, such as 2/4; `merge` joins the parts.")
+]
 
 
 @dataclass(frozen=True)

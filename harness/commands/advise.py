@@ -11,25 +11,26 @@ from sparsebench.harness.commands._options import Json, Markdown
 
 def advise(
     model: Annotated[
-        str, typer.Argument(help="A listed model, or a config.json or the folder that holds it.")
+        str, typer.Argument(help="A model's name, such as Llama-3-8B, or its config.json.")
     ],
-    gpu: Annotated[str, typer.Option(help="A GPU: a part of its name that no other GPU has.")],
+    gpu: Annotated[str, typer.Option(help="Part of the name of one published GPU, such as H200.")],
     batch: Annotated[
         int,
-        typer.Option(help="Tokens at once: up to 256 are sequences that decode, more are prompts."),
+        typer.Option(
+            help="Tokens per pass: up to 256 decode, one per sequence; more are a prompt."
+        ),
     ],
     run: Annotated[
-        list[Path] | None, typer.Option(help="Also use this run of yours; may be repeated.")
+        list[Path] | None, typer.Option(help="Also use your own run in this folder; repeatable.")
     ] = None,
     markdown: Markdown = False,
     as_json: Json = False,
 ) -> None:
-    """Say whether pruning is worth it for a model on a GPU, from published runs.
+    """Should I prune? Say whether it pays off for a model on a GPU.
 
-    Runs of the same model are used as they are; other sizes are estimated, with an interval.
+    The answer names the kind of sparsity. It comes from published runs: if none measured layers of
+    this model, the speedup is estimated from similar layers, with an interval.
     """
-    from dataclasses import asdict
-
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
     from sparsebench.results import store
@@ -43,7 +44,7 @@ def advise(
         raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
     answer = answered(packaged() + added, read_shapes(model), gpu, batch)
     if as_json:
-        print_json(asdict(answer))
+        print_json(answer)
     elif markdown:
         stdout.write(presented.markdown(answer))
     else:

@@ -1,6 +1,5 @@
 """`sparsebench campaign`: many suites in one order, measured in pieces on one or more machines."""
 
-from dataclasses import asdict
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -37,7 +36,10 @@ PUBLISHED = Path("results/published")
 GPU = PUBLISHED / "nvidia-h200"
 
 File = Annotated[str, typer.Argument(help="A campaign's name, or a file.yaml.")]
-Folder = Annotated[Path, typer.Option("--out", help="Folder of its runs, new or to be resumed.")]
+Folder = Annotated[
+    Path,
+    typer.Option("--out", help="Folder of the campaign's runs: a new one, or the one to resume."),
+]
 Names = Annotated[list[str] | None, typer.Option("--entry", help="Only this entry; repeatable.")]
 
 
@@ -49,7 +51,7 @@ def plan(
     names: Names = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Estimate the GPU time of each entry and the total, and compare it with the budget."""
+    """Estimate the GPU time of each entry, beside the budget."""
     from sparsebench.harness.costs.estimates import campaign_estimates
 
     if gpu is None and not GPU.is_dir():
@@ -90,7 +92,10 @@ def run(
     timeout: opt.Timeout = 120.0,
     peers: opt.Peers = None,
 ) -> None:
-    """Measure the rest of a campaign until the budget ends; the same command resumes it."""
+    """Measure what is left of a campaign, until the budget ends.
+
+    The same command resumes the campaign.
+    """
     from sparsebench.harness.shared_runs.campaign_sitting import Sitting
 
     until = monotonic() + opt.budget_s(budget) if budget else inf
@@ -120,7 +125,7 @@ def status(
     requested = _read(file)
     states = [state(out, entry) for entry in requested.named(names or [])]
     if as_json:
-        print_json([asdict(each) for each in states])
+        print_json(states)
         return
     table = Table("entry", "status", "contests", "cards", "GPU time", box=None)
     for each in states:
@@ -143,7 +148,9 @@ def publish(
     into: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PUBLISHED,
     names: Names = None,
 ) -> None:
-    """Replace the published runs with a whole campaign, and write every page.
+    """Replace the published runs with a finished campaign's.
+
+    The command also writes every page that shows published numbers.
 
     With --entry, replace only the runs of those entries, each of which must be whole.
     """

@@ -23,7 +23,6 @@ from sparsebench.harness.commands._console import (
 if TYPE_CHECKING:
     from sparsebench.harness.claims.checking import Evidence
     from sparsebench.results.ceilings import Ceilings
-    from sparsebench.results.model_files import Pruning
 
 claims = typer.Typer(
     help="Test published claims about sparse formats.", no_args_is_help=True, rich_markup_mode=None
@@ -34,11 +33,9 @@ Names = Annotated[
 ]
 Runs = Annotated[
     list[Path] | None,
-    typer.Option("--from", help="Runs, folders of runs, or JSON of train-lm or whole to judge by."),
-]
-Losses = Annotated[
-    Path | None,
-    typer.Option(help="JSON of prune, or a Gemma 3 .gguf file, to show loss beside speed."),
+    typer.Option(
+        "--from", help="Evidence: runs, folders of runs, or the JSON of train-lm or whole."
+    ),
 ]
 
 
@@ -57,7 +54,7 @@ def list_(names: Names = None, as_json: opt.Json = False) -> None:
 
 @claims.command()
 def schema() -> None:
-    """Print the JSON Schema of a claim file, for editors that check YAML."""
+    """Print the JSON Schema of a claim file, for YAML editors."""
     from sparsebench.results.claims.schema import Claim
 
     print_json(Claim.model_json_schema(by_alias=True))
@@ -65,7 +62,7 @@ def schema() -> None:
 
 @claims.command()
 def lint(names: Names = None, data: opt.Data = None) -> None:
-    """Check the fields of claims, and the suites and contenders that they name."""
+    """Check claim files: their fields, suites and contenders."""
     from sparsebench.harness.claims.claim_plan import claims as packaged
     from sparsebench.harness.claims.claim_plan import load, parts
     from sparsebench.results.formatting import amount
@@ -89,11 +86,16 @@ def lint(names: Names = None, data: opt.Data = None) -> None:
 @claims.command()
 def bound(
     names: Names = None,
-    gpu: Annotated[Path | None, typer.Option(help="A run whose ceilings are the bounds.")] = None,
+    gpu: Annotated[
+        Path | None, typer.Option(help="A run whose measured ceilings limit the results.")
+    ] = None,
     data: opt.Data = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Compute the best possible result of each claim, and which tests no kernel can meet."""
+    """Compute the best result that each claim can have on a GPU.
+
+    The table says which tests no kernel can meet.
+    """
     from sparsebench.reports.claims.sheets import bounded
 
     planned = _evidence(names, None, data).planned(_ceilings(gpu))
@@ -124,14 +126,13 @@ def check(
     budget: opt.Budget = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only print the missing runs.")] = False,
     gpu: opt.PublishedRuns = None,
-    losses: Losses = None,
     peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Run the measurements that claims still need, confirm promising results, and give verdicts.
+    """Measure what claims still need, and give verdicts.
 
     The missing runs are printed first; --gpu adds their estimated time. With 6 processes or more,
-    for each claim that needs confirmation, its best case is re-measured in isolation. If --budget
+    the best case of each claim that needs confirmation is measured again, alone. If --budget
     ends the check early, the same command with --out resumes it.
     """
     from sparsebench.harness.claims.checking import check as measure
@@ -170,7 +171,7 @@ def check(
     if as_json:
         print_json(to_json(result))
     else:
-        _show(result, _pruning(losses, result, picked), out / "pages")
+        _show(result, out / "pages")
 
 
 @claims.command()
@@ -179,7 +180,6 @@ def report(
     runs: Runs = None,
     out: Annotated[Path | None, opt.out_file("Folder for pages and badges.")] = None,
     data: opt.Data = None,
-    losses: Losses = None,
     tables: Annotated[
         Path | None, typer.Option(help="Folder with CSV files of the authors, to show their rows.")
     ] = None,
@@ -192,12 +192,15 @@ def report(
     if as_json:
         print_json(to_json(result))
     else:
-        _show(result, _pruning(losses, result, "cpu"), out, tables)
+        _show(result, out, tables)
 
 
 @claims.command()
 def sentences(runs: Runs = None, data: opt.Data = None) -> None:
-    """Print each sentence of the three announcements with its claims and verdicts, as Markdown."""
+    """Print the sentences of three announcements with their verdicts.
+
+    The announcements are OpenAI 2017, TwELL 2026 and SpenseGPT 2026. The output is Markdown.
+    """
     from sparsebench.reports.claims.announcements import markdown
     from sparsebench.results.claims.announcements import CLAIMS
 
@@ -212,9 +215,7 @@ def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | Non
     return evidence(chosen(names or []), _runs(runs), data)
 
 
-def _show(
-    result: "Evidence", pruning: "Pruning | None", out: Path | None, tables: Path | None = None
-) -> None:
+def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
     from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import judged
@@ -222,30 +223,12 @@ def _show(
     wide().print(judged(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
-    pages = entries(result.planned(), result.cells, pruning, tables)
+    pages = entries(result.planned(), result.cells, tables)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, text)
     stdout.say(f"pages: {out / 'claims' / 'index.html'}")
-
-
-def _pruning(losses: Path | None, result: "Evidence", device: str) -> "Pruning | None":
-    """Read the output of prune, or prune a model now to the dense fractions of the claims."""
-    from sparsebench.harness.machine.device import pick, simulated
-    from sparsebench.harness.models.pruning.files import parse_recipes, prune_file
-    from sparsebench.results.model_files import read_pruning
-
-    if losses is None or losses.suffix != ".gguf":
-        return read_pruning(losses) if losses else None
-    problems = [contest.problem for part in result.all_parts for contest in part.contests]
-    hybrid = [p for p in problems if p["pattern"].startswith(("spense_", "two_four"))]
-    fractions = sorted({round(1 - 2 * problem["sparsity"], 6) for problem in hybrid} - {1.0})
-    if not fractions:
-        expected = "a claim about 2:4 beside dense weights"
-        raise SuiteError(f"--losses {losses}: expected {expected}, found none")
-    recipes = parse_recipes("spensegpt", ",".join(f"{each:g}" for each in fractions), "scored")
-    return prune_file(losses, recipes, pick("cpu" if simulated(device) else device))
 
 
 def _runs(paths: list[Path] | None) -> list[Path]:

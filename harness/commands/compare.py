@@ -23,20 +23,24 @@ def compare(
     among: Annotated[
         list[Path] | None,
         typer.Option(
-            "--among", help="Folders in which to look names up. Default: results/published, runs."
+            "--among",
+            help="Folders with the runs that names refer to. Default: results/published, runs.",
         ),
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
     markdown: Markdown = False,
     fail_on: Annotated[
-        str, typer.Option(help="slower:3% exits with 1 if a kernel is slower by more.")
+        str,
+        typer.Option(
+            help="slower:3% exits with 1 if one of our kernels became more than 3 % slower."
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Compare runs, GPUs, commits or library versions; the first one is the reference.
+    """Compare runs, GPUs, commits or library versions with the first.
 
-    Times come first, then the gain over the own baseline, then what a change comes from: our
-    kernel, its configuration, a library's version, the baseline or the card.
+    The table has three parts: how the times differ, how the speedups over the baseline differ, and
+    the cause: our kernel, its configuration, a library's version, the baseline or the card.
     """
     from sparsebench.reports import comparison
     from sparsebench.results.changes import failing, threshold

@@ -1,6 +1,5 @@
 """`sparsebench confirm`: measure the largest speedups of a run again, alone."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -11,7 +10,9 @@ from sparsebench.harness.commands._options import Data, Device, Inherit, Json, O
 
 def confirm(
     path: RunPath,
-    cases: Annotated[int, typer.Option(help="Number of cases, fastest first.", min=1)] = 1,
+    cases: Annotated[
+        int, typer.Option(help="Number of cases, those with the largest speedups first.", min=1)
+    ] = 1,
     replicates: Annotated[int, typer.Option(help="Number of fresh processes.", min=6)] = 8,
     device: Device = None,
     data: Data = None,
@@ -19,7 +20,7 @@ def confirm(
     inherit: Inherit = False,
     as_json: Json = False,
 ) -> None:
-    """Re-measure a run's largest speedups in isolation."""
+    """Measure a run's largest speedups again, alone."""
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.repeat import Where, headlines
@@ -35,8 +36,7 @@ def confirm(
     build(frames_of(again), fresh / "report.html")
     lines = headlines(again)
     if as_json:
-        dicts = [asdict(headline) for headline in lines]
-        print_json({"run": str(fresh), "headlines": dicts, "choices": choices_of(again.state)})
+        print_json({"run": str(fresh), "headlines": lines, "choices": choices_of(again.state)})
     else:
         for headline in lines:
             stdout.say(headline.sentence)

@@ -1,6 +1,5 @@
 """`sparsebench convert`: give sparse checkpoints of other tools layers that run."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,19 +12,19 @@ from sparsebench.harness.commands._options import Device, Json, out_file
 def convert(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="A local Hugging Face directory, from compressed-tensors or with 2:4."),
+        typer.Argument(help="A local Hugging Face directory with 2:4 or bitmask weights."),
     ],
     out: Annotated[Path, out_file("Directory to write.")],
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float16 or bfloat16: multiply by scales, and round. Default: as stored."
+            help="float16 or bfloat16: apply the scales and round to this. Default: as stored."
         ),
     ] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint with 2:4 or bitmask weights into sparse layers."""
+    """Convert a 2:4 or bitmask checkpoint into sparse layers."""
     from sparsebench.errors import SuiteError
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.models.pruning.convert import HALF, convert, lines
@@ -35,7 +34,7 @@ def convert(
         raise SuiteError(f"--dtype: expected {' or '.join(kinds)}, found {dtype!r}")
     conversion = convert(checkpoint, out, kinds[dtype] if dtype else None, pick(device))
     if as_json:
-        print_json(asdict(conversion))
+        print_json(conversion)
     else:
         for line in lines(out, conversion):
             stdout.say(line)

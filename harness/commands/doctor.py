@@ -1,7 +1,5 @@
 """`sparsebench doctor`: whether this machine is fit to measure."""
 
-from dataclasses import asdict
-
 import typer
 
 from sparsebench.harness.commands._console import UNFIT, print_json, wide
@@ -9,7 +7,7 @@ from sparsebench.harness.commands._options import Device, Json
 
 
 def doctor(device: Device = None, as_json: Json = False) -> None:
-    """Check whether this machine is fit to measure.
+    """Check whether this machine is fit for benchmarks.
 
     The command suggests remedies and changes nothing.
     """
@@ -19,8 +17,7 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
 
     findings = examine(pick(device))
     if as_json:
-        fit = not unfit(findings)
-        print_json({"fit": fit, "findings": [asdict(finding) for finding in findings]})
+        print_json({"fit": not unfit(findings), "findings": findings})
     else:
         wide().print(table(findings))
         wide().print(conclusion(findings))

@@ -15,7 +15,7 @@ def merge(
     data: Data = None,
     plugins: Plugins = False,
 ) -> None:
-    """Merge the shards of one plan into a single run, and write its report."""
+    """Merge the parts of one plan into a single run."""
     from sparsebench.harness.shared_runs.merging import merge as join
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer

@@ -33,7 +33,7 @@ def new_gpu(
     resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
     devices: Devices = "",
 ) -> None:
-    """Survey a GPU within a time budget: is sparsity worth it here?"""
+    """Survey a GPU in 10 minutes: which sparse formats pay off?"""
     from sparsebench.harness.machine.device import pick, simulated, slug
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey_page import write

@@ -15,7 +15,9 @@ from sparsebench.harness.commands._options import Data
 
 def publish(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder of the site, new or to be extended.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder of the site: a new one, or a site to add to.")
+    ],
     base_url: Annotated[
         str, typer.Option(help="Address of the site, for its sitemap, feed and link previews.")
     ] = "",
@@ -27,7 +29,7 @@ def publish(
     ] = "",
     files: Annotated[
         list[Path] | None,
-        typer.Option(help="JSON of train-lm --pattern or whole, for claims that it decides."),
+        typer.Option(help="JSON of train-lm --pattern or whole, as evidence for claims."),
     ] = None,
     data: Data = None,
 ) -> None:

@@ -15,12 +15,13 @@ def report(
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
     errors: Annotated[
-        Path | None, typer.Option(help="JSON of prune, to plot its error against the speedup.")
+        Path | None,
+        typer.Option(help="JSON of `prune --json`: plot pruning error against speedup."),
     ] = None,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
-    """Write a run's report as one HTML file, and print its answer."""
+    """Write a run's report (one HTML file), and print its answer."""
     from sparsebench._writing import require_apart
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer, answer_markdown

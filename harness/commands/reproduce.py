@@ -18,7 +18,7 @@ def reproduce(
     inherit: Inherit = False,
     as_json: Json = False,
 ) -> None:
-    """Rerun a run's suite on this machine, and report which results agree with the original."""
+    """Measure a run again on this machine: do the results agree?"""
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.repeat import Where
     from sparsebench.harness.run.repeat import reproduce as measure_again

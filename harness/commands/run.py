@@ -37,7 +37,9 @@ def run(
     device: opt.Device = None,
     data: opt.Data = None,
     out: opt.Out = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume a run that was stopped.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Finish the interrupted run in this directory.")
+    ] = None,
     only: opt.Only = "",
     timeout: opt.Timeout = 120.0,
     replicates: opt.Replicates = 3,

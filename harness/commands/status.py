@@ -12,10 +12,10 @@ from sparsebench.harness.commands._options import Json
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="A run, which may be shared out.")],
+    run: Annotated[Path, typer.Argument(help="A run, on one GPU or shared among several.")],
     as_json: Json = False,
 ) -> None:
-    """Show a run's progress; works on any host that can read its folder."""
+    """Show how far a run is, from any host that can read its folder."""
     from sparsebench.harness.shared_runs import shared_folder
     from sparsebench.harness.shared_runs.cluster_jobs import jobs, statuses
     from sparsebench.results import store

@@ -1,12 +1,11 @@
 """`sparsebench train-lm`: train small language models with sparse activations or weights."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import print_json, progress_bar, wide
+from sparsebench.harness.commands._console import print_result, progress_bar
 from sparsebench.harness.commands._options import Device, Json, out_file
 
 L1 = "0,1e-4,1e-3,1e-2,3e-2"  # from no penalty to one that turns most units off
@@ -21,15 +20,23 @@ def train_lm(
     hidden: Annotated[int, typer.Option(help="Hidden units of each gated MLP.", min=1)] = 2048,
     heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 8,
     context: Annotated[int, typer.Option(help="Bytes per context.", min=16, max=8192)] = 256,
-    batch: Annotated[int, typer.Option(help="Contexts per step.", min=1)] = 64,
-    pattern: Annotated[str, typer.Option(help="Block-sparse: small_world,uniform.")] = "",
+    batch: Annotated[int, typer.Option(help="Contexts per training step.", min=1)] = 64,
+    pattern: Annotated[
+        str, typer.Option(help="Train block-sparse models: small_world,uniform.")
+    ] = "",
     block: Annotated[str, typer.Option(help="Block sizes for --pattern.")] = "32,64",
     sparsity: Annotated[str, typer.Option(help="Sparsities for --pattern.")] = "0.8,0.9",
-    seeds: Annotated[int, typer.Option(help="Models per block-sparse setting.", min=1)] = 3,
-    dense: Annotated[str, typer.Option(help="More widths of dense models for --pattern.")] = "",
+    seeds: Annotated[
+        int, typer.Option(help="Models per setting of --pattern, each with its own seed.", min=1)
+    ] = 3,
+    dense: Annotated[
+        str, typer.Option(help="Further widths of dense models to compare, for --pattern.")
+    ] = "",
     data: Annotated[
         Path | None,
-        typer.Option(help="For --pattern: a .npy file of samples [samples, bytes], as of images."),
+        typer.Option(
+            help="For --pattern: a .npy file, uint8 [samples, bytes], to learn instead of text."
+        ),
     ] = None,
     device: Device = None,
     out: Annotated[
@@ -43,10 +50,10 @@ def train_lm(
 ) -> None:
     """Train small language models and count their active units.
 
-    They have gated ReLU MLPs and learn Python's own source, byte by byte. Each L1 coefficient gives
-    the sparsity that it reaches and what that costs in loss. With --pattern, block-sparse models
-    are compared with dense ones of equal width, of equal parameter count, and of equal time per
-    step if one of the --dense widths takes as long.
+    The models have gated ReLU MLPs and learn Python's own source, byte by byte. For each L1
+    coefficient, the table has the sparsity and the loss of the trained model. With --pattern, the
+    command compares block-sparse models with dense ones of the same width, of the same number of
+    parameters, and, if one of the --dense widths fits, of the same time per training step.
     """
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.models.train_lm import train, widths
@@ -55,20 +62,15 @@ def train_lm(
 
     settings = Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
     picked = pick(device)
-    trained: Any
     if pattern:
         plan, more = widths.parse(pattern, block, sparsity), widths.parse_widths(dense)
         with progress_bar() as show:
-            trained = widths.train_widths(
+            compared = widths.train_widths(
                 plan, settings, seeds, picked, dense=more, data=data, to=out, show=show
             )
-        table = widths.table(trained)
+        print_result(compared, widths.table, as_json)
     else:
         coefficients = train.parse_coefficients(l1)
         with progress_bar() as show:
             trained = train.train_all(coefficients, settings, picked, to=out, show=show)
-        table = train.table(trained)
-    if as_json:
-        print_json(asdict(trained))
-    else:
-        wide().print(table)
+        print_result(trained, train.table, as_json)

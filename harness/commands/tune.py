@@ -16,12 +16,14 @@ def tune(
         float, typer.Option(help="Approximate time limit in minutes.", min=0.1, max=1440)
     ] = 10.0,
     only: Only = "",
-    out: Annotated[Path | None, out_file("Table to write. Default: yours, for this GPU.")] = None,
+    out: Annotated[
+        Path | None, out_file("Table to write. Default: your own, for this kind of GPU.")
+    ] = None,
     data: Data = None,
 ) -> None:
-    """Search for the fastest configurations for this GPU.
+    """Search for the fastest kernel configurations on this GPU.
 
-    Later runs take them from the table that the command writes.
+    The command writes a table, from which later runs take the configurations.
     """
     from sparsebench.harness.machine.device import named
     from sparsebench.harness.plan.suite import read

@@ -7,9 +7,10 @@ from sparsebench.harness.commands._options import Data, Plugins, RunPath
 
 
 def validate(path: RunPath, data: Data = None, plugins: Plugins = False) -> None:
-    """Check a run's hashes and rows, and that its plan is complete.
+    """Check that a run is complete, unchanged and consistent.
 
-    Also warn about contenders that are slower than their default or than in a neighbouring run.
+    The command also warns about a contender that is slower than with its default options, or than
+    in another run of the same folder.
     """
     from sparsebench.harness.run.validation import validate as check
     from sparsebench.results.tuning_doubts import siblings

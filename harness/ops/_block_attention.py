@@ -10,7 +10,9 @@ take 34 GB for 32 heads and 32k tokens.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
+from random import Random
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
@@ -20,11 +22,13 @@ from torch import Tensor
 from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import areas
 from sparsebench.harness.inputs.grid import Stack
-from sparsebench.harness.ops._op import Fields, Values
+from sparsebench.harness.ops._op import Fields, Sample, Values
 from sparsebench.results.record import Problem
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Scores that are held at once: on a GPU they take 512 MB in fp64."""
+CHEAP = 1 << 30  # pairs of a query and a key whose fp64 answer takes an H100 about 0.1 s
+SHARE = 8  # one in so many KV heads is in a sample
 
 
 class AttentionFields(Fields):
@@ -186,6 +190,58 @@ def parts(mask: Tensor, fields: Values) -> Iterator[Part]:
                 end = start + len(rows)
                 of_q = slice(b * m + start, b * m + end), columns(head)
                 yield Part(of_q, kv, (b * heads + head, slice(start, end)), allowed)
+
+
+class Heads(NamedTuple):
+    """Some of the KV heads, and the query heads that read them."""
+
+    kv: list[int]
+    query: list[int]
+
+    @classmethod
+    def drawn(cls, fields: Values, seed: int) -> Self:
+        """Draw one in SHARE KV heads."""
+        kv = sorted(Random(seed).sample(range(fields["kv_heads"]), fields["kv_heads"] // SHARE))
+        group = fields["heads"] // fields["kv_heads"]
+        return cls(kv, [head * group + i for head in kv for i in range(group)])
+
+
+def in_columns(x: Tensor, every: int, some: list[int]) -> Tensor:
+    """Return some heads of x [tokens, every * D]."""
+    return x.view(len(x), every, -1)[:, some].flatten(1)
+
+
+def in_rows(x: Tensor, every: int, some: list[int], outer: int) -> Tensor:
+    """Return some heads of x [outer * every * rows, D]."""
+    return x.view(outer, every, -1, x.shape[1])[:, some].reshape(-1, x.shape[1])
+
+
+def sample(problem: Problem, operands: Mapping[str, Tensor], seed: int) -> Sample | None:
+    """Return the problem of one in SHARE KV heads, with all tokens, if there are many pairs."""
+    fields, (m, context) = problem.fields, tokens_of(problem.fields)
+    batch, heads, kv_heads = fields["batch"], fields["heads"], fields["kv_heads"]
+    if batch * heads * m * context <= CHEAP or kv_heads < SHARE:
+        return None
+    some = Heads.drawn(fields, seed)
+    lists = {"heads": (heads, some.query), "kv_heads": (kv_heads, some.kv), "one": (1, [0])}
+    taken = {
+        name: in_columns(x, kv_heads, some.kv)
+        if name in ("k", "v")
+        else in_columns(x, heads, some.query)
+        for name, x in operands.items()
+        if name not in ("mask", "lse")
+    }
+    taken["mask"] = in_rows(operands["mask"], *lists[fields["lists"]], batch)
+    if "lse" in operands:
+        taken["lse"] = in_rows(operands["lse"], heads, some.query, batch)
+    return Sample(
+        seed,
+        replace(problem, fields={**fields, "heads": len(some.query), "kv_heads": len(some.kv)}),
+        taken,
+        shape=(batch * m, heads * fields["head_dim"]),
+        part=lambda out: in_columns(out, heads, some.query),
+        text=f"KV heads {', '.join(map(str, some.kv))}",
+    )
 
 
 def scale_of(fields: Values) -> float:

@@ -59,6 +59,25 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A part of a problem, which is a smaller problem of the same op.
+
+    seed      from which the part was drawn
+    operands  those of the part, by name
+    shape     of the whole problem's output
+    part      takes the part's output out of the whole one
+    text      names the part
+    """
+
+    seed: int
+    problem: Problem
+    operands: Mapping[str, Tensor]
+    shape: tuple[int, ...]
+    part: Callable[[Tensor], Tensor]
+    text: str
+
+
+@dataclass(frozen=True)
 class Op:
     """An op. Functions map their arguments as written here; `problem` is a Problem.
 
@@ -96,6 +115,8 @@ class Op:
     derived       activations that `derive` computes in floating point, which the digest of the
                   operands leaves out: two devices may differ in a rounding
     copies        (a problem's fields, operand's name) -> how many copies a kernel holds; default: 1
+    sample        (problem, operands, seed) -> a random part whose answer is much cheaper than the
+                  whole one, or None if the whole one is cheap; default: None
     """
 
     fields: type[Fields]
@@ -119,6 +140,7 @@ class Op:
     full: Callable[[Problem], dict[str, int]] | None = None
     format_params: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     derived: tuple[str, ...] = ()
+    sample: Callable[[Problem, Mapping[str, Tensor], int], Sample | None] = lambda *_: None
 
     @property
     def defaults(self) -> dict[str, Value]:

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from sparsebench.harness.ops import _block_attention as blocks
 from sparsebench.harness.ops._block_attention import Part
-from sparsebench.harness.ops._op import Op, Operand, Values
+from sparsebench.harness.ops._op import Op, Operand, Sample, Values
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
 
@@ -204,6 +204,23 @@ def bytes_of_gradients(problem: Problem, nnz: Mapping[str, int], itemsize: int) 
     return int(DTYPES[problem["dtype"]].itemsize * elements + 4 * rows)
 
 
+def sample_of_gradients(
+    problem: Problem, operands: Mapping[str, Tensor], seed: int
+) -> Sample | None:
+    """Return the sample of the forward pass, with the rows of its heads in dQ, dK and dV."""
+    fields, sample = problem.fields, blocks.sample(problem, operands, seed)
+    if sample is None:
+        return None
+    some, parts = blocks.Heads.drawn(fields, seed), results(problem)
+    chosen = (fields["heads"], some.query), *[(fields["kv_heads"], some.kv)] * 2
+
+    def part(out: Tensor) -> Tensor:
+        each = zip(out.split(parts), chosen, strict=True)
+        return torch.cat([blocks.in_rows(x, *heads, len(x) // heads[0]) for x, heads in each])
+
+    return replace(sample, shape=(sum(parts), fields["head_dim"]), part=part)
+
+
 def results(problem: Problem) -> tuple[int, ...]:
     """Return the rows of dQ, dK and dV."""
     m, context = blocks.tokens_of(problem.fields)
@@ -234,6 +251,7 @@ OP = Op(
     counts=blocks.counts,
     full=blocks.full,
     format_params=blocks.format_params,
+    sample=blocks.sample,
 )
 
 BACKWARD = replace(
@@ -247,6 +265,7 @@ BACKWARD = replace(
     derive=derive,
     derived=("o", "lse"),
     parts=results,
+    sample=sample_of_gradients,
 )
 """Backward pass of block-sparse attention: dQ, dK and dV, from dO, O and the log-sum-exp."""
 

@@ -15,11 +15,9 @@ from contextlib import suppress
 from importlib import import_module
 from threading import Thread
 
-from sparsebench.harness.machine.parent_watch import WAIT
-
 PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
 COMMAND = *PYTHON, "sparsebench.harness.run.worker"
-AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import while another one starts
+AHEAD = max(1, len(os.sched_getaffinity(0)) // 2)  # workers that import while another one starts
 
 Process = subprocess.Popen[str]
 
@@ -40,7 +38,7 @@ def start(device: str | None, devices: int, processes: int) -> None:
     """Start the first workers of a run; they import and wait. A simulated device needs none."""
     if not (device or "").startswith("sim"):
         count = devices and max(devices, min(processes, 1 + AHEAD))
-        _waiting.extend(spawn(*COMMAND, WAIT) for _ in range(count))
+        _waiting.extend(spawn(*COMMAND) for _ in range(count))
 
 
 def take() -> Process | None:

@@ -59,7 +59,7 @@ class RunOptions:
     searched    rows of an earlier run: the processes of a verdict search among its finalists
     origin      the bundle that this run reproduces or confirms, for run.json
     until       a time.monotonic(): no contest starts that would end after it if it took as long as
-                the longest so far; --resume measures the rest
+                in the process before, or as the longest so far; --resume measures the rest
     rank        contests of a lower rank come first in every process; ties are in random order
     replan      called before each process with its number and its contests, and returns those to
                 measure now; --resume measures the others
@@ -121,6 +121,7 @@ def measure(
         if chosen_by is provenance.Choices.EARLIER:
             runner.pin(searched)
         runner.pin(done)
+        runner.trust(done)
         identity = runner.about["identity"]
         if flags.energy:
             energy.require_meter(identity)
@@ -221,7 +222,7 @@ class _Session:
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # contests
     last: str = ""  # the problem and the result of the last contest
-    longest_s: float = 0.0  # that any contest took
+    took_s: dict[str, float] = field(default_factory=dict)  # of each problem, when last measured
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)
@@ -262,15 +263,17 @@ class _Session:
         self.options.progress(self.done, self._total(), self.last)
 
     def _in_time(self, contests: Iterable[Contest]) -> Iterator[Contest]:
-        """Yield and announce contests while there is time for one that takes as long as any."""
+        """Yield and announce the contests for which there is time (RunOptions.until)."""
         began = monotonic()
         for contest in contests:
-            if began + self.longest_s > self.options.until:
+            longest_s = max(self.took_s.values(), default=0.0)
+            expected_s = self.took_s.get(contest.problem.id, longest_s)
+            if began + expected_s > self.options.until:
                 return
             self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest
             now = monotonic()
-            self.longest_s, began = max(self.longest_s, now - began), now
+            self.took_s[contest.problem.id], began = now - began, now
 
     def _total(self) -> int:
         part, processes = self.options.part, self.record.flags.replicates
@@ -312,7 +315,7 @@ def describe(problem: Problem) -> str:
 def leader(rows: Sequence[Row]) -> str:
     """Name the problem and its fastest contender for a line of progress; "" for a reference.
 
-    `m=64 n=4096 block=64 sparsity=0.9: bsr_small 1.5× faster than cublas`
+    `m=64 n=4096 block=64 sparsity=0.9: bsr_small 1.5× as fast as cublas`
     """
     timed = [row for row in rows if row.status is Status.OK and row.samples_us]
     over = next((row for row in timed if row.case.contender.baseline), None)
@@ -321,7 +324,7 @@ def leader(rows: Sequence[Row]) -> str:
     logs = [float(np.median(frame.logs_over(row, over))) for row in timed]
     best = timed[logs.index(max(logs))]
     first, base = (_ran(row) for row in (best, over))
-    result = f"{first} {number(exp(max(logs)))}× faster than {base}"
+    result = f"{first} {number(exp(max(logs)))}× as fast as {base}"
     result = f"{base} is the fastest" if best is over else result
     return f"{describe(over.case.problem)}: {result}"
 

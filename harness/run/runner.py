@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.bench.contest_state import ContestOptions
+from sparsebench.harness.bench.contest_state import ContestOptions, configuration
 from sparsebench.harness.bench.sampling import possible
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
@@ -33,14 +33,13 @@ from sparsebench.harness.run.worker_process import (
     Log,
     Worker,
     WorkerLoss,
-    start_spare,
     start_worker,
 )
 from sparsebench.results.ceilings import FP32, TF32
 from sparsebench.results.record import Case, Row, Status
 
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
-CEILINGS_KEPT_S = 600.0  # clocks settle within a minute, but other users of a machine come and go
+CEILINGS_KEPT_S = 1800.0  # clocks settle within a minute, but other users come and go
 
 Pinned = Mapping[str, Mapping[str, Any]]
 """A kernel's choice (Row.choice) by case id."""
@@ -64,7 +63,7 @@ class Runner:
     pinned     choices of another run: process p takes those of process p modulo their number
     share      pass the choice of an ok row to every later process. Without `pinned` and `share`,
                each process searches: the first among all candidates, later ones among its finalists
-               (kernels/_common/search.py)
+               (kernels/_common/search.py). References search once for each card
     processes  how many there will be; `fresh` is called once less
     spent_s    seconds of waiting for workers to start, and for ceilings
     stopping   set by another thread, which then kills the worker: the run ends as by Ctrl-C
@@ -88,6 +87,7 @@ class Runner:
         self._pinned, self._share = pinned, share
         self._shared: dict[str, Mapping[str, Any]] = {}
         self._timed: dict[str, Row] = {}
+        self._checked: dict[str, set[str]] = {}
         self._to_come = processes - 1
         self._worker: Worker | None = None
         self._spares: list[Worker] = []
@@ -122,6 +122,9 @@ class Runner:
         for contest in contests:
             result = self._complete(contest, options)
             self.pin(result.rows)
+            self.trust(result.rows)
+            if contest.reference:
+                _reference_choices.setdefault(self._card, {}).update(pinned_in(result.rows))
             options = options.after(result.rows)
             yield result
 
@@ -136,11 +139,22 @@ class Runner:
                 if row.replicate < before.replicate:
                     self._timed[row.case.id] = row
 
+    def trust(self, rows: Iterable[Row]) -> None:
+        """Remember which configurations earlier processes of this run found right."""
+        for row in rows:
+            if row.status is Status.OK:
+                self._checked.setdefault(row.case.id, set()).add(configuration(row))
+
     def fresh(self) -> None:
-        """Give the next contests a new worker: the process is the unit of replication."""
-        if self._worker:
-            self._worker.close()
-        self._worker = None
+        """Give the next contests a new worker: the process is the unit of replication.
+
+        The next worker takes its device while the last one releases it, which takes each 0.5 s.
+        """
+        worker, self._worker = self._worker, None
+        if self._spares:
+            self._spares[0].begin()
+        if worker:
+            worker.close()
         self._to_come -= 1
 
     def kill(self) -> None:
@@ -154,10 +168,10 @@ class Runner:
         began, arguments = monotonic(), (self._device, self._data, self.log)
         spare = self._spares.pop(0) if self._spares else None
         if spare:
-            spare.begin()
+            spare.begin()  # unless `fresh` did
         importing: list[Worker] = []
         if not self._spares:
-            importing += [start_spare(*arguments) for _ in range(min(self._to_come, AHEAD))]
+            importing += [Worker(*arguments) for _ in range(min(self._to_come, AHEAD))]
             self._spares = importing
         try:
             ready = spare is not None and self._succeeds(spare.wait_ready)
@@ -183,7 +197,7 @@ class Runner:
         lost_rows: list[Row] = []
         blameless = attempt = 0
         while left:
-            part = Contest(contest.problem, tuple(left))
+            part = replace(contest, contenders=tuple(left))
             options = replace(
                 options,
                 attempt=attempt,
@@ -194,6 +208,11 @@ class Runner:
                     case: self._timed[case].candidates
                     for contender in left
                     if (case := Case(contest.problem, contender).id) in self._timed
+                },
+                checked={
+                    case: sorted(self._checked[case])
+                    for contender in left
+                    if (case := Case(contest.problem, contender).id) in self._checked
                 },
             )
             result = self._measure(part, asdict(options))
@@ -228,10 +247,16 @@ class Runner:
         if self.stopping.is_set():
             raise KeyboardInterrupt
 
+    @property
+    def _card(self) -> str:
+        return str(self.about["identity"])
+
     def _choices(self, contest: Contest, replicate: int) -> Pinned:
         """Return the choices to take without a search; a twin takes its original's."""
         pinned = self._pinned[replicate % len(self._pinned)] if self._pinned else {}
         choices = {**self._shared, **pinned}
+        if contest.reference and self._device.startswith("cuda"):
+            choices = {**_reference_choices.get(self._card, {}), **choices}
         cases = [Case(contest.problem, contender) for contender in contest.contenders]
         return {c.id: choices[of] for c in cases if (of := c.original.id) in choices}
 
@@ -240,6 +265,10 @@ def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
     place = {Case(contest.problem, c).id: i for i, c in enumerate(contest.contenders)}
     return sorted(rows, key=lambda row: place[row.case.id])
 
+
+_reference_choices: dict[str, dict[str, Mapping[str, Any]]] = {}
+"""By card: what the references chose in this process. Every run has the same ones, and their search
+takes 5 s."""
 
 _cached: dict[str, tuple[float, frozenset[str], dict[str, Any]]] = {}
 """When a GPU's ceilings were measured, for which dtypes, and the ceilings."""

@@ -39,7 +39,7 @@ from sparsebench.results.frame import HOST_LATE, frame
 from sparsebench.results.record import Row, Status
 
 OWN = {"op", "format", "baseline", "seed"}
-HEADINGS = "time, µs", "quartiles", "speedup", "of bound", "error", "of usual", "of allowed"
+HEADINGS = "time, µs", "quartiles", "speedup", "of limit", "error", "of usual", "of allowed"
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 ON_CUDA = {"attention": "sdpa_cudnn", "attention_backward": "sdpa_cudnn_backward"}
 """The baselines by device, and on CUDA those of ops that cuBLAS does not compute."""
@@ -182,7 +182,7 @@ def _sorted_out(
 
 
 def report(result: TrialResult) -> Group:
-    """Return the result for a terminal: error, time, bound, speedup and choice of each row."""
+    """Return the result for a terminal, one line per row."""
     table, rows = frame(result.rows), result.rows
     shown = Table(title=rows[0].case.problem.text, title_justify="left", box=None, pad_edge=False)
     for heading in ("", *HEADINGS):
@@ -220,7 +220,7 @@ def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
         "slower than it should be": _marked(line),
         "accuracy": str(line.marks),
         "choice": choice,
-        "bound": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
+        "hardware limit": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
         "empty launch": floor if short else "",
         "weights": weights,
         "before the first call": f"convert {row.convert_us or 0:.0f} µs, "

@@ -1,5 +1,8 @@
 """The child process that measures: one contest per line in, JSON lines out, until stdin closes.
 
+    < {"imported": true}               everything is imported, CUDA_PACKAGES included
+    > ["cuda:0", "/data"]              the device, and the data folder if there is one
+    < {"environment": ..., ...}        describes the device
     > {"ceilings": ["bf16"]}           measure the ceilings, of products in these dtypes
     < {"ceilings": {...}}
     > {"problem": ..., "contenders": [...], "nonce": ..., "replicate": 0, ...}  (ContestOptions)
@@ -8,11 +11,7 @@
     < {"contest": problem id, "nonce": ..., "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
-The first line describes the device. With --wait the worker first reports that everything is
-imported, CUDA_PACKAGES included, and then waits for a line [DEVICE, DATA]. What a kernel prints
-goes to stderr; answers have a file descriptor of their own.
-
-Usage: python -P -m sparsebench.harness.run.worker DEVICE [DATA] | --wait
+What a kernel prints goes to stderr; answers have a file descriptor of their own.
 """
 
 import ctypes
@@ -34,7 +33,7 @@ import torch
 from sparsebench.harness.bench import contest, device_ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal, traceback_of
 from sparsebench.harness.machine.device import environment, identity, slug
-from sparsebench.harness.machine.parent_watch import end_with_parent, worker_arguments
+from sparsebench.harness.machine.parent_watch import end_with_parent
 from sparsebench.results.record import Contender, Problem
 
 # What kernel files import (1 s when cached), and torch's BSR product (torch._dynamo: 3 s).
@@ -52,19 +51,17 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # the parent reads UTF-8, whatever the locale is
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-
-    def import_all() -> None:
-        if torch.version.cuda:
-            for package in CUDA_PACKAGES:
-                with suppress(ImportError):  # the kernel reports it when it is used
-                    import_module(package)
-        _send(answers, {"imported": True})
-
-    arguments = worker_arguments(import_all)
-    if not arguments:
-        return
-    device = torch.device(arguments[0])
-    data = Path(arguments[1]) if len(arguments) > 1 else None
+    if torch.version.cuda:
+        for package in CUDA_PACKAGES:
+            with suppress(ImportError):  # the kernel reports it when it is used
+                import_module(package)
+    gc.collect()
+    gc.freeze()  # see `_measure`: the first contest collects often, too
+    _send(answers, {"imported": True})
+    name, *folder = json.loads(sys.stdin.readline() or "[null]")
+    if not name:
+        return  # the parent has ended
+    device, data = torch.device(name), Path(*folder) if folder else None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     about = {"environment": environment(device), "identity": identity(device), "slug": slug(device)}

@@ -25,7 +25,6 @@ from typing import IO, Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.device import simulated
-from sparsebench.harness.machine.parent_watch import WAIT
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
@@ -112,35 +111,21 @@ def _append(path: Path, lines: list[str]) -> None:
 
 
 class Worker:
-    """A child process. Its first answer, `about`, describes the device.
+    """A child process. It imports; after `begin` it takes its device, which `about` describes."""
 
-    A `spare` worker only imports; it takes its device after `begin`, and `wait_ready` waits for it.
-    """
-
-    def __init__(
-        self,
-        device: str,
-        data: Path | None,
-        log: Log,
-        *,
-        spare: bool = False,
-        process: early_start.Process | None = None,
-    ) -> None:
-        """Start the child, or take a waiting `process`; unless spare, wait until it is ready.
-
-        Raises WorkerError.
-        """
+    def __init__(self, device: str, data: Path | None, log: Log) -> None:
+        """Start the child, or take one that a command started early. Raises WorkerError."""
         self._arguments = [device, *([str(data)] if data else [])]
+        early = None if simulated(device) else early_start.take()
         command = (*early_start.PYTHON, SIMULATOR) if simulated(device) else COMMAND
-        arguments = [WAIT] if spare else self._arguments
         try:
-            self._child = process or early_start.spawn(*command, *arguments)
+            self._child = early or early_start.spawn(*command)
         except OSError as error:
             raise WorkerError(f"the worker did not start: {error}") from error
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = log
         self._words: list[str] = []
-        self._killed = False
+        self._killed = self._begun = False
 
         def hear(line: str) -> None:
             log.add(line)
@@ -151,18 +136,16 @@ class Worker:
         self._end = threading.Thread(target=self._reap, daemon=True)
         self._end.start()
         self.about: dict[str, Any] = {}
-        if process and not spare:
-            self.wait_imported()
-            self.begin()
-        if not spare:
-            self.wait_ready()
 
     def wait_imported(self) -> None:
-        """Wait until a spare child has imported everything and is idle. Raises WorkerError."""
+        """Wait until the child has imported everything and is idle. Raises WorkerError."""
         self._answer("the worker did not start")
 
     def begin(self) -> None:
-        self._send(self._arguments)
+        """Let a spare child take its device; a second call does nothing."""
+        if not self._begun:
+            self._begun = True
+            self._send(self._arguments)
 
     def wait_ready(self) -> None:
         self.about = self._answer("the worker did not start")
@@ -336,26 +319,24 @@ def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Th
 
 def about_device(device: str, data: Path | None) -> dict[str, Any]:
     """Return what a worker says about a device; this process must not open a GPU itself."""
-    worker = Worker(device, data, Log())
+    worker = start_worker(device, data, Log())
     worker.kill()
     return worker.about
 
 
-def start_spare(device: str, data: Path | None, log: Log) -> Worker:
-    """Start a worker without a device, or take one that a command started early."""
-    early = None if simulated(device) else early_start.take()
-    return Worker(device, data, log, spare=True, process=early)
-
-
 def start_worker(device: str, data: Path | None, log: Log) -> Worker:
     """Start a worker that has its device, in START_ATTEMPTS attempts. Raises WorkerError."""
-    if not simulated(device) and (early := early_start.take()):
-        with suppress(WorkerError):  # start another one, as if this one had never existed
-            return Worker(device, data, log, process=early)
-    for attempt in range(START_ATTEMPTS - 1):
+    attempt = 0
+    while True:
         try:
-            return Worker(device, data, log)
+            worker = Worker(device, data, log)
+            worker.wait_imported()
+            worker.begin()
+            worker.wait_ready()
+            return worker
         except WorkerError as error:
+            attempt += 1
+            if attempt == START_ATTEMPTS:
+                raise
             log.add(f"{error}\n")
-            time.sleep(START_PAUSE_S * 2**attempt)
-    return Worker(device, data, log)
+            time.sleep(START_PAUSE_S * 2 ** (attempt - 1))

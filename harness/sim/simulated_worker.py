@@ -5,8 +5,6 @@
 
 Everything above it is real: runner, timeouts, rows on disk, statistics, report. The same spec,
 suite and process number give the same rows; another seed is another device.
-
-Usage: python -P -m sparsebench.harness.sim.simulated_worker sim[:NAME|:FILE.yaml] [DATA] | --wait
 """
 
 import hashlib
@@ -21,7 +19,7 @@ import torch
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.machine.device import environment, portable
-from sparsebench.harness.machine.parent_watch import end_with_parent, worker_arguments
+from sparsebench.harness.machine.parent_watch import end_with_parent
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.sim import simulated_contest
@@ -33,10 +31,10 @@ from sparsebench.results.record import Contender, Problem
 def main() -> None:
     """Answer contests until stdin closes."""
     end_with_parent()
-    arguments = worker_arguments(lambda: _send({"imported": True}))
-    if not arguments:
-        return
-    device = arguments[0]
+    _send({"imported": True})
+    device, *_ = json.loads(sys.stdin.readline() or "[null]")
+    if not device:
+        return  # the parent has ended
     spec = read(device)
     _send({"environment": _environment(device, spec), "identity": spec.identity, "slug": "sim"})
     for line in sys.stdin:
@@ -45,9 +43,9 @@ def main() -> None:
             nonce = request.pop("nonce", "")
             problem = Problem.from_json(request.pop("problem"))
             contenders = [Contender(**contender) for contender in request.pop("contenders")]
-            rows = simulated_contest.run(
-                spec, problem, contenders, ContestOptions.from_json(request), _announce
-            )
+            announce = lambda case, stage: _send({"at": [case, stage]})  # noqa: E731
+            options = ContestOptions.from_json(request)
+            rows = simulated_contest.run(spec, problem, contenders, options, announce)
             written = [asdict(row) for row in rows]
             _send({"contest": problem.id, "nonce": nonce, "rows": written, "spent_s": {}})
         else:
@@ -81,10 +79,6 @@ def _ceilings(spec: Spec) -> Ceilings:
     bandwidth = spec.bandwidth_gb_per_s
     rates = spec.matrix_tflops.model_dump(exclude_none=True)
     return Ceilings(bandwidth, bandwidth, rates, spec.launch_us, spec.l2_bytes)
-
-
-def _announce(case: str, stage: str) -> None:
-    _send({"at": [case, stage]})
 
 
 def _send(message: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ struct Layout {
 // Returns false if a kernel cannot read the tensor as such rows.
 bool layout_of(const at::Tensor& t, Layout& out) {
   if (!t.defined() || t.key_set().has_any(c10::python_ks)) return false;
-  if (t.layout() != at::kStrided || t.dim() < 1) return false;
+  if (!t.has_storage() || t.layout() != at::kStrided || t.dim() < 1) return false;  // of vmap
   if (t.dim() == 2 ? t.stride(1) != 1 : !t.is_contiguous()) return false;
   if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16) return false;
   const int64_t columns = t.size(-1);

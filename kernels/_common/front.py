@@ -14,7 +14,7 @@ takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, which is said once, or with
-SPARSEBENCH_FRONT=0, front_in_python.py repeats calls that need no gradient.
+SPARSEBENCH_FRONT=0, front_in_python.py repeats calls.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -40,15 +40,13 @@ from torch.utils import cpp_extension
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixProduct, Tape, taping
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
-from sparsebench.kernels._common.front_in_python import Repeats
+from sparsebench.kernels._common.front_in_python import LINEAR, Repeats
 from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._common.transforms import batched, rows_of
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
 WORD = 8  # bytes of an address
-LINEAR, DGRAD, WGRAD = range(3)
-"""Products of a Front, of [X] or [X, values]; [dY], [dY, values] or [dY, X]; and [dY, X]."""
 
 
 class Guard(NamedTuple):
@@ -82,21 +80,6 @@ class ModuleGuard(NamedTuple):
 
 
 Guards = Sequence[Guard | ModuleGuard]
-
-
-class Derivative(NamedTuple):
-    """How a Front's calls are differentiated.
-
-    run           (front, dY, X, values, for_x, for_values) -> dX and dW, each a tensor or None; a
-                  tensor that it does not need is None
-    values, bias  which may have a gradient, or None
-    keeps_x       whether dX needs X
-    """
-
-    run: Callable[..., tuple[Tensor | None, Tensor | None]]
-    values: Tensor | None = None
-    bias: Tensor | None = None
-    keeps_x: bool = False
 
 
 class Pending(NamedTuple):
@@ -144,23 +127,22 @@ def recorded(
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
     kind, rows = front_type() or Repeats, rows_of(x)
-    if kind is Repeats and differentiated is not None:
-        return differentiated(), front
     in_python = is_capturing(x) or _in_inference(x, guards)
     front = front if in_python else _front_of(kind, front, guards, options)
-    repeats = isinstance(front, Repeats)
-    if in_python or not planned or repeats or isinstance(front, Pending):
-        if repeats and planned and not in_python:
-            front.add(x, lambda rows: _with_bias(run(rows), bias))
-        y = batched(_with_bias(run(rows), bias), x) if differentiated is None else differentiated()
-        return y, front
-    inputs = [rows, values] if values is not None and values.requires_grad else [rows]
-    with torch.no_grad():
-        y = record(front, LINEAR, inputs, partial(run, rows), bias=bias)
-    if differentiated is None:
-        return batched(y, x), front
-    fast = front(x)
-    return differentiated() if fast is None else fast, front
+    fast: Tensor | None = None
+    if planned and not in_python and not isinstance(front, Pending):
+        if kind is Repeats:
+            front.add(LINEAR, [x], lambda rows: _with_bias(run(rows), bias))
+        else:
+            inputs = [rows, values] if values is not None and values.requires_grad else [rows]
+            with torch.no_grad():
+                y = record(front, LINEAR, inputs, lambda rows, *_: run(rows), bias=bias)
+            if differentiated is None:
+                return batched(y, x), front
+        fast = front(x)
+    if fast is None and differentiated is not None:
+        fast = differentiated()
+    return batched(_with_bias(run(rows), bias), x) if fast is None else fast, front
 
 
 def _in_inference(x: Tensor, guards: Guards) -> bool:
@@ -188,19 +170,22 @@ def record(
     front: Any,
     op: int,
     inputs: list[Tensor],
-    run: Callable[[], Tensor],
+    run: Callable[..., Tensor],
     *,
     bias: Tensor | None = None,
     fixed: Sequence[int] = (),
 ) -> Tensor:
-    """Run a planned product, and add it to a Front if the tape explains it.
+    """Run a planned product of the inputs, and add it to a Front if the tape explains it.
 
+    front  or None, which records nothing
     fixed  inputs that launches need not read, because they read tensors derived from them earlier
     """
-    if is_capturing(inputs[0]):
-        return _with_bias(run(), bias)
+    if isinstance(front, Repeats):
+        front.add(op, inputs, run)
+    if front is None or isinstance(front, Repeats) or is_capturing(inputs[0]):
+        return _with_bias(run(*inputs), bias)
     with taping() as tape:
-        flat = run()
+        flat = run(*inputs)
     y = _with_bias(flat, bias)
     steps = ([], [*fixed]) if tape.dense is not None else _steps(tape, inputs, flat, fixed)
     if steps is None:

@@ -72,7 +72,7 @@ class Plan:
     turned: bool = False
     piece: int = 8
 
-    @property
+    @cached_property
     def kind(self) -> torch.dtype:
         """Return the dtype of y."""
         return output_dtype(self.dtype)
@@ -115,7 +115,7 @@ class Product:
     def run(self, x: Tensor, w: Tensor) -> Tensor:
         """Multiply by the blocks, packed if there is `pack`; a graph keeps the plan alive."""
         plan, m = self.plan, x.shape[0]
-        y = x.new_empty((m, plan.width), dtype=plan.kind)
+        y = x.new_empty(m, plan.width, dtype=plan.kind)
         addresses = x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
         plan.loaded.enqueue(plan.arguments(m, *addresses))
         on_tape(y, owners=(plan, w))
@@ -149,7 +149,7 @@ def packed(blocks: Tensor, source: Tensor, size: int = 8) -> Tensor:
     pieces = source.shape[0]
     if not blocks.is_cuda:  # the reference of pack.cu
         return blocks.view(-1, size)[source.clamp(0)].masked_fill_(source[:, None] < 0, 0)
-    out = blocks.new_empty((pieces, size))
+    out = blocks.new_empty(pieces, size)
     loaded, arguments = _pack_kernel(blocks.device, pieces, size * blocks.itemsize)
     loaded.enqueue(arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr()))
     on_tape(out)

@@ -8,7 +8,7 @@ W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blo
 operator is linear in both operands, and its derivatives are the other two operators. A captured
 CUDA graph holds only their kernels. A layer calls `multiply`, which takes one of three paths:
 
-    _Eager       without torch's dispatcher; backward uses the pattern that forward used. Calls
+    node         without torch's dispatcher; backward uses the pattern that forward used. Calls
                  that repeat are recorded, and run without Python, backward included (front.py)
     linear       an operator that is opaque to torch.compile, torch.export and dispatch modes
     _Functional  the operator with vmap, for torch.func; forward-mode AD is refused
@@ -25,15 +25,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.kernels._common.front import (
-    DGRAD,
-    WGRAD,
-    Derivative,
-    Guard,
-    front_type,
-    record,
-    recorded,
-)
+from sparsebench.kernels._common.front import Guard, record, recorded
+from sparsebench.kernels._common.front_in_python import DGRAD, WGRAD, Derivative, node
 from sparsebench.kernels._common.transforms import (
     batched,
     one_by_one,
@@ -93,7 +86,7 @@ def _run(
             return pattern.run(call, a, b)
         packed = call.op == "dgrad" and not call.live  # then launches need not read the values
         op, fixed = (DGRAD if call.op == "dgrad" else WGRAD), [1] if packed else []
-        return record(front, op, [a, b], partial(pattern.run, call, a, b), fixed=fixed)
+        return record(front, op, [a, b], partial(pattern.run, call), fixed=fixed)
 
 
 def _require_alike(pattern: Pattern, a: Tensor, b: Tensor) -> None:
@@ -265,16 +258,15 @@ def multiply(
         y = _call(linear, rows_of(x), values, offsets, columns, n)
         return batched(y if bias is None else y + bias.to(y.dtype), x)
     pattern = pattern_of(offsets, columns)
-    operands = (x, values) if bias is None else (x, values, bias)
-    if _differentiated(operands):
-        return _apply(x, values, bias, pattern, n)  # type: ignore[no-any-return]
-    return _forward(pattern, x, values, bias, n)
 
+    def run(rows: Tensor) -> Tensor:
+        y = _y(pattern, rows, values, n, live=values.requires_grad)
+        return y if bias is None else y.add_(bias)
 
-def _forward(pattern: Pattern, x: Tensor, values: Tensor, bias: Tensor | None, n: int) -> Tensor:
-    """Return Y [..., n] without a gradient."""
-    y = _y(pattern, rows_of(x), values, n, live=values.requires_grad)
-    return batched(y if bias is None else y.add_(bias), x)
+    if not _differentiated((x, values) if bias is None else (x, values, bias)):
+        return batched(run(rows_of(x)), x)
+    sizes = (n, x.shape[-1]), _block(values, pattern.columns)
+    return node(x, run, Derivative(partial(_gradients, pattern, *sizes), values, bias))
 
 
 def multiply_recorded(
@@ -296,8 +288,6 @@ def multiply_recorded(
         return in_python(), front
     operands = (x, values) if bias is None else (x, values, bias)
     differentiated = _differentiated(operands)
-    if differentiated and front_type() is None:
-        return in_python(), front
     if front is not None and front.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares
     pattern, flat, live = pattern_of(offsets, columns), rows_of(x), values.requires_grad
@@ -356,31 +346,3 @@ def _gradients(
         rows = rows_of(x)
         dw = wgrad(flat, rows, *index, *block) if again else _dw(pattern, flat, rows, *block, front)
     return dx, dw
-
-
-class _Eager(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, pattern: Pattern, n: int
-    ) -> Tensor:
-        needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
-        ctx.save_for_backward(x if needs_values else None, values if needs_x else None)
-        ctx.pattern, ctx.sizes = pattern, ((n, x.shape[-1]), (values.shape[1], values.shape[2]))
-        ctx.bias_dtype = bias.dtype if bias is not None and needs_bias else None
-        return _forward(pattern, x, values, bias, n)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, values = ctx.saved_tensors
-        needed = values is not None, x is not None
-        shape, block = ctx.sizes
-        gradients = _gradients(ctx.pattern, shape, block, None, dy, x, values, *needed)
-        leading = [*range(dy.dim() - 1)]  # an empty list would sum over all dimensions
-        dbias = None
-        if ctx.bias_dtype is not None:
-            dbias = dy.sum(leading, dtype=ctx.bias_dtype) if leading else dy.to(ctx.bias_dtype)
-        return *gradients, dbias, None, None
-
-
-# Function.apply looks for torch.func's wrappers first, which `multiply` has done.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply

@@ -13,6 +13,7 @@ G and U again from the 2:4 weights, so forward saves only X; without an activati
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,8 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
-from sparsebench.kernels._common.front import (
-    DGRAD,
-    Derivative,
-    Guard,
-    record,
-    recorded,
-)
+from sparsebench.kernels._common.front import Guard, record, recorded
+from sparsebench.kernels._common.front_in_python import DGRAD, Derivative, node
 from sparsebench.kernels._common.selection import Earlier, Operator, Selected, bucket
 from sparsebench.kernels._common.transforms import batched, rows_of, transformed, watched
 from sparsebench.kernels.nn._bsr_autograd import readable
@@ -96,13 +92,14 @@ def planned(
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the product that `eager` has planned for rows in the layout of X.
 
-    None if there is no plan, if X must be copied or rounded, or if `eager` refuses an operand.
+    None if there is no plan, if X must be copied or rounded, if `eager` refuses an operand, or if
+    torch does not count writes to W.
     """
     kind, n, m = x.dtype if scale is None else E4M3, layout[0], x.shape[0]
     fits = x.is_cuda and m > 0 and x.dtype == kind and x.device == sparse.device == dense.device
     if not fits or x.device.index != torch.cuda.current_device() or readable(x) is not x:
         return None
-    if not (sparse.is_contiguous() and dense.is_contiguous()):
+    if not (sparse.is_contiguous() and dense.is_contiguous()) or sparse.is_inference():
         return None
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
         return None
@@ -118,13 +115,15 @@ def not_recorded() -> bool:
     return transformed() or watched() or forward_ad._current_level >= 0
 
 
-def multiply(*operands: Any, training: bool) -> Tensor:
+def multiply(x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any, training: bool) -> Tensor:
     """Return Y by the operands of `eager`; `training` if autograd must see the call."""
     if watched() or (training and not_recorded()):
-        y: Tensor = linear(*operands)
-    else:
-        y = _Eager.apply(*operands) if training else eager(*operands)  # type: ignore[no-untyped-call]
-    return y
+        y: Tensor = linear(x, sparse, dense, *rest)
+        return y
+    if not training:
+        return eager(x, sparse, dense, *rest)
+    derivative = _derivative(sparse, dense, rest[:5], None)
+    return node(x, lambda rows: eager(rows, sparse, dense, *rest), derivative)
 
 
 def multiply_recorded(
@@ -163,23 +162,27 @@ def multiply_recorded(
     )
 
 
-def _derivative(sparse: Tensor, dense: Tensor, layout: Layout, bias: Tensor | None) -> Derivative:
-    """Return how a recorded call is differentiated: by X alone, and by the bias."""
+def _derivative(
+    sparse: Tensor, dense: Tensor, layout: tuple[Any, ...], bias: Tensor | None
+) -> Derivative:
+    """Return how a call is differentiated: by X alone, and by the bias."""
     versions = sparse._version, dense._version
+
+    def product(gradient: Tensor, rows: Tensor | None = None) -> Tensor:
+        return _dgrad(gradient, rows, sparse, dense, *layout)
 
     def run(front: Any, dy: Tensor, x: Tensor | None, *_: Any) -> tuple[Tensor, None]:
         if (sparse._version, dense._version) != versions:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         rows, gradient = None if x is None else rows_of(x), readable(rows_of(dy)).contiguous()
-        operands = gradient, rows, sparse, dense, *layout
-        if torch.is_grad_enabled() or watched():
-            dx = dgrad(*operands)
+        if torch.is_grad_enabled() or watched():  # for second derivatives and dispatch modes
+            dx: Tensor = dgrad(gradient, rows, sparse, dense, *layout)
         else:
             inputs = [gradient] if rows is None else [gradient, rows]
-            dx = record(front, DGRAD, inputs, partial(_dgrad, *operands))
+            dx = record(front, DGRAD, inputs, product)
         return batched(dx, dy), None
 
-    return Derivative(run, bias=bias, keeps_x=layout[-1] is not None)
+    return Derivative(run, bias=bias, keeps_x=layout[4] is not None)
 
 
 def _multiply(
@@ -261,9 +264,11 @@ def _dgrad(
         raise Unsupported(f"expected fp16 or bf16 for a gradient, found {dy.dtype}")
     if not dy.shape[0]:
         return dy.new_empty(0, k)
-    with torch.autocast(dy.device.type, enabled=False):
+    kind = dy.device.type
+    cast = torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if cast else nullcontext():  # it takes 10 µs
         packed = Spense((n, k), dy.dtype, (rows, columns), sparse, dense)
-        if dy.device.type == "cpu":
+        if kind == "cpu":
             w = packed.to_dense()
             if activation is not None and x is not None:
                 dy = _differentiated(dy, x @ w.T, activation)
@@ -306,23 +311,6 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 linear.register_autograd(_linear_backward, setup_context=_save)
-
-
-class _Eager(torch.autograd.Function):
-    """`eager` with its gradient, without torch's dispatcher, which takes 100 µs more."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any) -> Tensor:
-        *sizes, activation, _ = (*rest, None, None)[:6]
-        ctx.save_for_backward(x if activation else None, sparse, dense)
-        ctx.layout, ctx.inputs = (*sizes, activation), 3 + len(rest)
-        return eager(x, sparse, dense, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        again = torch.is_grad_enabled() or watched()  # for second derivatives and dispatch modes
-        dx = (dgrad if again else _dgrad)(dy, *ctx.saved_tensors, *ctx.layout)
-        return dx, *(None,) * (ctx.inputs - 1)
 
 
 def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:

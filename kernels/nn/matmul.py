@@ -38,7 +38,8 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
-from sparsebench.kernels._common.front import Derivative, Guard, recorded
+from sparsebench.kernels._common.front import Guard, recorded
+from sparsebench.kernels._common.front_in_python import Derivative
 from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._common.transforms import rows_of, transformed, watched
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op

@@ -18,7 +18,6 @@ from markupsafe import Markup, escape
 
 from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
-from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.sheets import STYLES
 from sparsebench.reports.figures._html import folded
 from sparsebench.reports.page import render
@@ -32,7 +31,6 @@ from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Claim, Condition, Test
 from sparsebench.results.claims.verdict import Basis, TestVerdict, Verdict
 from sparsebench.results.formatting import amount, capital, plain
-from sparsebench.results.model_files import Pruning
 
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
@@ -49,11 +47,10 @@ BADGE = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim with its cells, its verdicts, the losses of pruning, and the authors' own tables."""
+    """A claim with its cells, its verdicts, and the authors' own tables."""
 
     planned: PlannedClaim
     cells: Sequence[Cell] = ()
-    pruning: Pruning | None = None
     tables: Sequence[AuthorTable] = ()
     verdicts: Sequence[Verdict] = field(default_factory=list)
 
@@ -61,7 +58,6 @@ class Entry:
 def entries(
     claims: Sequence[PlannedClaim],
     cells: Mapping[str, Sequence[Cell]],
-    pruning: Pruning | None = None,
     tables: Path | None = None,
 ) -> list[Entry]:
     """Judge claims by their cells; simulated cells count only if all are simulated.
@@ -75,7 +71,6 @@ def entries(
         Entry(
             claim,
             counted[claim.name],
-            pruning,
             read_tables(claim.claim.tables, tables) if tables else (),
             claim.verdicts(counted[claim.name]),
         )
@@ -294,13 +289,11 @@ def _test(entry: Entry, test: Test) -> dict[str, Any]:
 def _part(entry: Entry, verdict: Verdict, judged: TestVerdict) -> dict[str, Any]:
     """Return the part of the page about a test on a device."""
     test, cells = judged.test, judged.cells
-    drawn = entry.pruning and test.metric == "speedup" and losses(cells, entry.pruning)
     return {
         "judged": judged,
         "style": STYLES[judged.word],
         "device": verdict.device if cells else "",
         "figure": forest(test, cells),
-        "losses": drawn or Markup(""),
         "cells": _table(test, cells, judged.others),
         "change": _change(judged, entry.planned.claim),
     }

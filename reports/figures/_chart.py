@@ -82,14 +82,14 @@ class Chart:
 
         self._drawn.append(draw)
 
-    def band(self, x: Values, low: Values, high: Values, color: str, alpha: float = 0.18) -> None:
+    def band(self, x: Values, low: Values, high: Values, color: str) -> None:
         points = [p for p in zip(x, low, high, strict=True) if all(map(isfinite, p))]
         self._see([p[0] for p in points], [end for p in points for end in p[1:]])
 
         def draw(to_x: Scale, to_y: Scale) -> str:
             there = [f"{to_x(a):.1f} {to_y(b):.1f}" for a, b, _ in points]
             back = [f"{to_x(a):.1f} {to_y(c):.1f}" for a, _, c in reversed(points)]
-            return f'<path d="M{"L".join(there + back)}z" fill="{color}" opacity="{alpha:g}"/>'
+            return f'<path d="M{"L".join(there + back)}z" fill="{color}" opacity="0.18"/>'
 
         if points:
             self._drawn.append(draw)
@@ -134,13 +134,13 @@ class Chart:
         words = f'text-anchor="end" font-size="8">{escape(text)}</text>'
         self._drawn.append(lambda a, b: f'<text x="{a(x) - 4:.1f}" y="{b(y) - 4:.1f}" {words}')
 
-    def area(self, low: float, high: float, alpha: float = 0.08) -> None:
+    def area(self, low: float, high: float) -> None:
         """Shade the drawing between two values of x."""
 
         def draw(to_x: Scale, to_y: Scale) -> str:
             _, top, _, bottom = self._box
             box = f'x="{to_x(low):.1f}" y="{top}" width="{to_x(high) - to_x(low):.1f}"'
-            return f'<rect {box} height="{bottom - top}" fill="{INK}" opacity="{alpha:g}"/>'
+            return f'<rect {box} height="{bottom - top}" fill="{INK}" opacity="0.08"/>'
 
         self._data["x"] += [low, high]
         self._drawn.append(draw)

@@ -7,7 +7,6 @@
 The report finds a figure by its file name.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ from sparsebench.reports.figures._html import folded
 from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, undecided
 from sparsebench.results.analysis import Analysis
+from sparsebench.results.contests import size_key
 from sparsebench.results.formatting import percent, plain
 from sparsebench.results.frame import fields
 from sparsebench.results.model_files import Pruning
@@ -125,11 +125,6 @@ def named(line: "pd.Series[Any]", names: Sequence[str]) -> str:
     )
 
 
-def ordered(values: "pd.Series[Any]") -> list[Any]:
-    """Return the distinct values: numbers by size, blocks by area, other text by name."""
-    return sorted(values.unique(), key=_sort_key)
-
-
 def _word(name: str, value: Any) -> str:
     if name == "level":
         return f"sparsity {percent(value)}"
@@ -142,11 +137,6 @@ def _empty(value: Any) -> bool:
     return bool(pd.isna(value)) or value == ""
 
 
-def _sort_key(value: Any) -> tuple[float, str]:
-    """Sort numbers by size, blocks by area, other text by name; missing values come first."""
-    if _empty(value):
-        return -1, ""
-    if not isinstance(value, str):
-        return float(value), ""
-    block = re.fullmatch(r"(\d+)x?(\d*)", value)
-    return (float(block[1]) * float(block[2] or block[1]), "") if block else (0, value)
+def _sort_key(value: Any) -> tuple[float, float, str]:
+    """Sort as `contests.size_key` does; missing values come first."""
+    return (-1, 0, "") if _empty(value) else size_key(value)

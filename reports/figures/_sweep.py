@@ -14,8 +14,8 @@ from markupsafe import Markup
 from numpy.typing import ArrayLike, NDArray
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.figures._html import folded
+from sparsebench.reports.figures._figure import NOTHING, Frames
+from sparsebench.reports.figures._html import beside, folded
 from sparsebench.reports.figures._svg import (
     INK,
     ROLES,
@@ -114,9 +114,9 @@ def draw_panels(
     groups: list[tuple[str, pd.DataFrame]],
     axis: Sweep,
     quantity: Quantity,
-    dress: Callable[[Chart, pd.DataFrame], Markup],
+    dress: Callable[[Chart, pd.DataFrame], Markup | None] = lambda chart, group: None,
 ) -> Markup:
-    """Draw the panels with two points or more; `dress` adds to a panel and returns its caption.
+    """Draw the panels with two points or more; `dress` adds to a panel and may return its caption.
 
     If the quantity has a `best`, draw the best of ours and the best sparse peer, and the other
     contenders on demand.
@@ -136,7 +136,7 @@ def draw_panels(
         for label, number in frames.series_of(group).items():
             line = group[group.label == label]
             _line(chart, line, axis, quantity, series(number), others=bool(quantity.best))
-        caption = dress(chart, group)
+        caption = dress(chart, group) or NOTHING
         drawn.append((title, chart.svg(f"{quantity.name}, {title}"), caption))
     return side_by_side(drawn)
 
@@ -183,13 +183,8 @@ def scatter(
 
 def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
     """Lay out panels (title, drawing, caption): show the first OPEN, and fold the others."""
-    figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
-    figures = [figure.format(*panel) for panel in drawn]
-    shown = Markup('<div class="panels">{}</div>').format(Markup("").join(figures[:OPEN]))
-    if len(figures) <= OPEN:
-        return shown
-    rest = Markup('<div class="panels">{}</div>').format(Markup("").join(figures[OPEN:]))
-    return shown + folded(f"{len(figures) - OPEN} more panels", rest)
+    shown, left = beside(drawn[:OPEN]), len(drawn) - OPEN
+    return shown if left <= 0 else shown + folded(f"{left} more panels", beside(drawn[OPEN:]))
 
 
 def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:

@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._svg import ROLES, roles, shade
+from sparsebench.reports.figures._html import download, note, shaded
+from sparsebench.reports.figures._svg import ROLES, roles
 from sparsebench.reports.tables import html_table
 from sparsebench.results.answer import (
     USUAL,
@@ -154,18 +154,10 @@ def _map(view: View) -> Markup:
 def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
     if line is None or pd.isna(line.best_gain):
         return Markup('<span class="cell none">–</span>')
-    paint, ink = shade(line.best_gain)
-    look = '<a class="cell{}" href="#case-{}" data-cell style="background-color:{};color:{}" '
-    look += 'title="{}"><b>{}</b>{}</a>'
-    return Markup(look).format(
-        "" if line.best_decided else " undecided",
-        line.best_case_id,
-        paint,
-        ink,
-        f"{column_text(view, line)}: {winner(line)}",
-        times(line.best_gain, line.best_half),
-        Markup("_<wbr>").join(_who(view, line).split("_")),
-    )
+    title = f"{column_text(view, line)}: {winner(line)}"
+    name = Markup("_<wbr>").join(_who(view, line).split("_"))
+    text = Markup("<b>{}</b>{}").format(times(line.best_gain, line.best_half), name)
+    return shaded(line.best_gain, line.best_decided, f"#case-{line.best_case_id}", title, text)
 
 
 def _who(view: View, line: "pd.Series[Any]") -> str:

@@ -1,7 +1,7 @@
-"""How close each contender comes to the bound of this device, by measured ceilings.
+"""How close each contender comes to the hardware limit, by the device's measured ceilings.
 
-    bound = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
-    share of the bound = bound / median time
+    limit = max(bytes that must move / bandwidth, FLOPs of non-zeros / matrix rate)
+    share of the limit = limit / median time
 
 The run measures bandwidth and matrix rates, or takes those of an earlier run of the same sitting
 (harness/bench/device_ceilings.py). A reference contest that beats a ceiling raises it for the
@@ -21,7 +21,7 @@ from sparsebench.results.contests import SHORT_US
 from sparsebench.results.formatting import significant
 from sparsebench.results.store import Run
 
-TITLE = "Fraction of the bound"
+TITLE = "Fraction of the hardware limit"
 ORDER = 65
 
 CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # with their markers
@@ -30,7 +30,7 @@ WIDTH_PX, LINE_PX = 620, 30
 READ = (
     "Circles: bound by memory; squares: bound by compute; hollow: below "
     f"{SHORT_US:g} µs, where the launch takes much of the time. "
-    "The bound counts only non-zeros: at 90 % sparsity a dense kernel that is bound by compute "
+    "The limit counts only non-zeros: at 90 % sparsity a dense kernel that is bound by compute "
     "reaches at most 10 % of it. The table shows counts, medians and the best case."
 )
 
@@ -82,7 +82,7 @@ def _ceilings(run: Run) -> str:
 
 
 def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
-    chart = Chart((WIDTH_PX, 50 + LINE_PX * len(labels)), "of the bound, %")
+    chart = Chart((WIDTH_PX, 50 + LINE_PX * len(labels)), "of the hardware limit, %")
     chart.limits = {"x": (0, 105), "y": (-0.6, len(labels) - 0.4)}
     chart.ticks["y"] = [*enumerate(labels)]
     chart.rule("x", 100)
@@ -94,7 +94,7 @@ def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
             dots = Look(look.color, CLASSES[kind], None, 1, 4, 0.6, hollow=kind == "launch")
             x = 100 * group.of_bound
             chart.line(x, [y + SHIFT[kind]] * len(x), dots)
-    return wide(chart.svg("fraction of the bound by contender"))
+    return wide(chart.svg("fraction of the hardware limit by contender"))
 
 
 def _line(label: str, cases: pd.DataFrame) -> list[str | Markup]:

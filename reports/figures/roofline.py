@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import download, note
+from sparsebench.reports.figures._html import beside, download, note
 from sparsebench.reports.figures._svg import Look, roles
 from sparsebench.reports.figures._sweep import scatter
 from sparsebench.results.formatting import significant
@@ -43,10 +43,7 @@ def draw(frames: Frames) -> Markup:
     words += "count each operand once. The lines are the ceilings measured on this device. Black "
     words += "points are dense."
     key = roles({"ours": "ours", "peer": "peers"})
-    figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
-    body = Markup("").join(figure.format(*panel) for panel in drawn)
-    body = Markup('<div class="maps">{}</div>').format(body)
-    return note(words) + key + body + download("roofline", first[DATA])
+    return note(words) + key + beside(drawn, "maps") + download("roofline", first[DATA])
 
 
 def _panel(

@@ -33,11 +33,10 @@ def draw(frames: Frames) -> Markup:
     axis = sweep(stored, "level")
     same, groups = panels(stored, "level", together=["m", "scope", "cache"])
 
-    def dress(chart: Chart, group: pd.DataFrame) -> Markup:
+    def dress(chart: Chart, group: pd.DataFrame) -> None:
         levels = np.linspace(axis.values[0], axis.values[-1], 50)
         dotted = Look(dash="1 2", width=1, alpha=0.6)
         chart.line(axis.place(levels), 100 * (1 - levels), dotted)
-        return NOTHING
 
     words = f"{same}. Bytes of values and indices as a percentage of the dense matrix. "
     words += "The dotted line is 1 − sparsity."

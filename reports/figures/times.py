@@ -4,7 +4,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import FIELDS, NOTHING, Frames, each_measure, panels, swept
+from sparsebench.reports.figures._figure import FIELDS, Frames, each_measure, panels, swept
 from sparsebench.reports.figures._html import download, folded, note
 from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, legend, sweep
@@ -27,12 +27,11 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     same, groups = panels(raced, axis.name)
     groups = [panel for panel in groups if panel[1].label.isin(frames.series).any()] or groups
 
-    def dress(chart: Chart, group: pd.DataFrame) -> Markup:
+    def dress(chart: Chart, group: pd.DataFrame) -> None:
         for _, base in group[~group.label.isin(frames.series)].groupby("label", sort=False):
             line = base.sort_values(axis.name)
             x, y = axis.place(line[axis.name]), line.median_us.to_numpy(dtype=float)
             chart.line(x, y, Look(marker="o", size=2.5), name="dense")
-        return NOTHING
 
     bases = " and ".join(raced.label[~raced.label.isin(frames.series)].unique())
     drawn = draw_panels(frames, groups, axis, TIME, dress)

@@ -9,7 +9,6 @@ short lists, partial blocks, and loads that dense attention shares over more que
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import FIELDS, NOTHING, Frames, each_measure, panels
 from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, legend, sweep
@@ -42,14 +41,11 @@ def _draw(frames: Frames, cases: pd.DataFrame) -> Markup:
     axis = sweep(points, "level")
     same, groups = panels(points, "level")
 
-    def dress(chart: Chart, group: pd.DataFrame) -> Markup:
-        return NOTHING
-
     words = f"{same}. FLOPs per second of the elements that the mask allows, as a percentage of "
     words += f"those of the dense baseline.{left_out(groups, axis.name)}"
     return (
         note(words)
         + legend(frames.series_of(points), "dense baseline", drawn=points.side)
-        + draw_panels(frames, groups, axis, RATE, dress)
+        + draw_panels(frames, groups, axis, RATE)
         + download("useful_rate", points[[*FIELDS, "rate", "rate_low", "rate_high"]])
     )

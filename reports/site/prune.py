@@ -112,7 +112,7 @@ def _under(answer: Answer) -> str:
 
 
 def _grid(answers: Sequence[Answer]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return a line of cells for each model: the gain of the way that the verdict is about."""
+    """Return a line of cells for each model: the gain of the kind that the verdict is about."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for answer in answers:
         cell = {

@@ -134,12 +134,12 @@ const showCards = (run, rows, texts, names) => {
     close.addEventListener("click", () => box.remove());
     const fields = run.fields.filter((name) => at(own, name) !== "–").map((name) => `${name} ${at(own, name)}`);
     const table = Object.assign(make("table"), { className: "stacked" }), body = make("tbody");
-    const heads = ["contender", "time, µs", "speedup", "of bound, %", "configuration"];
+    const heads = ["contender", "time, µs", "speedup", "of limit, %", "configuration"];
     table.append(make("thead", "", make("tr", "", ...heads.map((head) => make("th", head)))), body);
     for (const cells of rivals) {
       const link = make("a", at(cells, "contender"));
       link.href = `#${rows[texts.indexOf(cells)].id}`;
-      const values = [link, at(cells, "time, µs"), at(cells, "speedup"), at(cells, "of bound, %"), at(cells, "configuration")];
+      const values = [link, at(cells, "time, µs"), at(cells, "speedup"), at(cells, "of limit, %"), at(cells, "configuration")];
       body.append(make("tr", "", ...values.map((each) => make("td", "", each))));
       [...body.lastChild.cells].forEach((cell, i) => (cell.dataset.head = i ? heads[i] : ""));
     }

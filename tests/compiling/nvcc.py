@@ -44,14 +44,17 @@ def assert_compiles_cleanly(
     allowed: str = "",
     clean: str = CLEAN,
     look: Callable[[Path], None] | None = None,
-) -> None:
+    target: str = HOPPERS_OWN,
+) -> str:
     """Compile NAME.cu by nvcc: no spill, no warning, no serialised product (C75..).
 
-    `look` judges the machine code. What the record knows is not compiled (record.py).
+    `look` judges the machine code. What the record knows is not compiled (record.py). Return what
+    nvcc said.
     """
-    if known_by_nvcc(name, HOPPERS_OWN):
-        return
-    command = ["nvcc", "-std=c++17", f"-gencode={HOPPERS_OWN}", "-cubin"]
+    if known_by_nvcc(name, target):
+        return ""
+    option = "-gencode" if target.startswith("arch=") else "-arch"
+    command = ["nvcc", "-std=c++17", f"{option}={target}", "-cubin"]
     command += ["-I", str(cuda.HEADERS), "-Xptxas", "-v", "-o", str(folder / "kernel.cubin")]
     command += [str(cuda.source_of(name))]
     command += [f"-D{macro}={value}" for macro, value in constants]
@@ -63,6 +66,7 @@ def assert_compiles_cleanly(
     assert not any(word in rest for word in ("warning", "C75", "error")), log
     if look:
         look(folder / "kernel.cubin")
+    return log
 
 
 def known_by_nvcc(name: str, target: str) -> bool:

@@ -11,18 +11,60 @@ from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import ASTSource
 from triton.language import constexpr
 from triton.runtime.jit import JITCallable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._common.tuned_table import _bare_python
 from tests.compiling.record import family_of, in_record
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
+ELEMENTS = {
+    **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"},
+    **{torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"},
+}
+
+
+def source_of(program: BoundKernel) -> tuple[ASTSource, dict[str, Any]]:
+    """Return what Triton compiles for a launch, and its options.
+
+    None and integers of 1 are constants; Triton may assume that pointers, and integers that are
+    multiples of 16, are aligned.
+    """
+    params, values = program.kernel.params, dict(program.constants)
+    names = [param.name for param in params]
+    options = {name: values.pop(name) for name in (*values,) if name not in names}
+    signature, aligned = {}, {}
+    for place, value in enumerate(program.args):
+        whole = isinstance(value, int) and not params[place].do_not_specialize
+        if value is None or (whole and value == 1):
+            kind = "constexpr"
+            values[names[place]] = value
+        elif isinstance(value, TensorDescriptor):
+            kind = f"tensordesc<{ELEMENTS[value.base.dtype]}{value.block_shape}>"
+        elif isinstance(value, Tensor):
+            kind = f"*{ELEMENTS[value.dtype]}"
+        else:
+            kind = "i32" if isinstance(value, int) else "fp32"
+        if isinstance(value, Tensor) or (whole and value != 1 and value % 16 == 0):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        signature[names[place]] = kind
+    signature |= dict.fromkeys(values, "constexpr")
+    return ASTSource(program.kernel, signature, values, aligned), options
+
+
+def complaint_about_launch(program: BoundKernel, capability: int) -> str | None:
+    """Compile a launch for a capability, and say what is wrong with it, or None."""
+    source, options = source_of(program)
+    return complaint_about(source, capability, options)
 
 
 def complaint_about(source: ASTSource, capability: int, options: Mapping[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sparsebench.harness.ops._op import bound
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _sdpa
-from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
 FIELDS: dict[str, Any] = {
@@ -220,6 +221,76 @@ def test_a_contender_that_computes_another_attention_is_wrong(fault: str) -> Non
     wrong = Contender("block_mask", f"{__name__}:WRONG", options={"fault": fault})
     _, row = run(problem(causal=True, dtype="bf16"), DENSE, wrong)
     assert row.status is Status.WRONG
+
+
+MANY_HEADS = {"heads": 32, "kv_heads": 16, "head_dim": 8, "m": 24, "context": 40, "dtype": "bf16"}
+SPOILED = {"one head": 1, "every other head": 16, "all heads, later": 32}
+
+
+def _spoiled(operands: Operands, *, heads: str) -> Launch:
+    """Halve the output of some heads, always the same."""
+    problem, mask = operands.problem, operands.weights["mask"].to_dense()
+    step, calls = problem["heads"] // SPOILED[heads], count()
+
+    def run() -> Tensor:
+        out = operands.definition(mask, **operands.activations)
+        if next(calls) >= (5 if heads == "all heads, later" else 0):
+            out.view(len(out), problem["heads"], -1)[:, ::step].mul_(0.5)
+        return out
+
+    return Launch(run)
+
+
+SPOILING = Kernel("attention", "block_mask", "cpu", _spoiled)
+
+
+@pytest.mark.parametrize("lists", ["heads", "kv_heads", "one"])
+@pytest.mark.parametrize("op", ["attention", "attention_backward"])
+def test_a_sample_has_the_answer_of_its_part(op: str, lists: str, monkeypatch) -> None:
+    p, loaded = problem(op, **MANY_HEADS, lists=lists, causal=True), load_op(op)
+    drawn = operands(p, loaded, CPU, None)
+    every = {**drawn.weights, **drawn.activations}
+    assert loaded.sample(p, every, 0) is None  # the whole answer is cheap
+    monkeypatch.setattr(_block_attention, "CHEAP", 0)
+    parts = set[str]()
+    for seed in range(3):
+        sample = loaded.sample(p, every, seed)
+        assert sample
+        parts.add(sample.text)
+        for function in (loaded.definition, loaded.spread):
+            whole = bound(function, p)(**{n: x.double() for n, x in every.items()})
+            part = bound(function, sample.problem)(
+                **{name: x.double() for name, x in sample.operands.items()}
+            )
+            assert whole.shape == sample.shape
+            torch.testing.assert_close(sample.part(whole), part)
+        assert sum(loaded.parts(sample.problem)) == len(part)
+    assert len(parts) > 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "checked", "status"),
+    [
+        ("one head", False, {Status.WRONG}),  # no earlier process has seen this configuration
+        ("one head", True, {Status.OK, Status.WRONG}),  # if it is among those that were drawn
+        ("every other head", True, {Status.WRONG}),
+        ("all heads, later", True, {Status.WRONG}),
+    ],
+)
+def test_a_later_process_compares_some_heads_of_what_was_right(
+    heads: str, checked: bool, status: set[Status], monkeypatch
+) -> None:
+    monkeypatch.setattr(_block_attention, "CHEAP", 0)
+    p = problem(**MANY_HEADS)
+    wrong = Contender("block_mask", f"{__name__}:SPOILING", options={"heads": heads})
+    right = ["[{}, null]"]
+    options = ContestOptions(
+        replicate=1, checked={Case(p, c).id: right for c in (wrong, MASKED) if checked}
+    )
+    rows, _ = contest.run(p, [DENSE, MASKED, wrong], CPU, None, options)
+    assert [row.status for row in rows[:2]] == [Status.OK] * 2
+    assert rows[0].samples_us
+    assert rows[2].status in status
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])

@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims import checking, claim_plan
 from sparsebench.harness.claims.checking import Evidence, check, evidence
 from sparsebench.harness.commands.claims import _runs
 from sparsebench.harness.costs.estimates import left_out
-from sparsebench.harness.models.pruning import files
-from sparsebench.harness.models.pruning.layer import Recipe
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.run_json import Flags
@@ -27,7 +24,6 @@ from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
 from sparsebench.results.claims.verdict import Verdict
-from sparsebench.results.model_files import Pruning, read_pruning
 from sparsebench.results.record import Problem, Status
 from tests.results.claim_examples import CLAIM
 from tests.simulated.in_process import in_this_process
@@ -389,25 +385,6 @@ def test_a_cell_whose_peer_was_wrong_gives_the_reason() -> None:
     result = cells(test, problems, analyse(replace(run, rows=rows)))
     assert result
     assert {cell.reason for cell in result} == {"no baseline ran: cusparse_csr: error 3"}
-
-
-def test_a_model_is_pruned_to_the_fractions_of_a_claim(tmp_path, monkeypatch) -> None:
-    fractions = []
-
-    def prune_file(weights: Path, recipes: list[Recipe], device: torch.device) -> Pruning:
-        fractions.extend(recipe.dense for recipe in recipes)
-        return read_pruning(PUBLISHED / "pruning" / "gemma-3-270m-q4_k_m.json")
-
-    monkeypatch.setattr(files, "prune_file", prune_file)
-    run, model = PUBLISHED / "nvidia-h200" / "spense-pareto", tmp_path / "gemma.gguf"
-    options = ["claims", "report", "spense-2026-relaxed", "--from", run, "--losses", model]
-    done = sparsebench(*options, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert fractions == [0.0, 0.125, 0.25, 0.5, 0.75]
-    assert (tmp_path / "claims" / "spense-2026-relaxed.html").read_text().count("<svg") == 2
-    done = sparsebench("claims", "report", "blast-2025", "--losses", model)
-    assert done.returncode == 2
-    assert "expected a claim about 2:4 beside dense weights, found none" in done.stderr
 
 
 def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:

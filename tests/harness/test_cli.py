@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     assert "scipy_bsr" in done.stdout
-    assert "of the bound" in done.stdout
+    assert "of the hardware limit" in done.stdout
     assert "runs on cuda, not on cpu: cublas, cusparse_bsr" in " ".join(done.stdout.split())
     assert "\n7/7 · 0:00 left · " in done.stderr  # progress in a pipe
     assert "cases: 4 unsupported, 4 ok" in done.stdout
@@ -254,7 +254,7 @@ def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path)
 def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     done = sparsebench("report", run, "--out", tmp_path / "r.html", "--csv", tmp_path / "r.csv")
     assert done.returncode == 0, done.stderr
-    assert "of the bound" in done.stdout  # the answer again
+    assert "of the hardware limit" in done.stdout  # the answer again
     header, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert "median_us" in header
     assert len(lines) == 8 + 4  # twins in one problem

@@ -26,7 +26,7 @@ from sparsebench.harness.bench.process_state import ProcessState
 from sparsebench.harness.bench.process_state import addresses as real_addresses
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError, checksum
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run.worker_process import Log, Worker, WorkerLoss
+from sparsebench.harness.run.worker_process import Log, WorkerLoss, start_worker
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
@@ -209,7 +209,7 @@ def test_a_contender_that_rewrites_torch_is_found(attempt, tmp_path, monkeypatch
 
 
 def test_rows_that_a_kernel_writes_in_place_of_its_worker_are_not_taken() -> None:
-    worker = Worker("cpu", None, Log())
+    worker = start_worker("cpu", None, Log())
     try:
         options = asdict(ContestOptions(measures=(("kernel", "hot"),)))
         lost = worker.measure(Contest(PROBLEM, forging.RIVALS), options, 60.0)

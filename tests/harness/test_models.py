@@ -61,10 +61,6 @@ def mlps(module: nn.Module, _: str) -> bool:
     return Gated.of(module) is not None
 
 
-def linears(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and "layers" in name
-
-
 def chosen(recipe: Any) -> Any:
     return mlps if recipe == TwoFour(0.5) else None
 

@@ -7,21 +7,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparsebench.errors import SuiteError, WorkerError
+from sparsebench.harness.bench.contest_state import configuration
 from sparsebench.harness.commands._app import main
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned, references
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
 from sparsebench.harness.run.measure import RunOptions, leader, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
+from sparsebench.harness.run.worker_process import ContestResult, WorkerLoss
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.simulated.in_process import in_this_process
@@ -75,6 +79,34 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
     assert "about to read address 0" in crashed.detail
 
 
+def test_later_processes_know_what_was_right_and_references_search_once(monkeypatch) -> None:
+    runner = Runner("sim", None, 60, share=False, processes=2)
+    answer, requests = runner._measure, list[Mapping[str, Any]]()
+
+    def measured(contest: Contest, options: Mapping[str, Any]) -> ContestResult | WorkerLoss:
+        requests.append(options)
+        result = answer(contest, options)
+        assert isinstance(result, ContestResult)
+        result.rows[-1] = replace(result.rows[-1], status=Status.WRONG)
+        return result
+
+    monkeypatch.setattr(runner, "_measure", measured)
+    monkeypatch.setattr(runner, "_device", "cuda:0")  # from here on, as if it was a GPU
+    contests = [
+        *references("cuda")[:1],
+        Contest(PROBLEM, (BASELINE, Contender("csr", "scipy_csr"))),
+    ]
+    try:
+        first, _ = [[row for of in runner.run(contests) for row in of.rows] for _ in range(2)]
+    finally:
+        runner.kill()
+    right = {row.case.id: [configuration(row)] for row in first if row.status is Status.OK}
+    assert len(right) == 2
+    assert [request["checked"] for request in requests[:2]] == [{}, {}]
+    assert requests[2]["checked"] | requests[3]["checked"] == right
+    assert [bool(request["pinned"]) for request in requests] == [False, False, True, False]
+
+
 @pytest.mark.exhaustive
 def test_a_crash_while_taking_turns_finds_its_owner() -> None:
     right, late = rows("crashes_later")
@@ -84,7 +116,7 @@ def test_a_crash_while_taking_turns_finds_its_owner() -> None:
 
 
 def test_a_contest_without_a_known_offender_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = 'import sys; print(\'{"identity": "x"}\', flush=True); sys.stdin.readline()'
+    script = 'for _ in range(2): print(\'{"identity": "x"}\', flush=True); input()'
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     (row,) = rows()
     assert row.status is Status.FAILED
@@ -116,20 +148,13 @@ def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> Non
         runner.kill()
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_worker_is_given_its_device_and_folder(waits, tmp_path, monkeypatch) -> None:
+def test_a_worker_is_given_its_device_and_folder(tmp_path, monkeypatch) -> None:
     script = (
-        "import json, sys\ngiven = sys.argv[1:]\n"
-        "if given == ['--wait']:\n"
-        "    print('{}', flush=True)\n    given = json.loads(sys.stdin.readline())\n"
-        "print(json.dumps({'given': given}), flush=True)\n"
+        "import json, sys\nprint('{}', flush=True)\n"
+        "print(json.dumps({'given': json.loads(sys.stdin.readline())}), flush=True)\n"
     )
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
-    worker = worker_process.Worker("cuda:1", tmp_path, worker_process.Log(), spare=waits)
-    if waits:
-        worker.wait_imported()
-        worker.begin()
-        worker.wait_ready()
+    worker = worker_process.start_worker("cuda:1", tmp_path, worker_process.Log())
     assert worker.about == {"given": ["cuda:1", str(tmp_path)]}
     worker.close()
 
@@ -140,7 +165,7 @@ def test_a_worker_that_a_command_started_early_is_the_first_one(monkeypatch) -> 
     early_start.start(None, 1, 2)
     first, second = early_start._waiting
     worker = worker_process.start_worker("cpu", None, worker_process.Log())
-    other = worker_process.start_spare("cpu", None, worker_process.Log())
+    other = worker_process.Worker("cpu", None, worker_process.Log())
     assert {worker.pid, other.pid} == {first.pid, second.pid}
     assert (worker.about["slug"], other.about) == ("cpu", {})
     assert early_start.take() is None
@@ -332,7 +357,7 @@ def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
     base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
     assert (
         leader([base, row("fast", 200.0, 100.0, 50.0)])
-        == f"{TINY_TEXT}: fast 2.0× faster than cublas"
+        == f"{TINY_TEXT}: fast 2.0× as fast as cublas"
     )
     assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == f"{TINY_TEXT}: cublas is the fastest"
     assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""

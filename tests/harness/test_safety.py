@@ -24,7 +24,7 @@ from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.worker_process import Log, Worker, WorkerLoss
+from sparsebench.harness.run.worker_process import Log, WorkerLoss, start_worker
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
 from tests.tools.command_line import sparsebench
@@ -44,7 +44,10 @@ contenders:
 baselines:
   - {format: dense, kernel: cublas}
 """
-HELLO = 'import json, os, subprocess, sys, time\nprint(\'{"identity": "x"}\', flush=True)\n'
+HELLO = (
+    "import json, os, subprocess, sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\n"
+    'print(\'{"identity": "x"}\', flush=True)\n'
+)
 ASKED = HELLO + "asked = json.loads(sys.stdin.readline())\n"
 
 
@@ -57,7 +60,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:
     """Return a worker's answer to one contest; the worker is this script."""
     monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
-    worker = Worker("cpu", None, Log())
+    worker = start_worker("cpu", None, Log())
     try:
         return worker.measure(CONTEST, OPTIONS, timeout_s)
     finally:

@@ -24,7 +24,7 @@ def test_a_kernel_is_checked_and_timed_beside_its_baseline() -> None:
     assert ours.startswith("bsr/scipy_bsr")
     assert dense.startswith("dense/torch_dense")
     assert "baseline" in dense
-    for text in ("pattern=blocks", "bound: ", "weights: 4", "convert", "one process: a look"):
+    for text in ("pattern=blocks", "hardware limit: ", "weights: 4", "convert", "one process"):
         assert text in done.stdout
 
 

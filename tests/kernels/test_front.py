@@ -75,85 +75,6 @@ def add(record: Any, x: torch.Tensor, owners: list[Any] | None = None) -> None:
     record.add(0, [x], [torch.empty(len(x), COLUMNS)], [step], [], None, owners or [], None)
 
 
-def recorded(kind: Any, holder: dict[str, Any], x: torch.Tensor, limit: int = 0) -> Any:
-    record = kind(limit)
-    record.guard(holder, "w", holder["w"], True)
-    record.guard(holder, "bias", holder.get("bias"), False)
-    add(record, x)
-    return record
-
-
-def test_a_recording_runs_on_other_addresses_and_shapes(kind: Any) -> None:
-    holder = {"w": torch.ones(3)}
-    x = torch.randn(6, COLUMNS)
-    record = recorded(kind, holder, x)
-    for other in (x, torch.randn(6, COLUMNS), torch.randn(2, 3, COLUMNS)):
-        assert torch.equal(record(other), 2 * other)
-    assert record(torch.randn(5, COLUMNS)) is None  # not recorded
-    assert record(x.double()) is None
-    assert record(x[:, :4]) is None
-    assert not record.stale
-
-
-@pytest.mark.parametrize("change", ["write", "swap", "bias", "address", "requires_grad"])
-def test_a_guard_that_fails_makes_the_recordings_stale(kind: Any, change: str) -> None:
-    holder: dict[str, Any] = {"w": torch.ones(3)}
-    x = torch.randn(6, COLUMNS)
-    record = recorded(kind, holder, x)
-    assert record(x) is not None
-    if change == "write":
-        holder["w"].mul_(2)
-    elif change == "swap":
-        holder["w"] = torch.ones(3)
-    elif change == "address":
-        holder["w"].data = torch.ones(3)
-    elif change == "requires_grad":
-        holder["w"].requires_grad_()
-    else:
-        holder["bias"] = torch.ones(3)
-    with torch.no_grad():
-        assert record(x) is None
-    assert record.stale
-
-
-def test_gradients_modes_and_subclasses_take_the_path_in_python(kind: Any) -> None:
-    holder = {"w": torch.nn.Parameter(torch.ones(3))}
-    x = torch.randn(6, COLUMNS)
-    record = recorded(kind, holder, x)
-    assert record(x) is None  # w needs a gradient
-    with torch.no_grad():
-        assert record(x) is not None
-        with torch.autocast("cpu"):
-            assert record(x) is None
-        assert record(x.as_subclass(type("Other", (torch.Tensor,), {}))) is None
-    with torch.inference_mode():
-        assert record(x) is None  # recorded outside of it
-    assert not record.stale
-
-
-def test_the_path_in_python_is_due_after_a_number_of_calls(kind: Any) -> None:
-    x = torch.randn(6, COLUMNS)
-    record = recorded(kind, {"w": torch.ones(3)}, x, limit=4)
-    results = [record(x) is not None for _ in range(6)]
-    assert results == [True, True, True, False, False, False]
-    assert (record.due(), record.due()) == (True, False)
-    assert record(x) is not None
-
-
-def test_the_oldest_recording_makes_room_and_lets_its_owners_go(kind: Any) -> None:
-    x, owner = torch.randn(1, COLUMNS), Owner()
-    record, freed = kind(0), weakref.ref(owner)
-    add(record, x, [owner])
-    del owner
-    assert freed() is not None
-    for tokens in range(2, 70):
-        add(record, torch.randn(tokens, COLUMNS))
-    assert freed() is None
-    assert record(x) is None
-    last = torch.randn(69, COLUMNS)
-    assert torch.equal(record(last), 2 * last)
-
-
 def test_a_weight_that_holds_its_recordings_is_freed(kind: Any) -> None:
     x, owner = torch.randn(1, COLUMNS), Owner()
     owner.front = kind(0)  # type: ignore[attr-defined]
@@ -162,10 +83,6 @@ def test_a_weight_that_holds_its_recordings_is_freed(kind: Any) -> None:
     del owner
     gc.collect()
     assert freed() is None
-
-
-def test_a_copy_has_no_recording(kind: Any) -> None:
-    assert copy.deepcopy(kind(0)) is None
 
 
 # ---- backward ----

@@ -9,7 +9,6 @@ import torch
 import wrong_wgrad
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.harness.bench import contest
@@ -18,7 +17,7 @@ from sparsebench.harness.ops._op import longest_row
 from sparsebench.kernels._common.transposed import transposed
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import cublas
-from sparsebench.kernels.peers import cublas_masked, torch_bsr, torch_sampled_bsr
+from sparsebench.kernels.peers import cublas_masked
 from sparsebench.results.record import Contender, Problem, Row, Status
 from tests.tools.marks import crossed
 
@@ -143,24 +142,6 @@ def test_a_format_without_room_for_a_gradient_is_refused(monkeypatch: pytest.Mon
     (row,) = rows("linear_wgrad", Contender("csr", "reference"))
     assert row.status is Status.UNSUPPORTED
     assert row.detail.startswith("csr cannot store the values of another matrix")
-
-
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [(8, "powers of two >= 16, found 8x8"), (32, "divide W, found 32x32 in 80x64")],
-)
-def test_blocks_that_torch_cannot_sample_are_refused(block: int, reason: str) -> None:
-    with pytest.raises(Unsupported, match=reason):
-        torch_sampled_bsr.prepare(wgrad_of((64, 80, 64), block))
-
-
-def test_blocks_that_torch_cannot_transpose_are_refused() -> None:
-    packed = Bsr.from_dense(drawn(64, 80, 64)[0], block=32)
-    operands = Operands(
-        Problem("linear_dgrad", {}), {"w": packed}, {"dy": torch.ones(64, 64)}, DGRAD.definition
-    )
-    with pytest.raises(Unsupported, match="divide W, found 32x32 in 64x80"):
-        torch_bsr.DGRAD.prepare(operands)
 
 
 def test_masked_dense_keeps_the_pinned_library() -> None:

@@ -1,9 +1,5 @@
 """The lines of a search: the choice of each candidate, with its time or the reason for none."""
 
-import gzip
-import json
-from dataclasses import asdict, replace
-
 import pytest
 import torch
 
@@ -21,7 +17,6 @@ from sparsebench.kernels._common.search import (
     search,
 )
 from sparsebench.kernels._kernel import Launch
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CHOICES = [{"tile": tile, "warps": 4} for tile in (16, 32, 64)]
 
@@ -105,17 +100,3 @@ def test_an_exception_without_a_message_does_not_end_a_search(monkeypatch) -> No
 def test_on_a_cpu_the_first_candidate_is_taken_without_lines() -> None:
     winner = search([lambda: 1, lambda: 2], torch.device("cpu"))
     assert (winner.best, winner.trials) == (0, ())
-
-
-def test_forty_candidates_add_less_than_half_a_kilobyte_to_a_compressed_row() -> None:
-    """Seen: 341 bytes beside 1,434 of a row with 384 samples; 2.8 kB before compression."""
-    draw = torch.Generator().manual_seed(0)
-    times = (50 + torch.randn(384, generator=draw)).tolist()
-    problem = Problem("linear", {"m": 64, "n": 512, "k": 512, "dtype": "bf16"})
-    row = Row(Case(problem, Contender("bsr", "torch_bsr")), Status.OK)
-    row = replace(row, samples_us=tuple(round(us, 3) for us in times))
-    trials = tuple(Trial(median_us=round(us, 2)) for us in times[:40])
-    choices = [{"tile": 16 * (i % 4), "stages": i % 5, "warps": 2 ** (i % 3)} for i in range(40)]
-    lines = replace(row, candidates=tuple(Search(3, trials).lines(choices)))
-    plain, more = (len(gzip.compress(json.dumps(asdict(r)).encode())) for r in (row, lines))
-    assert more - plain < 500

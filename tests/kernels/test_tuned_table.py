@@ -231,14 +231,6 @@ def test_a_space_contains_the_search_and_is_bounded(m: int, side: int, dtype: st
         assert len(few) <= len(set(wide)) == len(wide) <= 40
 
 
-def test_the_byte_model_by_hand() -> None:
-    # 16 x 2 programs of 256 x 64 on 10 multiprocessors: the busiest runs 4 in turn.
-    assert tuned_table.loads(32, 10, 1024, 256, 64) == 4 * 1024 * (256 + 64)
-    config = bsr_triton.configurations(4096, (64, 64), 2, "tma")[0]
-    sizes = blocked(4096, 128, 1024, "bf16", (64, 64), stored=8)  # a quarter of 2 x 16 blocks
-    assert bsr_triton.loaded(config, sizes, 10) == 4 * 256 * (256 + 64)
-
-
 SUITE = """
 schema: sparsebench/suite@1
 title: to tune

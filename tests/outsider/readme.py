@@ -176,10 +176,10 @@ def stated(text: str, matches: pd.DataFrame) -> Iterator[str]:
         for ours in contest.blocks
         for next_one in contest.blocks
     ]
-    for number in re.findall(r"([\d.]+)× faster than", text):
+    for number in re.findall(r"([\d.]+)× as fast as", text):
         if not any(agrees(number, lead) for lead in leads):
-            yield f"{number}× faster"
-    for number in re.findall(r"([\d.]+)(?:×(?! faster than)| \[)", text):
+            yield f"{number}× as fast"
+    for number in re.findall(r"([\d.]+)(?:×(?! as fast as)| \[)", text):
         if not any(agrees(number, gain[0]) for gain in gains):
             yield number
     for low, high in re.findall(r"\[([\d.]+), ([\d.]+)\]", text):

@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import chosen
-from sparsebench.reports.claims.losses import losses
 from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries, lines, share
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
@@ -19,7 +17,6 @@ from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile, parse
 from sparsebench.results.claims.verdict import Basis
-from sparsebench.results.model_files import read_pruning
 from tests.results.claim_examples import CLAIM, cell, claimed, spread
 from tests.tools.paths import PUBLISHED
 
@@ -136,26 +133,6 @@ def test_a_badge_has_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], s
 def test_claims_with_a_verdict_as_published_are_counted(device, ratio, counted) -> None:
     judged = entry(cell(claimed(), spread(ratio, 5.0), device=device))
     assert share(lines([judged])) == f"{counted} of 1 claim"
-
-
-def test_losses_are_drawn_against_speed_for_the_same_dense_fraction() -> None:
-    pruning, claim = read_pruning(PRUNED), claimed()
-    half, none = (
-        cell(claim, spread(v), p, fields={"pattern": pattern, "m": 16, "level": level})
-        for v, p, pattern, level in ((1.2, "a", "spense_rows", 0.25), (1.6, "b", "two_four", 0.5))
-    )
-    drawn = losses([half, none], pruning)
-    assert drawn.count("<svg") == 1
-    hybrids = [o for o in pruning.outcomes if o.pattern == "2:4"]
-    lost = {o.dense: o.loss for o in hybrids if o.loss and o.dense in (0.0, 0.5)}
-    assert all(f"{loss:.3f}" in drawn for loss in lost.values())
-    other = cell(claim, spread(1.2), fields={"pattern": "blocks", "m": 16, "level": 0.25})
-    assert "<svg" not in losses([other], pruning)
-    anywhere = [outcome for outcome in pruning.outcomes if outcome.pattern == "unstructured"]
-    alone = losses([half, none], replace(pruning, outcomes=anywhere))
-    assert "<svg" not in alone
-    (result,) = entries([PlannedClaim(written(), {"over dense": {"a"}})], {"mine": [half]}, pruning)
-    assert page(result).count("<svg") == 2
 
 
 def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatch) -> None:

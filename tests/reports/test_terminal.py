@@ -77,7 +77,7 @@ def test_the_winner_has_its_lead_over_the_next_kernel() -> None:
     ]
     slower = [replace(r, samples_us=tuple(1.12 * us for us in r.samples_us)) for r in more]
     text = text_of(replace(result, rows=[*result.rows, *slower]))
-    assert "1.12× faster than torch_bsr tuned=True" in text
+    assert "1.12× as fast as torch_bsr tuned=True" in text
 
 
 def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> None:

@@ -78,7 +78,7 @@ def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None
 @pytest.mark.parametrize(
     ("model", "gpu", "tokens", "word", "begins"),
     [
-        ("Llama-3-8B", "H200", 16, TRY, "Worth trying"),
+        ("Llama-3-8B", "H100", 16, TRY, "Worth trying"),
         ("Llama-3-8B", "H100", 4096, TRAIN, "Do not prune without training"),
         ("Gemma-3-270m", "H200", 1, NO, "Do not prune"),
         ("Llama-3-8B", "A100", 16, UNMEASURED, "Not measured"),

@@ -9,20 +9,21 @@ import pytest
 
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import worker_process
+from sparsebench.harness.run import runner, worker_process
 from sparsebench.harness.run.worker_process import ContestResult, Log
 from sparsebench.harness.sim import gpu_model, simulated_contest, simulated_worker
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
     """Let runs have no worker processes."""
-    patch.setattr(worker_process, "Worker", Here)
+    for module in (runner, worker_process):
+        patch.setattr(module, "Worker", Here)
 
 
 class Here(worker_process.Worker):
     """A worker of the simulated GPU without a process of its own."""
 
-    def __init__(self, device: str, data: Path | None, log: Log, **how: object) -> None:
+    def __init__(self, device: str, data: Path | None, log: Log) -> None:
         """Read the spec."""
         self.spec = gpu_model.read(device)
         environment = simulated_worker._environment(device, self.spec)

@@ -69,9 +69,9 @@ class Weights:
         return self.wg, self.wu, self.wd
 
 
-def draw_weights(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Weights:
+def draw_weights(shape: Shape, device: torch.device, dtype: torch.dtype) -> Weights:
     """Draw the weights. Gains are 1 until `calibrate` sets them."""
-    draw = torch.Generator(device).manual_seed(seed)
+    draw = torch.Generator(device).manual_seed(0)
     k, n, added = shape.width, shape.hidden, (2 * shape.layers) ** -0.5
 
     def normal(rows: int, columns: int, deviation: float) -> Tensor:

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels.attention import attention_wgmma
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
@@ -18,7 +16,7 @@ from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import library_of
 from tests.kernels.attention.cases import Case, random_mask, reference
 from tests.kernels.attention.warpgroups import on_cpu
-from tests.kernels.contract import assert_device_refusal, refusal
+from tests.kernels.contract import refusal
 from tests.tools.marks import needs_gxx, sampled
 
 RUN = """
@@ -74,35 +72,6 @@ def test_the_threads_attend_on_a_cpu(case: Case, late: int) -> None:
     assert counters.tolist() == [0, 0]  # as the next launch needs them
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
-def test_the_tiles_cover_each_query_of_each_head_once(case: Case) -> None:
-    mask, shape, rows = case.mask(), case.shape(), case.config.rows
-    span = min(span_of(mask.block[0]), rows)
-    covered = torch.zeros(case.batch * case.heads[0], case.tokens[0], dtype=torch.int32)
-    for first, count, query, head in query_tiles(mask, shape, rows, span).tolist():
-        covered[head : head + rows // span, query : query + span] += 1
-        assert query // mask.block[0] == (query + span - 1) // mask.block[0]
-        for each in range(head, head + rows // span):
-            sequence, local = divmod(each, case.heads[0])
-            number = sequence * mask.lists + mask.list_of(local, case.heads[0])
-            row = number * mask.q_blocks + query // mask.block[0]
-            assert (first, first + count) == tuple(mask.offsets[row : row + 2].tolist())
-    assert covered.eq(1).all()
-
-
-def test_long_tiles_come_first_and_the_others_by_section_and_falling_length() -> None:
-    cells = torch.zeros(4 * 16, 16)
-    lengths = [16, 2, 3, 1, 2, 4, 3, 1, 2, 3, 2, 1, 4, 2, 3, 1]
-    for row in range(64):
-        cells[row, : lengths[row % 16]] = 1
-    mask = BlockMask.from_dense(cells, block=128, tokens=[2048, 2048])
-    shape = Shape(1, 2048, 2048, 4, 4, 128, mask.block, "bf16")
-    tiles = query_tiles(mask, shape, 128, 128)
-    assert tiles[:4, 1].tolist() == [16] * 4
-    short = tiles[4:, 1]
-    assert short.tolist() == short.sort(descending=True).values.tolist()  # one section
-
-
 @pytest.mark.parametrize("head_dim", attention_wgmma.HEAD_DIMS)
 @pytest.mark.parametrize("block", [16, 32, 64, 128, (256, 192)])
 def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(block, head_dim) -> None:
@@ -124,22 +93,6 @@ def test_blocks_that_no_tile_holds_are_refused(block: Any, heads: Any, token: st
     shape = Shape(1, 256, 256, *heads, 128, mask.block, "bf16")
     shared = shared_heads(mask, *heads)
     assert token in refusal(lambda: attention_wgmma.configurations(shape, shared))
-
-
-@pytest.mark.parametrize(
-    ("device", "fields", "tokens"),
-    [
-        ("cuda", {"head_dim": 128}, ()),
-        ("cuda", {"head_dim": 96}, ("head_dim", "96")),
-        ("cuda", {"scale": -1.0}, ("scale", "-1")),
-        ("cuda", {"dtype": "fp32"}, ("fp32",)),
-        ("cpu", {}, ("cpu",)),
-    ],
-)
-def test_a_problem_is_refused_by_device_and_fields(device, fields, tokens, monkeypatch) -> None:
-    problem = {"head_dim": 64, "dtype": "bf16", "scale": None} | fields
-    kernel = attention_wgmma.KERNEL
-    assert_device_refusal(kernel, device, HOPPER, problem, tokens, monkeypatch)
 
 
 @by_nvcc

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsebench.formats._format import rows_of
 from sparsebench.kernels.attention import attention_wgmma, attention_wgmma_backward
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
 from sparsebench.kernels.attention._wgmma_tiles import key_lists, key_tiles, query_tiles, span_of
 from sparsebench.kernels.attention.attention_wgmma_backward import Config, padded
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.attention.cases import Case, gradients, random_mask, without
+from tests.kernels.attention.cases import Case, gradients, without
 from tests.kernels.attention.warpgroups import on_cpu
 from tests.kernels.contract import refusal
 from tests.tools.marks import needs_gxx, sampled
@@ -121,18 +120,6 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
     assert counters.tolist() == [0, 0]  # as the next launch needs them
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
-def test_the_tiles_cover_each_key_of_each_kv_head_once(case: Case) -> None:
-    mask, shape = case.mask(), case.shape()
-    covered = torch.zeros(case.batch * case.heads[1], case.tokens[1], dtype=torch.int32)
-    lists = key_lists(mask)
-    tiles = key_tiles(lists, mask, shape, case.config.rows)
-    for key, head, block, _ in tiles.tolist():
-        covered[head, key : key + case.config.rows] += 1
-        assert key // lists.side == block
-    assert covered.eq(1).all()
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block", [64, 128, 192])
 def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(block, head_dim) -> None:
@@ -154,27 +141,6 @@ def test_bits_of_joined_blocks_are_refused() -> None:
     case = Case((64, 64), 16, (4, 1), bits=True)
     call = partial(attention_wgmma_backward.work_of, case.mask(), case.shape(), TWO)
     assert "bits" in refusal(call)
-
-
-@pytest.mark.parametrize("block", [16, 32, 64])
-def test_joined_blocks_have_each_query_block_once(block: int) -> None:
-    mask = random_mask((160, 200), block, lists=2, causal=True)
-    lists = key_lists(mask)
-    ratio, partial_cells = lists.side // block, torch.zeros(mask.shape, dtype=torch.bool)
-    partial_cells[rows_of(mask.offsets), mask.indices] = mask.partial
-    blocks = torch.zeros(2, 2, mask.q_blocks, lists.present.shape[1] * ratio, dtype=torch.bool)
-    for number, (row, block_of_keys) in enumerate(
-        zip(lists.rows.tolist(), rows_of(lists.offsets).tolist(), strict=True)
-    ):
-        at, column = divmod(block_of_keys, lists.present.shape[1])
-        query, present, partly = row & 0xFFFFF, row >> 24 & 15, row >> 20 & 15
-        present, partly = (present, partly) if ratio > 1 else (1, int(row < 0))
-        assert (row < 0) == bool(partly), number
-        for i in range(ratio):
-            blocks[0, at, query, column * ratio + i] = present >> i & 1
-            blocks[1, at, query, column * ratio + i] = partly >> i & 1
-    cells = torch.stack([mask.to_dense() != 0, partial_cells]).view(2, 2, mask.q_blocks, -1)
-    assert torch.equal(blocks[..., : mask.kv_blocks], cells)
 
 
 @by_nvcc

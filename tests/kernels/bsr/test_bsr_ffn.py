@@ -55,15 +55,6 @@ def test_interpreted_layers_are_right(m, n, k, dtype, block, more) -> None:
 # ---- on a CPU ----
 
 
-@pytest.mark.parametrize(("n", "block"), [(64, [16, 32]), (56, [16, 32])])
-def test_gate_and_up_are_stacked(n: int, block: list[int]) -> None:
-    torch.manual_seed(0)
-    gate, up = (torch.randn(n, 96).where(torch.rand(n, 1) < 0.5, 0) for _ in range(2))
-    both = bsr_ffn.stacked(*(Bsr.from_dense(w, block=block) for w in (gate, up)))
-    assert both.block == tuple(block)
-    assert torch.equal(both.to_dense(), torch.cat((gate, up)))
-
-
 def test_gate_and_up_of_different_blocks_are_refused() -> None:
     gate, up = (Bsr.from_dense(torch.ones(64, 64), block=side) for side in (16, 32))
     with pytest.raises(Unsupported, match="gate and up of the same blocks, found 16x16 and 32x32"):
@@ -101,16 +92,6 @@ def test_a_product_uses_the_fastest_kernel_that_can_run_it(monkeypatch: pytest.M
     reasons = "down: third: not of these blocks; fourth: not on this device"
     with pytest.raises(Unsupported, match=reasons):
         bsr_ffn.fastest(these, "down", w, x, True)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "reason"),
-    [("bf16", "needs an NVIDIA GPU, found cpu"), ("fp8", "expected fp16, bf16, fp32 or tf32")],
-)
-def test_an_unsupported_problem_is_refused(dtype: str, reason: str) -> None:
-    refused = bsr_ffn.KERNEL.unsupported(problem(4, 64, 32, dtype, 16), CPU)
-    assert refused is not None
-    assert reason in refused
 
 
 # ---- on a GPU ----

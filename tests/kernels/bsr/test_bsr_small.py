@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_small
 from sparsebench.kernels.bsr._launch import packed
@@ -15,7 +14,6 @@ from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
     NO_STRIP,
-    cut,
     lists_of,
     sources,
     swizzle,
@@ -25,7 +23,6 @@ from sparsebench.kernels.bsr.bsr_small import Config
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, SMALL
 from tests.kernels.bsr.examples import example, on_gpu
-from tests.kernels.contract import refusal
 from tests.tools.marks import crossed
 
 
@@ -101,22 +98,6 @@ def test_units_that_share_the_most_strips_are_multiplied_together():
     assert len(lists.steps) == 2
 
 
-def test_two_rows_of_sixteen_are_a_unit_and_stay_together():
-    w, _, _ = example((1, 1024, 1024, 16, 0.1))
-    units = lists_of(w, 256, 2).units
-    assert sorted(units.reshape(-1).tolist()) == list(range(32))
-
-
-@pytest.mark.parametrize(("block", "side"), [([64, 64], 32), ([64, 128], 32), ([48, 16], 16)])
-def test_a_matrix_cut_into_smaller_blocks_is_the_same_matrix(block, side):
-    there = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)) < 0.5
-    dense = there.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1).float()
-    dense = dense[: 5 * block[0] - 24, : 4 * block[1] - 40].contiguous()  # blocks that leave W
-    pieces = cut(Bsr.from_dense(dense, block=block), side)
-    expected = Bsr.from_dense(dense, block=side)
-    assert all(map(torch.equal, pieces.arrays().values(), expected.arrays().values()))
-
-
 def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
     w = Bsr.from_dense(torch.ones(128, 128).half(), block=64)
     assert bsr_small._fitting(w)[0].block == (32, 32)
@@ -137,16 +118,6 @@ def test_blocks_of_other_sizes_are_cut_or_united_without_a_change(block):
     assert torch.equal(replace(pattern, values=values).to_dense(), w.to_dense())
 
 
-def test_a_step_has_less_room_if_blocks_are_rare_but_enough_for_any_strip():
-    rooms = []
-    for density in (1.0, 0.1, 0.02):
-        w, _, _ = example((1, 2048, 2048, 16, density))
-        lists = lists_of(w, 256, 2)
-        rooms.append(lists.room)
-        assert lists.steps[:, 0, 0].max() * 512 <= lists.room * 1024
-    assert rooms == [24, 12, 5]
-
-
 def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
     for block in (16, 32):
         w, _, _ = example((1, 512, 512, block, 1.0))
@@ -154,18 +125,6 @@ def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
         assert steps[:, 0, 0].max() * 2 * block * block <= 24 * 1024
         offsets = np.append(steps[:, 2:, 1], steps[:, :1, 0], 1)
         assert np.diff(offsets, axis=1).max() <= 21
-
-
-def test_every_worker_has_steps_and_there_are_no_more_workers_than_items():
-    w, _, _ = example((1, 512, 512, 32, 0.3))
-    lists = lists_of(w, 256, 2)
-    for m, workers in ((64, 132), (4096, 132)):
-        steps, bounds = work(lists, m, 64, 32, workers)
-        assert len(bounds) - 1 == min(workers, 2 * m // 64)
-        assert (np.diff(bounds) > 0).all()
-        flags = steps[: bounds[-1], 2, 1]
-        assert np.count_nonzero(flags & LAST) == 2 * m // 64
-        assert np.count_nonzero(flags & END) == len(bounds) - 1
 
 
 @pytest.mark.parametrize(
@@ -176,44 +135,6 @@ def test_the_byte_model_puts_large_items_first_for_many_tokens(m, first):
     configs = bsr_small.configurations(w, m, 132)
     assert configs[0] == first
     assert all(config.tokens <= 64 or m > 64 for config in configs)
-
-
-def test_unsupported_operands_are_refused_before_anything_is_built():
-    w, x, dy = example((4, 64, 96, 16, 1.0))
-    half = replace(w, values=w.values.half())
-
-    def refused(x: torch.Tensor, w: Bsr, transposed: bool = False) -> str:
-        return refusal(lambda: bsr_small.launch(x, w, SMALL[0], transposed=transposed))
-
-    assert "found torch.float32 and torch.float32" in refused(x, w)
-    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), half)
-    assert "expected activations of 96 columns, found shape [4, 64]" in refused(dy.half(), half)
-    assert "of 64 columns, found shape [4, 96]" in refused(x.half(), half, True)
-    odd = Bsr.from_dense(w.to_dense().half(), block=24)
-    assert "expected blocks of 8x8 or of multiples of 16, found 24x24" in refused(x.half(), odd)
-    apart = replace(half, values=half.values.transpose(1, 2))
-    assert "expected contiguous blocks" in refused(x.half(), apart)
-    odd = Bsr.from_dense(w.to_dense()[:60].half().contiguous(), block=16)
-    assert "multiple of 8 columns to write, found 60" in refused(x.half(), odd)
-    unsorted = replace(half, columns=half.columns.flip(0).contiguous())
-    with pytest.raises(FormatError, match="expected ascending columns"):
-        lists_of(unsorted, 64, 2)
-
-
-def test_the_first_step_of_each_worker_is_an_argument():
-    w, _, _ = example((1, 1024, 1024, 16, 0.1))
-    lists = lists_of(w, 64, 2)
-    steps, bounds = work(lists, 300, 64, 16, workers=7)
-    firsts = bsr_small.first_of(steps[bounds[:-1]], 64)
-    assert firsts.shape == (bsr_small.WORKERS, 4)
-    assert firsts.nbytes // bsr_small.WORKERS == 16
-    for (*strips, tile_and_blocks, first), step in zip(
-        firsts.tolist(), steps[bounds[:-1]], strict=False
-    ):
-        assert strips == step[1, :2].tolist()
-        assert (tile_and_blocks >> 8) * 64 == step[0, 1]
-        assert tile_and_blocks & 0xFF == step[0, 0]
-        assert first == step[0, 3]
 
 
 def captured(calls) -> torch.cuda.CUDAGraph:

@@ -12,20 +12,7 @@ from sparsebench.harness.ops._op import longest_row
 from sparsebench.kernels._common.triton import precision_of
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-from sparsebench.results.record import Problem
 from tests.kernels.bsr.examples import assert_right, on_gpu
-
-
-def test_united_rows_hold_the_blocks_of_their_group_once():
-    w = torch.zeros(6, 6)
-    w[0, 0] = w[1, 3] = w[2, 2] = w[5, 5] = 1
-    stored = Bsr.from_dense(w, block=1)
-    config = bsr_triton.configurations(1, (1, 1), 4, "pointers")[0]
-    packed = bsr_triton.pack(stored, config)
-    assert packed.offsets.tolist() == [0, 4]
-    assert packed.columns.tolist()[:4] == [0, 2, 3, 5]
-    assert packed.values[:, :6, 0].tolist() == w[:, [0, 2, 3, 5]].T.tolist()
-    assert packed.values.sum() == 4
 
 
 def test_blocks_of_whole_tiles_are_used_as_stored():
@@ -41,26 +28,6 @@ def test_long_block_rows_come_first():
     stored = Bsr.from_dense(w, block=64)
     config = bsr_triton.configurations(4096, (64, 64), 2, "tma")[0]
     assert bsr_triton.pack(stored, config).order.tolist() == [1, 2, 0]
-
-
-def test_an_index_by_columns_finds_every_block_in_the_order_of_rows():
-    stored = Bsr.from_dense(torch.ones(6, 5).tril(-1), block=[2, 1])
-    index = bsr_triton_dgrad.index_of(stored)
-    assert index.offsets.tolist() == [0, 3, 5, 7, 8, 9]
-    assert index.rows.tolist() == [0, 1, 2, 1, 2, 1, 2, 2, 2]
-    assert stored.columns[index.places.long()].tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4]
-    assert index.order.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_strips_cover_every_block_once_and_stay_in_their_block_row():
-    w = torch.zeros(32, 320).half()
-    w[:8] = w[16:24, :88] = w[24:, 8:16] = 1
-    stored = Bsr.from_dense(w, block=8)
-    config = bsr_triton_wgrad.configurations(64, (8, 8), 52, 2, "pointers", 132)[0]
-    strips = bsr_triton_wgrad.strips_of(stored, config)
-    assert bsr_triton_wgrad.strip_length((8, 8), config) == 16
-    assert strips.starts.tolist() == [0, 16, 32, 40, 51]
-    assert strips.rows.tolist() == [0, 0, 0, 2, 3]
 
 
 def test_tokens_are_split_if_there_are_few_blocks():
@@ -122,17 +89,6 @@ def test_every_configuration_is_right_on_a_gpu(m, block, dtype):
                 stored,
             )
     assert not [line for line in reasons if line[0]]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "reason"),
-    [("fp8", (8, 9), None), ("fp8", (8, 6), "8.9 or newer"), ("bf16", (7, 5), "8.0 or newer")],
-)
-def test_fp8_needs_a_capability_with_it(dtype, capability, reason, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    problem, device = Problem("linear", {"dtype": dtype}), torch.device("cuda")
-    answer = bsr_triton.KERNEL.unsupported(problem, device)
-    assert answer is None if reason is None else reason in str(answer)
 
 
 @pytest.mark.parametrize(("width", "fits"), [(8, False), (16, False), (24, True), (64, True)])

@@ -2,16 +2,14 @@
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._kernel import DTYPES, Launch, Operands
+from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
-from sparsebench.results.record import Problem
 from tests.kernels.bsr.examples import assert_right_gradient
 from tests.tools.marks import sampled
 
@@ -173,35 +171,3 @@ def test_without_a_block_products_are_zero_and_weight_gradients_empty(path):
             assert run_twice(launch).eq(0).all()
     for launch in wgrad_runs(dy, x, pattern, path):
         assert launch().shape == (0, 64, 64)
-
-
-def operands_of(op: str, dtype: str) -> Operands:
-    w, dy, x = weights(64, 128, [64, 64], dtype), torch.zeros(3, 64), torch.zeros(3, 128)
-    activations = {"dy": dy.to(w.dtype), "x": x.to(w.dtype)}
-    names = {"linear": ["x"], "linear_dgrad": ["dy"]}.get(op, ["dy", "x"])
-    stored, problem = Bsr.from_dense(w, block=64), Problem(op, {"dtype": dtype})
-    inputs = {name: activations[name] for name in names}
-    return Operands(problem, {"w": stored}, inputs, torch.mm, pattern=stored)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "fp32", "tf32"])
-@pytest.mark.parametrize("path", ["tma", None])
-@pytest.mark.parametrize("kernel", [*PRODUCTS, bsr_triton_wgrad])
-def test_prepared_kernels_use_later_activations_and_can_be_pinned(kernel: Any, path, dtype):
-    operands = operands_of(kernel.KERNEL.op, dtype)
-    launch = kernel.prepare(operands, path=path)
-    for activation in operands.activations.values():
-        activation.copy_(torch.randn(activation.shape))
-    w, of = operands.weights["w"], operands.activations
-    out = launch()
-    match kernel.KERNEL.op:  # the interpreter multiplies exactly, in tf32 too
-        case "linear":
-            assert_exact(out, of["x"], w.to_dense())
-        case "linear_dgrad":
-            assert_exact(out, of["dy"], w.to_dense().T)
-        case _:
-            assert_right_gradient(out.values, of["dy"], of["x"], w)
-    assert launch.choice["path"] == (path or "pointers")
-    assert launch.choice["precision"] == ("tf32" if dtype == "tf32" else "ieee")
-    pinned = kernel.prepare(replace(operands, pinned=launch.choice), path=path)
-    assert pinned.choice == launch.choice

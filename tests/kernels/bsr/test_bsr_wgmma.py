@@ -1,7 +1,6 @@
 """bsr_wgmma: its groups, its schedule and its work lists, emulated in NumPy."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -13,16 +12,13 @@ from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.scales import Scales
-from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import bsr_wgmma
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of, span_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 from sparsebench.kernels.bsr.bsr_wgmma import Config
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, WGMMA
 from tests.kernels.bsr.examples import assert_right, example, on_gpu
-from tests.kernels.contract import refusal
 from tests.tools.marks import crossed, needs_cupy
 
 HALF, E4M3 = torch.float16, torch.float8_e4m3fn
@@ -91,44 +87,11 @@ def test_a_step_of_fp8_is_a_row_of_128_bytes_where_blocks_allow_it():
         assert span_of(replace(w, values=w.values.half())) == 64
 
 
-def test_a_group_steps_through_the_columns_that_either_slice_touches():
-    groups = groups_of(bsr_of([[1, 0, 1, 1], [0, 1, 1, 1]]))
-    assert groups.slices.tolist() == [[0, 1]]
-    assert groups.first.tolist() == [0, 4]
-    columns = [[0, 0, -1, 0], [64, -1, 192, 0], [128, 64, 256, 0], [192, 128, 320, 0]]
-    assert groups.steps[:4].tolist() == columns
-
-
 def test_slices_that_share_the_most_columns_are_paired():
     groups = groups_of(
         bsr_of([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]])
     )
     assert groups.slices.tolist() == [[0, 2], [1, 3], [4, NO_SLICE]]
-
-
-def test_the_halves_of_a_block_row_are_one_group_and_skip_nothing():
-    groups = groups_of(bsr_of([[1, 0], [0, 1]], (128, 64)))
-    assert groups.slices.tolist() == [[0, 1], [2, 3]]
-    assert groups.steps[:2].tolist() == [[0, 0, 64, 0], [64, 128, 192, 0]]
-
-
-def test_transposed_halves_are_columns_of_one_block():
-    groups = groups_of(bsr_of([[1], [1]], (64, 128)), transposed=True)
-    assert groups.slices.tolist() == [[0, 1]]
-    assert groups.steps[:2].tolist() == [[0, 0, 0, 64 << 16], [64, 64, 64, 64 << 16]]
-
-
-def test_a_group_without_a_block_has_one_step_that_loads_nothing():
-    groups = groups_of(bsr_of([[0, 0], [0, 0]]))
-    assert groups.first.tolist() == [0, 1]
-    assert groups.steps[0].tolist() == [-1, -1, -1, 0]
-
-
-def test_the_part_of_an_edge_block_outside_w_is_dropped():
-    w = bsr_of([[1]], (128, 192))
-    groups = groups_of(replace(w, shape=(56, 72)))
-    assert groups.slices.tolist() == [[0, NO_SLICE]]
-    assert groups.steps[:2].tolist() == [[0, 0, -1, 0], [64, 0, -1, 64]]
 
 
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.02])
@@ -143,18 +106,6 @@ def test_workers_are_balanced_and_go_through_the_tokens_in_order(density):
     for begin, end in pairwise(plan.starts):
         assert begin < end
         assert (np.diff(items[begin:end, 2]) >= 0).all()
-
-
-def test_one_long_row_has_a_worker_to_itself():
-    there = np.zeros((32, 64), bool)
-    there[:2], there[2:, 0] = True, True
-    plan = schedule(groups_of(bsr_of(there)), 256, 256, workers=4)
-    lengths = [plan.items[a:b, 1].tolist() for a, b in pairwise(plan.starts)]
-    assert sorted(lengths, key=len)[0] == [64]
-
-
-def test_there_are_no_more_workers_than_items():
-    assert schedule(groups_of(bsr_of([[1], [1]])), 300, 256, 132).starts.tolist() == [0, 1, 2]
 
 
 def broken(**change: Any) -> Bsr:
@@ -179,30 +130,6 @@ def test_an_invalid_index_is_refused(change, message):
         groups_of(broken(**change))
 
 
-def refused(x: torch.Tensor, w: Bsr, kernel: Any = bsr_wgmma.KERNEL) -> str:
-    name = "x" if kernel is bsr_wgmma.KERNEL else "dy"
-    operands = Operands(Problem("linear", {}), {"w": w}, {name: x}, torch.matmul)
-    return refusal(lambda: kernel.prepare(operands))
-
-
-def test_unsupported_operands_are_refused_before_anything_is_built():
-    x, w = torch.zeros(4, 128).half(), bsr_of([[1, 1], [0, 1]])
-    w = replace(w, values=w.values.half())
-    assert "found torch.bfloat16 and torch.float16" in refused(x.bfloat16(), w)
-    assert "found torch.float32 and torch.float32" in refused(x.float(), bsr_of([[1, 1]]))
-    assert "expected activations of 128 columns" in refused(x[:, :64], w)
-    assert "found strides [4096, 1, 64]" in refused(x, replace(w, values=w.values.mT))
-    assert "multiple of 8 columns to write, found 124" in refused(x, replace(w, shape=(124, 128)))
-    small = replace(bsr_of([[1, 1]], (32, 64)), values=torch.zeros(2, 32, 64).half())
-    assert "multiple of 64 rows and columns, found 32x64" in refused(x, small)
-    assert "expected activations of 64 columns" in refused(x, bsr16(), bsr_wgmma.DGRAD)
-
-
-def bsr16() -> Bsr:
-    w = bsr_of([[1, 1]])
-    return replace(w, values=w.values.half())
-
-
 @pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
 def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
     configs = bsr_wgmma.configurations(m, 4096)
@@ -216,14 +143,6 @@ def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
 @pytest.mark.parametrize(("m", "width", "tokens"), [(256, 14336, 128), (1024, 8192, 256)])
 def test_the_smaller_tile_comes_first_if_there_are_few_items(m, width, tokens):
     assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
-
-
-def test_fp8_has_no_input_gradient_and_no_scales_in_16_bits():
-    w, dy = replace(bsr16(), values=bsr16().values.to(E4M3)), torch.zeros(4, 64).to(E4M3)
-    assert "dtype of float16, bfloat16; found torch.float8" in refused(dy, w, bsr_wgmma.DGRAD)
-    for features, dtype in ((64, HALF), (63, E4M3)):
-        message = refusal(partial(Scales(torch.ones(features)).require, 64, 4, dtype))
-        assert "64 contiguous fp32 scales of features, with fp8 operands" in message
 
 
 @needs_cupy

@@ -9,8 +9,6 @@ import torch
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr._wgrad_schedule import (
     TILES,
-    Half,
-    Item,
     Piece,
     fits,
     items_of,
@@ -90,28 +88,6 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, w
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_the_example_of_slices_that_share_places():
-    there = np.array([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1, 1]], bool)
-    assert items_of(there, 4) == [
-        Item(Half(0, [0, 1, 2, 3]), Half(1, [0, 1, 2, 3])),
-        Item(Half(0, [4, 5]), Half(1, [5, 6])),
-    ]
-    last = items_of(there, 4)[1]
-    assert (last.slices, last.places, last.starts) == ([0, 1], [4, 5, 6], [0, 1])
-    assert (last.loads, last.cost(4)) == (5, 6)
-
-
-def test_halves_without_shared_places_pair_the_fullest_with_the_emptiest():
-    there = np.zeros((4, 20), bool)
-    there[0, :10], there[1, 10:13], there[2, 13:17], there[3, 17:] = True, True, True, True
-    assert items_of(there, 4) == [
-        Item(Half(0, [0, 1, 2, 3]), Half(0, [4, 5, 6, 7])),
-        Item(Half(2, [13, 14, 15, 16]), Half(0, [8, 9])),
-        Item(Half(3, [17, 18, 19]), Half(1, [10, 11, 12])),
-    ]
-    assert items_of(there[:, 13:17], 4)[-1] == Item(Half(2, [0, 1, 2, 3]), Half(2, []))
-
-
 @pytest.mark.parametrize(("density", "wide", "most"), [(0.5, 4, 6.6), (0.2, 4, 7.6), (0.1, 2, 9.8)])
 def test_every_tile_is_in_one_item_and_items_share_their_loads(density, wide, most):
     there = np.random.default_rng(0).random((64, 64)) < density
@@ -120,13 +96,6 @@ def test_every_tile_is_in_one_item_and_items_share_their_loads(density, wide, mo
     assert sorted(tiles) == list(zip(*(at.tolist() for at in np.nonzero(there)), strict=True))
     assert all(fits(item, max(TILES), wide) for item in items)
     assert sum(item.loads for item in items) / len(tiles) * 8 < most
-
-
-def test_blocks_of_128_load_six_tiles_for_eight():
-    pattern = pattern_of((1, 512, 2048, (128, 128), 1.0))
-    work = work_of(pattern, 4096, 64, 4, 132)
-    assert work.tiles == 6
-    assert {int(sum(boxes >= 0)) for boxes in work.loads[:, :6]} == {6}
 
 
 def random_costs(items: int) -> Any:
@@ -164,34 +133,7 @@ def test_items_that_come_out_even_are_left_whole():
     assert {len(pieces) for pieces in lists} == {2}
 
 
-def test_few_items_are_cut_and_no_worker_has_two_parts():
-    lists = shares(np.full(33, 6.0))
-    assert sorted(lists) == [[Piece(i, share, 4)] for i in range(33) for share in range(4)]
-
-
 def test_the_items_beyond_one_per_worker_are_cut_and_summed_first():
     lists = shares(np.full(143, 6.0))
     assert [pieces[-1].of for pieces in lists] == [1] * 132
     assert {len(pieces) for pieces in lists} == {2}
-
-
-def test_items_of_few_tokens_are_not_cut():
-    assert sorted(shares(np.full(10, 6.0), 7)) == [[Piece(item, 0, 1)] for item in range(10)]
-
-
-def test_without_blocks_one_worker_has_an_empty_list():
-    work = work_of(pattern_of((70, 128, 128, (64, 64), 0.0)), 70, 64, 4, 132)
-    assert work.starts.tolist() == [0, 0]
-    assert work.partials == 0
-
-
-@pytest.mark.parametrize("of", [2, 3, 132])
-def test_a_counter_flips_with_the_last_piece_and_is_ready_for_the_next_launch(of):
-    adds = [DONE - (of - 1), *[1] * (of - 1)]
-    counter = 0
-    for launch in range(4):
-        before = counter
-        for arrived, i in enumerate(np.random.default_rng(launch).permutation(of), 1):
-            counter = (counter + adds[i]) % 2**32
-            assert ((counter ^ before) >= DONE) == (arrived == of)
-        assert counter % DONE == 0

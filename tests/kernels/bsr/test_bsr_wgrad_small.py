@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.bsr import bsr_wgrad_small
-from sparsebench.kernels.bsr._wgrad_small_schedule import Item, cells_of, items_of, room_of, work_of
+from sparsebench.kernels.bsr._wgrad_small_schedule import cells_of, items_of, room_of, work_of
 from sparsebench.kernels.bsr.bsr_wgrad_small import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD_SMALL
 from tests.kernels.bsr.examples import activations, pattern_of  # moved
@@ -80,15 +79,6 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, w
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_the_example_of_cells_that_share_strips():
-    rows = ["#.#..#..", "...#..#.", "#.#..#.#", "#.#.#..."]
-    there = np.array([[cell == "#" for cell in row] for row in rows])
-    assert items_of(there, 2, 7) == [
-        Item([0, 2, 3], [0, 2, 5, 7], [(0, 1, 0, 1, 15), (2, 2, 0, 1, 5), (0, 1, 2, 3, 11)]),
-        Item([1, 3], [3, 6, 4], [(0, 0, 0, 1, 5), (1, 1, 2, 2, 1)]),
-    ]
-
-
 @pytest.mark.parametrize(
     ("density", "units", "strips", "loads", "cells"),
     [
@@ -123,17 +113,3 @@ def test_a_block_is_in_as_few_cells_as_possible(block, cells):
     units = cells_of(pattern_of((1, 10 * block, 10 * block, (block, block), 0.01)))
     assert units.there.sum() == cells
     assert not any((firsts % 16).any() for firsts in (units.dy, units.x))
-
-
-def test_items_of_few_strips_fill_whole_rounds():
-    pattern = pattern_of((1, 4096, 4096, (32, 32), 0.1))
-    first = bsr_wgrad_small.configurations(pattern, 4096, 132)[0]
-    items = items_of(cells_of(pattern).there, first.units, first.strips)
-    assert 120 < len(items) <= 132
-
-
-def test_without_blocks_one_worker_has_an_empty_list():
-    cells = cells_of(pattern_of((70, 64, 128, (32, 32), 0.0)))
-    work = work_of(cells, items_of(cells.there, 4, 12), 70, 64, 4, 12, 132)
-    assert work.starts.tolist() == [0, 0]
-    assert work.partials == 0

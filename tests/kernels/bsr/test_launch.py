@@ -14,9 +14,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.selection import bucket
-from sparsebench.kernels.bsr import bsr_small, bsr_strips, bsr_wgmma
+from sparsebench.kernels.bsr import bsr_small, bsr_wgmma
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_plans
-from sparsebench.kernels.nn._bsr_pattern import pattern_of
 
 
 @pytest.fixture(autouse=True)
@@ -118,22 +117,6 @@ def test_a_launch_has_the_addresses_of_its_operands(driver):
     check(300, alive[0])
     with pytest.raises(Unsupported, match="one dtype"):
         layer(alive[0].half())
-
-
-@pytest.mark.parametrize("op", ["linear", "dgrad"])
-def test_odd_blocks_get_the_default_configuration(op, driver, monkeypatch):
-    w = layer_of(120, 192, (24, 48), dtype=torch.bfloat16).bsr
-    call = _bsr_plans.Call(op, 320, w.shape, w.block, torch.bfloat16)
-    product = pattern_of(w.offsets, w.columns).select(call).product
-    transposed = op == "dgrad"
-    (read, written), driver.size = (w.shape if transposed else w.shape[::-1]), 512
-    x = torch.zeros(300, read, dtype=torch.bfloat16)
-    y = product.run(x, product.pack(w.values))
-    assert y.shape == (300, written)
-    tiles = bsr_strips.tiles_of(w, transposed)
-    tokens = bsr_strips.configurations(tiles, 320, 1)[0].tokens  # a CPU counts as one
-    (box,) = bsr_strips.boxes_of(tiles.depth)
-    assert struct.unpack_from("6q", driver.launches[-1], 0) == map_of(x, (tokens, box))
 
 
 def test_equal_addresses_give_the_same_arguments(driver):

@@ -3,7 +3,6 @@
 test_NAME.py has the tests that only one of them needs: its work lists and what it refuses.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -16,12 +15,11 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_wgrad, bsr_wgrad_small
 from sparsebench.kernels.bsr._wgrad_schedule import TILES
 from sparsebench.kernels.bsr._wgrad_small_schedule import room_of
 from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_SMALL
 from tests.kernels.bsr.examples import Shape, activations, assert_right_gradient, moved, pattern_of
@@ -50,31 +48,6 @@ LARGE: dict[Any, list[Shape]] = {
 
 def name_of(module: Any) -> str:
     return str(module.__name__.rpartition(".")[2])
-
-
-def operands_of(pattern: Bsr, dy: Tensor, x: Tensor) -> Operands:
-    problem = Problem("linear_wgrad", {"dtype": "bf16"})
-    return Operands(problem, {}, {"dy": dy, "x": x}, torch.matmul, None, pattern)
-
-
-@pytest.mark.parametrize("module", KERNELS)
-def test_operands_that_do_not_fit_are_refused_before_anything_is_built(module: Any) -> None:
-    pattern = pattern_of((4, 128, 192, BLOCK[module], 1.0))
-    half = replace(pattern, values=pattern.values.half())
-    dy, x = torch.zeros(4, 128).half(), torch.zeros(4, 192).half()
-    for operands, reason in (
-        ((half, dy, x.bfloat16()), "torch.float16, torch.bfloat16 and"),
-        ((pattern, dy, x), "and a pattern of torch.float32"),
-        ((pattern, dy.float(), x.float()), "and a pattern of torch.float32"),
-        ((half, dy[:3], x), "shapes [3"),
-        ((half, dy[:, :64], x), "shapes [4, 64] and [4, 192]"),
-    ):
-        with pytest.raises(Unsupported, match=re.escape(reason)):
-            module.prepare(operands_of(*operands))
-    block = {bsr_wgrad: (64, 32), bsr_wgrad_small: (32, 12)}[module]
-    odd = pattern_of((4, 128, 192, block, 1.0))
-    with pytest.raises(Unsupported, match="found {}x{}".format(*block)):
-        module.prepare(operands_of(replace(odd, values=odd.values.half()), dy, x))
 
 
 def small_configs() -> list[Any]:

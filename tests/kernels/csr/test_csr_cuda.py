@@ -4,7 +4,6 @@ On the CPU the kernel's own source runs thread by thread, with the arguments of 
 """
 
 import ctypes
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,12 +18,11 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.csr._panels import Shape, bounds_of, parts_of, work_of
+from sparsebench.kernels.csr._panels import Shape, work_of
 from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.contract import assert_device_refusal
 from tests.kernels.csr.examples import (
     BF16,
     FP16,
@@ -93,14 +91,6 @@ def test_its_threads_give_the_product_on_a_cpu(shape, room, spare, tokens, dtype
 
 
 @needs_gxx
-@pytest.mark.parametrize("tokens", [8, 32])
-def test_a_matrix_of_zeros_gives_zeros(tokens, monkeypatch) -> None:
-    x, w = torch.ones(9, 6), Csr.from_dense(torch.zeros(1, 6))
-    y = emulated(x, w, Config(tokens, 64, 1), 8000, monkeypatch)
-    assert torch.equal(y, torch.zeros(9, 1))
-
-
-@needs_gxx
 def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding of steps multiplies zeros by zeros, and no token of X."""
     x, w = example(SHAPES[1], FP32)
@@ -113,30 +103,6 @@ def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(~y.isfinite(), touched)
     right = x.nan_to_num(0, 0, 0) @ w.to_dense().T
     torch.testing.assert_close(y[~touched], right[~touched], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("classes", [1, 4])
-def test_every_non_zero_has_a_place_of_its_own_and_every_piece_its_steps(classes: int) -> None:
-    _, w = example((1, 37, 500, 0.2), FP32)
-    warps, ways, cuts = 3, 4, 6
-    lengths = w.offsets.diff().long()
-    bounds = bounds_of(lengths, 5)
-    parts = parts_of(lengths, bounds, cuts)
-    assert parts.max() > 1
-    assert (bounds[0], bounds[-1]) == (0, 37)
-    work = work_of(w, Shape(bounds, parts, 100, warps, ways, classes))
-    assert len(work.targets.unique()) == len(w.values)
-    assert int(work.starts[-1, 0]) == len(work.teams) - 1
-    assert (work.pieces[bounds].diff() <= bounds.diff() + cuts).all()
-    steps = work.teams[:-1, 0] >> 16
-    ends = steps.cumsum(0)
-    row = torch.arange(37).repeat_interleave(lengths)
-    for target, at_row in zip(work.targets.tolist(), row.tolist(), strict=True):
-        team = int(torch.searchsorted(ends, target // (2 * ways), right=True))
-        group = int(torch.searchsorted(bounds[1:], at_row, right=True))
-        piece = int(work.teams[team, target // 2 % ways]) & 0xFFFF
-        piece += int(work.pieces[bounds[group]])
-        assert work.pieces[at_row] <= piece < work.pieces[at_row + 1]
 
 
 def test_warps_get_about_as_many_steps() -> None:
@@ -157,21 +123,6 @@ def test_ways_that_read_together_read_other_banks() -> None:
     assert (together.sort(2).values == torch.arange(4)[:, None]).all()
 
 
-@pytest.mark.parametrize(
-    ("x", "w", "reason"),
-    [
-        (torch.ones(2, 8).half(), torch.ones(4, 8), "fp16 or bf16 operands of one dtype"),
-        (torch.ones(2, 8).double(), torch.ones(4, 8).double(), "expected fp32"),
-        (torch.ones(2, 9), torch.ones(4, 8), "expected activations of 8 columns"),
-        (torch.ones(8, 2).t(), torch.ones(4, 8), "expected contiguous rows of X"),
-        (torch.ones(0, 8), torch.ones(4, 8), "expected 1 to 2"),
-    ],
-)
-def test_operands_that_the_kernel_cannot_read_are_unsupported(x, w, reason) -> None:
-    with pytest.raises(Unsupported, match=re.escape(reason)):
-        csr_cuda.launch(x, Csr.from_dense(w), Config(32, 512, 2))
-
-
 def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights() -> None:
     kernel = dgrad_of(replace(csr_cuda.KERNEL, prepare=lambda operands: operands))
     dy, w = torch.ones(3, 4), Csr.from_dense(torch.arange(32.0).view(4, 8))
@@ -179,19 +130,6 @@ def test_the_gradient_of_x_is_a_linear_layer_of_the_transposed_weights() -> None
     product = kernel.prepare(gradient)
     assert product.activations["x"] is dy
     assert torch.equal(product.weights["w"].to_dense(), w.to_dense().t())
-
-
-@pytest.mark.parametrize(
-    ("device", "capability", "dtype", "token"),
-    [
-        ("cpu", (8, 0), "fp32", "cpu"),
-        ("cuda", (7, 5), "fp32", "7.5"),
-        ("cuda", (8, 0), "fp8", "fp8"),
-    ],
-)
-def test_other_devices_and_dtypes_are_unsupported(device, capability, dtype, token, monkeypatch):
-    problem, tokens = {"dtype": dtype}, (f"found {token}",)
-    assert_device_refusal(csr_cuda.KERNEL, device, capability, problem, tokens, monkeypatch)
 
 
 def test_a_panel_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,16 +131,6 @@ def test_relu_is_part_of_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(launch().double(), right(product).relu(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("emulated")
-def test_algorithms_for_more_tokens_are_requested_and_equal_ones_are_timed_once(monkeypatch):
-    seen = taking(monkeypatch, lambda way: True)
-    _gemm.fastest_way(product_of("linear", 16, 32, 48))
-    direct = [way for way in seen if way.algorithm]
-    assert len(set(direct)) == len(direct) == len(seen) - 4
-    by_rows = [(w.algorithm.id, w.tokens) for w in direct if w.weights == "rows" and w.algorithm]
-    assert by_rows[:3] == [(ANY, 16), (TILED, 16), (TILED, 32)]
-
-
 @pytest.mark.parametrize(("n", "combined"), [(32, True), (1 << 26, False)])
 @pytest.mark.usefixtures("emulated")
 def test_short_products_also_try_combinations_that_are_never_proposed(n, combined) -> None:
@@ -266,13 +256,6 @@ def test_without_nvmath_the_row_says_that_cublaslt_was_not_called_directly(monke
     direct = {"library": "cublaslt", "algorithm": {"id": ANY}}
     with pytest.raises(Unsupported, match="needs nvmath"):
         _gemm.fastest_way(product, direct)
-
-
-@pytest.mark.usefixtures("emulated")
-def test_an_activation_is_never_copied_to_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = taking(monkeypatch, lambda way: True)
-    _gemm.fastest_way(product_of("linear_wgrad", 16, 32, 48))
-    assert {way.weights for way in seen} == {None}
 
 
 def test_a_choice_of_an_older_run_is_accepted() -> None:

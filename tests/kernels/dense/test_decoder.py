@@ -8,7 +8,6 @@ from triton.compiler import ASTSource
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.formats.dense import Dense
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import decoder_bsr
 from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
@@ -119,13 +118,6 @@ def test_attention_compiles_without_a_spill(capability, tmp_path, monkeypatch) -
     }
     source = ASTSource(function, kinds, constants | {"PRECISION": "ieee"}, aligned)
     assert complaint_about(source, capability, {"num_warps": warps}) is None
-
-
-def test_copies_have_separate_memory() -> None:
-    weight = Dense.from_dense(torch.randn(4, 8))
-    copy = _decoder.copy_of(weight)
-    assert torch.equal(copy.values, weight.values)
-    assert copy.values.data_ptr() != weight.values.data_ptr()
 
 
 class _Small:

@@ -438,9 +438,6 @@ def test_interpreted_calls_with_wrong_operands_are_refused():
         mlp.double()(x.double())
 
 
-# ---- its code ----
-
-
 # ---- on a GPU ----
 
 ON_GPU = [

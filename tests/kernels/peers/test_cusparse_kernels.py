@@ -3,7 +3,6 @@
 import ctypes
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.harness.ops.linear import DGRAD, WGRAD, definition
-from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import _cusparse, cusparse_bell, cusparse_bsr, cusparse_csr
 from sparsebench.results.record import Problem
@@ -250,21 +248,6 @@ def test_rectangular_blocks_are_unsupported(library: HostCusparse, peer: Any) ->
         peer.KERNEL.prepare(operands)
 
 
-def test_panels_hold_every_block_and_pad_short_rows() -> None:
-    dense = torch.zeros(5, 6)
-    dense[0, 0], dense[1, 5], dense[4, 2] = 1.0, 2.0, 3.0
-    columns, values = cusparse_bell.pack(Bsr.from_dense(dense, block=2))
-    assert columns.tolist() == [[0, 2], [-1, -1], [1, -1]]
-    assert values.tolist() == [
-        [1.0, 0.0, 0.0, 0.0],
-        [0.0, 0.0, 0.0, 2.0],
-        [0.0] * 4,
-        [0.0] * 4,
-        [3.0, 0.0, 0.0, 0.0],
-        [0.0] * 4,
-    ]
-
-
 def test_padding_is_recorded(library: HostCusparse) -> None:
     dense = torch.eye(16)
     dense[0] = 1.0
@@ -274,13 +257,3 @@ def test_padding_is_recorded(library: HostCusparse) -> None:
         Operands(problem, {"w": w}, {"x": torch.ones(1, 16)}, definition)
     )
     assert launch.choice["padding"] == 16 / 7
-
-
-@pytest.mark.parametrize("peer", [cusparse_csr, cusparse_bsr, cusparse_bell])
-def test_the_peers_need_a_gpu_and_the_bindings(monkeypatch: pytest.MonkeyPatch, peer: Any) -> None:
-    problem = Problem("linear", {"m": 1, "n": 1, "k": 1, "dtype": "bf16"})
-    assert "NVIDIA GPU, found device cpu" in peer.KERNEL.unsupported(problem, torch.device("cpu"))
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
-    assert "pip install" in peer.KERNEL.unsupported(problem, torch.device("cuda"))
-    monkeypatch.setattr(requirements, "find_spec", lambda name: find_spec("torch"))
-    assert peer.KERNEL.unsupported(problem, torch.device("cuda")) is None

@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import Spense
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common import requirements
-from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import cutlass_sparse
 from sparsebench.kernels.peers.cutlass_sparse import CONFIGS
 from sparsebench.results.record import Problem
@@ -45,24 +42,6 @@ def test_another_version_of_the_headers_is_refused(package: Path) -> None:
     package.write_text("".join(f"#define CUTLASS_{n} {i}\n" for n, i in version_of(3).items()))
     cutlass_sparse.version.cache_clear()
     assert "found 3.2.0" in (cutlass_sparse.unsupported(problem(), CUDA) or "")
-
-
-@pytest.mark.parametrize("fields", [{"dtype": "fp32"}, {"n": 100}, {"k": 24}])
-def test_other_types_and_sizes_have_a_reason(fields: dict[str, Any], package: Path) -> None:
-    assert "expected" in (cutlass_sparse.unsupported(problem(**fields), CUDA) or "")
-
-
-def test_a_missing_package_has_a_reason(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
-    assert "pip install" in (cutlass_sparse.unsupported(problem(), CUDA) or "")
-
-
-def test_weights_with_a_dense_part_are_refused() -> None:
-    w = torch.zeros(256, 256).bfloat16()
-    half = Spense.from_dense(w, dense_fraction=0.5)
-    x = {"x": torch.zeros(3, 256).bfloat16()}
-    with pytest.raises(Unsupported, match="all of W"):
-        cutlass_sparse.prepare(Operands(problem(), {"w": half}, x, OP.definition))
 
 
 def test_a_tile_has_as_many_bytes_of_k_in_every_dtype() -> None:

@@ -65,28 +65,3 @@ def test_tiles_of_the_backward_pass_divide_the_blocks() -> None:
         for way in ways:
             for side in ("M1", "N1", "M2", "N2"):
                 assert way.mask.BLOCK_SIZE[0] % way.options[f"bwd_BLOCK_{side}"] == 0
-
-
-def test_a_backward_pass_starts_from_the_given_output() -> None:
-    q, k, v, do = (torch.randn(1, 2, 8, 4) for _ in range(4))
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    o, lse = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
-
-    class Attend(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v):
-            ctx.save_for_backward(q, q * 0, torch.zeros(1, 2, 8))
-            return q * 0
-
-        @staticmethod
-        def backward(ctx, do):
-            _, o, lse = ctx.saved_tensors
-            return o + do, lse, None
-
-    options = dict.fromkeys([f"bwd_{name}" for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2")], 64)
-    options |= {"bwd_BLOCK_N2": 64, "bwd_num_stages": 1, "bwd_num_warps": 4}
-    gradients = flex_attention._gradients(Attend.apply, inputs, o, lse, options)
-    for _ in range(2):
-        first, second = gradients(do)
-        assert torch.equal(first, o + do)
-        assert torch.equal(second, lse)

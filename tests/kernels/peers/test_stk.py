@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.kernels._kernel import Operands
@@ -109,23 +108,6 @@ def test_the_weight_gradient_is_packed_like_the_weight(m: int, padding: dict[str
     assert result.columns is pattern.columns
 
 
-@pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({}, None),
-        ({"m": 64}, None),
-        ({"dtype": "fp32"}, "found fp32"),
-        ({"n": 64}, "found 64 and 256"),
-        ({"k": 32768 + 128}, "at most 32768"),
-        ({"m": 2**18, "n": 2**13}, "less than 2^31 elements"),
-    ],
-)
-def test_sizes_that_stk_cannot_take_are_unsupported(fields, reason) -> None:
-    result = stk.unsupported(Problem("linear", SIZES | fields), CUDA)
-    assert result is None if reason is None else reason in str(result)
-
-
 def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("linear", SIZES)
     assert "found device cpu" in str(stk.unsupported(problem, torch.device("cpu")))
@@ -135,9 +117,3 @@ def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(stk, "version", missing)
     assert stk.unsupported(problem, CUDA) == "needs STK: pip install stanford-stk"
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_other_blocks_are_unsupported() -> None:
-    with pytest.raises(Unsupported, match="blocks of 128x128, found 64x64"):
-        stk.prepare(operands_of("linear", block=64))

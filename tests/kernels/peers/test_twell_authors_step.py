@@ -122,24 +122,6 @@ def test_values_without_room_are_counted_and_such_configurations_are_not_timed(l
     assert launch.lost() > 0
 
 
-@pytest.mark.parametrize(
-    ("fields", "device", "reason"),
-    [
-        ({}, CPU, "compute capability 9.0"),
-        ({"dtype": "fp16"}, CUDA, "found fp16"),
-        ({"activation": "relu2"}, CUDA, "relu2"),
-        ({"n": 500}, CUDA, "found m 256, n 500"),
-        ({"n": 8448}, CUDA, "n 8448"),
-        ({"k": 96}, CUDA, "k 96"),
-        ({"m": 65537}, CUDA, "found m 65792"),
-        ({"m": 50}, CUDA, None),
-    ],
-)
-def test_sizes_for_which_they_fall_back_are_unsupported(library, fields, device, reason) -> None:
-    result = twell_authors_step.unsupported(problem(**fields), device)
-    assert result is None if reason is None else reason in str(result)
-
-
 def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
     library, tmp_path, monkeypatch
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
-from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import _authors, macko, spinfer
 from sparsebench.results.record import Problem
@@ -49,35 +49,15 @@ def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-WRONG = [
-    (spinfer, {"dtype": "bf16"}, "expected fp16, found bf16"),
-    (spinfer, {"n": 500}, "found 500 and 256"),
-    (macko, {"m": 1, "dtype": "fp32"}, "expected fp16, found fp32"),
-    (macko, {"m": 2}, "expected m 1, found 2"),
-]
-
-
-@pytest.mark.parametrize(("peer", "fields", "reason"), WRONG)
-def test_cases_that_the_authors_cannot_run_have_a_reason(peer, fields, reason, checkouts) -> None:
-    assert reason in (peer.unsupported(problem_of(**fields), CUDA) or "")
-
-
 def test_cases_that_they_can_run_need_a_checkout(checkouts, monkeypatch) -> None:
     problems = {spinfer: problem_of(m=100), macko: problem_of(m=1, n=40)}
     for peer, problem in problems.items():
         assert peer.unsupported(problem, CUDA) is None
-        assert "needs an NVIDIA GPU" in (peer.unsupported(problem, CPU) or "")
     monkeypatch.delenv(_authors.VARIABLE)
     for peer, problem in problems.items():
         assert (peer.unsupported(problem, CUDA) or "").endswith(
             "below --peers DIR; found no --peers"
         )
-
-
-def test_a_suite_may_name_them() -> None:
-    for name in ("spinfer", "macko"):
-        kernel = load_kernel(name)
-        assert (kernel.op, kernel.consumes, kernel.device) == ("linear", "csr", "cuda")
 
 
 def test_code_that_does_not_build_is_one_line_and_stores_nothing(checkouts, tmp_path, monkeypatch):

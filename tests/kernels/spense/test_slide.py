@@ -2,7 +2,6 @@
 
 import ctypes
 from itertools import product
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,12 @@ from sparsebench.formats.spense import DTYPES as STORED
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.kernels._common.lift import lifting
-from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.spense import slide_gather, slide_wgmma, spense_wgmma
 from sparsebench.kernels.spense._stream_k import schedule
 from sparsebench.kernels.spense.spense_wgmma import UNIT, Config
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.contract import refusal
 from tests.kernels.spense.examples import CUOBJDUMP
 from tests.kernels.spense.test_spense_wgmma import assert_metadata_stays
 from tests.tools.marks import crossed, needs_gxx, sampled
@@ -165,24 +162,6 @@ def test_items_start_and_end_at_whole_units(shape: tuple[int, int], m: int) -> N
 
 
 # ---- what they refuse, and machine code ----
-
-
-def refused(kernel: ModuleType, x: Tensor, w: Slide) -> str:
-    operands = Operands(Problem("linear", {"dtype": "fp16"}), {"w": w}, {"x": x}, torch.matmul)
-    return refusal(lambda: kernel.prepare(operands))
-
-
-@pytest.mark.parametrize("kernel", [slide_gather, slide_wgmma])
-def test_operands_that_it_cannot_read_are_unsupported(kernel: ModuleType) -> None:
-    x, w = example((4, 64, 256), torch.float16)
-    assert "found torch.bfloat16 and torch.float16" in refused(kernel, x.bfloat16(), w)
-    assert "found shape [4, 128]" in refused(kernel, x[:, :128], w)
-    assert "found strides [1, 4]" in refused(kernel, x.T.contiguous().T, w)
-    assert "found 252 and 64" in refused(kernel, *example((4, 64, 252), torch.float16))
-
-
-def test_only_six_of_eight_is_lifted_on_chip() -> None:
-    assert "found 4 of 6" in refused(slide_wgmma, *example((4, 64, 240), torch.float16, (4, 6)))
 
 
 CONFIGS = [Config(256, 2, 4), Config(16, 1, 4), Config(64, 2, 5), Config(256, 1, 4)]

@@ -211,20 +211,6 @@ def test_its_steps_are_one_graph_to_torch_compile() -> None:
     assert torch.equal(run(**arguments), cublas.in_fp8(these, True)(**arguments))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "reason"),
-    [
-        (cublas, "products of fp8 need an NVIDIA GPU, found cpu"),
-        (torch_compile, "products of fp8 need an NVIDIA GPU, found cpu"),
-        (spense_ffn, "needs an NVIDIA GPU of compute capability 9.0, found cpu"),
-    ],
-)
-def test_a_cpu_is_unsupported(kernel: Any, reason: str) -> None:
-    assert reason in kernel.KERNEL.unsupported(problem(), CPU)
-    odd = kernel.KERNEL.unsupported(problem(n=2056), CPU)
-    assert kernel is spense_ffn or "multiples of 16 in fp8, found n 2056 and k 512" in odd
-
-
 # ---- Triton ----
 
 

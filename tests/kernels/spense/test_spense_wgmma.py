@@ -1,8 +1,6 @@
-"""spense_wgmma: products of wgmma from the packed bytes, work lists, machine code, and scales.
+"""spense_wgmma: work lists, configurations, machine code, and scales.
 
-The emulation reads memory like wgmma: smem descriptors of swizzled tiles, and metadata from each
-thread's register. Their order was verified by runs on an H200 (PTX ISA 9.0,
-wgmma.mma_async.sp).
+test_spense_mma.py multiplies the packed bytes on a CPU; test_contract.py has the products.
 """
 
 import re
@@ -16,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import DTYPES as PACKED
-from sparsebench.formats.spense import VALUE_BYTES, Spense
+from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.scales import Scales
@@ -32,130 +29,6 @@ from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, example, on_
 from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
 from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
 from tests.tools.marks import sampled
-
-# ---- what the instructions read ----
-
-
-def values(stored: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Read bytes [..., bytes] as numbers."""
-    return torch.from_numpy(np.ascontiguousarray(stored)).view(dtype).float().numpy()
-
-
-def described(tile: np.ndarray, start: int, rows: int, width: int) -> np.ndarray:
-    """Return the bytes [rows, width] of a K-major tile's descriptor in the 128-byte swizzle."""
-    row, byte = np.arange(rows)[:, None], np.arange(width)
-    address = start + row // 8 * 1024 + row % 8 * 128 + byte
-    return tile[address ^ (address >> 7 & 7) << 4]
-
-
-def box(x: np.ndarray, token: int, column: int, tokens: int) -> np.ndarray:
-    """Copy a box of X [m, bytes] like TMA: swizzled, with zeros outside of X."""
-    padded = np.pad(x, ((0, token + tokens), (0, column + 128)))
-    pieces = padded[token : token + tokens, column : column + 128].reshape(tokens, 8, 16)
-    row = np.arange(tokens)[:, None]
-    return pieces[row, np.arange(8) ^ row % 8].reshape(-1)
-
-
-def codes(words: np.ndarray, size: int) -> np.ndarray:
-    """Return the code of each row and group of one wgmma.sp from the words of 128 threads."""
-    metadata = np.full((64, 8 if size == 2 else 16), -1)
-    for thread in range(128):
-        row, q = thread // 32 * 16 + thread % 32 // 4, thread % 4
-        for nibble in range(8):
-            code = int(words[thread]) >> 4 * nibble & 15
-            if size == 2 and q < 2:  # selector 0: two of four lanes
-                metadata[row + 8 * (nibble // 4), 4 * q + nibble % 4] = code
-            elif size == 1:
-                metadata[row + 8 * (q & 1), 8 * (q >> 1) + nibble] = code
-    return metadata
-
-
-def sparse_operand(tile: np.ndarray, step: int, dtype: torch.dtype) -> np.ndarray:
-    """Return the 64 rows that product `step` of a sparse tile multiplies, with their zeros."""
-    size, thread = dtype.itemsize, np.arange(128)
-    place = thread if size == 1 else thread // 4 * 2 + thread % 2
-    words = tile[VALUE_BYTES:].view(np.uint32).reshape(-1, 4)[place, step]
-    code = codes(words, size)
-    first, second = code & 3, code >> 2
-    assert (first < second).all()
-    pairs = values(described(tile, 32 * step, 64, 32), dtype).reshape(64, -1, 2)
-    operand = np.zeros((*code.shape, 4), np.float32)
-    np.put_along_axis(operand, first[..., None], pairs[..., :1], -1)
-    np.put_along_axis(operand, second[..., None], pairs[..., 1:], -1)
-    return operand.reshape(64, -1)
-
-
-def multiplied(w: Spense, x: np.ndarray, row: int, step: int, token: int, tokens: int) -> Any:
-    """Return the products of one tile of W, read at the addresses that the kernel computes."""
-    rows, sparse_rows, sparse_columns, dense_row, dense_column, _ = spense_wgmma.tiles_of(w)
-    assert row < rows
-    total = np.zeros((64, tokens), np.float32)
-    sparse = row < sparse_rows and step < sparse_columns
-    for half in (0, 1):
-        tile = w.sparse[row, step] if sparse else w.dense[row - dense_row, step - dense_column]
-        bytes_of = tile.numpy() if sparse else tile.numpy()[half * VALUE_BYTES :][:VALUE_BYTES]
-        of_x = box(x, token, (2 * step + half) * 128, tokens)
-        for i in range(2 if sparse else 4):
-            if sparse:
-                a, wide = sparse_operand(bytes_of, 2 * half + i, w.dtype), 64
-            else:
-                a, wide = values(described(bytes_of, 32 * i, 64, 32), w.dtype), 32
-            total += a @ values(described(of_x, wide * i, tokens, wide), w.dtype).T
-    return total
-
-
-def emulated(x: Tensor, w: Spense, config: Config, workers: int) -> np.ndarray:
-    """Multiply like the device, by the work lists and the packed bytes."""
-    n, m, share = w.shape[0], len(x), 2 * config.cluster
-    work = schedule(w, m, config.tokens, config.cluster, workers)
-    raw = x.view(torch.uint8).numpy()
-    rows = -(-n // 64)
-    order = interleaved_rows(rows, w.sparse.shape[0])
-    sums = np.full((work.slots, share, 64, config.tokens), np.nan, np.float32)
-    arrived = np.zeros(work.counters, int)
-    y = np.full((m, n), np.nan, np.float32)
-    for group, token, first, count, part, parts, place, counter in work.items[: work.starts[-1]]:
-        totals = np.stack(
-            [
-                sum(
-                    multiplied(w, raw, row, step, token, config.tokens)
-                    for step in range(first, first + count)
-                )
-                for row in order[np.minimum(group * share + np.arange(share), rows - 1)]
-            ]
-        )
-        if parts > 1:
-            sums[place + part] = totals
-            arrived[counter] += 1
-            if arrived[counter] < parts:
-                continue
-            totals = sums[place : place + parts].sum(0)
-        for i in range(share):
-            place = min(group * share + i, rows - 1)
-            row = order[place]
-            out = y[token : token + config.tokens, row * 64 : row * 64 + 64]
-            right = totals[i].T[: out.shape[0], : out.shape[1]]
-            assert np.isnan(out).all() or (place == rows - 1 and (out == right).all())
-            out[:] = right
-    return y
-
-
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_instructions_make_the_product_of_the_packed_bytes(shape, dtype) -> None:
-    x, w = example(shape, dtype)
-    right = (x.float() @ w.to_dense().float().T).numpy()
-    config = Config(16, 1 + (dtype == torch.bfloat16), 4)
-    np.testing.assert_array_equal(emulated(x, w, config, workers=5), right)
-
-
-def test_a_wrong_byte_is_seen() -> None:
-    x, w = example(SHAPES[1], torch.float16)
-    right = (x.float() @ w.to_dense().float().T).numpy()
-    w.sparse[1, 2, VALUE_BYTES + 700] ^= 0xFF ^ 0b0100_0100 ^ 0b1110_1110
-    with pytest.raises(AssertionError):
-        np.testing.assert_array_equal(emulated(x, w, Config(32, 1, 4), workers=3), right)
-
 
 # ---- the lists ----
 
@@ -232,20 +105,6 @@ def test_interleaved_rows_are_all_rows_and_evenly_mixed(rows: int, sparse: int) 
     for height in (2, 4):
         counts = [(order[i : i + height] < sparse).sum() for i in range(0, rows - height, height)]
         assert not counts or max(counts) - min(counts) <= 1
-
-
-def test_few_items_are_cut_into_equal_parts() -> None:
-    work = schedule(layer(5120, 25600, 0.0, "columns"), 16, 16, 1, 132)
-    items = work.items[: work.starts[-1]]
-    assert (items[:, 5] == 3).all()  # of 40 items, for 120 of 132 workers
-    assert set(items[:, 3].tolist()) == {66, 67}
-
-
-def test_items_of_a_wave_share_tokens_and_features() -> None:
-    work = schedule(layer(*LAYERS[0][:2], 0.5, "rows"), 8192, 256, 2, 66)
-    wave = work.items[work.starts[:-1]]
-    assert len(np.unique(wave[:, 1])) == 8
-    assert len(np.unique(wave[:, 0])) == 9
 
 
 # ---- configurations and machine code ----

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.kernels._common import requirements
-from sparsebench.kernels.dense import _decoder, _gemm
+from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
@@ -74,28 +72,6 @@ def test_an_interpreted_step_has_separate_weights_per_layer(fields, layers) -> N
     assert len(layers) == count
     for name in ("wg", "wu", "wd_t"):
         assert len({getattr(layer, name).data_ptr() for layer in layers}) == count
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"activation": "silu", "active": None}, "expected activation relu or relu2, found silu"),
-        ({"hidden": 5120}, "expected hidden up to 4096, found 5120"),
-        ({"m": 65}, "expected 1 to 64 tokens, found 65"),
-        ({"dtype": "fp32"}, "expected fp16 or bf16, found fp32"),
-        (
-            {"layers": 100_000, "intermediate": 5632, "hidden": 2048},
-            "GB for the weights of all layers",
-        ),
-    ],
-)
-def test_unsupported_problems_are_refused(fields, reason, monkeypatch) -> None:
-    properties = SimpleNamespace(total_memory=140 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(requirements, "find_spec", lambda name: object())
-    monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
-    assert reason in str(decoder_few.unsupported(problem(**fields), CUDA))
 
 
 def test_the_suite_has_a_model_for_decoder_few() -> None:

@@ -1,4 +1,4 @@
-"""Test layers of 33 to 512 tokens on a GPU in every timed way: odd sizes, NaN, CUDA graphs.
+"""Test layers of 3 to 512 tokens on a GPU in every timed way: odd sizes, NaN, CUDA graphs.
 
 X is part of a larger matrix of NaN, so that a kernel that reads too many tokens fails.
 """
@@ -18,7 +18,7 @@ from sparsebench.kernels.twell._layer import Layer
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 
-TOKENS = 33, 64, 65, 100, 129, 255, 500
+TOKENS = 3, 16, 32, 33, 64, 65, 100, 129, 255, 500
 SHAPES = (5632, 2048), (9728, 2560), (1000, 200), (520, 1032), (2056, 3064)
 CASES = [*((shape, True) for shape in SHAPES), ((9728, 2560), False), ((1000, 200), False)]
 ACTIVE = 0.0, 0.005, 0.2, 1.0  # fractions of the units; the last needs several lists per group
@@ -27,7 +27,8 @@ Way = str  # "alone" for _grouped.py, or the way of ffn_few.py to read X
 
 
 def ways(m: int, n: int) -> list[Way]:
-    return ["alone", *(ffn_few.ways_of(m, n) if m <= ffn_few.MOST_TOKENS else [])]
+    grouped = ["alone"] if m > 32 else []
+    return [*grouped, *(ffn_few.ways_of(m, n) if m <= ffn_few.MOST_TOKENS else [])]
 
 
 def layer(m: int, n: int, k: int, kind: torch.dtype, squared: bool, gated: bool) -> Layer:
@@ -43,10 +44,10 @@ def layer(m: int, n: int, k: int, kind: torch.dtype, squared: bool, gated: bool)
 
 
 def activate(layer: Layer, fraction: float) -> None:
-    """Activate this fraction of a token's units, but all of token 3 and none of token 17."""
+    """Activate this fraction of a token's units, but all of token 1 and none of token 2."""
     bias = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(fraction)).clamp(-6, 6)
     layer.gate[:, 0], layer.gate[:, 1], layer.x[:, 1] = float(bias), 1.0, 0
-    layer.x[3, 1], layer.x[17, 1] = 10, -200
+    layer.x[1, 1], layer.x[2, 1] = 10, -200
 
 
 def bound(layer: Layer, way: Way) -> Callable[[], Tensor]:
@@ -94,17 +95,16 @@ def test_any_number_of_active_units_is_correct_on_a_gpu(m, shape, gated) -> None
             case.y.fill_(float("nan"))
             first = launch().clone()
             assert_correct(first, case)
-            assert (first[17] == 0).all()
+            assert (first[2] == 0).all()
             case.y.fill_(float("nan"))
             assert torch.equal(launch(), first)
 
 
 @hopper
-@pytest.mark.parametrize("m", [33, 100, 500])
+@pytest.mark.parametrize("m", [3, 16, 32, 33, 64, 100, 500])
 def test_a_graph_replays_a_layer_and_nan_stays_in_its_token_on_a_gpu(m: int) -> None:
     case = layer(m, 5632, 2048, torch.bfloat16, False, True)
     activate(case, 0.005)
-    token = torch.arange(m, device="cuda")
     for way in ways(m, 5632):
         launch = bound(case, way)
         launch()
@@ -115,14 +115,14 @@ def test_a_graph_replays_a_layer_and_nan_stays_in_its_token_on_a_gpu(m: int) -> 
             y.fill_(float("nan"))
             graph.replay()
         assert_correct(y, case)
-        finite, old = y.clone(), case.x[20, 5].clone()
-        case.x[20, 5] = float("nan")
+        finite, old = y.clone(), case.x[0, 5].clone()
+        case.x[0, 5] = float("nan")
         graph.replay()
-        assert y[20].isnan().all()
-        assert y[token != 20].isfinite().all()
-        if way == "alone":  # all units are active for the group of token 20, and for no other
-            assert torch.equal(y[token // 8 != 2], finite[token // 8 != 2])
-        case.x[20, 5] = old
+        assert y[0].isnan().all()
+        assert y[1:].isfinite().all()
+        if way == "alone":  # all units are active for the group of token 0, and for no other
+            assert torch.equal(y[8:], finite[8:])
+        case.x[0, 5] = old
 
 
 @hopper

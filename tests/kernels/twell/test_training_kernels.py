@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import relu
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.twell import _autograd, _gather, _index, _overflow
-from tests.compiling.triton_kernels import complaint_about
+from tests.compiling.triton_kernels import complaint_about_launch
 from tests.tools.marks import sampled
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -85,12 +83,6 @@ def test_interpreted_index_without_room_writes_nothing():
         assert values.eq(7).all()
 
 
-ELEMENTS = {
-    **{torch.int32: "i32", torch.int16: "i16", torch.float32: "fp32"},
-    **{torch.bfloat16: "bf16", torch.float16: "fp16"},
-}
-
-
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -118,28 +110,6 @@ def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[BoundKernel
     yield dsd("plain", by_unit, (h,), (x,), (w,))
 
 
-def source_of(program: BoundKernel) -> tuple[ASTSource, dict[str, Any]]:
-    """Return a call as Triton compiles it, and the options. None and sizes of 1 are constants."""
-    params, values = program.kernel.params, dict(program.constants)
-    names = [param.name for param in params]
-    options = {name: values.pop(name) for name in (*values,) if name not in names}
-    signature, aligned = {}, {}
-    for place, value in enumerate(program.args):
-        whole = isinstance(value, int) and not params[place].do_not_specialize
-        if value is None or (whole and value == 1):
-            kind = "constexpr"
-            values[names[place]] = value
-        elif isinstance(value, TensorDescriptor):
-            kind = f"tensordesc<{ELEMENTS[value.base.dtype]}{value.block_shape}>"
-        else:
-            kind = f"*{ELEMENTS[value.dtype]}" if isinstance(value, Tensor) else "i32"
-            if isinstance(value, Tensor) or (whole and value % 16 == 0):
-                aligned[(place,)] = [["tt.divisibility", 16]]
-        signature[names[place]] = kind
-    signature |= dict.fromkeys(values, "constexpr")
-    return ASTSource(program.kernel, signature, values, aligned), options
-
-
 @pytest.mark.parametrize("sizes", [(2**24, 8, 8), (8, 2**16, 8), (8, 8, 2**23)])
 def test_grids_are_within_the_limits_of_a_launch(sizes, monkeypatch):
     monkeypatch.setattr(_overflow, "before_hopper", lambda device: False)
@@ -160,8 +130,7 @@ def test_every_kernel_compiles_without_a_spill(capability, dtype, tmp_path, monk
     old = capability < 90
     monkeypatch.setattr(_overflow, "before_hopper", lambda device: old)
     for program in programs(16384, 5632, 2048, getattr(torch, dtype)):
-        source, options = source_of(program)
-        assert complaint_about(source, capability, options) is None, program
+        assert complaint_about_launch(program, capability) is None, program
 
 
 @pytest.mark.gpu
