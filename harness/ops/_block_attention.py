@@ -28,6 +28,7 @@ from sparsebench.results.record import Problem
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Scores that are held at once: on a GPU they take 512 MB in fp64."""
 CHEAP = 1 << 30  # pairs of a query and a key whose fp64 answer takes an H100 about 0.1 s
+FEW = 256  # heads of all sequences: each takes about 1 ms even if it has few pairs
 SHARE = 8  # one in so many KV heads is in a sample
 
 
@@ -217,10 +218,11 @@ def in_rows(x: Tensor, every: int, some: list[int], outer: int) -> Tensor:
 
 
 def sample(problem: Problem, operands: Mapping[str, Tensor], seed: int) -> Sample | None:
-    """Return the problem of one in SHARE KV heads, with all tokens, if there are many pairs."""
+    """Return the problem of one in SHARE KV heads, with all tokens, if all heads take long."""
     fields, (m, context) = problem.fields, tokens_of(problem.fields)
     batch, heads, kv_heads = fields["batch"], fields["heads"], fields["kv_heads"]
-    if batch * heads * m * context <= CHEAP or kv_heads < SHARE:
+    cheap = batch * heads * m * context <= CHEAP and batch * heads <= FEW
+    if cheap or kv_heads < SHARE:
         return None
     some = Heads.drawn(fields, seed)
     lists = {"heads": (heads, some.query), "kv_heads": (kv_heads, some.kv), "one": (1, [0])}
