@@ -43,7 +43,8 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
     timed += [(read_shapes(REAL), m, f"× {REAL}, {m:,} tokens") for m in OF_MODEL]
     lines: list[list[Cell]] = []
     for kind, (way, sparsity) in COSTS.items():
-        rises = {each.method: each for each in rows if _same_kind(each, way, sparsity)}
+        alike = [r for r in rows if r.way == way and abs(r.sparsity - sparsity) < NEAR]
+        rises = {each.method: each for each in alike}
         gains = [
             gain_of(
                 evidence,
@@ -85,10 +86,6 @@ def markdown(evidence: Evidence, gpu: str) -> str:
     """Return the tables and their notes."""
     tables = [table.markdown() for table in costs(evidence, gpu)]
     return "\n\n".join([*tables, *notes(evidence, gpu)])
-
-
-def _same_kind(cost: Cost, way: str, sparsity: float) -> bool:
-    return cost.way == way and abs(cost.sparsity - sparsity) < NEAR
 
 
 def _rise(cost: Cost | None) -> Cell:

@@ -22,8 +22,9 @@ has its own packing, output and addresses, as another contender would have.
 
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from sparsebench.errors import SuiteError
@@ -33,11 +34,13 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
 
-Condition = tuple[str, Sequence[str]]
-"""A field, with ! for \"none of them\", and its values."""
+Condition = tuple[str, Collection[str]]
+"""A field, with ! for \"none of them\", and its values as `text` writes them."""
 
 
-def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
+def planned_contests(
+    suite: Suite, device: str, condition: str = "", shard: str = ""
+) -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
     whole = references(device) + with_twins(only(suite.contests, condition), suite.name)
     return part(whole, shard) if shard else whole
@@ -56,22 +59,30 @@ def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep the cases that meet `field=value field=this|that`, with their baselines."""
-    conditions = _parsed(condition)
-    fields = (name for contest in contests for name in contest.problem.fields)
-    names = {"case", "format", "kernel", "op", *fields}
+    conditions = _parse_condition(condition)
+    cases = [
+        (
+            contest,
+            [(contender, _facts(contest.problem, contender)) for contender in contest.contenders],
+        )
+        for contest in contests
+    ]
+    present: dict[str, set[str]] = {"case": set(), "format": set(), "kernel": set(), "op": set()}
+    for facts in (facts for _, contenders in cases for _, facts in contenders):
+        for name, value in facts.items():
+            present.setdefault(name, set()).add(text(value))
     for name, values in conditions:
-        if name.removesuffix("!") not in names or not all(values):
-            expected = f"field=value with a field of {', '.join(sorted(names))}"
+        if name.removesuffix("!") not in present or not all(values):
+            expected = f"field=value with a field of {', '.join(sorted(present))}"
             written = f"{name}={'|'.join(values)}"
             raise SuiteError(f"--only: expected {expected}; found {written!r}")
     for name, value in [(name, value) for name, values in conditions for value in values]:
-        one = [(name.removesuffix("!"), [value])]
-        if not any(_meets(c.problem, k, one) for c in contests for k in c.contenders):
+        if value not in present[name.removesuffix("!")]:
             expected = f"at least one case of {name}={value}"
             raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
     selected = []
-    for contest in contests:
-        chosen = [c for c in contest.contenders if _meets(contest.problem, c, conditions)]
+    for contest, contenders in cases:
+        chosen = [contender for contender, facts in contenders if _meet(facts, conditions)]
         if chosen:
             left = (c for c in contest.contenders if c.baseline or c in chosen)
             selected.append(Contest(contest.problem, tuple(left)))
@@ -80,7 +91,7 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     return selected
 
 
-def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
+def has_only_baselines(suite: Suite, device: str, condition: str = "") -> bool:
     """Return whether a device supports no contender of a suite but its baselines."""
     contests = only(suite.contests, condition)
     rivals = [(c.problem, k) for c in contests for k in c.contenders if not k.baseline]
@@ -89,16 +100,17 @@ def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:
     """Return whether a case meets a condition that is written as for `only`."""
-    return _meets(problem, contender, _parsed(condition))
+    return _meet(_facts(problem, contender), _parse_condition(condition))
 
 
-def _parsed(condition: str) -> list[Condition]:
+def _parse_condition(condition: str) -> list[Condition]:
     parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
-    return [(name, value.split("|")) for name, value in parts]
+    return [(name, dict.fromkeys(map(text, value.split("|")))) for name, value in parts]
 
 
-def _meets(problem: Problem, contender: Contender, conditions: Iterable[Condition]) -> bool:
-    facts: dict[str, Any] = {
+def _facts(problem: Problem, contender: Contender) -> dict[str, Any]:
+    """Return what a condition may name: the problem's fields, and what identifies the case."""
+    return {
         **problem.fields,
         "op": problem.op,
         "format": contender.format,
@@ -106,9 +118,11 @@ def _meets(problem: Problem, contender: Contender, conditions: Iterable[Conditio
         "case": Case(problem, contender).id,
     }
 
-    def meets(name: str, values: Sequence[str]) -> bool:
+
+def _meet(facts: Mapping[str, Any], conditions: Iterable[Condition]) -> bool:
+    def meets(name: str, values: Collection[str]) -> bool:
         field = name.removesuffix("!")
-        among = field in facts and text(facts[field]) in map(text, values)
+        among = field in facts and text(facts[field]) in values
         return among is (field == name)
 
     return all(meets(name, values) for name, values in conditions)
@@ -119,9 +133,10 @@ def text(value: Any) -> str:
     if isinstance(value, list):
         return "x".join(str(v) for v in value)
     try:
-        return f"{float(value):g}"
+        number = float(value)
     except (TypeError, ValueError):
         return str(value)
+    return f"{number:g}" if isfinite(number) else str(value)  # 12e3456789012345 is a case
 
 
 SEED = 2**31 - 1  # of the references: no suite has it

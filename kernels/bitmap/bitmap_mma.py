@@ -147,7 +147,7 @@ class Product:
     def run(self, x: Tensor) -> Tensor:
         """Multiply; the caller checks the operands. A graph keeps W alive."""
         m = x.shape[0]
-        y = x.new_empty(m, self.w.shape[0], dtype=self.kind)
+        y = x.new_empty((m, self.w.shape[0]), dtype=self.kind)
         self.loaded(m).enqueue(self.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr()))
         on_tape(y, owners=(self,))
         if is_capturing(x):

@@ -154,7 +154,7 @@ class Product:
     def run(self, dy: Tensor, x: Tensor) -> Tensor:
         """Sum the blocks of dY.T @ X; a graph keeps the plan alive."""
         plan = self.plan
-        values = x.new_empty(*plan.blocks)
+        values = x.new_empty(plan.blocks)
         rows, columns = plan.partials
         partials = workspace(x, rows * columns)  # launches on a stream share it
         sums = 0 if partials is None else partials.data_ptr()

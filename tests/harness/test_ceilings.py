@@ -187,6 +187,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     readings = iter(range(0, 100_000, 100))
     monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
     monkeypatch.setattr(runner, "_cached", {})
+    monkeypatch.setattr(runner, "CEILINGS_KEPT_S", 600.0)
     return []
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sparsebench.harness.bench import contest, output_checks
 from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
-from sparsebench.harness.bench.sampling import LAYERS, possible
+from sparsebench.harness.bench.sampling import LAYERS, distinct_measures
 from sparsebench.harness.bench.spot_checks import print_of, reverse, sums_of
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.harness.plan.suite import read as read_suite
@@ -51,7 +51,7 @@ def right(operands: Operands) -> Launch:
 
 def started(problem: Problem = PROBLEM, options: ContestOptions = OPTIONS) -> RunningContest:
     row = Row(Case(problem, DENSE), Status.OK)
-    result = contest.start(contest.prepared(problem, [Entry(row)], CPU, None, options))
+    result = contest.start(contest.prepare_contest(problem, [Entry(row)], CPU, None, options))
     for measure_ in options.measures:
         contest._time(result, *measure_)
     output_checks.check_all(result, "after timing")
@@ -87,7 +87,7 @@ def test_a_row_is_of_one_layer(prepared: Prepared) -> None:
     assert result["chain"].fewest_bytes == result["kernel"].fewest_bytes
     assert result["chain"].draws == result["kernel"].draws
     assert Samples((8.0, 16.003), 1, None).per_layer(8) == Samples((1.0, 2.0), 1, None)
-    assert possible([CHAIN], "cpu") == (("kernel", "hot"),)  # a run on a CPU has no chain
+    assert distinct_measures([CHAIN], "cpu") == (("kernel", "hot"),)  # a run on a CPU has no chain
 
 
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
@@ -180,7 +180,7 @@ def test_a_reference_layer_raises_the_ceilings(prepared: Prepared) -> None:
     assert cached.bound("fp32", 0, bytes_, bytes_, "cold", LAYERS) == (0.875, "memory")
     options = ContestOptions(measures=OPTIONS.measures, ceilings=ceilings, reference=True)
     row = Row(Case(PROBLEM, DENSE), Status.OK, reference=True)
-    result = contest.start(contest.prepared(PROBLEM, [Entry(row)], CPU, None, options))
+    result = contest.start(contest.prepare_contest(PROBLEM, [Entry(row)], CPU, None, options))
     contest._time(result, *CHAIN)
     assert rows(result)["chain"].raises is not None
 

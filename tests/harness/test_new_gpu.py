@@ -89,21 +89,27 @@ def test_a_survey_without_time_is_finished_when_resumed(small: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_s", "fewest", "share"), [(180.0, 4, 0.9), exhaustive((480.0, 25, 0.8))]
+    ("budget_s", "fewest", "share"), [(180.0, 4, 0.85), exhaustive((420.0, 28, 0.9))]
 )
 def test_a_survey_uses_its_budget_and_settles_the_problems_that_decide(
     tmp_path, monkeypatch, budget_s, fewest, share
 ) -> None:
-    """The clock takes as long as an H100 does for starts, searches, checks and samples."""
+    """The clock takes as long as an H100 does for starts, searches, checks and samples.
+
+    Of 480 s, the doctor and the compilation take 60 s there.
+    """
     clock, left_s = timed(monkeypatch), budget_s - surveys.PAGE_S
-    monkeypatch.setattr(surveys, "AGAIN", 0.25)  # as on a machine with enough cores
+    monkeypatch.setattr(surveys, "AGAIN", 0.6)  # as on a machine with enough cores
     result = surveys.survey("sim:h100", budget_s, tmp_path / "survey", silent)
     runs = [store.read(path) for path in sorted(result.path.glob("decide*"))]
     assert share * left_s <= clock() <= left_s
     assert {run.state["choices"] for run in runs} == {Choices.EARLIER}
     problems = {p for run in runs for p in complete(run)}
     assert len(problems) >= fewest
-    assert bool(result.left) == (budget_s < 480)
+    cases = {row.case.id: row.case for run in runs for row in run.rows}.values()
+    sparse = [c for c in cases if c.contender.format != "dense" and not c.contender.twin]
+    assert max(Counter(case.problem.id for case in sparse).values()) == 1
+    assert result.left  # so only winners were measured again
 
 
 def complete(run: Run) -> list[str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsebench.reports.elsewhere import Elsewhere
 from sparsebench.reports.tables import Table
-from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
+from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -53,7 +53,7 @@ def test_failures_are_counted_and_named_with_their_reason(failing: Contender, na
     whole = run(3, 50.0)
     rows = [replace(r, **failed) if r.case.contender == failing else r for r in whole.rows]
     broken = replace(whole, rows=rows)
-    assert counted(analyse(broken))["failed"] == 1
+    assert count_statuses(analyse(broken))["failed"] == 1
     assert f"illegal address: {name}" in text_of(broken)
 
 

@@ -161,7 +161,7 @@ JUDGED: list[tuple[dict[str, Any], list[Part], Word, str]] = [
     ({}, [(2.5, "a", {}), (1.0, "b", {}), (2.4, "a", CONFIRMED)], Word.REPRODUCED, ""),
     (ALL, [(2.5, "a", LOOK)], Word.NOT_SETTLED, "3 of the 6 processes"),
     (EACH, [(2.5, "a", {}), (1.9, "b", {})], Word.PARTLY, ""),
-    (ALL, [(2.5, "a", {}), (1.9, "b", {})], Word.REPRODUCED, ""),
+    (ALL, [(2.5, "a", {}), (1.9, "b", {})], Word.REPRODUCED, "2.18"),
     # A bound below the threshold: not testable, unless another cell could reach it.
     ({}, [(0.9, "a", {"bound": 1.8}), (0.9, "b", {"bound": 1.8})], Word.NOT_TESTABLE, "1.8×"),
     ({}, [(0.9, "a", {"bound": 1.8}), (0.9, "b", {"bound": 2.5})], Word.REFUTED, ""),

@@ -10,7 +10,7 @@ import pytest
 from sparsebench.errors import ResultError
 from sparsebench.reports.coverage import COVERAGE, coverage_lines
 from sparsebench.results import between_cards, comparison, store
-from sparsebench.results.between_cards import SCHEMA, State, packaged
+from sparsebench.results.between_cards import SCHEMA, State, packaged_variation
 from sparsebench.results.cases import summary
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import Noise
@@ -62,7 +62,7 @@ GAINS = [1.1, 1.101, 1.102, 1.103, 1.104, 1.105, 1.106, 1.107]
 def test_an_interval_includes_the_variation_between_cards(capped_us, inherited, state) -> None:
     case = line(GAINS, ["GPU-1"] * 8, capped_us=capped_us, inherited=inherited)
     alone = hodges_lehmann(np.log(GAINS))
-    half = packaged()[state].half()
+    half = packaged_variation()[state].half()
     assert case["between"] == pytest.approx(half)
     assert case["limited"] == pytest.approx(capped_us / 1e6)
     ends = widen(alone.estimate, alone.low, alone.high, half)
@@ -86,7 +86,7 @@ def test_a_look_is_not_widened() -> None:
 def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None:
     cards = ["GPU-1", "GPU-2"] * 4
     equal, apart = line(GAINS, cards), line([1.1, 1.2] * 4, cards)
-    one = packaged()[State.FREE]
+    one = packaged_variation()[State.FREE]
     assert equal["on_cards"] == 2
     assert equal["between"] < one.half() / np.sqrt(2)  # they measured no difference
     assert apart["between"] > one.half()
@@ -178,8 +178,8 @@ def test_coverage_is_of_a_variation_from_elsewhere(published: list[Verdicts]) ->
 def test_an_unusable_file_is_one_clear_line(text, tmp_path, monkeypatch) -> None:
     (tmp_path / between_cards.FILE).write_text(text)
     monkeypatch.setattr(between_cards, "files", lambda package: tmp_path)
-    packaged.cache_clear()
+    packaged_variation.cache_clear()
     with pytest.raises(ResultError, match="between-cards@1"):
-        packaged()
+        packaged_variation()
     monkeypatch.undo()
-    assert packaged()[State.FREE].sd > 0
+    assert packaged_variation()[State.FREE].sd > 0
