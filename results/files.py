@@ -110,7 +110,7 @@ def validated(file: Path, model: type[Model], schema: str) -> Model:
 def first_error(error: ValidationError) -> str:
     """Describe the first error of pydantic: its place, what is wrong, and the value."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "top"
+    place = ": ".join(str(part) for part in first["loc"]) or "top"
     return f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
 
 
