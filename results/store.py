@@ -12,8 +12,8 @@
 Published runs hold rows.jsonl.gz. Every JSON file names its schema and version. A row has exactly
 the fields of Row, with their types; in rows of an older schema a missing field has its default.
 
-A run directory appears complete, by one rename. Only one process at a time writes to it (`locked`).
-No file names the host, the user or an absolute path (`without_paths`).
+A run directory appears complete, by one rename. Only one process at a time writes to it
+(`lock_run`). No file names the host, the user or an absolute path (`without_paths`).
 """
 
 import fcntl
@@ -189,7 +189,7 @@ def is_new(path: Path) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_run(path: Path) -> Iterator[None]:
     """Keep other processes from writing to a run; raises ResultError if one holds the lock.
 
     The lock is on suite.yaml, which is never replaced. It ends with the process, even if killed.
@@ -249,7 +249,7 @@ def read(path: Path | str) -> Run:
     schema, every_row = _rows(path)
     return Run(
         path=path,
-        suite=_typed(path / "suite.yaml", suite, _Suite),
+        suite=_check_types(path / "suite.yaml", suite, _Suite),
         suite_text=suite_text,
         environment=_read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment),
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
@@ -267,7 +267,7 @@ def rows(path: Path) -> list[Row]:
 def _rows(path: Path) -> tuple[str, list[Row]]:
     """Return the schema of the rows and the rows."""
     file = path / bundle.ROWS
-    text = files.decoded(file, bundle.content(path, bundle.ROWS))
+    text = files.decode_utf8(file, bundle.content(path, bundle.ROWS))
     first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
     schemas = {json.dumps({"schema": name}): name for name in (ROWS_SCHEMA, *OLDER_ROWS)}
     if first not in schemas:
@@ -297,7 +297,7 @@ def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
     try:
         if len(line) > ROW_BYTES:
             raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
-        data = files.parsed(line)
+        data = files.parse_json(line)
         missing = [f.name for f in fields(Row) if f.name in needed - data.keys()]
         unknown = sorted(data.keys() - {f.name for f in fields(Row)})
         if not missing and not unknown:
@@ -330,10 +330,10 @@ def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:
     data = files.from_json(file)
     if data.get("schema") != schema:
         raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
-    return _typed(file, data, model)
+    return _check_types(file, data, model)
 
 
-def _typed(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
+def _check_types(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
     """Return the data unchanged after checking the types of the fields that are read again."""
     try:
         model.model_validate(data)
